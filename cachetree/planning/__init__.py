@@ -12,9 +12,18 @@ from cachetree.planning.plan import (
     Requested,
     Strategy,
 )
-from cachetree.planning.policy import Considered, Weighed, best_of_each, choose, saving_s, weigh
+from cachetree.planning.policy import (
+    Considered,
+    Weighed,
+    best_of_each,
+    choose,
+    patience_for,
+    saving_s,
+    weigh,
+)
 from cachetree.planning.prediction import (
     Costs,
+    Patience,
     bytes_of,
     full_prefill_s,
     layers_of_work,
@@ -61,6 +70,7 @@ __all__ = [
     "Match",
     "NoReuse",
     "PairProfile",
+    "Patience",
     "Plan",
     "PlanId",
     "PrefillCost",
@@ -77,6 +87,7 @@ __all__ = [
     "index_profiles",
     "layers_of_work",
     "most_of",
+    "patience_for",
     "profile_files",
     "read_profile",
     "read_profile_as",

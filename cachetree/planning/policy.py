@@ -9,10 +9,9 @@ Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one tha
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
 recommended one where there is no target. Without a target the choice is among those that are nearly
 as fast as the fastest: over a slow link more layers may be sooner. A plan that is predicted to be
-no faster than full prefill is not used, nor, while no others compute, one that saves less than its
-request would wait for the link: that request would give it up. A transfer, or a recompute, is taken
-to last as long as nine in ten of late would (`Margin`); not both at once. Costs
-that are not measured yet count as nothing.
+no faster than full prefill is not used. A transfer, or a recompute, is taken to last as long as
+nine in ten of late would (`Margin`); not both at once. Costs that are not measured yet count as
+nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
 from cachetree.planning.plan import Demand, Match, NoReuse, Plan, Reason, Requested
 from cachetree.planning.prediction import (
     Costs,
+    Patience,
     bytes_of,
     full_prefill_s,
     layers_of_work,
@@ -57,8 +57,6 @@ class _Option:
     """Predicted for the whole prompt; None while the device's speed is unknown."""
     saving: float = 0.0
     """Seconds, or token-layers while the device's speed is unknown."""
-    wait_s: float = 0.0
-    """Of these seconds, how many the device has nothing to do, for it or for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +150,15 @@ def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
     return None if it.ttft_s is None else it.saving
 
 
+def patience_for(plan: Plan, demand: Demand, costs: Costs) -> Patience | None:
+    """Of a request that is to wait for the plan; None while the device's speed is unknown."""
+    saved_s, times = saving_s(plan, demand, costs), times_of(plan, demand.page_size, costs)
+    if saved_s is None or times is None:
+        return None
+    link = costs.links.get(plan.location, FREE_LINK)
+    return Patience(saving_s=saved_s, wait_s=times.wait_s, link=link)
+
+
 def choose(
     demand: Demand, matches: Sequence[Match], profiles: Profiles, costs: Costs
 ) -> Plan | NoReuse:
@@ -240,7 +247,7 @@ def _fitted(
             return replace(it, miss=NoReuse(reason=reason, detail=detail))
     found = _priced(replace(it, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
     is_explicit = demand.requested is not None and demand.requested.block is not None
-    if is_explicit or 0 < found.saving >= found.wait_s:
+    if is_explicit or found.saving > 0:
         return found
     slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
     return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
@@ -255,12 +262,8 @@ def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
     if times is None or full_s is None or rest_s is None:
         in_vain = demand.num_layers * (demand.num_held - plan.pages.start)
         return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))
-    # Whether a request has the device meanwhile: more wait than what comes over the same link.
-    are_others_computing = demand.num_waiting > len(
-        costs.links.get(plan.location, FREE_LINK).backlog
-    )
-    wait_s, ttft_s = 0.0 if are_others_computing else times.wait_s, times.ttft_s + rest_s
-    return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s, wait_s=wait_s)
+    ttft_s = times.ttft_s + rest_s
+    return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s)
 
 
 def _by_load(

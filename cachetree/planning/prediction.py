@@ -31,6 +31,28 @@ class Times:
     """Until the KV of all its pages is there."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a request waits for its fetch: until that is later than predicted by all that reuse
+    is to save. Whatever comes or does not, no longer than `most_s`, which with what reuse takes
+    after its wait is a full prefill."""
+
+    saving_s: float
+    wait_s: float = 0.0
+    """Predicted."""
+    link: Link = FREE_LINK
+    """As the fetch found it."""
+
+    @property
+    def most_s(self) -> float:
+        return self.saving_s + self.wait_s
+
+    def limit_s(self, num_landed: int) -> float:
+        """How long it may have waited while so many bytes have come, and not the next frame."""
+        due_s = self.link.fixed_s + self.link.seconds(num_landed + self.link.frame_bytes)
+        return self.saving_s + min(self.wait_s, due_s)
+
+
 def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     """None while the device's speed is unknown.
 

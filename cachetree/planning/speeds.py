@@ -87,15 +87,26 @@ class Link:
     """Bytes that each fetch under way still has to bring."""
     ahead: int = 0
     """Bytes that come first, at most: nobody waits for them any more, and nobody can stop them."""
+    frame_bytes: int = 0
+    """What comes is seen in parts of so many bytes."""
     copy_byte_s: float = 0.0
     """From host memory into the device's KV slots."""
 
     def seconds(self, num_bytes: int) -> float:
         """Until that many bytes of a new fetch have come, beside `fixed_s`."""
+        return self.margin * self.byte_s * self._carried(num_bytes)
+
+    def rest_s(self, elapsed_s: float, num_landed: int, num_bytes: int) -> float:
+        """What the rest of a fetch takes at least, at the rate at which the link carried what has
+        come of it, which is something, and the frame that comes now."""
+        carried = self._carried(min(num_landed + self.frame_bytes, num_bytes))
+        return elapsed_s * (self._carried(num_bytes) / carried - 1)
+
+    def _carried(self, num_bytes: int) -> int:
+        """Of all fetches, until so much of a new one has come."""
         if not num_bytes:
-            return 0.0
-        shared = sum(min(rest, num_bytes) for rest in self.backlog)
-        return self.margin * self.byte_s * (num_bytes + self.ahead + shared)
+            return 0
+        return num_bytes + self.ahead + sum(min(rest, num_bytes) for rest in self.backlog)
 
     def copy_s(self, num_bytes: int) -> float:
         return self.copy_byte_s * num_bytes

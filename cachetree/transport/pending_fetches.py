@@ -86,7 +86,8 @@ class PendingFetches:
         given_up = [(id, it) for id, it in asked if it.staging.error is not None]
         # In this order none is missed, and none counted twice, that the peer's thread ends now.
         owed = {id: self._owed_to(it, link) for id, it in given_up} | link.owed
-        return replace(found, ahead=sum(owed.values()))
+        frame_bytes = self._config.frame_bytes
+        return replace(found, ahead=sum(owed.values()), frame_bytes=frame_bytes)
 
     @property
     def is_under_way(self) -> bool:

@@ -6,14 +6,14 @@ its recompute is done:
     E of the transition layer ──► staged ─┐ ready when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
 
-It waits no longer than reuse is predicted to save, counted from the first step that could have
-taken it. So nothing that others do, or fail to do, makes it take more than twice a full prefill.
+It gives up once its fetch is later than predicted by all that reuse is to save, counted from the
+first step that could have taken it (`Patience`): at once where the rate says that it will be. So
+nothing that others do, or fail to do, makes it take more than twice a full prefill.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -78,29 +78,30 @@ class Arrivals:
             if is_seen_first and arrival.completed_s is not None and not is_here:
                 self._meter.noticed(time.monotonic() - arrival.completed_s)
             return Phase.READY
-        if request.is_impatient:
+        if request.left_s(arrival.num_landed_bytes) < 0:
             return self._too_late(request, arrival)
-        page_size, rest_s = self._sources.server.page_size, arrival.rest_s
-        compute_s = recompute_s(request.plan, page_size, self._meter.recompute)
-        if compute_s is None or rest_s == math.inf:
+        plan, page_size = request.plan, self._sources.server.page_size
+        compute_s = recompute_s(plan, page_size, self._meter.recompute)
+        if compute_s is None:
             return Phase.FETCHING
-        if request.plan.strategy is Strategy.PIPELINED and arrival.has_e:
-            rest_s -= compute_s
-            if rest_s <= 0:
-                return Phase.READY
-        left_s = math.inf if request.runnable_s is None else request.patience_s - request.waited_s
-        if arrival.elapsed_s > _RATE_S and rest_s > left_s:
-            return self._too_late(request, arrival)
-        return Phase.FETCHING
+        if plan.strategy is not Strategy.PIPELINED:
+            compute_s = 0.0
+        elif arrival.has_e and arrival.rest_s <= compute_s:
+            return Phase.READY
+        patience, landed, elapsed_s = request.patience, arrival.num_landed_bytes, arrival.elapsed_s
+        if request.runnable_s is None or not landed or elapsed_s <= _RATE_S:
+            return Phase.FETCHING
+        rest_s = patience.link.rest_s(elapsed_s, landed, arrival.num_bytes) - compute_s
+        is_too_slow = request.waited_s + rest_s > patience.most_s
+        return self._too_late(request, arrival) if is_too_slow else Phase.FETCHING
 
     def _too_late(self, request: Request, arrival: Arrival) -> Phase:
-        """Reuse would save less than the request waits for it."""
         log.info(
-            "request %s: %d of %d bytes came in the %.3f s that are worth waiting for",
+            "request %s: %d of %d bytes came in %.3f s, and a full prefill is faster than the rest",
             request.req.rid,
             arrival.num_landed_bytes,
             arrival.num_bytes,
-            request.patience_s,
+            request.waited_s,
         )
         if not arrival.num_landed_bytes and arrival.elapsed_s > _ANSWER_S:
             request.source.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))

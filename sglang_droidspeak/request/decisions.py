@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cachetree import FetchError, Location, Span, is_pool
-from cachetree.planning import Reason, full_prefill_s
+from cachetree.planning import Patience, Reason, full_prefill_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
@@ -66,8 +66,8 @@ class Decisions:
                 num_tokens = num_new * self._page_size
                 if num_tokens >= self._sources.server.settings.min_tokens:
                     request.searches = self._sources.cache.search(pages)
-                    most_s = full_prefill_s(Span(0, num_tokens), self._meter.prefill)
-                    request.patience_s = UNMEASURED_S if most_s is None else most_s
+                    full_s = full_prefill_s(Span(0, num_tokens), self._meter.prefill)
+                    request.patience = Patience(saving_s=UNMEASURED_S if full_s is None else full_s)
         return request
 
     def decide(self, seen: Sequence[Request], tree: UnifiedRadixCache, num_waiting: int) -> None:
@@ -108,7 +108,7 @@ class Decisions:
         self._refusal = "weights_updated"
 
     def _may_decide(self, request: Request) -> bool:
-        if request.is_impatient:
+        if request.left_s() < 0:
             return True
         if request.following is not None:
             return self._in_flight.is_over(request.following)
@@ -155,7 +155,7 @@ class Decisions:
             outcome = planned.outcome if isinstance(planned, Declined) else planned
             request.following = self._in_flight.follow(req, request.pages, outcome)
             if request.following is not None:
-                request.patience_s = request.following.patience_s
+                request.patience = Patience(saving_s=request.following.patience_s)
                 return None
         if isinstance(planned, Declined):
             return planned

@@ -22,6 +22,7 @@ from cachetree.planning import (
     Match,
     NoReuse,
     PairProfile,
+    Patience,
     Plan,
     PlanId,
     Reason,
@@ -31,6 +32,7 @@ from cachetree.planning import (
     full_prefill_s,
     index_profiles,
     layers_of_work,
+    patience_for,
     recompute_s,
     saving_s,
 )
@@ -62,9 +64,8 @@ class Planned:
     plan: Plan
     is_experiment: bool
     """Asked for by name where no gate decides: its KV serves its own request only."""
-    patience_s: float
-    """What it is predicted to save, and the longest that its request waits for it; of one asked for
-    by name infinite."""
+    patience: Patience
+    """How long its request waits for it; of one asked for by name infinite."""
     step_share: float
     """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
     considered: Considered | None = None
@@ -74,7 +75,7 @@ class Planned:
     def demand(self) -> Demand | None:
         """What the plan answers, and the server may think again about; None where it was asked for
         by name, or another rank made it, which thinks for all."""
-        is_optional = self.considered is not None and self.patience_s < math.inf
+        is_optional = self.considered is not None and self.patience.saving_s < math.inf
         return self.considered.demand if is_optional else None
 
     @property
@@ -196,7 +197,9 @@ class Planner:
         return Planned(
             plan=plan,
             is_experiment=is_experiment,
-            patience_s=math.inf if is_asked_for else _patience_s(plan, demand, costs),
+            patience=(
+                Patience(saving_s=math.inf) if is_asked_for else _patience(plan, demand, costs)
+            ),
             step_share=self._step_share(plan),
             considered=considered,
         )
@@ -230,7 +233,7 @@ class Planner:
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
         costs = self.costs({location})
         plan = choose(demand, [match], self.profiles, costs)
-        return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
+        return _patience(plan, demand, costs).saving_s if isinstance(plan, Plan) else 0.0
 
     def price(self, plan: Plan) -> Price:
         """Of a plan over a fast link, as it is predicted now."""
@@ -321,6 +324,5 @@ def not_ready(sources: Sequence[Source]) -> str:
     return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
 
 
-def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:
-    saved_s = saving_s(plan, demand, costs)
-    return UNMEASURED_S if saved_s is None else saved_s
+def _patience(plan: Plan, demand: Demand, costs: Costs) -> Patience:
+    return patience_for(plan, demand, costs) or Patience(saving_s=UNMEASURED_S)

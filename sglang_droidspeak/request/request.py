@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from cachetree import PageHash, Plan, Search, Span
+from cachetree.planning import Patience
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.in_flight import InFlightPrefill
 from sglang_droidspeak.request.load import Load
@@ -60,8 +61,8 @@ class Request:
         self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
         """When a step first could have taken it, on monotonic time: its wait counts from then."""
-        self.patience_s = math.inf
-        """The longest that it may wait: what it is predicted to save."""
+        self.patience = Patience(saving_s=math.inf)
+        """How long it may wait."""
         self.pages: Sequence[PageHash] = ()
         self.num_there = 0
         """Declined, it was to read so many pages that the device had."""
@@ -104,9 +105,9 @@ class Request:
     def waited_s(self) -> float:
         return 0.0 if self.runnable_s is None else time.monotonic() - self.runnable_s
 
-    @property
-    def is_impatient(self) -> bool:
-        return self.waited_s > self.patience_s
+    def left_s(self, num_landed_bytes: int = 0) -> float:
+        """How much longer it waits while no more than that comes; negative once it gives up."""
+        return self.patience.limit_s(num_landed_bytes) - self.waited_s
 
     def pass_over(self) -> None:
         """A step could have taken it, had it not been held back."""
@@ -126,7 +127,7 @@ class Request:
 
     def take_up(self, planned: Planned) -> None:
         self.reach(Phase.PLANNED)
-        self.planned, self.patience_s = planned, planned.patience_s
+        self.planned, self.patience = planned, planned.patience
 
     def fetch(self, sources: Sources, tree: UnifiedRadixCache) -> None:
         """Begin to bring together what the plan needs, if there is memory for it."""
@@ -139,7 +140,7 @@ class Request:
         """SGLang has these slots for tokens that stand there in the prompt."""
         self.reach(Phase.LOADING)
         self.queued_s = self.age_s
-        left_s = max(0.0, self.patience_s - self.waited_s)
+        left_s = max(0.0, self.left_s(self.source.arrival.num_landed_bytes))
         self.load = Load(plan=self.plan, source=self.source, at=at, slots=slots, patience_s=left_s)
 
     def settle(self) -> None:

@@ -116,7 +116,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own prefill."""
     fetch_deadline_s: float = 10.0
     """After this a fetch is given up and its request does a full prefill; one whose block was not
-    asked for by name gives up as soon as it has waited for what reuse would save."""
+    asked for by name gives up as soon as it is late by what reuse would save."""
     peer_cooldown_s: float = 30.0
     """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
     times this, each time that the one fetch which then tries it fails."""

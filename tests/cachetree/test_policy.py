@@ -30,6 +30,7 @@ from cachetree.planning import (
     Requested,
     choose,
     index_profiles,
+    patience_for,
     saving_s,
     weigh,
 )
@@ -533,35 +534,32 @@ def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_
     assert times_of(plan, 16, costs).ttft_s == pytest.approx(drawn)
 
 
-def test_a_wait_that_is_longer_than_what_it_saves_pays_only_while_others_wait() -> None:
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_a_plan_may_wait_longer_than_it_saves(num_waiting: int) -> None:
     """Ten pages of ten layers: full prefill takes 1.6 s, and their KV is 100 MB."""
-    for mb_per_s in (126, 124):
+    demand = replace(DEMAND, num_waiting=num_waiting)
+    for mb_per_s in (124, 63, 62):
         waits_s = 100 / mb_per_s
         costs = replace(MEASURED, links=links({FAR: mb_per_s * 1e6}))
-        alone = choose(DEMAND, [match(R, location=FAR)], {}, costs)
-        busy = plan_for(
-            match(R, location=FAR), demand=replace(DEMAND, num_waiting=1), profiles={}, costs=costs
-        )
-        assert saving_s(busy, DEMAND, costs) == pytest.approx(1.6 - waits_s)
-        some = replace(DEMAND, first_approximate=2)  # Two of the ten, which it gives up.
-        assert saving_s(busy, some, costs) == pytest.approx(0.8 * 1.6 - waits_s)
-        assert isinstance(alone, Plan) == (waits_s < 0.8)
-    assert saving_s(busy, DEMAND, UNKNOWN) is None
+        found = choose(demand, [match(R, location=FAR)], {}, costs)
+        assert isinstance(found, Plan) == (waits_s < 1.6)
+    plan = plan_for(match(R, location=FAR))
+    costs = replace(MEASURED, links=links({FAR: 100e6}))
+    assert saving_s(plan, demand, costs) == pytest.approx(0.6)
+    some = replace(demand, first_approximate=2)  # Two of the ten, which it gives up.
+    assert saving_s(plan, some, costs) == pytest.approx(0.8 * 1.6 - 1.0)
+    assert saving_s(plan, demand, UNKNOWN) is None
 
 
-def test_who_waits_for_the_same_link_does_not_have_the_device_meanwhile() -> None:
-    link = Link(byte_s=1e-8, backlog=[1])
-    costs = replace(MEASURED, links={FAR: link})  # A second for 100 MB, where full takes 1.6 s.
-    far = match(R, location=FAR)
-    for num_waiting, is_worth_it in ((1, False), (2, True)):
-        found = choose(replace(DEMAND, num_waiting=num_waiting), [far], {}, costs)
-        assert isinstance(found, Plan) == is_worth_it
-
-
-def test_where_the_link_is_slow_more_layers_are_sooner_and_are_taken() -> None:
-    """[3, 6) waits for 70 MB, [0, 8) for 20, which come while it computes for 1.12 s."""
-    for mb_per_s, block in ((1000, Span(3, 6)), (55, Span(0, 8))):
-        costs = replace(MEASURED, links=links({FAR: mb_per_s * 1e6}))
-        for num_waiting in (0, 1):
-            demand = replace(DEMAND, num_waiting=num_waiting)
-            assert plan_for(match(S, location=FAR), demand=demand, costs=costs).block == block
+def test_a_request_is_to_wait_for_what_its_plan_is_predicted_to_wait() -> None:
+    """[3, 6): E takes 0.2 s, and 0.7 s of KV less than the recompute of 0.32."""
+    link = Link(byte_s=1e-8)
+    costs = replace(MEASURED, links={FAR: link})
+    plan = plan_for(match(S, location=FAR))
+    assert plan.block == Span(3, 6)
+    patience = patience_for(plan, DEMAND, costs)
+    assert patience is not None
+    assert patience.wait_s == pytest.approx(0.2 + 0.7 - 0.32)
+    assert patience.saving_s == pytest.approx(1.6 - 0.32 - patience.wait_s)
+    assert patience.link == link
+    assert patience_for(plan, DEMAND, UNKNOWN) is None

@@ -257,6 +257,8 @@ def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes() -> None:
         staging.cancel()
         eventually(lambda: peer.link)  # Measured by the end of the fetch.
         eventually(lambda: peer.link and not peer.link.ahead)
+        assert peer.link is not None
+        assert peer.link.frame_bytes == quiet.frame_bytes
         eventually(lambda: worker.status().fetches_by_outcome == {"cancelled": 1})
 
 

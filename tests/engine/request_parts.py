@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cachetree.ids import Span
+from cachetree.planning import Patience
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.request.planner import Planned
 from sglang_droidspeak.request.request import Phase, Request
@@ -19,7 +20,7 @@ def planned_as(plan: Plan, **others: Any) -> Planned:
     """Asked for by name; it leaves what others may read."""
     fixed = {
         "is_experiment": False,
-        "patience_s": math.inf,
+        "patience": Patience(saving_s=math.inf),
         "step_share": 0.0,
     }
     return Planned(plan=plan, **fixed | others)

@@ -43,5 +43,4 @@ def _without_round_trip(it: Costs) -> Costs:
 def test_what_is_left_out_would_make_it_slower(change, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Server.costs
     monkeypatch.setattr(Server, "costs", lambda *args: change(costs(*args)))
-    monkeypatch.setattr(never_slower, "GB_PER_S", never_slower.GB_PER_S[5::3])
     assert summary(sweep(100))["of_full"] > 1.1

@@ -134,14 +134,14 @@ def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() 
 def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
     """Ten pages take 1.6 s; 70 MB of KV and 20 of E take 0.09 s, or nine times as long as it."""
     found = plan()
-    assert (found.plan.block, found.patience_s) == (Span(3, 6), pytest.approx(1.6 - 0.34))
+    assert (found.plan.block, found.patience.saving_s) == (Span(3, 6), pytest.approx(1.6 - 0.34))
     slow = plan(costs=replace(MEASURED, links={FAR: Link(byte_s=1e-7)}))
     assert slow.outcome == "slower"
     assert "full prefill is faster" in slow.detail
     backlog = plan(costs=replace(MEASURED, links={FAR: Link(byte_s=1e-9, backlog=[10**9] * 99)}))
     assert backlog.outcome == "slower"
     unknown = plan(costs=replace(MEASURED, links={}, prefill=None, recompute=None))
-    assert unknown.patience_s == UNMEASURED_S
+    assert unknown.patience.saving_s == UNMEASURED_S
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,15 @@ def test_at_admission_counts_what_the_device_has_by_then(
 
 
 @pytest.mark.parametrize(
-    ("location", "fixed_s", "patience_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
+    ("location", "fixed_s", "saving_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
 )
 def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(
-    location: Location, fixed_s: float, patience_s: float
+    location: Location, fixed_s: float, saving_s: float
 ) -> None:
     """Ten pages of this model take 1.6 s in full; what is read in place is there at once."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=fixed_s)})
     found = plan(sender=R, location=location, costs=costs, notice_s=0.2)
-    assert found.patience_s == pytest.approx(patience_s)
+    assert found.patience.saving_s == pytest.approx(saving_s)
 
 
 def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
@@ -183,7 +183,7 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     """Nor is its wait bounded by what it saves."""
     found = plan(controls={"block": "3:6"}, gate="off")
-    assert (found.plan.block, found.demand, found.patience_s) == (Span(3, 6), None, math.inf)
+    assert (found.plan.block, found.demand, found.patience.saving_s) == (Span(3, 6), None, math.inf)
     assert plan().demand is not None
 
 

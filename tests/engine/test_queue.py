@@ -19,7 +19,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Location, Step
 from cachetree.memory import Arena, Blocks, Staging, staged
-from cachetree.planning import PrefillCost
+from cachetree.planning import Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.labels import Labels
@@ -198,7 +198,7 @@ def test_what_the_pool_has_no_more_takes_no_slots() -> None:
     in_pool = replace(PLAN, location=Location("pool:another"))
     locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
     pool = SimpleNamespace(has_approximate=False, find=lambda *_: True, lock=lambda *_: next(locks))
-    planner = planner_of(plan=in_pool, patience_s=1e3)
+    planner = planner_of(plan=in_pool, patience=Patience(saving_s=1e3))
     waiting = waiting_on(SilentCache(), [], planner=planner, pool=pool)
     req, tree = request(), None
     assert not waiting.look([req], tree, is_decoding=False), "nothing is to be fetched"
@@ -256,7 +256,7 @@ class Held:
                 recompute=SLOW,
                 prefill=SimpleNamespace(knows=lambda _: True, seconds=lambda *_: 3600.0),
             ),
-            planner=planner_of(patience_s=3600.0),
+            planner=planner_of(patience=Patience(saving_s=3600.0)),
             in_flight=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
             ranks=Ranks(None),
         )

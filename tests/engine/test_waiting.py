@@ -17,7 +17,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import LOCAL, Location, ModelId, Span
 from cachetree.memory import Arena, Blocks, Staging, staged
-from cachetree.planning import PrefillCost
+from cachetree.planning import Patience, PrefillCost
 from cachetree.planning.plan import Plan
 from cachetree.tier import Search
 from sglang_droidspeak.adapters.models import Owner
@@ -119,7 +119,7 @@ def waiting_on(
     planned = Planned(
         plan=PLAN,
         is_experiment=is_experiment,
-        patience_s=math.inf,
+        patience=Patience(saving_s=math.inf),
         step_share=0.0,
     )
     parts: Any = {
@@ -184,7 +184,7 @@ def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
 
 def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
     """All layers are computed anew: from the receiver's own embeddings, with no E."""
-    planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience_s=0.0)
+    planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience=Patience(saving_s=0.0))
     req = request()
     waiting = waiting_on(SilentCache(), [], planner=planner)
     assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
@@ -297,7 +297,7 @@ def planner_of(**planned: Any) -> Any:
     return SimpleNamespace(meet=lambda _req: None, plan=lambda *_: value)
 
 
-OPTIONAL = planner_of(patience_s=SAVING_S)
+OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
 """Chosen by the server, which predicts that it saves so much."""
 METER: Any = FakeMeter(
     recompute=PrefillCost(token_s=1e-3, context_s=0.0),
@@ -335,7 +335,7 @@ def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> Non
     saving_s = 10.0
     notes: list[RequestProvenance] = []
     cache, req = SilentCache(now), request()
-    planner = planner_of(patience_s=saving_s)
+    planner = planner_of(patience=Patience(saving_s=saving_s))
     waiting = waiting_on(cache, notes, planner=planner, meter=METER)
     tree: Any = None
     assert waiting.look([req], tree, is_decoding=False) == {req.rid}
@@ -380,7 +380,9 @@ def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
     ranks = SimpleNamespace(
         is_first=True, share=lambda it, _kind: told.append(it) or it, least=lambda it: it
     )
-    planner = planner_of(patience_s=1e3, considered=SimpleNamespace(demand=object()))
+    planner = planner_of(
+        patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=object())
+    )
     waiting = waiting_on(SilentCache(), [], planner=planner, ranks=ranks)
     req, tree = request(), None
     waiting.look([req], tree, is_decoding=False)  # type: ignore[arg-type]
@@ -395,7 +397,9 @@ def test_how_late_the_end_of_a_fetch_is_seen_is_told_once(
     """Not of what lies in this server's own memory."""
     cache, req, told = SilentCache(), request(), []
     meter: Any = SimpleNamespace(recompute=None, noticed=told.append)
-    planner = planner_of(plan=replace(PLAN, location=location), patience_s=math.inf)
+    planner = planner_of(
+        plan=replace(PLAN, location=location), patience=Patience(saving_s=math.inf)
+    )
     waiting = waiting_on(cache, [], meter=meter, planner=planner)
     assert waiting.look([req], None, is_decoding=False) == {req.rid}  # type: ignore[arg-type]
     (staging,) = cache.stagings
@@ -418,7 +422,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     notes: list[RequestProvenance] = []
     cache, req, asked = SilentCache(), request(), []
     demand: Any = object() if is_optional else None
-    planner = planner_of(patience_s=1e3, considered=SimpleNamespace(demand=demand))
+    planner = planner_of(patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=demand))
     planner.still_saves = lambda *args: asked.append(args) or pays
     pool = SimpleNamespace(has_approximate=False, held=lambda *_: "held")
     waiting = waiting_on(cache, notes, planner=planner, pool=pool)
@@ -495,7 +499,7 @@ def test_which_held_requests_a_step_could_have_taken(
 def all_staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
     """A request whose four pages have come; a step has 56 tokens, and three and a half pages."""
     cache, req = SilentCache(), request()
-    named = {"is_experiment": True, "patience_s": math.inf}
+    named = {"is_experiment": True, "patience": Patience(saving_s=math.inf)}
     planner = planner_of(**named, step_share=share)
     meter: Any = FakeMeter(recompute=None, step_tokens=56)
     waiting = waiting_on(cache, [], planner=planner, meter=meter)

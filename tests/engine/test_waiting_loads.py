@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from waiting_parts import (
 
 from cachetree.errors import FetchError
 from cachetree.ids import Location, Span
-from cachetree.planning import PrefillCost
+from cachetree.planning import Link, Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.request.planner import Declined, Planned
@@ -67,7 +68,9 @@ def test_what_the_pool_has_is_locked_when_it_is_taken() -> None:
 def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: float) -> None:
     def plan(*_: Any) -> Planned:
         now.now_s += 0.5
-        return Planned(plan=PLAN, **WANTED | {"patience_s": 10.0, "is_experiment": False})
+        return Planned(
+            plan=PLAN, **WANTED | {"patience": Patience(saving_s=10.0), "is_experiment": False}
+        )
 
     cache, req = Asked(now), request()
     waiting, _ = waiting_with(cache, planner=SimpleNamespace(meet=lambda _req: None, plan=plan))
@@ -142,12 +145,15 @@ def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any,
     return waiting, (req, told)
 
 
-@pytest.mark.parametrize(("patience_s", "is_held"), [(0.94, True), (0.90, False)])
-def test_the_rest_is_expected_at_the_rate_so_far_and_a_twentieth_more(
-    now: Now, patience_s: float, is_held: bool
+@pytest.mark.parametrize("wait_s", [0.0, 0.7])
+@pytest.mark.parametrize(("most_s", "is_held"), [(0.91, True), (0.89, False)])
+def test_the_rest_is_expected_at_the_rate_so_far(
+    now: Now, most_s: float, is_held: bool, wait_s: float
 ) -> None:
-    """60 of 120 bytes in 0.45 s: the rest takes 0.4725 s, of patience less what was waited."""
-    planner = planner_of(**WANTED | {"patience_s": patience_s})
+    """60 of 120 bytes in 0.45 s: the rest takes as long, and all of it must come in time."""
+    link = Link(byte_s=wait_s / 120)
+    patience = Patience(saving_s=most_s - wait_s, wait_s=wait_s, link=link)
+    planner = planner_of(**WANTED | {"patience": patience})
     meter = FakeMeter(recompute=PrefillCost(token_s=1e-9, context_s=0.0))
     waiting, (req, told) = landed(now, 60, 0.45, planner=planner, meter=meter)
     assert bool(look(waiting, req)) == is_held
@@ -167,6 +173,80 @@ def test_the_rest_may_come_while_the_plans_tokens_are_recomputed(
     assert bool(look(waiting, req)) == is_held
 
 
+WAIT_S, SAVING_S = 0.12, 0.03
+"""Predicted of a fetch of 120 bytes; too short for the rate to tell when it will end."""
+STEP_S = 0.0005
+
+
+def held_for(
+    now: Now, came: Callable[[float], float], saving_s: float = SAVING_S, times: float = 1.0
+) -> tuple[float, bool]:
+    """How long a request is held of whose fetch such a share has come after so many seconds, and
+    whether it loads then; all of it so many times as long."""
+    link = Link(byte_s=times * WAIT_S / 120, frame_bytes=1)
+    patience = Patience(saving_s=times * saving_s, wait_s=times * WAIT_S, link=link)
+    cache, req = Asked(now), request()
+    waiting, _ = waiting_with(
+        cache,
+        planner=planner_of(patience=patience),
+        meter=FakeMeter(recompute=PrefillCost(token_s=1e-9, context_s=0.0)),
+    )
+    begun_s, num_landed = now.now_s, 0
+    while look(waiting, req):
+        waiting.pass_over(["r1"])
+        now.now_s += times * STEP_S
+        num_due = int(120 * min(1.0, came((now.now_s - begun_s) / times)))
+        for number, step in enumerate(PLAN.steps):
+            before, after = (
+                min(max(it - number * STEP_BYTES, 0), STEP_BYTES) for it in (num_landed, num_due)
+            )
+            if after > before:
+                cache.stagings[0].land(step, after - before)
+        num_landed = num_due
+    return (now.now_s - begun_s) / times, waiting.has_source("r1")
+
+
+def test_a_fetch_that_is_on_time_is_waited_for_beyond_what_it_saves(now: Now) -> None:
+    waited_s, has_come = held_for(now, lambda after_s: after_s / WAIT_S)
+    assert has_come
+    assert waited_s == pytest.approx(WAIT_S, abs=4 * STEP_S)
+    assert waited_s > SAVING_S
+
+
+def test_one_of_which_nothing_comes_is_waited_for_as_long_as_it_saves(now: Now) -> None:
+    waited_s, has_come = held_for(now, lambda _after_s: 0.0)
+    assert not has_come
+    assert waited_s == pytest.approx(SAVING_S, abs=4 * STEP_S)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_one_that_stalls_is_given_up_when_it_is_later_than_what_it_saves(
+    now: Now, share: float
+) -> None:
+    waited_s, has_come = held_for(now, lambda after_s: min(after_s / WAIT_S, share))
+    assert not has_come
+    assert waited_s == pytest.approx(share * WAIT_S + SAVING_S, abs=4 * STEP_S)
+
+
+@pytest.mark.parametrize("times", [1.0, 20.0])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.99, 1.0])
+@pytest.mark.parametrize("slower", [0.5, 1.0, 1.1, 1.2, 1.4, 3.0, 50.0])
+def test_however_its_bytes_come_it_is_answered_within_twice_a_full_prefill(
+    now: Now, slower: float, share: float, times: float
+) -> None:
+    """What reuse saves without its wait is less than one: so long it waits, and then takes one."""
+    waited_s, has_come = held_for(now, lambda it: min(it / WAIT_S / slower, share), SAVING_S, times)
+    assert waited_s <= WAIT_S + SAVING_S + 4 * STEP_S
+    assert has_come == (share == 1.0 and slower <= 1.2)
+
+
+def test_a_rate_that_is_too_low_is_seen_long_before(now: Now) -> None:
+    """Of 2.4 seconds that it was to take, and takes three times as long."""
+    waited_s, has_come = held_for(now, lambda it: it / WAIT_S / 3, SAVING_S, times=20)
+    assert not has_come
+    assert 20 * waited_s == pytest.approx(0.2, abs=0.05)
+
+
 def test_how_long_it_was_held_is_told_in_thousandths_of_a_millisecond(now: Now) -> None:
     waiting, (req, told) = landed(now, 0, 0.5)
     now.now_s += 1.23456e-5
@@ -182,17 +262,17 @@ def test_how_long_it_was_held_is_told_in_thousandths_of_a_millisecond(now: Now) 
 
 def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    planner = planner_of(**WANTED | {"patience_s": 0.25})
+    planner = planner_of(**WANTED | {"patience": Patience(saving_s=0.25)})
     waiting, (req, _) = landed(now, 0, 0.5, planner=planner)
     look(waiting, req)
     assert caplog.messages == [
-        "request r1: 0 of 120 bytes came in the 0.250 s that are worth waiting for"
+        "request r1: 0 of 120 bytes came in 0.500 s, and a full prefill is faster than the rest"
     ]
 
 
 def test_a_worker_that_sent_nothing_is_told_why_it_was_given_up(now: Now) -> None:
     cache, req = Asked(now), request()
-    planner = planner_of(**WANTED | {"patience_s": 0.25})
+    planner = planner_of(**WANTED | {"patience": Patience(saving_s=0.25)})
     waiting, _ = waiting_with(cache, planner=planner)
     look(waiting, req)
     waiting.pass_over(["r1"])
@@ -236,7 +316,7 @@ class Pair:
 
 def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
     pair, reqs, caches = Pair(), [request("r1"), request("r1")], [Asked(), Asked()]
-    planned = WANTED | {"is_experiment": False, "patience_s": 7.0}
+    planned = WANTED | {"is_experiment": False, "patience": Patience(saving_s=7.0)}
     planners: list[Any] = [planner_of(**planned), SimpleNamespace(meet=lambda _req: None)]
     both = [
         waiting_with(cache, planner=planner, ranks=pair.rank(number))

@@ -10,6 +10,7 @@ from test_waiting import METER, PAGE, FakeMeter, Now, planner_of, request
 from waiting_parts import NUM_PAGES, TREE, WANTED, Asked, asking, look, waiting_with
 
 from cachetree.errors import FetchError
+from cachetree.planning import Patience
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.request.labels import Labels
@@ -175,7 +176,7 @@ def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
 def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
     cache, req = Asked(held=Held(2, 0)), request()
     planner = planner_of(
-        **WANTED | {"is_experiment": False, "patience_s": 1e3},
+        **WANTED | {"is_experiment": False, "patience": Patience(saving_s=1e3)},
         considered=SimpleNamespace(demand=object()),
     )
     asked: list[Any] = []

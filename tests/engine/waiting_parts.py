@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from test_waiting import PAGE, PLAN, SilentCache, planner_of, waiting_on
 
+from cachetree.planning import Patience
 from sglang_droidspeak.engine.prefixes import own_pages_of
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held
@@ -18,7 +19,7 @@ TREE: Any = object()
 NUM_PAGES = 4
 """Of each request here that may be reused."""
 STEP_BYTES = 40
-WANTED = {"is_experiment": True, "patience_s": math.inf, "step_share": 0.5}
+WANTED = {"is_experiment": True, "patience": Patience(saving_s=math.inf), "step_share": 0.5}
 """As where a request asks for a block by name and no gate decides."""
 
 
