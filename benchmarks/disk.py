@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,13 +29,17 @@ import xxhash
 
 from benchmarks import result
 from benchmarks.races import E_LAYER, FAMILY, MODEL, STEPS, pages_in, race, sizes_of
-from cachetree import Cache, CacheConfig, Kind, PageHash
+from cachetree import Cache, CacheConfig, Change, Kind, PageHash, Span, Step
 from cachetree.disk import DiskConfig, DiskStore
 
 RAW_CHUNK_BYTES = 1 << 20
 SMALL = msgspec.structs.replace(FAMILY, page_size=1)
 NUM_SMALL = 2000
 Work = Callable[[], object]
+
+
+def change_of(pages: Sequence[PageHash]) -> Change:
+    return Change(added=True, model=MODEL, parent=None, pages=tuple(pages), e_layers=(E_LAYER,))
 
 
 class Files:
@@ -65,10 +69,12 @@ class Files:
                 os.fdatasync(file.fileno())
 
     def write_store(self, is_synced: bool) -> None:
-        if not self.store.write(
-            MODEL, None, self.pages, [E_LAYER], lambda step: [self.written[step]]
-        ):
+        if not self.store.write(change_of(self.pages), self._views):
             raise SystemExit("the store did not take the entry")
+
+    def _views(self, step: Step, span: Span) -> list[memoryview]:
+        size = self.written[step].nbytes // len(self.pages)
+        return [self.written[step][span.start * size : span.stop * size]]
 
     def renew_store(self, is_synced: bool) -> None:
         """Not timed."""
@@ -144,9 +150,7 @@ def measure_restarts(directory: Path, repetitions: int) -> list[float]:
     with DiskStore(SMALL, config) as store:
         for number in range(NUM_SMALL):
             page = PageHash(number.to_bytes(16, "big"))
-            store.write(
-                MODEL, None, [page], [E_LAYER], lambda step: [kv if step.kind is Kind.KV else e]
-            )
+            store.write(change_of([page]), lambda step, span: [kv if step.kind is Kind.KV else e])
     cache = CacheConfig(
         disk_path=config.path, disk_bytes=config.num_bytes, host_bytes=0, serves=False
     )

@@ -28,8 +28,8 @@ from cachetree.errors import UNREADABLE
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span, Step
 from cachetree.memory import Layout, checksum, checksum_of_parts, cut
 
-Views = Callable[[Step], Sequence[memoryview]]
-"""All pages of a step, in order, in as many runs of bytes as they lie in.
+Views = Callable[[Step, Span], Sequence[memoryview]]
+"""These pages of a step, in order, in as many runs of bytes as they lie in; as `Lease.views`.
 
 It is called for every step, and once more before the entry counts; it raises where the bytes have
 been taken away, and what was written is removed."""
@@ -151,20 +151,26 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
 # Writing.
 
 
-def write_record(handle: int, new: Record, views: Views) -> Record:
+def write_record(handle: int, new: Record, views: Views, pages: Span) -> Record:
     """Write an entry, whose checksums are computed on the way; returns it with them.
+
+    Its pages are these of those that there are views of.
 
     Raises OSError, and whatever `views` raises.
     """
     blank = msgspec.structs.replace(new, checksums=_no_checksums(new.layout))
-    checksums = _write_payload(handle, new.layout, views, len(head_of(blank)))
+    checksums = _write_payload(
+        handle, new.layout, lambda step: views(step, pages), len(head_of(blank))
+    )
     made = msgspec.structs.replace(new, checksums=checksums)
     _write(handle, [memoryview(head_of(made))], 0)
-    views(new.layout.steps[0])
+    views(new.layout.steps[0], pages)
     return made
 
 
-def _write_payload(handle: int, layout: Layout, views: Views, offset: int) -> tuple[bytes, ...]:
+def _write_payload(
+    handle: int, layout: Layout, views: Callable[[Step], Sequence[memoryview]], offset: int
+) -> tuple[bytes, ...]:
     checksums: list[bytes] = []
     batch: list[memoryview] = []
     num_bytes = 0
@@ -188,16 +194,6 @@ def _write_payload(handle: int, layout: Layout, views: Views, offset: int) -> tu
         checksums.append(struct.pack(f"<{len(values)}Q", *values))
     _write(handle, batch, offset)
     return tuple(checksums)
-
-
-def part_of(views: Views, num_pages: int, pages: Span) -> Views:
-
-    def part(step: Step) -> Sequence[memoryview]:
-        whole = [view.cast("B") for view in views(step)]
-        page_bytes = sum(view.nbytes for view in whole) // num_pages
-        return cut(whole, Span(pages.start * page_bytes, pages.stop * page_bytes))
-
-    return part
 
 
 # What lies where.

@@ -109,23 +109,17 @@ class DiskIndex:
         with self._lock:
             self._use(entry)
 
-    def wanted(
-        self,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int],
-    ) -> tuple[Span, int | None]:
-        """The first run of `pages` that are not here, or to which storing them again adds E.
+    def wanted(self, new: Change) -> tuple[Span, int | None]:
+        """The first run of its pages that are not here, or to which storing them again adds E.
 
         And how many pages stand before it, which count as used; None where they are not here.
         """
         with self._lock:
-            span = _wanted(self._find(model, pages), pages, e_layers)
-            before = pages[span.start - 1] if span.start else parent
-            depth = self._depth_of(model, before)
+            span = _wanted(self._find(new.model, new.pages), new.pages, new.e_layers)
+            before = new.pages[span.start - 1] if span.start else new.parent
+            depth = self._depth_of(new.model, before)
             if before is not None and depth is not None:
-                self._use(self._entry_of[model][before])
+                self._use(self._entry_of[new.model][before])
             return span, depth
 
     def publish(self, entry: DiskEntry) -> list[DiskEntry]:

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,7 @@ from cachetree.disk.index import DiskEntry, DiskIndex
 from cachetree.errors import ConfigError, StaleEntry
 from cachetree.ids import ModelId, PageHash, Span, Step
 from cachetree.memory import Layout
-from cachetree.tree import Listener
+from cachetree.tree import Change, Listener
 
 log = logging.getLogger(__name__)
 
@@ -101,46 +101,36 @@ class DiskStore:
 
     # Writing.
 
-    def write(
-        self,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int],
-        views: Views,
-    ) -> bool:
-        """Write consecutive pages after `parent` (None is the root); blocks on the disk.
+    def write(self, change: Change, views: Views) -> bool:
+        """Write pages that came into a tree, whose bytes `views` gives; blocks on the disk.
 
         Pages that are there already are skipped, but for those that gain E: from the first page of
-        an entry on, with E where it has it and at more layers. False where `parent` is not on disk
-        (such pages could never match), where the budget has no room, or where the disk is full or
-        fails.
-        `views` gives the bytes of all of `pages`; what it raises is passed on, and nothing of the
-        part under way is kept.
+        an entry on, with E where it has it and at more layers. False where their parent is not on
+        disk (such pages could never match), where the budget has no room, or where the disk is full
+        or fails. What `views` raises is passed on, and nothing of the part under way is kept.
         """
-        layers = tuple(sorted(set(e_layers)))
-        start = 0
+        start, num_pages = 0, len(change.pages)
         with self._writing:
             while self._is_open:
-                before = pages[start - 1] if start else parent
-                wanted, num_before = self.index.wanted(model, before, pages[start:], layers)
+                wanted, num_before = self.index.wanted(change.part(Span(start, num_pages)))
                 start, limit = start + wanted.start, start + wanted.stop
                 if start == limit:
                     return True
                 if num_before is None:
                     return False
-                layout = Layout.of(self.family, limit - start, layers)
-                layout = largest_fitting(model, layout, self.config.max_file_bytes)
-                stop = start + layout.num_pages
-                part = Record(
+                layout = Layout.of(self.family, limit - start, change.e_layers)
+                layout = largest_fitting(change.model, layout, self.config.max_file_bytes)
+                span = Span(start, start + layout.num_pages)
+                part = change.part(span)
+                record = Record(
                     family=family_digest(self.family),
-                    model=model,
+                    model=part.model,
                     num_before=num_before,
-                    parent=pages[start - 1] if start else parent,
-                    pages=tuple(pages[start:stop]),
+                    parent=part.parent,
+                    pages=part.pages,
                     layout=layout,
                 )
-                entry = self._written(part, files.part_of(views, len(pages), Span(start, stop)))
+                entry = self._written(record, views, span)
                 if entry is None:
                     with self._lock:
                         self._counts.num_failed_writes += 1
@@ -149,7 +139,7 @@ class DiskStore:
                 self._delete(self.index.publish(entry))
                 if entry not in self.index:
                     return False
-                start = stop
+                start = span.stop
         return False
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
@@ -223,7 +213,7 @@ class DiskStore:
         Path(path).unlink()
         return None
 
-    def _written(self, part: Record, views: Views) -> DiskEntry | None:
+    def _written(self, part: Record, views: Views, pages: Span) -> DiskEntry | None:
         """None where the budget has no room, or the disk is full or fails."""
         most = most_bytes(part.model, part.layout)
         if most > self.config.max_file_bytes:
@@ -236,7 +226,7 @@ class DiskStore:
             with new_file(path, is_synced=self.config.sync) as handle:
                 self._make_room(most)
                 taken = most
-                record = files.write_record(handle, part, views)
+                record = files.write_record(handle, part, views, pages)
                 num_bytes = os.fstat(handle).st_size
         except OSError as exc:
             if not self._is_failing:

@@ -143,9 +143,7 @@ class DiskTier:
     def _write_leased(self, change: Change, lease: Lease) -> bool:
         """False where the bytes were taken away meanwhile."""
         try:
-            self._store.write(
-                change.model, change.parent, change.pages, change.e_layers, lease.views
-            )
+            self._store.write(change, lease.views)
         except StaleEntry:
             return False
         return True
@@ -194,22 +192,17 @@ class DiskTier:
 
     def _promote_entry(self, entry: DiskEntry) -> bool:
         """Have an entry in memory, whose parent is there; False where that cannot be."""
-        record, start = entry.record, entry.start
-        parent = record.pages[start - 1] if start else record.parent
-        reservation = self._tree.reserve(
-            record.model, parent, record.pages[start:], record.layout.e_layers
-        )
+        layout, new = entry.record.layout, entry.change(added=True)
+        reservation = self._tree.reserve(new.model, new.parent, new.pages, new.e_layers)
         if reservation is None:
             return False
+        first = layout.num_pages - len(reservation.pages)
         with reservation:
-            if reservation.pages:
-                try:
-                    for step in record.layout.steps:
-                        self._read_into(
-                            reservation.views(step), entry, step, start + reservation.skipped
-                        )
-                except StaleEntry:
-                    return False
+            try:
+                for step in layout.steps if reservation.pages else ():
+                    self._read_into(reservation.views(step), entry, step, first)
+            except StaleEntry:
+                return False
             reservation.commit()
         return True
 

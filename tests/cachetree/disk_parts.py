@@ -27,6 +27,7 @@ from cachetree.checkpoint import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, ModelId, PageHash, Span, Step
+from cachetree.tree import Change
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -70,15 +71,26 @@ def content(
 
 def views_of(
     model: ModelId, pages: Sequence[PageHash], num_runs: int = 1
-) -> Callable[[Step], list[memoryview]]:
+) -> Callable[[Step, Span], list[memoryview]]:
     """The content of the pages, cut into runs as it may lie in memory."""
 
-    def views(step: Step) -> list[memoryview]:
-        cuts = [i * len(pages) // num_runs for i in range(num_runs + 1)]
+    def views(step: Step, span: Span) -> list[memoryview]:
+        cuts = [span.start + i * len(span) // num_runs for i in range(num_runs + 1)]
         runs = [pages[a:b] for a, b in itertools.pairwise(cuts)]
         return [memoryview(content(model, run, step)) for run in runs]
 
     return views
+
+
+def change_of(
+    model: ModelId,
+    pages: Sequence[PageHash],
+    parent: PageHash | None = None,
+    e_layers: Sequence[int] = (),
+) -> Change:
+    """These pages come."""
+    layers = tuple(sorted(set(e_layers)))
+    return Change(added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers)
 
 
 def config_of(
@@ -103,7 +115,7 @@ def write(
     pages = path_of(text)
     parent = pages[start - 1] if start else None
     new = pages[start:]
-    return store.write(model, parent, new, e_layers, views_of(model, new, num_runs))
+    return store.write(change_of(model, new, parent, e_layers), views_of(model, new, num_runs))
 
 
 def steps_of(entry: DiskEntry) -> list[Step]:

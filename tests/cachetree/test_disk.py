@@ -16,6 +16,7 @@ from disk_parts import (
     FAMILY,
     A,
     B,
+    change_of,
     check,
     config_of,
     content,
@@ -87,7 +88,10 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
         return bytes(into)
 
     with DiskStore(family, config) as store:
-        assert store.write(A, None, pages, [], lambda step: [kv[step.layer].data])
+        assert store.write(
+            change_of(A, pages),
+            lambda step, span: [kv[step.layer][span.start << 17 : span.stop << 17].data],
+        )
         for start in range(7):
             for stop in range(start, 8):
                 read(store, 1, Span(start, stop))
@@ -124,15 +128,17 @@ def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: 
         assert not write(store, A, "abcde", start=3)
         pages = path_of("ab")
         twice = [pages[0], pages[1], pages[0]]
-        assert not store.write(A, None, twice, [], views_of(A, twice))
+        assert not store.write(change_of(A, twice), views_of(A, twice))
         assert write(store, A, "abc")
         above_itself = [*path_of("abcd")[3:], pages[0]]
         for looped in (pages[:1], above_itself):
-            assert not store.write(A, path_of("abc")[2], looped, [0], views_of(A, looped))
+            assert not store.write(
+                change_of(A, looped, path_of("abc")[2], [0]), views_of(A, looped)
+            )
         jumped = [*path_of("xy"), *path_of("a")]
-        assert not store.write(A, None, jumped, [], views_of(A, jumped))
+        assert not store.write(change_of(A, jumped), views_of(A, jumped))
         with pytest.raises(ValueError, match=r"has 4 bytes where 64 belong"):
-            store.write(A, None, path_of("wxyz"), [], lambda step: [memoryview(b"1234")])
+            store.write(change_of(A, path_of("wxyz")), lambda step, span: [memoryview(b"1234")])
         assert num_right(store, A, "wxyz") == 0
         assert write(store, A, "wxyz")
     with open_store(tmp_path) as store:
@@ -144,16 +150,16 @@ def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) 
     views = views_of(A, pages)
     num_calls = 0
 
-    def failing(step: Step) -> list[memoryview]:
+    def failing(step: Step, span: Span) -> list[memoryview]:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 4:
             raise StaleEntry("the lease has ended")
-        return views(step)
+        return views(step, span)
 
     with open_store(tmp_path) as store:
         with pytest.raises(StaleEntry, match="lease"):
-            store.write(A, None, pages, [], failing)
+            store.write(change_of(A, pages), failing)
         assert num_calls == 4, "not asked again before the commit"
         assert num_right(store, A, "abc") == 0
         assert store.status().num_bytes == files_bytes(tmp_path)

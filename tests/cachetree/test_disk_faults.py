@@ -20,6 +20,7 @@ from disk_parts import (
     FAMILY,
     A,
     B,
+    change_of,
     check,
     config_of,
     data_files,
@@ -217,7 +218,7 @@ def test_every_flipped_bit_of_a_payload_and_of_a_head_is_detected(tmp_path: Path
     """More than 10⁵ single-bit flips."""
     with open_store(tmp_path) as store:
         pages = path_of("".join(map(chr, range(33, 313))))
-        assert store.write(A, None, pages, [0], views_of(A, pages))
+        assert store.write(change_of(A, pages, None, [0]), views_of(A, pages))
         ((entry, everything),) = store.index.find(A, pages)
         (file,) = data_files(tmp_path)
         payload = file.stat().st_size - entry.record.layout.num_bytes
