@@ -94,8 +94,8 @@ class CacheTree:
     @property
     def held_bytes(self) -> int:
         """Of `num_bytes`, what cannot be evicted now: leased, pinned or being written."""
+        self.sweep()
         with self._lock:
-            self._sweep()
             return self._holds.num_bytes
 
     def pages_by_model(self) -> dict[str, int]:
@@ -130,8 +130,8 @@ class CacheTree:
         for layer in e_layers:
             if not 0 <= layer < self.family.num_layers:
                 raise ValueError(f"E at layer {layer} of a model of {self.family.num_layers}")
+        self.sweep()
         with self._lock:
-            self._sweep()
             place = None if parent is None else self._trie.find_local(model, parent)
             if parent is not None and place is None:
                 return None
@@ -219,8 +219,8 @@ class CacheTree:
         how many pages of each model those are, none where it has none; what comes later is not
         pinned. Raises PinRefused where pins would keep more than their share of the budget.
         """
+        self.sweep()
         with self._lock:
-            self._sweep()
             depths, replaced = self._holds.pin(model, pages, deadline)
             if replaced is not None:
                 self._local.let_go(replaced)
@@ -236,8 +236,7 @@ class CacheTree:
 
     def sweep(self) -> None:
         """Drop leases and pins past their deadline, and entries past their time to live."""
-        with self._lock:
-            self._sweep()
+        self._in_slices(self._sweep)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
@@ -246,31 +245,22 @@ class CacheTree:
         meanwhile may stay. What a lease, a pin or an open reservation keeps stays. Returns the
         bytes freed.
         """
-        with self._lock:
-            self._sweep()
-        walk = self._trie.walk(pages)
-        nodes: list[Node] = []
+        self.sweep()
+        nodes = self._trie.upwards(pages)
         num_freed = 0
 
-        def look(most: int) -> bool:
-            some = list(islice(walk, most))
-            nodes.extend(some)
-            return len(some) == most
-
-        def drop(most: int) -> bool:
+        def work(most: int) -> bool:
             nonlocal num_freed
-            # Half as many, each of which takes twice as long.
-            some = [nodes.pop() for _ in range(min(most // 2, len(nodes)))]
+            some = list(islice(nodes, most // 2))  # Each takes twice as long as a look at it.
             num_freed += self._local.evict(
                 entry
                 for node in some
                 for entry in tuple(node.local.values())
                 if model in (None, entry.model) and entry.is_evictable
             )
-            return bool(nodes)
+            return bool(some)
 
-        self._in_slices(look)
-        self._in_slices(drop)
+        self._in_slices(work)
         return num_freed
 
     # All entries.
@@ -388,8 +378,8 @@ class CacheTree:
         with self._lock:
             self._local.let_go(self._holds.end(lease))
 
-    def _sweep(self) -> None:
-        """With the lock held."""
+    def _sweep(self, most: int) -> bool:
+        """With the lock held; whether there may be more entries that have grown old."""
         for hold in self._holds.expired(self._clock()):
             self._local.let_go(hold)
-        self._local.evict(self._eviction.expired())
+        return self._local.evict(islice(self._eviction.expired(), most // 2)) > 0

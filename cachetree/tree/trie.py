@@ -210,8 +210,8 @@ class PageTrie:
             above = before
         return last
 
-    def walk(self, pages: Sequence[PageHash]) -> Iterator[Node]:
-        """The nodes of all prompts that begin with `pages`, after those above; parents first.
+    def upwards(self, pages: Sequence[PageHash]) -> Iterator[Node]:
+        """The nodes of all prompts that begin with `pages`, then those above; children first.
 
         As it goes on, any of them may be taken out.
         """
@@ -219,11 +219,17 @@ class PageTrie:
         if depth_of(place) < len(pages):
             return
         top = self.root if place is None else place.node
-        line = [top]
-        while line[-1].parent is not None:
-            line.append(line[-1].parent)
-        yield from line[-2::-1]
-        yield from top.walk()
+        pending = [(top, False)]
+        while pending:
+            node, is_next = pending.pop()
+            if is_next:
+                yield node
+            else:
+                pending.append((node, True))
+                pending += [(it, False) for it in node.children.values()]
+        while top.parent is not None:
+            top = top.parent
+            yield top
 
     def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
         """Nodes that hold exactly `pages` after `parent`, split off or made as needed.

@@ -13,6 +13,7 @@ from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, nu
 
 from cachetree.ids import LOCAL, Location
 from cachetree.tree.entries import Change
+from cachetree.tree.eviction import Retention
 from cachetree.tree.tree import SLICE, CacheTree
 
 MOST_CALLS = 40 * SLICE
@@ -75,6 +76,18 @@ def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], 
     assert max(lock.num_calls) <= MOST_CALLS
     assert tree.match(path("st"))
     assert num_pages(tree, A, f"s{chr(1000)}t", FARTHER) == 3
+
+
+def test_entries_that_have_grown_old_go_in_slices_too() -> None:
+    clock = FakeTime()
+    tree = CacheTree(FAMILY, host_bytes=2000 * PAGE, clock=clock, retention=Retention(ttl_s=1))
+    forked(tree, 600)
+    clock.now_s = 2
+    lock = CountingLock()
+    tree._lock = lock  # type: ignore[assignment]
+    store(tree, A, "x")
+    assert tree.num_pages == 1
+    assert max(lock.num_calls) <= MOST_CALLS
 
 
 def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
