@@ -72,27 +72,27 @@ class Holds:
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
     ) -> tuple[dict[ModelId, int], Hold | None]:
         """As `CacheTree.pin`; also the hold of the pin that this one took the place of."""
-        known = self._trie.path(None, pages)  # Whoever asks may have sent what is no prompt.
-        models = [] if not known else list(known[0].node.local) if model is None else [model]
-        pages, prompt = pages[: depth_of(known[-1])] if known else [], pages
-        found = {each: self._trie.last_local(each, None, pages) for each in models}
-        places = {each: place for each, place in found.items() if place is not None}
-        if not places:
+        depths: dict[ModelId, int] = {}
+        # Upwards, and every page compared: whoever asks may have sent what is no prompt.
+        for place in reversed(self._trie.path(None, pages)):
+            for each in place.node.local:
+                if model in (None, each):
+                    depths.setdefault(each, depth_of(place))
+        if not depths:
             return {}, None
-        depths = {each: depth_of(place) for each, place in places.items()}
         hold = Hold(max(depths.values()), deadline.at_s if deadline else inf)
         for each, depth in depths.items():
             end = self._trie.find(pages[depth - 1])
             assert end is not None
             self._trie.split(end.node, end.stop)  # What follows is not kept.
             hold.add(end.node.local[each])
-        replaced = self.unpin(model, prompt)
+        replaced = self.unpin(model, pages)
         others_bytes = self.num_pinned_bytes
-        name = model, prompt[-1]
+        name = model, pages[-1]
         self._pins[name] = hold
         self.count_pinned()
         if (num_bytes := self.num_pinned_bytes) > self._max_pinned_bytes:
-            self.unpin(model, prompt)
+            self.unpin(model, pages)
             hold.clear()
             if replaced is not None:
                 self._pins[name] = replaced
