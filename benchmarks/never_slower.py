@@ -20,19 +20,16 @@ as a server gives it up, by what has come of its fetch, and then takes a full pr
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks import result
 from cachetree import Location, Span
 from cachetree.checkpoint import ModelIdentity
 from cachetree.planning import (
@@ -370,24 +367,15 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--requests", type=int, default=400, help="served before it is judged")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    from benchmarks import result
-
     environment = result.here()
     cells = [cell for seed in range(args.seeds) for cell in sweep(args.requests, seed)]
     found = {it.name: summary([cell for cell in cells if cell.device == it.name]) for it in DEVICES}
-    table = Table(title=f"{args.seeds} seeds, each after {args.requests} requests")
-    heads = ("cells", "reused", "worst of full", "of best", "> 1.1 of best")
-    for head in ("device", *heads):
-        table.add_column(head, justify="right")
-    for name, it in found.items():
-        table.add_row(name, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in it.values()))
-    Console(width=100).print(table)
-    result.write("never_slower", {"requests": args.requests, **found}, environment, args.json)
+    asked = {"requests": args.requests, "seeds": args.seeds}
+    result.write("never_slower", asked | found, environment, args.json)
 
 
 if __name__ == "__main__":

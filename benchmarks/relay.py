@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.random_servers import ENV, PAGE, family_of, options, rotated, write_random
 from cachetree import (
     Cache,
@@ -36,7 +34,6 @@ from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, runni
 
 NUM_NEW = 24
 NUM_LEARNING = 2
-console = Console(width=100)
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,6 @@ def bench(
         random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)
     ]
     with (
-        console.status("starting two servers"),
         running(*specs, folder=folder / "logs", env=ENV) as (s, r),
         Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
     ):
