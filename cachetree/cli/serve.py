@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,13 +20,8 @@ from cachetree.errors import ConfigError
 from cachetree.ids import ModelId
 from cachetree.metrics import Queries, StatusPage
 from cachetree.planning import Costs, Demand, index_profiles, profile_files, read_profile
-from cachetree.transport.address import parse_http
+from cachetree.transport import WorkerConfig, parse_http
 from cachetree.transport.tracing import exported
-
-_SERVED: Final = {"accepts": True, "admin": ()}
-"""What else than by default a worker does that runs alone: it is there to be given entries, and
-to be looked after."""
-
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -56,13 +51,26 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         )
 
 
+class ServedWorker(WorkerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One that runs alone is there to be given entries, and to be looked after."""
+
+    accepts: bool = True
+    admin: tuple[str, ...] | None = ()
+
+
+class ServedCache(CacheConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """With such a worker."""
+
+    worker: ServedWorker = ServedWorker()
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file given to `cachetree serve`."""
 
     family: Family
     """Which models' caches it holds; all servers it talks to must agree. The file may have the
     fields of a `CheckpointFamily` instead."""
-    cache: CacheConfig = CacheConfig()
+    cache: ServedCache = ServedCache()
     http: str = ""
     """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
     query: bool = False
@@ -88,7 +96,7 @@ def read_config(path: Path) -> ServeConfig:
 
 def parse_config(given: Any, where: str) -> ServeConfig:
     """What such a file says; raises ConfigError naming `where` and the field."""
-    config = settings_of(_as_served(_with_family(given, where)), ServeConfig, where)
+    config = settings_of(_with_family(given, where), ServeConfig, where)
     if not config.cache.serves:
         raise ConfigError(f"{where}: cache.serves is false; remove it to serve")
     return config
@@ -142,14 +150,3 @@ def _with_family(given: Any, where: str) -> Any:
             family = settings_of(told, CheckpointFamily, f"{where}: family").family()
             return {**given, "family": msgspec.structs.asdict(family)}
     return given
-
-
-def _as_served(given: Any) -> Any:
-    """With the defaults of a worker that runs alone; what has the wrong type stays as it is."""
-    if not isinstance(given, dict):
-        return given
-    cache = given.get("cache", {})
-    worker = cache.get("worker", {}) if isinstance(cache, dict) else None
-    if not isinstance(worker, dict):
-        return given
-    return {**given, "cache": {**cache, "worker": {**_SERVED, **worker}}}

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from cachetree.errors import ConfigError
+from cachetree.errors import ConfigError, FetchError
 
 _EXAMPLE = "write it as tcp://HOST:PORT, for example tcp://127.0.0.1:7788"
 
@@ -39,6 +39,18 @@ class Address:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def resolved(address: Address) -> Address:
+    """With what its name stands for now; blocks to look that up. Raises FetchError."""
+    family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
+    try:
+        ((*_, (host, *_)), *_) = socket.getaddrinfo(
+            address.host, address.port, family, socket.SOCK_STREAM
+        )
+    except OSError as exc:
+        raise FetchError(f"{address.url} cannot be reached: {exc.strerror}") from exc
+    return Address(str(host), address.port)
 
 
 def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socket:

@@ -220,21 +220,14 @@ class Channel:
 
 
 def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]) -> Channel:
-    """Open the data connection of a session; it may still fail, as `error` says.
-
-    Blocks only to look up a name. Raises FetchError.
-    """
+    """Open the data connection of a session, to an address and no name; it may still fail, as
+    `error` says."""
     to = Address(host, ticket.port)
-    family = socket.AF_INET6 if to.is_ipv6 else socket.AF_INET
-    try:
-        ((*_, where), *_) = socket.getaddrinfo(host, ticket.port, family, socket.SOCK_STREAM)
-        connection = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as exc:
-        raise FetchError(f"{to.url} cannot be reached: {exc.strerror}") from exc
+    connection = socket.socket(socket.AF_INET6 if to.is_ipv6 else socket.AF_INET)
     connection.setblocking(False)
     tune(connection)
     channel = Channel(connection, seals, wake, _PEERS_BATCH_BYTES)
-    code = connection.connect_ex(where)
+    code = connection.connect_ex((to.host, to.port))
     if code in (0, errno.EINPROGRESS):
         channel.send_queue.put_raw(ticket.token)
     else:

@@ -84,7 +84,7 @@ class Connection:
     def __init__(
         self, to: Address, credentials: Credentials, ticket: Ticket, wakeup: Wakeup, clock: Clock
     ) -> None:
-        """To the host `to`, that gave the ticket; raises FetchError."""
+        """To the host that gave the ticket: an address, not a name that may stand for several."""
         self._who: Final = f"worker {to.url}"
         self._bulk_url: Final = f"bulk_port {ticket.port} of {to.host}"
         self._wakeup = wakeup

@@ -134,12 +134,13 @@ class Gate:
 
     def _judged(self, frames: list[bytes]) -> tuple[Refusal | None, bytes]:
         """Why somebody is not let in, if so, and as what otherwise."""
-        match frames:
-            case [_, _, _, _, _, b"NULL"] if self._own is None:
+        is_ours = frames[:1] == [_ZAP_VERSION] and frames[2:3] == [_DOMAIN]
+        match frames[3:] if is_ours else []:
+            case [_, _, b"NULL"] if self._own is None:
                 return None, _ADMIN if self._obeys else _READER
-            case [_, _, _, _, _, b"CURVE", key] if self._own and key in self._allowed:
+            case [_, _, b"CURVE", key] if self._own and key in self._allowed:
                 return None, _ADMIN if key in self._admins else _READER
-            case [_, _, _, address, _, b"CURVE", key]:
+            case [address, _, b"CURVE", key]:
                 host, who = address.decode("ascii", "replace"), keys.to_public(key)
                 why = f"{host} showed key {who}, which is not in allowed_peers"
                 return Refusal(f"{host} {who}", why), b""

@@ -27,7 +27,7 @@ from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import ArenaReader, Staging
 from cachetree.planning import Link
 from cachetree.transport import frames, wire
-from cachetree.transport.address import parse_remote
+from cachetree.transport.address import Address, parse_remote, resolved
 from cachetree.transport.advertise import Advert, RemoteView
 from cachetree.transport.backoff import Backoff, Breaker, LogLimiter
 from cachetree.transport.config import PeerConfig
@@ -217,11 +217,10 @@ class Peer:
         if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
         hello = wire.hello(self._tree.family, "", epoch=0)
+        to = resolved(self._remote)
         deadline = Deadline.after(self._config.connect_s, self._clock)
-        answer = answer_of(
-            self._remote, self._credentials, hello, deadline, until_up=False, wait=self._wait
-        )
-        connection = self._connection = self._fetches.link = self._greeted(answer)
+        answer = answer_of(to, self._credentials, hello, deadline, until_up=False, wait=self._wait)
+        connection = self._connection = self._fetches.link = self._greeted(to, answer)
         while not self._is_over:
             self._turn(connection)
 
@@ -234,8 +233,8 @@ class Peer:
         if self._is_over:
             raise FetchError(f"{self._who} is closed here")
 
-    def _greeted(self, hello: wire.ToPeer) -> Connection:
-        """The session that the worker's answer opens; raises what it says instead."""
+    def _greeted(self, to: Address, hello: wire.ToPeer) -> Connection:
+        """The session that the worker's answer opens there; raises what it says instead."""
         match hello:
             case wire.Bye():
                 raise FetchError(f"{self._who} ended the session: {hello.reason}")
@@ -251,9 +250,7 @@ class Peer:
         self._counts.epoch, self._counts.model = hello.epoch, hello.model
         self._stores.greeted(hello.epoch)
         self._view.limit(hello.budget_bytes)
-        connection = Connection(
-            self._remote, self._credentials, hello.ticket, self._wakeup, self._clock
-        )
+        connection = Connection(to, self._credentials, hello.ticket, self._wakeup, self._clock)
         if self._config.shared_memory and hello.arena is not None:
             with suppress(OSError):  # It comes in frames where that cannot be read.
                 connection.arena = ArenaReader(hello.arena)

@@ -191,7 +191,7 @@ class Session:
             self._with_page(store, store.parent, deadline, begin)
         else:
             self._stores.refuse(
-                store.id, Why.CLOSED, "this worker accepts no stores; set worker.accepts there"
+                store.id, Why.CLOSED, "this worker accepts no stores; set worker.accepts to true"
             )
 
     def _with_page(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -39,6 +40,7 @@ from cachetree import (
     FamilyMismatch,
     FetchError,
     Kind,
+    Location,
     ModelId,
     Peer,
     PeerState,
@@ -353,6 +355,21 @@ def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -
         for each in (staging, late):
             with pytest.raises(FetchError, match="closed"):
                 wait_all(each)
+
+
+def test_a_name_that_stands_for_several_hosts_leads_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is opened where the ticket came from, whatever the name stands for meanwhile."""
+    hosts = iter(["127.0.0.1", "127.0.0.99", "127.0.0.1", "127.0.0.99"])
+
+    def look_up(name: str, port: int, *_: object) -> list[tuple[object, ...]]:
+        assert name == "workers.test"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(hosts), port))]
+
+    with worker_of(new_tree(PAGES)) as worker:
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        port = worker.address.rpartition(":")[2]
+        with peer_of(Location(f"tcp://workers.test:{port}"), new_tree()) as peer:
+            assert peer.status.num_losses == 0
 
 
 def test_a_taken_or_foreign_address_stops_the_start() -> None:
