@@ -80,11 +80,11 @@ def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
     planner = SimpleNamespace(
         meet=lambda _req: None, plan=lambda *_: declined(next(answers), cache.has.exact)
     )
-    cache = Asked(held=Held(NUM_PAGES, 0))
+    cache, req = Asked(held=Held(NUM_PAGES, 0)), request()
     waiting, told = waiting_with(cache, planner=planner)
     for held, outcome in ((4, "too_short"), (4, "too_short"), (3, "no_match"), (0, "no_match")):
         cache.has = Held(held, 0)
-        assert not look(waiting, request())
+        assert not look(waiting, req)
         assert told.by_rid["r1"].outcome == outcome
 
 
