@@ -14,6 +14,7 @@ its number stands after APPROXIMATE.
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
 import torch
@@ -31,8 +32,9 @@ from sglang_droidspeak.engine.names import (
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
-APPROXIMATE: Final = "~droidspeak-approximate~"
-"""Before the adapter's id, which SGLang's events take from the end of the key."""
+APPROXIMATE: Final = f"~droidspeak-approximate-{secrets.token_hex(16)}~"
+"""Before the adapter's id, which SGLang's events take from the end of the key. A user can give any
+extra key, but none that names this: what is read there would count as exact."""
 
 
 def page_hash(key: str) -> PageHash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 from array import array
@@ -301,6 +302,27 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
     prefixes.move(req, approximate=False)
     at = "" if lora_id is None else "@17"
     assert req.extra_key == ((key or "") + at or None)
+
+
+def test_no_extra_key_of_a_user_names_approximate_kv() -> None:
+    """Neither what the code tells nor what another process has: it would be read as exact."""
+    spec = importlib.util.find_spec(prefixes.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    elsewhere = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(elsewhere)
+    tokens = array("q", random_prompt(4 * PAGE, 1))
+    approximate, known, user = (
+        SimpleNamespace(
+            lora_id=None, extra_key=None, cache_salt=None, full_untruncated_fill_ids=tokens
+        )
+        for _ in range(3)
+    )
+    for of, req in ((prefixes, approximate), (elsewhere, known)):
+        of.move(req, approximate=True)
+    user.extra_key = known.extra_key
+    pages = [prefixes.own_pages_of(it, 4 * PAGE, PAGE) for it in (user, approximate)]
+    assert not {*pages[0]} & {*pages[1]}
 
 
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
