@@ -161,9 +161,10 @@ class Shadows:
         else:
             exact = await exact_run(manager, it.prompt_ids, it.tokens, it.obj)
             shadow = Shadow(plan=it.plan, tv=distance(it.served, exact, it.temperature))
-        missed, self._missed = self._missed, Counter()
+        missed = self._missed.copy()
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
         told = await asking.ask(manager, asking.GUARD, question, KEY)
+        self._missed -= missed
         self._suspects = frozenset(msgspec.convert(told, GuardState).suspects)
 
 

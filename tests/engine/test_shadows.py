@@ -52,6 +52,7 @@ class Manager:
         self.asked: list[Any] = []
         self.suspects: tuple[PlanId, ...] = ()
         self.fails = False
+        self.is_deaf = False
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         return self.guard.generate(Manager._plain, self, obj, request)
@@ -90,6 +91,8 @@ class Manager:
     async def get_internal_state_communicator(self, asked: Any) -> list[Any]:
         page, question = asking.asked(asked)
         assert page == asking.GUARD
+        if self.is_deaf:
+            raise TimeoutError("no scheduler")
         self.heard.append(msgspec.json.decode(question, type=GuardQuestion))
         state = GuardState(shadow_rate=1.0, pairs=(), suspects=self.suspects)
         return [SimpleNamespace(internal_state={KEY: msgspec.to_builtins(state)})]
@@ -237,6 +240,18 @@ def test_a_comparison_that_fails_is_counted_with_the_next(caplog: Any) -> None:
     manager.fails = False
     served(manager, asked("r2"))
     assert [it.missed for it in manager.heard] == [{"failed": 1}]
+
+
+def test_what_no_scheduler_heard_of_is_told_again(caplog: Any) -> None:
+    manager = Manager(REUSED, guard())
+    manager.fails = True
+    served(manager, asked("r1"))
+    manager.fails, manager.is_deaf = False, True
+    served(manager, asked("r2"))
+    assert "no scheduler" in caplog.text
+    manager.is_deaf = False
+    served(manager, asked("r3"))
+    assert [it.missed for it in manager.heard] == [{"failed": 2}]
 
 
 def test_a_client_that_goes_away_has_no_shadow() -> None:
