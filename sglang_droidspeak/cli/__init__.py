@@ -13,7 +13,7 @@ import msgspec
 from cachetree import CacheTreeError
 from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
-from sglang_droidspeak.cli import demo, doctor, explain, guard, live, serve
+from sglang_droidspeak.cli import ask, demo, doctor, serve
 from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
 from sglang_droidspeak.fleet.servers import running, terminable
@@ -70,9 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--device", help="of all engines, in place of what the file says")
     up.set_defaults(run=_up)
-    live.add_parser(commands)
-    explain.add_parser(commands)
-    guard.add_parser(commands)
+    ask.add_parsers(commands)
     doctor.add_parser(commands)
     profiler.add_commands(commands)
     return top

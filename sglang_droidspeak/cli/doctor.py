@@ -14,7 +14,7 @@ import psutil
 
 from cachetree import CacheTreeError, ConfigError, read_yaml
 from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_directory
-from sglang_droidspeak.cli import live
+from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.request.meta_info import KEY
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
         metavar="URL",
         help="of a running SGLang server; may be given several times",
     )
-    live.add_key(doctor)
+    add_key(doctor)
     doctor.add_argument("--json", action="store_true", help="one line of JSON")
     doctor.add_argument(
         "--sglang",
@@ -199,7 +199,7 @@ def _peer(address: str, settings: Settings) -> Check:
 def running(url: str, key: str | None) -> Iterator[Check]:
     """Of a server, by what it says itself."""
     try:
-        state, off_s = live.state_of(url, key)
+        state, off_s = state_of(url, key)
     except CacheTreeError as exc:
         yield _check(url, False, str(exc), "start it, or give its --api-key")
         return

@@ -25,7 +25,7 @@ from profiles.data.metrics import Metric
 from profiles.data.tasks import Task, score
 from profiles.environment import read_environment
 from profiles.random_models import random_prompt
-from sglang_droidspeak.cli.live import state_of
+from sglang_droidspeak.cli.ask import state_of
 from sglang_droidspeak.demo.config import DemoConfig, DemoFailed, Subject
 from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, draw, table_of, write_json
 from sglang_droidspeak.demo.results import (

@@ -19,8 +19,9 @@ from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import Span
 from cachetree.planning import full_prefill_s, index_profiles, times_of
+from sglang_droidspeak.cli import ask as asking
 from sglang_droidspeak.cli import doctor as checks
-from sglang_droidspeak.cli import live, main
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.doctor import Check, break_even_byte_s
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import free_port
@@ -206,8 +207,8 @@ def test_a_clock_that_is_wrong(
 ) -> None:
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache)
-    real_s = live.time.time
-    monkeypatch.setattr(live, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
+    real_s = asking.time.time
+    monkeypatch.setattr(asking, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
     found = by_name(checks.running(info.url, None))["clock"]
     assert found.ok == is_well
     assert is_well or found.found[0] == ("+" if ahead_s > 0 else "-")

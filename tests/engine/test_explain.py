@@ -22,7 +22,7 @@ from test_policy import DEMAND, FAR, MEASURED, PROFILES, R, S, match
 
 from cachetree.planning import Considered, Link
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.cli.explain import lines
+from sglang_droidspeak.cli.ask import explanation_lines
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.request.answers import Answers, explained
 from sglang_droidspeak.request.labels import (
@@ -72,7 +72,7 @@ def test_every_outcome_has_its_cause_and_remedy(labels: Labels, outcome: str) ->
     assert written in page
     assert (told["outcome"], told["detail"]) == (outcome, "so")
     assert (told["prompt_tokens"], told["page_tokens"]) == (3, PAGE)
-    shown = "\n".join(lines(told))
+    shown = "\n".join(explanation_lines(told))
     assert f"outcome  {outcome}: so" in shown and told["remedy"] in shown
 
 
@@ -109,7 +109,7 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     assert it.full_prefill_s == pytest.approx(1.61)
     (holding,) = it.holdings
     assert (holding.num_pages, holding.e_pages[3]) == (10, 10)
-    assert list(lines(msgspec.to_builtins(it, str_keys=True)))
+    assert list(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
 
 
 def test_the_last_thousand_are_known(labels: Labels) -> None:

@@ -24,7 +24,7 @@ from cachetree.planning import BlockQuality, read_profile
 from cachetree.planning.profile import write_profile
 from profiles.compute.models import ModelSource, load_tokenizer
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.cli.guard import lines
+from sglang_droidspeak.cli.ask import guard_lines
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.guard.plans import GuardState
 from tools.pairs.questions import QUESTIONS_PER_DOCUMENT, make_records
@@ -86,7 +86,12 @@ class Pair:
         while not self.is_off:
             reply = self.ask(asked.pop(), rid=f"request {num_reused}", **options)
             num_reused += reply.provenance["outcome"] == "reused"
-        print(num_reused, "requests:", *lines(msgspec.convert(self.guard(), GuardState)), sep="\n")
+        print(
+            num_reused,
+            "requests:",
+            *guard_lines(msgspec.convert(self.guard(), GuardState)),
+            sep="\n",
+        )
         return num_reused
 
 

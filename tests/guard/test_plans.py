@@ -13,7 +13,7 @@ from test_policy import PROFILE
 
 from cachetree import ConfigError
 from cachetree.planning import BlockQuality, PairProfile, PlanId
-from sglang_droidspeak.cli.guard import lines
+from sglang_droidspeak.cli.ask import guard_lines
 from sglang_droidspeak.guard.plans import (
     NOISE,
     GuardQuestion,
@@ -274,7 +274,7 @@ def test_one_in_twenty_is_compared_where_there_is_a_place_for_what_is_found() ->
 
 def test_a_person_reads_what_is_out_of_service() -> None:
     pair, _ = shadows_until_alarm(watched(PAIR), LEAST, 1.0)
-    shown = list(lines(GuardState(shadow_rate=0.05, pairs=(pair,), suspects=())))
+    shown = list(guard_lines(GuardState(shadow_rate=0.05, pairs=(pair,), suspects=())))
     assert shown[0] == "compares 5.0% of reused requests"
     assert sum("OUT OF SERVICE" in it for it in shown) == 1
     assert "layers [3, 5) anew: distance 1.0000 in" in shown[-1]

@@ -1,0 +1,235 @@
+"""Asking a running server: `droidspeak peers`, `explain` and `guard`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import requests
+
+from cachetree import CacheTreeError, ConfigError
+from sglang_droidspeak.cli.terminal import show, tell
+from sglang_droidspeak.guard.detector import strength
+from sglang_droidspeak.guard.plans import ALL, GuardState
+from sglang_droidspeak.request.meta_info import KEY
+
+_PATIENCE_S: Final = 10
+
+
+class NoAnswer(CacheTreeError):
+    """A server is not there, is none of SGLang's, or runs without this extension."""
+
+
+def add_parsers(commands: Any) -> None:
+    peers = commands.add_parser(
+        "peers",
+        help="show how the peers of a running server are doing",
+        description="Ask a running SGLang server which workers it reads from and how they are "
+        "doing. Exit status 1 where one of them is not ready.",
+    )
+    peers.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
+    add_key(peers)
+    peers.set_defaults(run=_peers)
+    explain = commands.add_parser(
+        "explain",
+        help="say why a request was or was not reused",
+        description="Ask a running server why a request was or was not served from another model's "
+        "cache: who had how much of the prompt, which ways there were, what each was predicted to "
+        "take, what was measured, and what to do. The server knows the last 1,000 requests that it "
+        "answered. With --text, what would become of a prompt if it came now.",
+    )
+    explain.add_argument(
+        "request", nargs="?", metavar="REQUEST_ID", help="`id` of its answer's `meta_info`"
+    )
+    explain.add_argument("--text", type=Path, metavar="FILE", help="a prompt that was not sent")
+    explain.add_argument(
+        "--url",
+        "--model",
+        required=True,
+        metavar="URL",
+        help="of the SGLang server that answers with the model, such as http://127.0.0.1:30000",
+    )
+    explain.add_argument("--adapter", metavar="NAME", help="LoRA adapter for --text")
+    explain.add_argument("--cache-salt", metavar="SALT", help="of the tenant, for --text")
+    explain.add_argument("--extra-key", metavar="KEY", help="of the tenant, for --text")
+    add_key(explain)
+    explain.add_argument("--json", action="store_true", help="one line of JSON")
+    explain.set_defaults(run=_explain)
+    guard = commands.add_parser(
+        "guard",
+        help="show which plans the drift guard has taken out of service, or begin anew",
+        description="Ask a running server how far answers from another model's KV were from exact "
+        "runs, plan by plan, and which plans are in service. Exit status 1 where the drift guard "
+        "has taken one out of service. With --reset, all plans of the pairs of one sender, or of "
+        "all, are in service again, and nothing speaks against them.",
+    )
+    guard.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
+    guard.add_argument("--reset", metavar="SENDER", help=f"a sender's model id, or `{ALL}`")
+    add_key(guard)
+    guard.add_argument("--json", action="store_true", help="one line of JSON")
+    guard.set_defaults(run=_guard)
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
+
+
+def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
+    """What the first rank's scheduler says in `/server_info`, and how far the server's clock, told
+    in whole seconds, is ahead of this one at least; raises NoAnswer."""
+    before_s = time.time()
+    reply = _ask("GET", url, "/server_info", key)
+    after_s = time.time()
+    try:
+        state = reply.json()["internal_states"][0]
+        is_ours = KEY in state
+    except (LookupError, TypeError, ValueError) as exc:
+        raise _is_another(url, exc) from exc
+    if not is_ours:
+        raise NoAnswer(f"{url} runs without droidspeak")
+    if "Date" not in reply.headers:
+        return state, 0.0
+    told_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
+    return state, max(0.0, told_s - after_s) + min(0.0, told_s + 1 - before_s)
+
+
+def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer of one of the server's pages; raises NoAnswer, with the server's own words."""
+    reply = _ask("POST", args.url, path, args.api_key, question)
+    try:
+        told = reply.json()
+    except ValueError as exc:
+        raise _is_another(args.url, exc) from exc
+    if reply.status_code == 404:
+        raise NoAnswer(f"{args.url}: {told.get('error', 'it runs without droidspeak')}")
+    return told
+
+
+def _ask(method: str, url: str, path: str, key: str | None, body: Any = None) -> requests.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        reply = requests.request(
+            method, f"{url.rstrip('/')}{path}", headers=headers, json=body, timeout=_PATIENCE_S
+        )
+        if reply.status_code != 404:
+            reply.raise_for_status()
+    except requests.RequestException as exc:
+        raise _is_another(url, exc) from exc
+    return reply
+
+
+def _is_another(url: str, exc: Exception) -> NoAnswer:
+    return NoAnswer(f"{url} does not answer as an SGLang server does: {exc}")
+
+
+def _peers(args: argparse.Namespace) -> int:
+    state, _ = state_of(args.url, args.api_key)
+    peers = state[KEY]["peers"]
+    for peer in peers:
+        show(f"{peer['address']:30} {peer['state']:12} {peer['reason']}".rstrip())
+    return int(any(peer["state"] != "ready" for peer in peers))
+
+
+def _explain(args: argparse.Namespace) -> int:
+    told = post(args, "/droidspeak/explain", _question(args))
+    tell(args, told, explanation_lines(told))
+    return 0
+
+
+def _question(args: argparse.Namespace) -> dict[str, Any]:
+    if (args.request is None) == (args.text is None):
+        raise ConfigError("give a REQUEST_ID, or a prompt with --text FILE")
+    beside = {"adapter": args.adapter, "cache_salt": args.cache_salt, "extra_key": args.extra_key}
+    beside = {name: value for name, value in beside.items() if value is not None}
+    if args.text is None:
+        if beside:
+            raise ConfigError(f"{', '.join(beside)} is known of a request; give it with --text")
+        return {"request_id": args.request}
+    try:
+        text = args.text.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"text {args.text} cannot be read: {exc}") from exc
+    tokens = post(args, "/tokenize", {"prompt": text})["tokens"]
+    return {"input_ids": tokens, **beside}
+
+
+def explanation_lines(told: dict[str, Any]) -> Iterator[str]:
+    """For a person."""
+    detail = f": {told['detail']}" if told["detail"] else ""
+    yield f"outcome  {told['outcome']}{detail}"
+    yield f"cause    {told['cause']}"
+    yield f"remedy   {told['remedy']}"
+    num_tokens, page = told["prompt_tokens"], told["page_tokens"]
+    yield (
+        f"prompt   {num_tokens:,} tokens, {num_tokens // page:,} whole pages of {page}, "
+        f"{told['device_pages']:,} of them on the device"
+    )
+    if told["model"]:
+        yield f"model    {told['model']}"
+        full_s = told["full_prefill_s"]
+        predicted = "not predicted yet" if full_s is None else f"{full_s:.3f} s predicted"
+        yield f"         full prefill of the rest {predicted}"
+    for it in told["holdings"]:
+        yield f"has it   {it['model']} at {it['location']}: {_held(it)}"
+    for it in told["ways"]:
+        yield f"way      {_way(it)}"
+    if told["measured"]:
+        yield f"measured {_measured(told['measured'])}"
+
+
+def _held(it: dict[str, Any]) -> str:
+    num_pages, e_pages = it["num_pages"], it["e_pages"].items()
+    whole = ", ".join(layer for layer, num in e_pages if num >= num_pages)
+    parts = [f"of the first {num:,} at layer {layer}" for layer, num in e_pages if num < num_pages]
+    if whole:
+        parts = [f"of all at layers {whole}", *parts]
+    return f"{num_pages:,} pages, E {', '.join(parts) or 'at no layer'}"
+
+
+def _way(it: dict[str, Any]) -> str:
+    why = it["reason"] + (f": {it['detail']}" if it.get("detail") else "")
+    who = f"{it['sender']} at {it['location']}"
+    if "pages" not in it:
+        return f"{who}: {why}"
+    anew = f"layers [{it['block'][0]}, {it['block'][1]}) anew" if "block" in it else "all loaded"
+    anew += ", E corrected" if it.get("e_corrected") else ""
+    quality = "exact" if it.get("exact") else f"quality {it['quality']:.3f}"
+    pages = f"pages [{it['pages'][0]}, {it['pages'][1]})"
+    times = (
+        f"{it['ttft_s']:.3f} s predicted, saves {it['saving_s']:.3f} s, " if "ttft_s" in it else ""
+    )
+    return f"{who}, {pages}, {anew}: {times}{quality}: {why}"
+
+
+def _measured(it: dict[str, Any]) -> str:
+    steps = ("match", "queued", "fetch", "load", "recompute", "forward")
+    times = ", ".join(f"{step} {it[f'{step}_ms']:.1f} ms" for step in steps if it[f"{step}_ms"])
+    exact = "exact" if it["exact"] else "approximate"
+    return f"{it['reused_tokens']:,} tokens reused, {exact}" + (f": {times}" if times else "")
+
+
+def _guard(args: argparse.Namespace) -> int:
+    told = post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
+    state = msgspec.convert(told, GuardState)
+    tell(args, told, guard_lines(state))
+    return int(any(it.num_left < len(it.plans) for it in state.pairs))
+
+
+def guard_lines(state: GuardState) -> Iterator[str]:
+    """For a person."""
+    rate = state.shadow_rate
+    yield f"compares {rate:.1%} of reused requests" if rate else "compares nothing"
+    for pair in state.pairs:
+        yield f"{pair.sender} to {pair.receiver}"
+        for i, it in enumerate(pair.plans):
+            block = it.layers + (", E corrected" if it.e_corrected else "")
+            yield (
+                f"    {'in service' if i < pair.num_left else 'OUT OF SERVICE':15} {block} anew: "
+                f"distance {it.mean_tv:.4f} in {it.num_shadows:,} shadows, {it.allowed:.4f} "
+                f"allowed, evidence {strength(it.evidence):,.0f}"
+            )
