@@ -47,16 +47,16 @@ from benchmarks.block_by_block import Found, OneByOne, Results, block_name
 from benchmarks.random_servers import rotated
 from profiles.compute.examination import Answerer
 from profiles.compute.journal import Journal
-from profiles.compute.measuring import sweep
+from profiles.compute.measuring import measure, sweep_steps
 from profiles.compute.models import ModelSource, load_pair
-from profiles.compute.study import Bench
+from profiles.compute.study import TRAIN, Bench
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
 from profiles.profiler import answerers, load_documents
 from profiles.settings import Settings
 from profiles.stats.choice import grid
-from profiles.stats.measured import Score, Swept
+from profiles.stats.measured import Measured, Score
 
 PAIR: Final = Path(__file__).resolve().parents[1] / "examples" / "pairs"
 OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
@@ -96,10 +96,12 @@ class Together:
         }
         return {name: [Found(it, 0.0) for it in found] for name, found in scores.items()}
 
-    def sweep(self, documents: Sequence[Document], *, pruned: bool) -> Swept:
+    def sweep(self, documents: Sequence[Document], *, pruned: bool) -> Measured:
         journal = Journal(self.folder / f"{next(self._num_runs)}.jsonl")
         bench = Bench(sender=self.sender, receiver=self.receiver, journal=journal)
-        swept = sweep(bench, documents, grid(bench.num_layers, 1), pruned=pruned)
+        blocks, num_layers = grid(bench.num_layers, 1), bench.num_layers
+        steps = sweep_steps(documents, blocks, num_layers, pruned=pruned)
+        swept = measure(bench, TRAIN, documents, steps)
         self.passes += journal.num_passes
         journal.close()
         return swept

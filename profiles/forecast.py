@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
 from profiles.compute.fitting import NUM_FITTED
-from profiles.compute.measuring import NUM_SHOWN, alone_and_reused, batches, by_start, places_swept
+from profiles.compute.measuring import judging_steps, sweep_steps
 from profiles.compute.mixtures import Mixture
-from profiles.compute.study import THEIRS, longest_runs, mixtures_of
+from profiles.compute.study import Step, longest_runs, mixtures_of
 from profiles.data.documents import Document, first_of_each_task
 from profiles.evidence import CostModel
 from profiles.settings import Settings
-from profiles.stats.choice import MOST_TRIED, baselines
-from profiles.stats.measured import Candidate, spread
+from profiles.stats.choice import baselines
+from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.5
 """Of answers over plans worth trying that differ from the receiver's own, as far as one can know
@@ -41,32 +41,23 @@ class Forecast:
         blocks: Sequence[Span],
         settings: Settings,
     ) -> float:
-        """Of a whole run, but for corrected E and a smaller model."""
+        """Of a whole run, but for a smaller model. Corrected E is taken to try each block again."""
         num_layers = self.costs.num_layers
-        plans = typical_plans(num_layers, settings.plans)
-        steps = self.sweep(train, blocks, pruned=settings.pruned) + self.judging(train, plans)
-        return sum(steps + self.judging(held_out, plans, typical_others(num_layers)))
+        plans, others = typical_plans(num_layers, settings.plans)
+        swept_s = sum(
+            self.steps(train, sweep_steps(train, blocks, num_layers, pruned=settings.pruned))
+        )
+        if settings.e_correction:
+            swept_s *= 2
+            swept_s += sum(self.fitting(train).values())
+            plans = [*plans, *plans]
+        choosing = self.steps(train, judging_steps(train, plans, num_layers))
+        judging = judging_steps(held_out, plans, num_layers, others)
+        return swept_s + sum(choosing) + sum(self.steps(held_out, judging))
 
-    def sweep(
-        self, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
-    ) -> list[float]:
-        """Of every step of the sweep over these documents, in turn."""
-        mixtures = alone_and_reused(self.costs.num_layers)
-        steps: list[float] = []
-        for place in places_swept(documents, pruned=pruned):
-            document = documents[place]
-            steps.append(self._references_s(document, mixtures, is_decoded=not pruned))
-            steps += self.starts([document], blocks, is_decoded=not pruned)
-        return steps
-
-    def starts(
-        self, documents: Iterable[Document], blocks: Sequence[Span], *, is_decoded: bool
-    ) -> list[float]:
-        """The same without each document's first step."""
-        plans = [[Candidate(runs=(it,)) for it in same] for same in by_start(blocks).values()]
-        return [
-            self._plans_s(it, same, is_decoded=is_decoded) for it in documents for same in plans
-        ]
+    def steps(self, documents: Sequence[Document], steps: Sequence[Step]) -> list[float]:
+        """Of each, in turn."""
+        return [self._step_s(documents[it.place], it) for it in steps]
 
     def fitting(self, documents: Sequence[Document]) -> dict[int, float]:
         """Of each document that maps of E are fitted on, by its place."""
@@ -76,47 +67,21 @@ class Forecast:
             for place in first_of_each_task(documents, NUM_FITTED)
         }
 
-    def judging(
-        self,
-        documents: Sequence[Document],
-        candidates: Sequence[Candidate],
-        others: Sequence[Candidate] = (),
-    ) -> list[float]:
-        """Of every step in which plans are judged, `others` on some of the documents; steps of one
-        document take the same."""
-        num_layers = self.costs.num_layers
-        shown = set(first_of_each_task(documents, NUM_SHOWN))
-        seconds = []
-        for place, document in enumerate(documents):
-            plans = [*candidates, *(others if place in shown else ())]
-            num_steps = 1 + len(batches(plans, num_layers))
-            reuse_s = self._references_s(document, [(THEIRS,) * num_layers], is_decoded=False)
-            plans_s = self._plans_s(document, plans, is_decoded=True)
-            seconds += [(reuse_s + plans_s) / num_steps] * num_steps
-        return seconds
-
-    def _references_s(
-        self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool
-    ) -> float:
-        """Both passes; the sender's answers, some as long as the own ones and some as long as they
-        may be; the own ones, which the references draft, and what plans are compared with."""
-        num_layers = self.costs.num_layers
-        passes_s = 2 * self.costs.pass_s(len(document.prefix), num_layers)
+    def _step_s(self, document: Document, step: Step) -> float:
+        num_prefix, num_layers = len(document.prefix), self.costs.num_layers
+        mixtures = mixtures_of(step.plans or [FULL_REUSE], num_layers)
+        mixtures_s = self._mixtures_s(document, mixtures, is_decoded=step.is_decoded)
+        if step.plans:
+            runs = (run for run, _ in longest_runs(step.plans) if run.start)
+            passes_s = sum(self.costs.pass_s(num_prefix, len(it)) for it in runs)
+            share = sum(it.share for it in step.plans)
+            return passes_s + share * self.costs.layers_s(num_prefix, num_layers) + mixtures_s
+        # Both passes; the sender's answers, some as long as the own ones and some as long as they
+        # may be; the own ones, which the references draft, and what plans are compared with.
+        passes_s = 2 * self.costs.pass_s(num_prefix, num_layers)
         free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
         own_s = self._decoded_s(document, 1 + DECODED_SHARE)
-        once_s = self._forced_s(document, num_layers, 1)
-        mixtures_s = self._mixtures_s(document, mixtures, is_decoded=is_decoded)
-        return passes_s + free_s + own_s + once_s + mixtures_s
-
-    def _plans_s(
-        self, document: Document, plans: Sequence[Candidate], *, is_decoded: bool
-    ) -> float:
-        num_prefix, num_layers = len(document.prefix), self.costs.num_layers
-        runs = (run for run, _ in longest_runs(plans) if run.start)
-        seconds = sum(self.costs.pass_s(num_prefix, len(it)) for it in runs)
-        seconds += sum(it.share for it in plans) * self.costs.layers_s(num_prefix, num_layers)
-        mixtures = mixtures_of(plans, num_layers)
-        return seconds + self._mixtures_s(document, mixtures, is_decoded=is_decoded)
+        return passes_s + free_s + own_s + self._forced_s(document, num_layers, 1) + mixtures_s
 
     def _mixtures_s(
         self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool
@@ -151,17 +116,12 @@ class Forecast:
         return self.costs.layer_token_s + of_past
 
 
-def typical_plans(num_layers: int, most: int = MOST_TRIED) -> list[Candidate]:
-    """What the training split's plans may be, before they are known."""
+def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Candidate]]:
+    """What may be judged, and what it may be compared with, before they are known."""
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
-    return [Candidate(runs=(it,)) for it in blocks]
-
-
-def typical_others(num_layers: int) -> list[Candidate]:
-    """Likewise what they are compared with."""
-    blocks = [it.runs[0] for it in typical_plans(num_layers)]
-    return baselines(blocks, blocks[len(blocks) // 2], range(num_layers))
+    others = baselines(blocks, blocks[len(blocks) // 2], range(num_layers))
+    return [Candidate(runs=(it,)) for it in blocks], others
 
 
 def _longest(document: Document) -> int:

@@ -9,11 +9,11 @@ same command goes on where an earlier one was stopped.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Final
 
 import torch
@@ -26,12 +26,12 @@ from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
 from profiles.compute.examination import Answerer
 from profiles.compute.fitting import fit_maps
-from profiles.compute.journal import Journal, Timed
+from profiles.compute.journal import Entry, Journal, Timed
 from profiles.compute.layered import LayeredModel, check_layers
-from profiles.compute.measuring import judge, places_swept, sweep, sweep_corrected
+from profiles.compute.measuring import judging_steps, measure, screening_steps, sweep_steps
 from profiles.compute.models import Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.room import Sizes, bounds_of, make_room
-from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses
+from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
 from profiles.costs import Repeats, choose_lengths, measure_costs
 from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import (
@@ -44,7 +44,7 @@ from profiles.data.documents import (
 from profiles.environment import read_environment
 from profiles.evidence import Baseline, BaselineKind, CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast
-from profiles.progress import Clock, shown
+from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.stats.artifact import Data, Findings, build
@@ -58,14 +58,11 @@ from profiles.stats.choice import (
     shortlist,
 )
 from profiles.stats.gate import interval
-from profiles.stats.measured import Candidate, Judged, Swept
+from profiles.stats.measured import Candidate, Measured
 
 SAMPLE_TOKENS: Final = 64
-_DECISIVE: Final = (
-    *("dtype", "device", "sender_device", "group", "page_size", "max_prompt_tokens", "pruned"),
-    "seed",
-)
-"""Settings that change what is measured, beside models and data."""
+_DECISIVE: Final = ("dtype", "device", "sender_device", "group", "pruned")
+"""Settings that change what is measured, beside models and documents."""
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
@@ -87,7 +84,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     group = settings.group or default_group(pair.num_layers)
     blocks = grid(pair.num_layers, group)
     sender, receiver = answerers(pair, documents, *settings.memory_gb)
-    journal = _journal(settings, pair, train, held_out)
+    models = pair.sender_identity, pair.receiver_identity
+    journal = open_journal(settings, models, train.documents, held_out.documents)
     if journal.costs is None:
         journal.put(Timed(costs=time_costs(receiver.model, documents, settings, console)))
     forecast = Forecast(journal.costs, receiver.model.head_layers)
@@ -100,7 +98,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     before_s = journal.seconds
     bench = Bench(sender=sender, receiver=receiver, journal=journal)
     watched = Watched(bench, forecast, console)
-    swept = watched.sweep(train.documents, blocks, pruned=settings.pruned)
+    steps = sweep_steps(train.documents, blocks, pair.num_layers, pruned=settings.pruned)
+    swept = watched.measure("training", TRAIN, train.documents, steps)
     listed = shortlist(swept, settings.plans)
     candidates = [Candidate(runs=(it,)) for it in listed]
     if settings.e_correction:
@@ -108,9 +107,14 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         late = [it for it in blocks if it.start and it.stop in ends]
         watched, corrected = correct(watched, train.documents, fitted_on, late, settings)
         candidates += corrected
-    tried = watched.judge("choosing", train.documents, candidates, TRAIN)
-    full = interval(tried.full_prefill).mean
-    choice = choose(tried.candidates, full, settings.tolerance, settings.plans)
+    steps = judging_steps(train.documents, candidates, pair.num_layers)
+    tried = watched.measure("choosing", TRAIN, train.documents, steps)
+    choice = choose(
+        {it: tried.candidates[it] for it in candidates},
+        interval(tried.full_prefill).mean,
+        settings.tolerance,
+        settings.plans,
+    )
     others = [
         *(it for it in choice.frontier if it not in choice.order),
         *baselines(
@@ -119,7 +123,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             sensitive_first(swept.layers),
         ),
     ]
-    judged = watched.judge("judging", held_out.documents, choice.order, HELD_OUT, others)
+    steps = judging_steps(held_out.documents, choice.order, pair.num_layers, others)
+    judged = watched.measure("judging", HELD_OUT, held_out.documents, steps)
     small = None
     if settings.small is not None:
         small = measure_small(settings, held_out, journal.costs, console)
@@ -159,30 +164,19 @@ class Watched:
     forecast: Forecast
     console: Console
 
-    def sweep(
-        self, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
-    ) -> Swept:
-        steps_s = self.forecast.sweep(documents, blocks, pruned=pruned)
-        with self.told("training", steps_s) as bench:
-            return sweep(bench, documents, blocks, pruned=pruned)
+    def measure(
+        self, title: str, split: str, documents: Sequence[Document], steps: Sequence[Step]
+    ) -> Measured:
+        journal = self.bench.journal
+        seconds = self.forecast.steps(documents, steps)
+        found = [journal.get(split, it.place, it.name) is not None for it in steps]
+        each = iter(seconds)
+        with shown(self.console, title, sum(seconds), sum(compress(seconds, found))) as done:
 
-    def judge(
-        self,
-        title: str,
-        documents: Sequence[Document],
-        candidates: Sequence[Candidate],
-        split: str = HELD_OUT,
-        others: Sequence[Candidate] = (),
-    ) -> Judged:
-        with self.told(title, self.forecast.judging(documents, candidates, others)) as bench:
-            return judge(bench, documents, candidates, split, others)
+            def tick(_: Entry, is_new: bool) -> None:
+                done(next(each) * is_new)
 
-    @contextlib.contextmanager
-    def told(self, title: str, steps_s: Sequence[float]) -> Iterator[Bench]:
-        """The bench, whose steps take so many seconds in turn."""
-        seconds = iter(steps_s)
-        with shown(self.console, title, Clock(sum(steps_s))) as done:
-            yield replace(self.bench, tick=lambda _, is_new: done(next(seconds), is_new))
+            return measure(replace(self.bench, tick=tick), split, documents, steps)
 
 
 def correct(
@@ -197,22 +191,25 @@ def correct(
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
     fitting = watched.forecast.fitting(fitted_on)
-    with shown(watched.console, "fitting", Clock(sum(fitting.values()))) as done:
+    with shown(watched.console, "fitting", sum(fitting.values())) as done:
 
         def contexts() -> Iterator[DocumentPasses]:
             for place, seconds in fitting.items():
                 yield DocumentPasses(*models, fitted_on[place].prefix, layers, layers)
-                done(seconds, True)
+                done(seconds)
 
         maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
     bench = replace(watched.bench, corrections={name.sha256: it for name, it in maps.items()})
     watched = replace(watched, bench=bench)
-    blocks = [it for it in blocks if it.start in {e_map.layer for e_map in maps}]
-    swept_on = [documents[it] for it in places_swept(documents, pruned=settings.pruned)]
-    screening = watched.forecast.starts(swept_on, blocks, is_decoded=False)
-    with watched.told("screening", screening) as ticking:
-        scores = sweep_corrected(ticking, documents, blocks, [*maps], pruned=settings.pruned)
-    return watched, closest(scores, settings.plans)
+    plans = [
+        Candidate(runs=(it,), e_map=e_map)
+        for e_map in maps
+        for it in sorted(blocks)
+        if it.start == e_map.layer
+    ]
+    steps = screening_steps(documents, plans, pruned=settings.pruned)
+    screened = watched.measure("screening", TRAIN, documents, steps)
+    return watched, closest({it: screened.candidates[it] for it in plans}, settings.plans)
 
 
 def open_pair(settings: Settings) -> Pair:
@@ -309,16 +306,21 @@ def time_costs(
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
     lengths, others = choose_lengths(longest, positions - 2 * num_suffix, settings.page_size)
-    repeats = Repeats(budget_s=settings.timing_seconds)
-    clock = Clock(repeats.budget_s)
-    with shown(console, "timing", clock) as done:
+    budget_s, done_s = settings.timing_seconds, 0.0
+    with shown(console, "timing", budget_s) as done:
+
+        def progress(share: float) -> None:
+            nonlocal done_s
+            done(share * budget_s - done_s)
+            done_s = share * budget_s
+
         return measure_costs(
             model,
             lengths=lengths,
             held_out_lengths=others,
             num_suffix=num_suffix,
-            progress=lambda share: done(repeats.budget_s * (share - clock.share), True),
-            repeats=repeats,
+            progress=progress,
+            repeats=Repeats(budget_s=budget_s),
         )
 
 
@@ -353,14 +355,11 @@ def measure_small(
     )
 
 
-def _journal(settings: Settings, pair: Pair, train: Data, held_out: Data) -> Journal:
-    """Named by all that decides what is measured: another command has another journal."""
-    tasks = sorted({repr(it.task) for it in (*train.documents, *held_out.documents)})
-    data = train.files, held_out.files, tasks
-    models = pair.sender_identity.model_id, pair.receiver_identity.model_id
+def open_journal(settings: Settings, *measured: object) -> Journal:
+    """Named by all that decides what is measured: documents as they are asked, whose models'."""
     chosen = [getattr(settings, it) for it in _DECISIVE]
     versions = VERSION, str(torch.__version__), transformers.__version__
-    return Journal.beside(settings.out, models, data, chosen, versions)
+    return Journal.beside(settings.out, measured, chosen, versions)
 
 
 def _making(

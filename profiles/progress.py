@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn
 
 from profiles.report.words import duration
 
@@ -16,62 +16,40 @@ LINE_EVERY_S: Final = 10.0
 SETTLED_SHARE: Final = 0.02
 """Of the work; before that the forecast alone says how long it will take."""
 
-Done = Callable[[float, bool], None]
-"""Told of every step: its forecast in seconds, and whether it took place just now."""
-
-
-class Clock:
-    """What is left: the forecast, corrected by how it has done so far."""
-
-    def __init__(self, total_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._total_s, self._now = total_s, now
-        self._begun_s = now()
-        self._skipped_s = self._done_s = 0.0
-
-    def done(self, forecast_s: float, is_new: bool) -> None:
-        """A step is done: just now, or by an earlier run."""
-        if is_new:
-            self._done_s += forecast_s
-        else:
-            self._skipped_s += forecast_s
-
-    @property
-    def share(self) -> float:
-        """Of all work that is done, at most 1."""
-        return min(1.0, (self._skipped_s + self._done_s) / self._total_s) if self._total_s else 1.0
-
-    @property
-    def left_s(self) -> float:
-        elapsed_s = self._now() - self._begun_s
-        left = max(0.0, self._total_s - self._skipped_s - self._done_s)
-        if self._done_s <= SETTLED_SHARE * self._total_s:
-            return left
-        return left * elapsed_s / self._done_s
-
 
 @contextlib.contextmanager
-def shown(console: Console, title: str, clock: Clock) -> Iterator[Done]:
-    """Shows a clock, which the value advances."""
-    columns = [
-        TextColumn("{task.description:<10}"),
-        BarColumn(40),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[left]}"),
-    ]
+def shown(
+    console: Console, title: str, total_s: float, found_s: float = 0.0
+) -> Iterator[Callable[[float], None]]:
+    """The value takes a step's forecast in seconds when the step is done. They add up to `total_s`,
+    of which an earlier run did `found_s`."""
     begun_s = said_s = time.monotonic()
+    columns = (
+        *(TextColumn("{task.description:<10}"), BarColumn(40), TaskProgressColumn()),
+        TextColumn("{task.fields[left]}"),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=1.0, left=f"{duration(clock.left_s)} left")
+        bar.add_task(title, total=total_s, completed=found_s, left="")
+        (task,) = bar.tasks
 
-        def done(forecast_s: float, is_new: bool) -> None:
+        def advance(forecast_s: float) -> None:
             nonlocal said_s
-            clock.done(forecast_s, is_new)
-            left = f"{duration(clock.left_s)} left"
-            bar.update(task, completed=clock.share, left=left)
+            bar.advance(task.id, forecast_s)
+            left = f"{duration(left_s(task, found_s))} left"
+            bar.update(task.id, left=left)
             if not console.is_terminal and time.monotonic() - said_s >= LINE_EVERY_S:
                 said_s = time.monotonic()
-                console.print(f"{title}: {clock.share:.0%}, {left}", highlight=False)
+                console.print(f"{title}: {task.percentage:.0f}%, {left}", highlight=False)
 
-        yield done
-        bar.update(task, completed=1.0, left="done")
+        advance(0.0)
+        yield advance
+        bar.update(task.id, completed=total_s, left="done")
     if not console.is_terminal:
         console.print(f"{title}: done in {duration(time.monotonic() - begun_s)}", highlight=False)
+
+
+def left_s(task: Task, found_s: float) -> float:
+    """The forecast, corrected by how it has done so far."""
+    done_s = task.completed - found_s
+    speed = 1.0 if done_s <= SETTLED_SHARE * task.total else done_s / max(task.elapsed, 1e-9)
+    return max(0.0, task.total - task.completed) / speed

@@ -14,16 +14,17 @@ from cachetree.corrections import Correction
 from cachetree.planning import BlockQuality
 from profiles.compute.examination import FIRST_TOKENS
 from profiles.compute.journal import Journal, temporary_journal
-from profiles.compute.study import Bench
+from profiles.compute.measuring import judging_steps
+from profiles.compute.study import HELD_OUT, Bench
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
-from profiles.profiler import Watched, answerers, load_documents, open_pair
+from profiles.profiler import Watched, answerers, load_documents, open_journal, open_pair
 from profiles.settings import Settings
 from profiles.stats.artifact import Data, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
 from profiles.stats.gate import interval, verdict
-from profiles.stats.measured import Candidate, Judged
+from profiles.stats.measured import Candidate, Measured
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +112,7 @@ class Again:
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
         documents = _begun(profile, self._documents)
-        contexts = [it.context for it in documents]
-        journal = Journal.beside(settings.out, profile, contexts, settings.dtype, settings.device)
+        journal = open_journal(settings, profile, documents)
         judged = self._judge("calibrating", documents, [*plans], journal)
         measured = {
             plan: msgspec.structs.replace(plan, tv_bound=tv_bound(judged.candidates[it]))
@@ -133,13 +133,14 @@ class Again:
         documents: Sequence[Document],
         plans: Sequence[Candidate],
         journal: Journal,
-    ) -> Judged:
+    ) -> Measured:
         sender, receiver = answerers(self._pair, documents, *self._settings.memory_gb)
         bench = Bench(
             sender=sender, receiver=receiver, journal=journal, corrections=self._corrections
         )
         forecast = Forecast(self._profile.costs, receiver.model.head_layers)
-        return Watched(bench, forecast, self._console).judge(title, documents, plans)
+        steps = judging_steps(documents, plans, bench.num_layers)
+        return Watched(bench, forecast, self._console).measure(title, HELD_OUT, documents, steps)
 
 
 def _candidate(it: BlockQuality | FrontierPoint) -> Candidate:

@@ -12,16 +12,16 @@ At group 1, every block of a context takes L + 1 passes, whatever the number of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from cachetree import Span
-from cachetree.planning import EMap
 from profiles.compute.journal import Entry
-from profiles.compute.mixtures import Mixture
-from profiles.compute.study import HELD_OUT, OWN, THEIRS, TRAIN, Bench, Study, longest_runs
+from profiles.compute.study import Bench, Step, Study, longest_runs
 from profiles.data.documents import Document, first_of_each_task
-from profiles.stats.measured import Candidate, Judged, Score, Scores, Swept
+from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Score
 
 NUM_SWEPT: Final = 12
 """Contexts of each task that tell blocks apart by their KL. On two real pairs the best block of a
@@ -30,59 +30,75 @@ NUM_SHOWN: Final = 8
 """Contexts of each task on which is measured what the gate does not ask about."""
 
 
-def sweep(
-    bench: Bench, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
-) -> Swept:
-    """Measure document after document: all of them and by the metric too, or, with `pruned`, those
-    at `places_swept`, and nothing but full reuse by the metric."""
-    num_layers = bench.num_layers
-    from_start = by_start(blocks)
-    mixtures = alone_and_reused(num_layers)
-    references: list[Entry] = []
-    found: dict[Span, Scores] = {block: [] for block in blocks}
-    for index in places_swept(documents, pruned=pruned):
-        study = Study(bench, TRAIN, index, documents[index], from_start)
-        references.append(study.references(mixtures, [True] + [not pruned] * num_layers))
-        for same in from_start.values():
-            plans = [Candidate(runs=(block,)) for block in same]
-            for plan, scores in study.compare(plans, is_decoded=not pruned).items():
-                found[plan.block].append(scores)
-    return Swept(
-        sender=[entry.sender for entry in references],
-        full_prefill=[entry.own for entry in references],
-        full_reuse=[entry.scores[0] for entry in references],
-        layers=[[entry.scores[1 + layer] for entry in references] for layer in range(num_layers)],
-        blocks=found,
+def sweep_steps(
+    documents: Sequence[Document], blocks: Iterable[Span], num_layers: int, *, pruned: bool
+) -> list[Step]:
+    """Each layer reused alone, and every block; by the metric too unless `pruned`."""
+    alone = [Candidate(alone=layer) for layer in range(num_layers)]
+    return screening_steps(
+        documents,
+        [*alone, *(Candidate(runs=(it,)) for it in sorted(blocks))],
+        pruned=pruned,
+        is_decoded=not pruned,
     )
 
 
-def sweep_corrected(
-    bench: Bench,
+def screening_steps(
     documents: Sequence[Document],
-    blocks: Sequence[Span],
-    e_maps: Collection[EMap],
+    candidates: Sequence[Candidate],
     *,
     pruned: bool,
-) -> dict[Candidate, Scores]:
-    """The blocks that begin where a map corrects E, on the documents that `sweep` takes, by their
-    KL alone. The bench has the maps."""
-    found: dict[Candidate, Scores] = {}
-    from_start = by_start(blocks)
-    for index in places_swept(documents, pruned=pruned):
-        study = Study(bench, TRAIN, index, documents[index], {it.layer for it in e_maps})
-        for e_map in e_maps:
-            plans = [Candidate(runs=(it,), e_map=e_map) for it in from_start[e_map.layer]]
-            for plan, scores in study.compare(plans, is_decoded=False).items():
+    is_decoded: bool = False,
+) -> list[Step]:
+    """Candidates on the documents that tell blocks apart; those that begin with the same E, which
+    are one after the other, take one pass."""
+    begins = groupby(candidates, lambda it: (it.runs and it.runs[0].start, it.map_sha256))
+    together = [tuple(same) for _, same in begins]
+    return [
+        Step(place, plans, is_decoded or not plans)
+        for place in places_swept(documents, pruned=pruned)
+        for plans in ((), *together)
+    ]
+
+
+def judging_steps(
+    documents: Sequence[Document],
+    candidates: Sequence[Candidate],
+    num_layers: int,
+    others: Sequence[Candidate] = (),
+) -> list[Step]:
+    """Candidates by the metric on all documents; `others`, which the gate does not ask about, on
+    some of them."""
+    shown = set(first_of_each_task(documents, NUM_SHOWN))
+    some, everything = (batches(it, num_layers) for it in (candidates, [*candidates, *others]))
+    return [
+        Step(place, plans)
+        for place in range(len(documents))
+        for plans in ((), *(everything if place in shown else some))
+    ]
+
+
+def measure(
+    bench: Bench, split: str, documents: Sequence[Document], steps: Iterable[Step]
+) -> Measured:
+    """Take the steps, which are document after document."""
+    references: list[Entry] = []
+    found: dict[Candidate, list[Sequence[Score]]] = {FULL_REUSE: []}
+    for place, of_document in groupby(steps, attrgetter("place")):
+        asked = [*of_document]
+        starts = {run.start for step in asked for it in step.plans for run in it.runs}
+        study = Study(bench, split, documents[place], starts)
+        for step in asked:
+            entry = study.measure(step)
+            if not step.plans:
+                references.append(entry)
+            for plan, scores in zip(step.plans or [FULL_REUSE], entry.scores, strict=True):
                 found.setdefault(plan, []).append(scores)
-    return found
-
-
-def by_start(blocks: Iterable[Span]) -> dict[int, list[Span]]:
-    """Blocks that begin at the same layer, in the layers' order: they take one pass."""
-    found: dict[int, list[Span]] = {}
-    for block in sorted(blocks):
-        found.setdefault(block.start, []).append(block)
-    return found
+    return Measured(
+        sender=[entry.sender for entry in references],
+        full_prefill=[entry.own for entry in references],
+        candidates=found,
+    )
 
 
 def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
@@ -90,50 +106,15 @@ def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
     return first_of_each_task(documents, NUM_SWEPT if pruned else len(documents))
 
 
-def alone_and_reused(num_layers: int) -> list[Mixture]:
-    """Full reuse, then each layer whose KV alone is the sender's."""
-    layers = range(num_layers)
-    one_reused = (tuple(THEIRS if it == layer else OWN for it in layers) for layer in layers)
-    return [(THEIRS,) * num_layers, *one_reused]
-
-
-def judge(
-    bench: Bench,
-    documents: Sequence[Document],
-    candidates: Sequence[Candidate],
-    split: str = HELD_OUT,
-    others: Sequence[Candidate] = (),
-) -> Judged:
-    """Measure document after document, candidates by the metric; `others`, which the gate
-    does not ask about, on some of the documents."""
-    everything = [*candidates, *others]
-    starts = {run.start for candidate in everything for run in candidate.runs}
-    found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in everything}
-    places = set(first_of_each_task(documents, NUM_SHOWN))
-    references = []
-    for index, document in enumerate(documents):
-        study = Study(bench, split, index, document, starts)
-        references.append(study.references([(THEIRS,) * bench.num_layers], [True]))
-        for batch in batches(everything if index in places else candidates, bench.num_layers):
-            for candidate, scores in study.compare(batch, is_decoded=True).items():
-                found[candidate].append(scores)
-    return Judged(
-        sender=[entry.sender for entry in references],
-        full_prefill=[entry.own for entry in references],
-        full_reuse=[entry.scores[0] for entry in references],
-        candidates=found,
-    )
-
-
-def batches(candidates: Iterable[Candidate], num_layers: int) -> list[list[Candidate]]:
+def batches(candidates: Iterable[Candidate], num_layers: int) -> list[tuple[Candidate, ...]]:
     """As many together as need no more recomputed layers than the model has, nor are more."""
-    found: list[list[Candidate]] = []
+    found: list[tuple[Candidate, ...]] = []
     for it in candidates:
-        joined = [*found[-1], it] if found else [it]
-        made = sum(len(run) for run, _ in longest_runs(joined))
+        joined = (*found[-1], it) if found else (it,)
+        made = sum(len(run) for run, _ in longest_runs(joined) if run.start)
         made += sum(num_layers for plan in joined if plan.share)
         if found and max(made, len(joined)) <= num_layers:
             found[-1] = joined
         else:
-            found.append([it])
+            found.append((it,))
     return found

@@ -20,7 +20,7 @@ from profiles.compute.journal import Entry, Journal
 from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 from profiles.compute.mixtures import Mixture
 from profiles.data.documents import Document
-from profiles.stats.measured import Candidate, Score
+from profiles.stats.measured import FULL_REUSE, Candidate
 
 TRAIN: Final = "train"
 HELD_OUT: Final = "held_out"
@@ -115,13 +115,32 @@ class DocumentPasses:
         return self.sender.prefix(self.ids, self.e_layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is measured of one document at a time."""
+
+    place: int
+    """Of the document."""
+    plans: tuple[Candidate, ...] = ()
+    """Together: what they begin with in common is recomputed once. None for the first step of a
+    document: what both models answer by themselves, with which the others compare, and full
+    reuse."""
+    is_decoded: bool = True
+    """Whether answers get a quality."""
+
+    @property
+    def name(self) -> str:
+        if not self.plans:
+            return REFERENCES
+        return ";".join(["" if self.is_decoded else "kl", *(it.name for it in self.plans)])
+
+
 @dataclass
 class Study:
     """Measures one document of one split. Nothing is computed that the journal has."""
 
     bench: Bench
     split: str
-    index: int
     document: Document
     e_layers: Collection[int]
     _examination: Examination | None = field(default=None, init=False)
@@ -131,34 +150,17 @@ class Study:
         models, maps = (self.bench.sender.model, self.bench.receiver.model), self.bench.corrections
         return DocumentPasses(*models, self.document.prefix, self.e_layers, corrections=maps)
 
-    def references(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> Entry:
-        """What both models answer by themselves, and mixtures of the sender's and the own KV.
-
-        The first step: the others compare with its answers.
-        """
-        return self._kept(REFERENCES, lambda: self._refer(mixtures, decoded))
-
-    def compare(
-        self, plans: Sequence[Candidate], *, is_decoded: bool
-    ) -> dict[Candidate, Sequence[Score]]:
-        """Plans together: what they begin with in common is recomputed once."""
-        step = ";".join(it.name for it in plans)
-        if not is_decoded:
-            step = f"kl;{step}"
-        entry = self._kept(step, lambda: self._try(plans, is_decoded=is_decoded))
-        return dict(zip(plans, entry.scores, strict=True))
-
-    def _kept(self, step: str, measure: Callable[[], dict[str, object]]) -> Entry:
-        """What the journal has of a step; where it has nothing, what is measured now."""
+    def measure(self, step: Step) -> Entry:
+        """What the journal has of it; where it has nothing, what is measured now."""
         journal = self.bench.journal
-        entry = journal.get(self.split, self.index, step)
+        entry = journal.get(self.split, step.place, step.name)
         if is_new := entry is None:
             began, before = time.monotonic(), self._passes.count
-            found = measure()
+            found = self._try(step) if step.plans else self._refer()
             entry = Entry(
                 split=self.split,
-                document=self.index,
-                step=step,
+                document=step.place,
+                step=step.name,
                 passes=self._passes.count - before,
                 seconds=round(time.monotonic() - began, 4),
                 **found,
@@ -167,28 +169,28 @@ class Study:
         self.bench.tick(entry, is_new)
         return entry
 
-    def _refer(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> dict[str, object]:
+    def _refer(self) -> dict[str, object]:
         sender, receiver, document = self.bench.sender, self.bench.receiver, self.document
         theirs = sender.answer(document, self._passes.theirs)
         answers = receiver.answer(document, self._passes.own)
         examination = self._examine(answers)
-        sources = [self._passes.theirs, self._passes.own]
+        reuse = mixtures_of([FULL_REUSE], self.bench.num_layers)
         return {
             "answers": tuple(answers),
             "own": tuple(examination.qualities),
             "sender": tuple(sender.quality(document, i, it) for i, it in enumerate(theirs)),
-            "scores": tuple(examination.examine(sources, mixtures, decoded)),
+            "scores": tuple(examination.examine([self._passes.theirs], reuse, [True])),
         }
 
-    def _try(self, plans: Sequence[Candidate], *, is_decoded: bool) -> dict[str, object]:
-        references = self.bench.journal.get(self.split, self.index, REFERENCES)
+    def _try(self, step: Step) -> dict[str, object]:
+        references = self.bench.journal.get(self.split, step.place, REFERENCES)
         assert references is not None, "the references of a document come before its other steps"
         examination = self._examination or self._examine(references.answers)
         sources = [self._passes.theirs, self._passes.own]
-        sources += [self._passes.new(run, e_map) for run, e_map in longest_runs(plans)]
-        sources += [self._passes.blend(it.share) for it in plans if it.share]
-        mixtures = mixtures_of(plans, self.bench.num_layers)
-        scores = examination.examine(sources, mixtures, [is_decoded] * len(plans))
+        sources += [self._passes.new(run, e_map) for run, e_map in longest_runs(step.plans)]
+        sources += [self._passes.blend(it.share) for it in step.plans if it.share]
+        mixtures = mixtures_of(step.plans, self.bench.num_layers)
+        scores = examination.examine(sources, mixtures, [step.is_decoded] * len(mixtures))
         return {"scores": tuple(scores)}
 
     def _examine(self, answers: Sequence[tuple[int, ...]]) -> Examination:
@@ -215,6 +217,9 @@ def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
     mixtures: list[Mixture] = []
     for it in plans:
         reads = [next(places) if it.share else THEIRS] * num_layers
+        if it.alone is not None:
+            reads = [OWN] * num_layers
+            reads[it.alone] = THEIRS
         for run in it.runs:
             source = FIRST_NEW + runs.index((run.start, it.map_sha256))
             reads[run.start : run.stop] = [source] * len(run)

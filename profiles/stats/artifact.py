@@ -37,7 +37,7 @@ from profiles.stats.gate import (
     proven,
     verdict,
 )
-from profiles.stats.measured import Candidate, Judged, Scores, Swept
+from profiles.stats.measured import Candidate, Measured, Scores
 
 T = TypeVar("T")
 
@@ -60,11 +60,11 @@ class Findings:
     train: Data
     held_out: Data
     costs: CostModel
-    swept: Swept
-    tried: Judged
+    swept: Measured
+    tried: Measured
     """On the training split."""
     choice: Choice[Candidate]
-    judged: Judged
+    judged: Measured
     """On the held-out one."""
     small: Baseline | None
 
@@ -119,7 +119,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         ),
         measured=tuple(
             _measured(it, trained.get(Candidate(runs=(it,)), swept.blocks[it]))
-            for it in sorted(swept.blocks)
+            for it in swept.blocks
         ),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
@@ -129,7 +129,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
     )
 
 
-def split_of(data: Data, judged: Judged) -> Split:
+def split_of(data: Data, judged: Measured) -> Split:
     """What the models do by themselves."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cachetree import Span
 from profiles.evidence import BaselineKind
-from profiles.stats.measured import Candidate, Scores, Swept, spread
+from profiles.stats.measured import Candidate, Measured, Scores, spread
 
 MOST_STARTS: Final = 16
 """Places where blocks begin, where nothing else is asked for: a pass over the prefix each, and the
@@ -82,7 +82,7 @@ def sensitive_first(layers: Sequence[Scores]) -> list[int]:
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
-def shortlist(swept: Swept, most: int = MOST_TRIED) -> list[Span]:
+def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Span]:
     """Blocks that may be worth their work, by work; all layers are no plan."""
     smaller = {it: scores for it, scores in swept.blocks.items() if len(it) < len(swept.layers)}
     kl = {it: kl_of(scores) for it, scores in smaller.items()}

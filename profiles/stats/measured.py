@@ -37,27 +37,16 @@ Scores = list[Sequence[Score]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """Every block, on the training split or on some contexts of each of its tasks."""
-
-    sender: list[Sequence[float]]
-    """Quality by context, then by question."""
-    full_prefill: list[Sequence[float]]
-    full_reuse: Scores
-    layers: list[Scores]
-    """By the layer whose KV alone is the sender's."""
-    blocks: dict[Span, Scores]
-    """Without qualities, and so are `layers`, where answers were not decoded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What is recomputed: runs of layers, each from the sender's E, or a share of the tokens."""
+    """What is not the sender's KV: runs of layers, each recomputed from the sender's E, or a share
+    of the tokens; nothing is full reuse. Or all layers but one are the receiver's own."""
 
     kind: BaselineKind | None = None
-    """None for a plan of the frontier."""
+    """None for what nobody would do instead of a plan."""
     runs: tuple[Span, ...] = ()
     share: float = 0.0
+    alone: int | None = None
+    """The one layer whose KV is the sender's."""
     e_map: EMap | None = None
     """What corrects the sender's E; only of a plan, which is one run."""
 
@@ -65,6 +54,8 @@ class Candidate:
     def name(self) -> str:
         if self.share:
             return f"tokens:{self.share:.4f}"
+        if self.alone is not None:
+            return f"alone:{self.alone}"
         corrected = f"+{self.map_sha256[:16]}" if self.map_sha256 else ""
         return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs) + corrected
 
@@ -86,15 +77,36 @@ class Candidate:
         return self.share * num_layers or len(self)
 
 
+FULL_REUSE: Final = Candidate()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """Plans on one split, by context, then by question."""
+class Measured:
+    """What was measured on one split, by context, then by question."""
 
     sender: list[Sequence[float]]
+    """Quality of its own answers."""
     full_prefill: list[Sequence[float]]
-    full_reuse: list[Sequence[Score]]
-    candidates: dict[Candidate, list[Sequence[Score]]]
-    """On all contexts, or on the first ones of each task."""
+    """The receiver's."""
+    candidates: dict[Candidate, Scores]
+    """Full reuse among them; each on all contexts, or on the first ones of each task, and without
+    qualities where answers were not decoded."""
+
+    @property
+    def full_reuse(self) -> Scores:
+        return self.candidates[FULL_REUSE]
+
+    @property
+    def layers(self) -> list[Scores]:
+        """Of a sweep, by the layer whose KV alone is the sender's."""
+        found = {it.alone: of for it, of in self.candidates.items() if it.alone is not None}
+        return [found[layer] for layer in sorted(found)]
+
+    @property
+    def blocks(self) -> dict[Span, Scores]:
+        """Of a sweep, by the layers that are recomputed, in their order."""
+        found = {it.block: of for it, of in self.candidates.items() if it.runs}
+        return {it: found[it] for it in sorted(found)}
 
 
 def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:

@@ -8,7 +8,7 @@ import pytest
 from cachetree.ids import Span
 from cachetree.planning import EMap
 from profiles.stats.choice import MOST_TRIED, choose, closest, sensitive_first, shortlist
-from profiles.stats.measured import Candidate, Score, Scores, Swept
+from profiles.stats.measured import Candidate, Measured, Score, Scores
 
 FULL = 0.916
 
@@ -64,14 +64,14 @@ def test_luck_changes_nothing_about_what_is_tried_first(seed):
     assert kl == sorted(kl) and len(order) <= MOST_TRIED
 
 
-def swept_of(blocks: Mapping[tuple[int, int], tuple[float, float]]) -> Swept:
+def swept_of(blocks: Mapping[tuple[int, int], tuple[float, float]]) -> Measured:
     """From KL and negative log-likelihood of the reference of each block of six layers."""
-    return Swept(
+    layers = {Candidate(alone=i): scores(0.01 * kl) for i, kl in enumerate((3, 9, 1, 2, 0, 4))}
+    return Measured(
         sender=[(0.1,) * 3] * 12,
         full_prefill=[(FULL,) * 3] * 12,
-        full_reuse=scores(1.0, 0.1),
-        layers=[scores(0.01 * kl) for kl in (3, 9, 1, 2, 0, 4)],
-        blocks={Span(*it): scores(kl, nll=nll) for it, (kl, nll) in blocks.items()},
+        candidates=layers
+        | {Candidate(runs=(Span(*it),)): scores(kl, nll=nll) for it, (kl, nll) in blocks.items()},
     )
 
 

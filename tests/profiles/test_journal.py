@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+from shipped import DATA, SHIPPED
+
 from profiles.compute.journal import Entry, Journal
+from profiles.compute.models import load_tokenizer
+from profiles.data.datasets import load_sources
+from profiles.data.documents import make_documents
+from profiles.profiler import open_journal
+from profiles.settings import Settings
 from profiles.stats.measured import Score
+from tools.pairs.questions import OPTIONS
 
 SCORE = Score(kl=0.1, agreement=1.0, own_nll=0.2, reference_nll=0.3, quality=None)
 
@@ -58,3 +66,14 @@ def test_a_finished_run_leaves_nothing(tmp_path):
     journal.put(entry(0, "references"))
     journal.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_way_to_ask_has_another_journal(tmp_path):
+    """As of a calibration that is gone on with by prompts that are cut elsewhere."""
+    tokenizer = load_tokenizer(SHIPPED[0].receiver)
+    settings = Settings(sender=None, receiver=None, out=tmp_path / "pair.json")
+    sources = load_sources([str(DATA / "train.jsonl")], OPTIONS)
+    for page_size, most in ((16, None), (16, None), (32, None), (16, 64)):
+        documents = make_documents(sources, tokenizer, page_size=page_size, max_prompt_tokens=most)
+        open_journal(settings, "models", documents).close()
+    assert len(list(tmp_path.iterdir())) == 3

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from measuring_parts import judge
 from shipped import DATA, SHIPPED
 
 from benchmarks.oracle import decode, prefill, recompute
 from cachetree.ids import Span
 from profiles.compute.journal import temporary_journal
-from profiles.compute.measuring import judge
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
 from profiles.data.documents import Document

@@ -1,17 +1,22 @@
 """How long a run will take, before it starts and while it runs."""
 
 import io
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 from test_evidence import COSTS
 
 from cachetree.ids import Span
+from profiles.compute.measuring import judging_steps, sweep_steps
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
-from profiles.forecast import Forecast, typical_others, typical_plans
-from profiles.progress import Clock, shown
+from profiles.forecast import Forecast, typical_plans
+from profiles.progress import left_s, shown
+from profiles.settings import Settings
 from profiles.stats.choice import grid
 
 FORECAST = Forecast(COSTS, 2.0)
@@ -25,60 +30,84 @@ def document(num_prefix: int, num_questions: int = 2) -> Document:
     )
 
 
+def sweep_s(documents, blocks, *, pruned=True) -> list[float]:
+    return FORECAST.steps(documents, sweep_steps(documents, blocks, 6, pruned=pruned))
+
+
 def test_every_step_of_the_sweep_has_a_forecast():
-    """The references, and the blocks that begin at each of six layers."""
-    forecast = FORECAST.sweep([document(32), document(64)], grid(6, 1), pruned=True)
-    short, long = forecast[:7], forecast[7:]
-    assert len(long) == 7 and all(seconds > 0 for seconds in forecast)
-    assert long[2] > short[2] > short[6]
-    assert short[0] > short[2], "two passes, and every layer alone"
+    """The references, every layer alone, and the blocks that begin at each of six layers."""
+    forecast = sweep_s([document(32), document(64)], grid(6, 1))
+    short, long = forecast[:8], forecast[8:]
+    assert len(long) == 8 and all(seconds > 0 for seconds in forecast)
+    assert long[3] > short[3], "a pass over a longer prefix"
+    assert short[3] > short[7], "a shorter pass, and fewer blocks"
+    assert short[0] > short[3], "two passes"
     coarse_blocks = [Span(0, 3), Span(0, 6), Span(3, 6)]
-    coarse = FORECAST.sweep([document(32)], coarse_blocks, pruned=True)
-    assert len(coarse) == 3 and sum(coarse) < sum(short)
-    decoded = FORECAST.sweep([document(32)], coarse_blocks, pruned=False)
-    assert sum(decoded) > sum(coarse)
+    coarse = sweep_s([document(32)], coarse_blocks)
+    assert len(coarse) == 4 and sum(coarse) < sum(short)
+    assert sum(sweep_s([document(32)], coarse_blocks, pruned=False)) > sum(coarse)
 
 
 def judging_s(num_documents: int, plans, others=()) -> float:
-    return sum(FORECAST.judging([document(32)] * num_documents, plans, others))
+    documents = [document(32)] * num_documents
+    return sum(FORECAST.steps(documents, judging_steps(documents, plans, 6, others)))
 
 
 def test_judging_grows_with_the_documents_and_with_the_plans():
-    plans = typical_plans(6)
+    plans, others = typical_plans(6, 12)
     one = judging_s(1, plans)
     assert judging_s(3, plans) == pytest.approx(3 * one)
     assert judging_s(1, plans[:2]) < one
-    others = typical_others(6)
     assert judging_s(1, plans, others) > one
     shown = judging_s(50, plans, others) - judging_s(50, plans)
     assert shown < 49 * (judging_s(1, plans, others) - one)
 
 
+def test_a_run_that_corrects_e_is_forecast_to_try_its_plans_too():
+    settings = Settings(sender=None, receiver=None, out=Path())
+    documents, blocks = [document(32)] * 8, grid(6, 1)
+    plain_s, both_s = (
+        FORECAST.whole(documents, documents, blocks, replace(settings, e_correction=it))
+        for it in (False, True)
+    )
+    assert 1.5 * plain_s < both_s < 2.5 * plain_s
+
+
 def test_what_is_left_follows_the_speed_so_far():
     now = [0.0]
-    clock = Clock(100.0, lambda: now[0])
-    assert clock.left_s == 100.0
-    clock.done(50.0, False)
-    assert (clock.share, clock.left_s) == (0.5, 50.0), "an earlier run's work took no time"
+    task = Progress(get_time=lambda: now[0])
+    task.add_task("", total=100.0, completed=50.0)
+    (it,) = task.tasks
+    assert left_s(it, 50.0) == 50.0, "an earlier run's work took no time"
     now[0] = 20.0
-    clock.done(10.0, True)
-    assert clock.left_s == pytest.approx(80.0), "twice as slow as forecast"
-    clock.done(60.0, True)
-    assert clock.share == 1.0 and clock.left_s == 0.0
+    task.advance(it.id, 10.0)
+    assert left_s(it, 50.0) == pytest.approx(80.0), "twice as slow as forecast"
+    task.advance(it.id, 60.0)
+    assert left_s(it, 50.0) == 0.0
 
 
 def test_of_what_should_take_no_time_nothing_is_left_however_long_it_takes():
-    clock = Clock(0.0)
-    clock.done(0.0, True)
-    assert (clock.share, clock.left_s) == (1.0, 0.0)
+    out = io.StringIO()
+    with shown(Console(file=out), "timing", 0.0) as done:
+        done(0.0)
+    assert out.getvalue() == "timing: done in 0 s\n"
 
 
 def test_without_a_terminal_there_are_lines(monkeypatch):
     monkeypatch.setattr("profiles.progress.LINE_EVERY_S", 0.0)
     out = io.StringIO()
-    with shown(Console(file=out), "training", Clock(10.0)) as done:
-        done(5.0, False)
+    with shown(Console(file=out), "training", 10.0, 4.0) as done:
+        done(0.1)
     assert out.getvalue().splitlines() == [
-        "training: 50%, 5 s left",
+        "training: 40%, 6 s left",
+        "training: 41%, 6 s left",
         "training: done in 0 s",
     ]
+
+
+def test_a_terminal_shows_a_bar_and_what_is_left():
+    out = io.StringIO()
+    with shown(Console(file=out, force_terminal=True, width=80), "training", 10.0) as done:
+        done(10.0)
+    said = out.getvalue()
+    assert "training" in said and "100%" in said and "done" in said

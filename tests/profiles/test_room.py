@@ -14,10 +14,10 @@ import msgspec
 import psutil
 import pytest
 import torch
+from measuring_parts import sweep
 
 from cachetree.errors import ConfigError
 from profiles.compute.journal import temporary_journal
-from profiles.compute.measuring import sweep
 from profiles.compute.models import ModelSource, Pair, load_pair
 from profiles.compute.room import (
     GIB,

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from measuring_parts import sweep
 from safetensors.torch import load_file
 from stranger import SCALE, SEED, in_other_coordinates, write_stranger
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from benchmarks.oracle import decode, prefill
 from cachetree.checkpoint.identity import first_difference, read_model_identity
 from profiles.compute.journal import temporary_journal
-from profiles.compute.measuring import sweep
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import Bench
 from profiles.data.records import read_records

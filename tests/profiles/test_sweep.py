@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from measuring_parts import judge, sweep
 from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
@@ -16,9 +17,9 @@ from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import temporary_journal
 from profiles.compute.layered import LayeredModel
-from profiles.compute.measuring import judge, places_swept, sweep, sweep_corrected
+from profiles.compute.measuring import measure, places_swept, screening_steps
 from profiles.compute.models import Pair, load_pair
-from profiles.compute.study import Bench, DocumentPasses, tokens_kept
+from profiles.compute.study import TRAIN, Bench, DocumentPasses, tokens_kept
 from profiles.data.documents import Document
 from profiles.profiler import answerers
 from profiles.stats.choice import (
@@ -30,7 +31,7 @@ from profiles.stats.choice import (
     shortlist,
     split_runs,
 )
-from profiles.stats.measured import Candidate, Swept
+from profiles.stats.measured import Candidate, Measured
 from tools.pairs.questions import DATA, read_documents
 
 NUM_LAYERS = 12
@@ -50,7 +51,7 @@ class SweptPair:
     shipped: Shipped
     pair: Pair
     documents: Sequence[Document]
-    swept: Swept
+    swept: Measured
     passes: list[int]
     """Prefix passes of each step that was made."""
 
@@ -95,7 +96,8 @@ def kl_of(scores) -> float:
 
 def test_a_context_takes_a_pass_for_every_layer_and_the_senders(swept_pair):
     num_documents = len(swept_pair.documents)
-    assert swept_pair.passes == [2, 0, *[1] * (NUM_LAYERS - 1)] * num_documents
+    # Both models; each layer alone, and blocks from 0, need none of their own.
+    assert swept_pair.passes == [2, 0, 0, *[1] * (NUM_LAYERS - 1)] * num_documents
     assert sum(swept_pair.passes) == num_documents * (NUM_LAYERS + 1)
 
 
@@ -125,14 +127,17 @@ def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them() -> N
         maps = fit_maps(contexts, [2, 3], torch.float32, "cpu")
         assert {it.layer for it in maps} == {2, 3}
         bench = replace(bench, corrections={it.sha256: maps[it] for it in maps})
-        blocks = [Span(2, 5), Span(3, 6), Span(3, 9), Span(6, 9)]
-        found = sweep_corrected(bench, documents, blocks, [*maps], pruned=True)
-        judged = judge(bench, documents, [*found], "train").candidates
+        e_map_at = {it.layer: it for it in maps}
+        blocks = [Span(2, 5), Span(3, 6), Span(3, 9)]
+        plans = [Candidate(runs=(it,), e_map=e_map_at[it.start]) for it in blocks]
+        steps = screening_steps(documents, plans, pruned=True)
+        screened = measure(bench, TRAIN, documents, steps)
+        found = {it: screened.candidates[it] for it in plans}
+        judged = judge(bench, documents, plans, "train").candidates
         is_new: list[bool] = []
         again = replace(bench, tick=lambda _, new: is_new.append(new))
-        assert sweep_corrected(again, documents, blocks, [*maps], pruned=True) == found
-    assert not any(is_new) and len(is_new) == 2 * len(documents)
-    assert {it.block for it in found} == {Span(2, 5), Span(3, 6), Span(3, 9)}
+        assert measure(again, TRAIN, documents, steps) == screened
+    assert not any(is_new) and len(is_new) == len(steps)
     for candidate, scores in found.items():
         assert kl_of(scores) == pytest.approx(kl_of(judged[candidate]), abs=1e-5)
         assert kl_of(scores) < kl_of(swept.blocks[candidate.block])
