@@ -28,6 +28,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -42,7 +43,6 @@ from cachetree import Span
 from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.fitting import AS_GOOD, RANKS, TRYING, Fitted, Moments, fit
-from profiles.compute.models import ModelSource
 from profiles.compute.study import THEIRS, DocumentPasses
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
@@ -125,10 +125,12 @@ def measure(args: argparse.Namespace) -> None:
     """Fit, if that is not done, then context after context."""
     began = time.monotonic()
     settings = Settings(
-        sender=ModelSource(path=args.sender, adapter=args.sender_lora),
-        receiver=ModelSource(path=args.receiver, adapter=args.receiver_lora),
+        sender=args.sender,
+        sender_lora=args.sender_lora,
+        receiver=args.receiver,
+        receiver_lora=args.receiver_lora,
         data=(str(args.fit),),
-        options=REAL if args.real else SMALL,
+        **asdict(REAL if args.real else SMALL),
         dtype="float32",
         device="cpu",
         out=args.state / "none.json",

@@ -48,7 +48,7 @@ from benchmarks.random_servers import rotated
 from profiles.compute.examination import Answerer
 from profiles.compute.journal import Journal
 from profiles.compute.measuring import measure, sweep_steps
-from profiles.compute.models import ModelSource, load_pair
+from profiles.compute.models import load_pair
 from profiles.compute.study import TRAIN, Bench
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
@@ -232,17 +232,16 @@ def main() -> int:
     environment = result.here()
     torch.set_num_threads(1)
     settings = Settings(
-        sender=ModelSource(path=PAIR / "weights" / "sender"),
-        receiver=ModelSource(path=PAIR / "weights" / "receiver"),
+        sender=PAIR / "weights" / "sender",
+        receiver=PAIR / "weights" / "receiver",
         data=(str(PAIR / "data" / "train.jsonl"),),
-        options=OPTIONS,
+        **asdict(OPTIONS),
         out=Path(),
         dtype=args.dtype,
         device="cpu",
     )
     pair = load_pair(
-        settings.sender,
-        settings.receiver,
+        *settings.pair,
         dtype=getattr(torch, args.dtype),
         device=torch.device(settings.device),
     )

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from profiles.data.metrics import Metric
-from profiles.data.tasks import TaskOptions
 from profiles.evidence import MeasuredProfile, read_measured
-from profiles.settings import Settings
+from profiles.settings import Settings, add_flags
 
 if TYPE_CHECKING:
     from profiles.verification import Again, Verification
@@ -28,18 +28,10 @@ FAILED_GATE: Final = 3
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
 
-_MODELS: Final = (
-    *("dtype", "device", "page_size", "sender_device", "max_memory_gb", "max_device_memory_gb"),
-)
-_CHOICE: Final = (
-    *("held_out", "held_out_share", "tolerance", "group", "plans", "pruned", "e_correction"),
-    *("fit_data", "timing_seconds", "seed"),
-)
 _VERDICT: Final = (
     *("passed", "reason", "recommended", "blocks", "first_difference", "metric"),
     *("full_prefill_quality", "full_reuse_quality"),
 )
-_TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
 def add_commands(commands: Any) -> None:
@@ -54,11 +46,7 @@ def add_commands(commands: Any) -> None:
         "it on other data, and `calibrate FILE ...` measures what the drift guard allows it.",
         allow_abbrev=False,
     )
-    _add_models(profile)
-    _add_data(profile)
-    profile.add_argument("--out", type=Path, metavar="FILE", help="the profile to write, JSON")
-    profile.add_argument("--small", type=Path, metavar="PATH", help="smaller model to compare with")
-    _add_flags(profile.add_argument_group("choice"), *_CHOICE)
+    add_flags(profile, "models", "data", "out", "choice")
     profile.set_defaults(run=_profile)
 
     actions = profile.add_subparsers(dest="action", metavar="show|verify|calibrate")
@@ -84,8 +72,7 @@ def add_commands(commands: Any) -> None:
     )
     for parser, run in ((verify, _verify), (calibrate, _calibrate)):
         parser.add_argument("profile", type=Path, metavar="FILE")
-        _add_models(parser)
-        _add_data(parser)
+        add_flags(parser, "models", "data")
         parser.set_defaults(run=run)
 
     report = commands.add_parser(
@@ -98,56 +85,6 @@ def add_commands(commands: Any) -> None:
     report.set_defaults(run=_report)
 
 
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    models = parser.add_argument_group("models")
-    for role, what in (("sender", "whose cache is read"), ("receiver", "that answers")):
-        models.add_argument(f"--{role}", type=Path, metavar="PATH", help=f"checkpoint {what}")
-        models.add_argument(
-            f"--{role}-lora", type=Path, metavar="PATH", help=f"PEFT adapter on the {role}"
-        )
-    _add_flags(models, *_MODELS)
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group("data")
-    _add_flags(data, "data", "data_dir")
-    data.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="prompt with {context}, then {input}; default: the data set's own",
-    )
-    data.add_argument(
-        "--chat",
-        action="store_true",
-        help="ask as the OpenAI chat endpoint does: each prompt is a user's message in the "
-        "tokenizer's own chat template",
-    )
-    data.add_argument(
-        "--metric", choices=[it.value for it in Metric], help="default: the data set's own"
-    )
-    data.add_argument("--max-new", type=int, metavar="N", help="longest answer in tokens")
-    _add_flags(data, "max_prompt_tokens")
-
-
-def _add_flags(parser: Any, *names: str) -> None:
-    """Flags of settings; of those that are not given the arguments have None."""
-    for name in names:
-        it = Settings.__dataclass_fields__[name]
-        how, kind = dict(it.metadata), it.type.removesuffix(" | None")
-        option = how.pop("option", f"--{name.replace('_', '-')}")
-        if kind == "bool":
-            how = {"help": how["help"], "action": "store_const", "const": not it.default}
-        elif kind == "tuple[str, ...]":
-            how["action"] = "append"
-        else:
-            how["type"] = _TYPES[kind]
-            if "default" not in how["help"] and it.default is not None:
-                how["help"] += (
-                    f"; default: {it.default:g}" if kind == "float" else f"; default: {it.default}"
-                )
-        parser.add_argument(option, dest=name, **how)
-
-
 def _profile(args: argparse.Namespace) -> int:
     if _is_missing(args, "profile", "sender", "receiver", "data", "out"):
         return 2
@@ -158,7 +95,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     console = Console()
     try:
-        profile = profile_pair(_settings(args, out=args.out, small=args.small), console)
+        profile = profile_pair(_settings(args, {}), console)
     except KeyboardInterrupt:
         _complain("interrupted; the same command goes on from here")
         return 130
@@ -221,7 +158,7 @@ def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
     from profiles.verification import Again
 
     profile = read_measured(args.profile)
-    settings = _settings(args, out=args.profile, made_as=profile)
+    settings = replace(_settings(args, _made_as(profile, args)), out=args.profile)
     corrections = read_corrections(profile, args.profile)
     return Again(profile, settings, Console(stderr=is_json), corrections)
 
@@ -255,45 +192,26 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(
-    args: argparse.Namespace,
-    *,
-    out: Path,
-    small: Path | None = None,
-    made_as: MeasuredProfile | None = None,
-) -> Settings:
-    """What the arguments say; where they are silent, as another profile was made."""
-    from profiles.compute.models import ModelSource
-
-    chosen = {
+def _settings(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Settings:
+    """What the arguments say, and where they are silent the defaults."""
+    given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
         if name in Settings.__dataclass_fields__ and value is not None
     }
-    options = TaskOptions(
-        template=args.template,
-        metric=None if args.metric is None else Metric(args.metric),
-        max_new=args.max_new,
-        chat=args.chat,
-    )
-    if made_as is not None:
-        made = made_as.made
-        options = replace(options, chat=args.chat or made.chat)
-        chosen = {"dtype": made.dtype, "page_size": made.page_size, **chosen}
-        if made.template and args.template is None:
-            options = replace(
-                options,
-                template=made.template,
-                metric=options.metric or Metric(made_as.metric),
-                max_new=options.max_new or made.max_new or None,
-            )
-    for role in ("sender", "receiver"):
-        adapter = getattr(args, f"{role}_lora")
-        chosen[role] = ModelSource(path=getattr(args, role), adapter=adapter)
-    if small is not None:
-        chosen["small"] = ModelSource(path=small)
     command = shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])])
-    return Settings(**chosen | {"options": options, "out": out, "command": command})
+    return Settings(**{**defaults, **given}, command=command)
+
+
+def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:
+    """Settings with which a profile was made; those of its template only for that one."""
+    made = profile.made
+    found: dict[str, Any] = {"dtype": made.dtype, "page_size": made.page_size, "chat": made.chat}
+    if made.template and args.template is None:
+        found |= {"template": made.template, "max_new": made.max_new or None}
+        if profile.metric in set(Metric):  # Of several, each data set has its own.
+            found["metric"] = profile.metric
+    return found
 
 
 def _print(line: str) -> None:

@@ -29,7 +29,7 @@ from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Entry, Journal, Timed
 from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.measuring import judging_steps, measure, screening_steps, sweep_steps
-from profiles.compute.models import Pair, load_model, load_pair, load_tokenizer
+from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.room import Sizes, bounds_of, make_room
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
 from profiles.costs import Repeats, choose_lengths, measure_costs
@@ -216,8 +216,7 @@ def open_pair(settings: Settings) -> Pair:
     """Both models, loaded as the settings say."""
     transformers.utils.logging.disable_progress_bar()
     return load_pair(
-        settings.sender,
-        settings.receiver,
+        *settings.pair,
         dtype=getattr(torch, settings.dtype),
         device=choose_device(settings.device),
         sender_device=choose_device(settings.sender_device or settings.device),
@@ -278,16 +277,18 @@ def answerers(
 ) -> tuple[Answerer, Answerer]:
     """Sender and receiver, with batches that fit into the memory that is stated, or there."""
     stated = pair.tokenizer, documents, 2 * pair.num_layers + 1, (host_gb, device_gb)
-    return _answerer(pair.sender, *stated), _answerer(pair.receiver, *stated)
+    return answerer_of(pair.sender, *stated), answerer_of(pair.receiver, *stated)
 
 
-def _answerer(
+def answerer_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
-    num_mixtures: int,
-    memory_gb: tuple[float | None, float | None],
+    num_mixtures: int = 1,
+    memory_gb: tuple[float | None, float | None] = (None, None),
 ) -> Answerer:
+    """A model that answers over so many mixtures at a time; those memories are the host's and the
+    device's."""
     layered, first = LayeredModel(model), documents[0]
     sample = *first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS]
     check_layers(layered, sample)
@@ -329,7 +330,7 @@ def measure_small(
 ) -> Baseline:
     """A smaller model's answers to the held-out questions, by full prefill; `costs` are the
     receiver's."""
-    source, device = settings.small, choose_device(settings.device)
+    source, device = ModelSource(path=settings.small), choose_device(settings.device)
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)
     names = {question.name for it in held_out.documents for question in it.questions}
@@ -337,7 +338,7 @@ def measure_small(
     specs = settings.held_out or settings.data
     _, documents = load_documents(settings, specs, tokenizer, positions)
     documents = [it for it in documents if it.questions[0].name in names]
-    answerer = _answerer(model, tokenizer, documents, 1, settings.memory_gb)
+    answerer = answerer_of(model, tokenizer, documents, memory_gb=settings.memory_gb)
     qualities = []
     for document in documents:
         answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
@@ -377,9 +378,9 @@ def _making(
         seed=settings.seed,
         group=group,
         page_size=settings.page_size,
-        template=settings.options.template or "",
-        chat=settings.options.chat,
-        max_new=settings.options.max_new or 0,
+        template=settings.template or "",
+        chat=settings.chat,
+        max_new=settings.max_new or 0,
         pruned=settings.pruned,
         prefix_passes=journal.num_passes,
         sweep_passes_per_context=sweep_passes,

@@ -1,4 +1,5 @@
-"""What is to be profiled, and how; most of it are flags of `droidspeak profile`, by these names.
+# ruff: noqa: RUF009  # What is called there makes fields.
+"""What is to be profiled, and how: most of it are flags of `droidspeak profile`, by these names.
 
 Light: torch and transformers are imported when a device is chosen and models are loaded.
 """
@@ -6,99 +7,119 @@ Light: torch and transformers are imported when a device is chosen and models ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cachetree import ConfigError
+from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
 from profiles.stats.choice import MOST_TRIED
 
 if TYPE_CHECKING:
+    import argparse
+
     import torch
 
     from profiles.compute.models import ModelSource
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 """Names of torch's."""
+_TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
-def _flag(default: Any, text: str, metavar: str | None = None, **rest: Any) -> Any:
+def _flag(group: str, default: Any, text: str, metavar: str | None = None, **rest: Any) -> Any:
     """A field that is a flag, too: the keywords are argparse's, `text` is its help."""
-    return field(default=default, metadata={"help": text, "metavar": metavar, **rest})
+    return field(
+        default=default, metadata={"group": group, "help": text, "metavar": metavar, **rest}
+    )
+
+
+_models, _data, _out, _choice = (partial(_flag, it) for it in ("models", "data", "out", "choice"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What is to be profiled, and how. Raises ConfigError for what cannot be."""
 
-    sender: ModelSource
-    receiver: ModelSource
-    small: ModelSource | None = None
-    """A smaller model to compare with."""
-    dtype: str = _flag(
+    sender: Path | None = _models(None, "checkpoint whose cache is read", "PATH")
+    sender_lora: Path | None = _models(None, "PEFT adapter on the sender", "PATH")
+    receiver: Path | None = _models(None, "checkpoint that answers", "PATH")
+    receiver_lora: Path | None = _models(None, "PEFT adapter on the receiver", "PATH")
+    dtype: str = _models(
         "bfloat16", "as the servers': rounding is part of the quality", choices=DTYPES
     )
-    device: str = _flag("auto", "default: a GPU where there is one", "DEVICE")
-    page_size: int = _flag(16, "tokens, as the servers'; only whole pages are reused", "N")
-    sender_device: str | None = _flag(
+    device: str = _models("auto", "default: a GPU where there is one", "DEVICE")
+    page_size: int = _models(16, "tokens, as the servers'; only whole pages are reused", "N")
+    sender_device: str | None = _models(
         None, "default: the receiver's; another where one device cannot hold both models", "DEVICE"
     )
     """Between the two, everything lies in the host's memory."""
-    max_memory_gb: float | None = _flag(
+    max_memory_gb: float | None = _models(
         None,
         "of the host's memory, beside the models' weights; default: most of what is free",
         "GIB",
     )
-    max_device_memory_gb: float | None = _flag(
+    max_device_memory_gb: float | None = _models(
         None,
         "of each device's memory, beside the models' weights; default: most of what is free",
         "GIB",
     )
 
-    data: tuple[str, ...] = _flag(
+    data: tuple[str, ...] = _data(
         (),
         "JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k or gsm8k:FILE; may be given "
         "several times",
         "DATA",
     )
-    data_dir: Path | None = _flag(  # noqa: RUF009
-        None, "where longbench:NAME is looked for first", "DIR"
+    data_dir: Path | None = _data(None, "where longbench:NAME is looked for first", "DIR")
+    template: str | None = _data(
+        None, "prompt with {context}, then {input}; default: the data set's own", "TEXT"
     )
-    options: TaskOptions = field(default_factory=TaskOptions)
-    max_prompt_tokens: int | None = _flag(
+    chat: bool = _data(
+        False,
+        "ask as the OpenAI chat endpoint does: each prompt is a user's message in the tokenizer's "
+        "own chat template",
+    )
+    metric: str | None = _data(
+        None, "default: the data set's own", choices=[it.value for it in Metric]
+    )
+    max_new: int | None = _data(None, "longest answer in tokens", "N")
+    max_prompt_tokens: int | None = _data(
         None, "longer prompts lose the middle of their context; default: what the model takes", "N"
     )
 
-    out: Path
+    out: Path | None = _out(None, "the profile to write, JSON", "FILE")
+    small: Path | None = _out(None, "smaller model to compare with", "PATH")
     command: str = ""
-    held_out: tuple[str, ...] = _flag(
+    held_out: tuple[str, ...] = _choice(
         (), "data to judge on; default: a share of --data, by context", "DATA"
     )
-    held_out_share: float = _flag(0.5, "that share", "X")
-    tolerance: float = _flag(0.05, "largest relative loss", "X")
-    group: int | None = _flag(
+    held_out_share: float = _choice(0.5, "that share", "X")
+    tolerance: float = _choice(0.05, "largest relative loss", "X")
+    group: int | None = _choice(
         None, "grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …", "N"
     )
-    plans: int = _flag(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
+    plans: int = _choice(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
     """And half as many more that may be worth it all the same."""
-    pruned: bool = _flag(
+    pruned: bool = _choice(
         True,
         "decode the answers of all blocks, not only of those on the frontier of KL",
         option="--no-prune",
     )
-    e_correction: bool = _flag(
+    e_correction: bool = _choice(
         False,
         "also try plans that correct the sender's E by a map, fitted on the contexts that choose; "
         "it is kept beside the profile, for servers",
     )
-    fit_data: tuple[str, ...] = _flag(
+    fit_data: tuple[str, ...] = _choice(
         (),
         "contexts that these maps are fitted on instead, as in --data; their questions are not "
         "asked",
         "DATA",
     )
-    timing_seconds: float = _flag(60, "when to stop timing the cost model's parts", "X")
-    seed: int = _flag(0, "of the split", "N")
+    timing_seconds: float = _choice(60, "when to stop timing the cost model's parts", "X")
+    seed: int = _choice(0, "of the split", "N")
 
     def __post_init__(self) -> None:
         _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
@@ -116,6 +137,45 @@ class Settings:
     def memory_gb(self) -> tuple[float | None, float | None]:
         """Of the host, and of each device."""
         return self.max_memory_gb, self.max_device_memory_gb
+
+    @property
+    def options(self) -> TaskOptions:
+        metric = None if self.metric is None else Metric(self.metric)
+        return TaskOptions(
+            template=self.template, metric=metric, max_new=self.max_new, chat=self.chat
+        )
+
+    @property
+    def pair(self) -> tuple[ModelSource, ModelSource]:
+        """Sender and receiver, which are given."""
+        from profiles.compute.models import ModelSource
+
+        return (
+            ModelSource(path=self.sender, adapter=self.sender_lora),
+            ModelSource(path=self.receiver, adapter=self.receiver_lora),
+        )
+
+
+def add_flags(parser: argparse.ArgumentParser, *groups: str) -> None:
+    """Flags of settings; of those that are not given the arguments have None."""
+    for group in groups:
+        titled = parser if group == "out" else parser.add_argument_group(group)
+        for name, it in Settings.__dataclass_fields__.items():
+            if it.metadata.get("group") != group:
+                continue
+            how, kind = dict(it.metadata), it.type.removesuffix(" | None")
+            option = how.pop("option", f"--{name.replace('_', '-')}")
+            del how["group"]
+            if kind == "bool":
+                how = {"help": how["help"], "action": "store_const", "const": not it.default}
+            elif kind == "tuple[str, ...]":
+                how["action"] = "append"
+            else:
+                how["type"] = _TYPES[kind]
+                if "default" not in how["help"] and it.default is not None:
+                    shown = f"{it.default:g}" if kind == "float" else it.default
+                    how["help"] += f"; default: {shown}"
+            titled.add_argument(option, dest=name, **how)
 
 
 def _require(holds: bool, flag: str, value: object, need: str) -> None:

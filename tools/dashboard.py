@@ -27,13 +27,19 @@ def _rate(name: str, by: str) -> str:
     return f"sum by ({by}) (rate({name}[$__rate_interval]))"
 
 
-def _quantile(name: str, share: float) -> str:
-    return f"histogram_quantile({share}, sum by (le) (rate({name}_bucket[$__rate_interval])))"
+def _by(name: str, by: str) -> dict[str, str]:
+    """A rate by one label, which is the legend."""
+    return {f"{{{{{by}}}}}": _rate(name, by)}
 
 
-def _outcomes(some: str, by: str = "instance") -> str:
-    """Requests per second with one of these outcomes."""
-    return _rate(f'droidspeak:requests_total{{outcome=~"{some}"}}', by)
+def _quantiles(name: str) -> dict[str, str]:
+    buckets = f"sum by (le) (rate({name}_bucket[$__rate_interval]))"
+    return {f"p{it}": f"histogram_quantile({it / 100}, {buckets})" for it in (50, 95)}
+
+
+def _outcomes(some: str) -> str:
+    """Requests with one of these."""
+    return f'droidspeak:requests_total{{outcome=~"{some}"}}'
 
 
 _PAIR: Final = "{{instance}} {{sender}} for {{receiver}}"
@@ -41,52 +47,25 @@ _BY_PAIR: Final = "instance, sender, receiver"
 
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Reuse": (
-        Panel(
-            "Requests by outcome",
-            "reqps",
-            {"{{outcome}}": _rate("droidspeak:requests_total", "outcome")},
-        ),
+        Panel("Requests by outcome", "reqps", _by("droidspeak:requests_total", "outcome")),
         Panel(
             "Prompt tokens not prefilled in full",
             "short",
-            {"{{instance}}": _rate("droidspeak:reused_tokens_total", "instance")},
+            _by("droidspeak:reused_tokens_total", "instance"),
         ),
-        Panel(
-            "Fallbacks by cause",
-            "reqps",
-            {"{{cause}}": _rate("droidspeak:fallbacks_total", "cause")},
-        ),
+        Panel("Fallbacks by cause", "reqps", _by("droidspeak:fallbacks_total", "cause")),
     ),
     "Time": (
         Panel(
             "Time to first token, all requests",
             "s",
-            {
-                "p50": _quantile("sglang:time_to_first_token_seconds", 0.5),
-                "p95": _quantile("sglang:time_to_first_token_seconds", 0.95),
-            },
+            _quantiles("sglang:time_to_first_token_seconds"),
         ),
-        Panel(
-            "Reused requests in the queue",
-            "s",
-            {
-                "p50": _quantile("droidspeak:queued_seconds", 0.5),
-                "p95": _quantile("droidspeak:queued_seconds", 0.95),
-            },
-        ),
-        Panel(
-            "Partial prefill of a batch",
-            "s",
-            {
-                "p50": _quantile("droidspeak:recompute_seconds", 0.5),
-                "p95": _quantile("droidspeak:recompute_seconds", 0.95),
-            },
-        ),
+        Panel("Reused requests in the queue", "s", _quantiles("droidspeak:queued_seconds")),
+        Panel("Partial prefill of a batch", "s", _quantiles("droidspeak:recompute_seconds")),
     ),
     "Links": (
-        Panel(
-            "Fetched", "Bps", {"{{location}}": _rate("cachetree:fetched_bytes_total", "location")}
-        ),
+        Panel("Fetched", "Bps", _by("cachetree:fetched_bytes_total", "location")),
         Panel(
             "Fetches by how they ended",
             "ops",
@@ -100,11 +79,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
                 "left alone {{instance}} {{location}}": "cachetree:breaker_open",
             },
         ),
-        Panel(
-            "Served to peers",
-            "Bps",
-            {"{{instance}}": _rate("cachetree:sent_bytes_total", "instance")},
-        ),
+        Panel("Served to peers", "Bps", _by("cachetree:sent_bytes_total", "instance")),
     ),
     "Memory and disk": (
         Panel(
@@ -113,7 +88,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             {"{{instance}} {{tier}}": "cachetree:bytes / cachetree:budget_bytes"},
         ),
         Panel("Cannot be evicted", "bytes", {"{{instance}}": "cachetree:held_bytes"}),
-        Panel("Evictions", "ops", {"{{tier}}": _rate("cachetree:evictions_total", "tier")}),
+        Panel("Evictions", "ops", _by("cachetree:evictions_total", "tier")),
         Panel(
             "Faults of the disk",
             "ops",
@@ -140,11 +115,9 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel(
             "Requests whose pair may not be reused",
             "reqps",
-            {
-                "{{outcome}}": _outcomes(
-                    "no_profile|gate_failed|longer_than_measured|weights_updated", "outcome"
-                )
-            },
+            _by(
+                _outcomes("no_profile|gate_failed|longer_than_measured|weights_updated"), "outcome"
+            ),
         ),
         Panel(
             "Peers that were turned away",
@@ -166,15 +139,13 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
         ),
         Panel("Evidence, alarm at 100,000", "short", {_PAIR: "droidspeak:guard_evidence"}),
         Panel("Plans in service", "short", {_PAIR: "droidspeak:guard_plans"}),
-        Panel("Shadows", "ops", {"{{result}}": _rate("droidspeak:shadows_total", "result")}),
+        Panel("Shadows", "ops", _by("droidspeak:shadows_total", "result")),
     ),
     "Adapters": (
         Panel(
             "Adapters that do not share yet",
             "reqps",
-            {
-                "{{outcome}}": _outcomes("reading_adapter|unknown_adapter", "outcome"),
-            },
+            _by(_outcomes("reading_adapter|unknown_adapter"), "outcome"),
         ),
     ),
 }

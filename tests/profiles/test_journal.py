@@ -71,7 +71,7 @@ def test_a_finished_run_leaves_nothing(tmp_path):
 def test_another_way_to_ask_has_another_journal(tmp_path):
     """As of a calibration that is gone on with by prompts that are cut elsewhere."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
-    settings = Settings(sender=None, receiver=None, out=tmp_path / "pair.json")
+    settings = Settings(out=tmp_path / "pair.json")
     sources = load_sources([str(DATA / "train.jsonl")], OPTIONS)
     for page_size, most in ((16, None), (16, None), (32, None), (16, 64)):
         documents = make_documents(sources, tokenizer, page_size=page_size, max_prompt_tokens=most)

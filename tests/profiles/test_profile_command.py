@@ -293,6 +293,15 @@ def test_data_that_have_some_of_the_profiles_contexts_are_refused(unseen, tmp_pa
         assert f"{says} are the profile's own" in capsys.readouterr().err
 
 
+def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_path, capsys):
+    """As a profile of them was made: its metric is none that data of no known set could take."""
+    profile = msgspec.structs.replace(read_measured(FINE_TUNES.profile), metric="f1+rouge_l")
+    write_profile(profile, tmp_path / "pair.json")
+    args = ["verify", str(tmp_path / "pair.json"), *flags(FINE_TUNES), "--data", str(unseen)]
+    assert main(["profile", *args]) == 1
+    assert "judged by --template and --metric" in capsys.readouterr().err
+
+
 def test_every_task_has_to_be_judged(unseen, tmp_path, capsys):
     """One that only chose would be a task at which a pair may fail and nobody asks."""
     moves = tmp_path / "moves.jsonl"

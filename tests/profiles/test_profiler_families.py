@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
@@ -29,7 +29,7 @@ from transformers import (
 from benchmarks.oracle import decode, partial_prefill, prefill
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
-from profiles.compute.models import ModelSource, load_tokenizer
+from profiles.compute.models import load_tokenizer
 from profiles.data.documents import Question
 from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
@@ -152,11 +152,11 @@ def loaded(path: Path, dtype: str, device: str) -> PreTrainedModel:
 
 def make_settings(case: Case, out: Path, dtype: str, device: str) -> Settings:
     return Settings(
-        sender=ModelSource(path=case.sender),
-        receiver=ModelSource(path=case.receiver),
+        sender=case.sender,
+        receiver=case.receiver,
         data=(str(case.train),),
         held_out=(str(case.held_out),),
-        options=OPTIONS,
+        **asdict(OPTIONS),
         out=out,
         dtype=dtype,
         device=device,
@@ -224,7 +224,7 @@ def assert_equals_the_oracle(case: Case, settings: Settings, measured: list[Meas
     sender, receiver = (
         loaded(path, "float32", settings.device) for path in (case.sender, case.receiver)
     )
-    tokenizer = load_tokenizer(settings.receiver)
+    tokenizer = load_tokenizer(settings.pair[1])
     train, _ = load_splits(settings, tokenizer, receiver.config.max_position_embeddings)
     for it in measured:
         sums, quality, margins = torch.zeros(3, dtype=torch.float64), 0.0, []

@@ -64,7 +64,7 @@ def test_judging_grows_with_the_documents_and_with_the_plans():
 
 
 def test_a_run_that_corrects_e_is_forecast_to_try_its_plans_too():
-    settings = Settings(sender=None, receiver=None, out=Path())
+    settings = Settings(out=Path())
     documents, blocks = [document(32)] * 8, grid(6, 1)
     plain_s, both_s = (
         FORECAST.whole(documents, documents, blocks, replace(settings, e_correction=it))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from tools.merge import merge_folder
 from tools.real.base import BaseError, base_model
-from tools.real.check import MAX_NEW, METRICS, check
+from tools.real.check import MAX_NEW, METRICS, TEMPLATE, check
 from tools.real.questions import SETS, SKILLS, write_sets
 from tools.real.train import RECIPES, train
 
@@ -73,7 +73,7 @@ def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
     models = [*_model("sender", sender, work, loras), *_model("receiver", receiver, work, loras)]
     data = work / "data" / skill
     name = f"{sender}_to_{receiver}{'_lora' * loras}.json"
-    asked = ["--chat", "--template", "{context}\n\n{input}", "--metric", METRICS[skill].value]
+    asked = ["--chat", "--template", TEMPLATE, "--metric", METRICS[skill].value]
     command = [
         *("droidspeak", "profile", *models, "--dtype", "float32", "--timing-seconds", "10", *asked),
         *("--plans", "4", "--e-correction"),
