@@ -200,13 +200,14 @@ def _settings(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Settings
         if name in Settings.__dataclass_fields__ and value is not None
     }
     command = shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])])
-    return Settings(**{**defaults, **given}, command=command)
+    return Settings(**{**defaults, **given, "command": command})
 
 
 def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:
     """Settings with which a profile was made; those of its template only for that one."""
     made = profile.made
-    found: dict[str, Any] = {"dtype": made.dtype, "page_size": made.page_size, "chat": made.chat}
+    names = "dtype", "page_size", "chat", "max_prompt_tokens"
+    found: dict[str, Any] = {it: getattr(made, it) for it in names}
     if made.template and args.template is None:
         found |= {"template": made.template, "max_new": made.max_new or None}
         if profile.metric in set(Metric):  # Of several, each data set has its own.

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -119,38 +120,30 @@ def measure_costs(
 
     times = iter(time_in_turns(works, repeats, progress, now))
     fits = [fit([part.terms for part in group], [next(times) for _ in group]) for group in groups]
+    # The fields of a cost model begin with these, in this order.
+    found = dict(zip(CostModel.__struct_fields__, chain.from_iterable(fits), strict=False))
     costs = CostModel(
-        layer_s=fits[0][0],
-        layer_token_s=fits[0][1],
-        layer_token2_s=fits[0][2],
-        kv_s=fits[1][0],
-        kv_token_s=fits[1][1],
-        suffix_s=fits[2][0],
-        suffix_token_s=fits[2][1],
-        suffix_token2_s=fits[2][2],
-        load_s=fits[3][0],
-        load_byte_s=fits[3][1],
+        **found,
         kv_bytes=model.kv_bytes,
         e_bytes=model.e_bytes,
         num_layers=model.num_layers,
         fitted_on=tuple(lengths),
         held_out=(),
     )
-    held_out = []
-    for (num_tokens, block), measured_s in zip(plans, times, strict=True):
-        predicted_s = costs.ttft_s((block,), num_tokens, num_suffix)
-        if len(block) == costs.num_layers:
-            predicted_s = costs.full_prefill_s(num_tokens, num_suffix)
-        plan = HeldOutTime(
+    held_out = tuple(
+        HeldOutTime(
             num_tokens=num_tokens,
             num_suffix=num_suffix,
             start=block.start,
             stop=block.stop,
-            predicted_s=predicted_s,
+            predicted_s=costs.full_prefill_s(num_tokens, num_suffix)
+            if len(block) == costs.num_layers
+            else costs.ttft_s((block,), num_tokens, num_suffix),
             measured_s=measured_s,
         )
-        held_out.append(plan)
-    return msgspec.structs.replace(costs, held_out=tuple(held_out))
+        for (num_tokens, block), measured_s in zip(plans, times, strict=True)
+    )
+    return msgspec.structs.replace(costs, held_out=held_out)
 
 
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:

@@ -279,6 +279,8 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each prompt was a user's message in the tokenizer's chat template."""
     max_new: int
     """Longest answer in tokens."""
+    max_prompt_tokens: int | None = None
+    """To which prompts were cut; None for what the model takes."""
     pruned: bool
     """Whether only plans on the frontier of the fast measure were decoded."""
     prefix_passes: int

@@ -257,14 +257,12 @@ def _require_apart(documents: Sequence[Document], judging: Sequence[Document], w
 def load_documents(
     settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[list[Source], list[Document]]:
-    """Prompts are cut to what is asked for, or to what the model's positions leave for them."""
+    """Prompts are cut to what is asked for, and to what the model's positions leave for them."""
     sources = load_sources(specs, settings.options, data_dir=settings.data_dir)
     longest = max(it.task.max_new for source in sources for it in source.records)
+    most = min(settings.max_prompt_tokens or positions, positions - longest)
     documents = make_documents(
-        sources,
-        tokenizer,
-        page_size=settings.page_size,
-        max_prompt_tokens=settings.max_prompt_tokens or positions - longest,
+        sources, tokenizer, page_size=settings.page_size, max_prompt_tokens=most
     )
     return sources, documents
 
@@ -339,11 +337,14 @@ def measure_small(
     _, documents = load_documents(settings, specs, tokenizer, positions)
     documents = [it for it in documents if it.questions[0].name in names]
     answerer = answerer_of(model, tokenizer, documents, memory_gb=settings.memory_gb)
-    qualities = []
-    for document in documents:
-        answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
-        qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
     own = time_costs(answerer.model, documents, settings, console)
+    seconds = [own.full_prefill_s(len(it.prefix), 0) for it in documents]
+    qualities = []
+    with shown(console, "comparing", sum(seconds)) as done:
+        for document, document_s in zip(documents, seconds, strict=True):
+            answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
+            qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
+            done(document_s)
     ttft_s = own.full_prefill_s(*map(round, mean_lengths(documents)))
     share = ttft_s / costs.full_prefill_s(*map(round, mean_lengths(held_out.documents)))
     return Baseline(
@@ -381,6 +382,7 @@ def _making(
         template=settings.template or "",
         chat=settings.chat,
         max_new=settings.max_new or 0,
+        max_prompt_tokens=settings.max_prompt_tokens,
         pruned=settings.pruned,
         prefix_passes=journal.num_passes,
         sweep_passes_per_context=sweep_passes,

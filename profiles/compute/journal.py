@@ -108,7 +108,7 @@ class Journal:
     def remove(self) -> None:
         """The run is complete: nothing of the journal is needed any more."""
         self.close()
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

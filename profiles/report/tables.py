@@ -230,7 +230,9 @@ def making(profile: MeasuredProfile) -> Table:
         f"{made.prefix_passes:,} in all; {made.sweep_passes_per_context:,} for every block of one "
         "training context"
     )
-    answers = words.counted(made.max_new, "token")
+    answers = f"answers of at most {words.counted(made.max_new, 'token')}"
+    if made.max_prompt_tokens is not None:
+        answers += f", prompts of at most {words.counted(made.max_prompt_tokens, 'token')}"
     said = {
         "date": made.date,
         "command": made.command,
@@ -241,8 +243,8 @@ def making(profile: MeasuredProfile) -> Table:
         "time": words.duration(made.elapsed_s),
         "template": made.template,
         "chat template": "the tokenizer's own" if made.chat else "none",
-        "settings": f"seed {made.seed}, pages of {words.counted(made.page_size, 'token')}, answers "
-        f"of at most {answers}",
+        "settings": f"seed {made.seed}, pages of {words.counted(made.page_size, 'token')}, "
+        + answers,
         "data": f"sha256 {profile.data_sha256}",
     }
     return _facts("How it was made", said)

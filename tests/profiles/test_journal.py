@@ -1,5 +1,6 @@
 """What a run has measured survives a kill, at whatever byte it strikes."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from shipped import DATA, SHIPPED
@@ -8,7 +9,7 @@ from profiles.compute.journal import Entry, Journal
 from profiles.compute.models import load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
-from profiles.profiler import open_journal
+from profiles.profiler import load_documents, open_journal
 from profiles.settings import Settings
 from profiles.stats.measured import Score
 from tools.pairs.questions import OPTIONS
@@ -66,6 +67,14 @@ def test_a_finished_run_leaves_nothing(tmp_path):
     journal.put(entry(0, "references"))
     journal.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():
+    tokenizer = load_tokenizer(SHIPPED[0].receiver)
+    settings = Settings(max_prompt_tokens=10_000, page_size=8, **asdict(OPTIONS))
+    _, documents = load_documents(settings, [str(DATA / "train.jsonl")], tokenizer, 100)
+    prompts = [len(it.prefix) + len(at.suffix) for it in documents for at in it.questions]
+    assert max(prompts) == 100 - OPTIONS.max_new
 
 
 def test_another_way_to_ask_has_another_journal(tmp_path):

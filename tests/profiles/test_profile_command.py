@@ -20,13 +20,14 @@ from stranger import SEED, write_stranger
 
 from cachetree.corrections import read_corrections
 from cachetree.planning.profile import write_profile
+from profiles.cli import _made_as, _settings
 from profiles.compute.fitting import fit_maps
 from profiles.compute.layered import LayeredModel
 from profiles.compute.models import load_pair
 from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
-from sglang_droidspeak.cli import main
+from sglang_droidspeak.cli import main, parser
 from tools.pairs.questions import make_records, read_documents
 
 FINE_TUNES = SHIPPED[0]
@@ -291,6 +292,17 @@ def test_data_that_have_some_of_the_profiles_contexts_are_refused(unseen, tmp_pa
         write_records(records, some)
         assert main(["profile", *args]) == 1
         assert f"{says} are the profile's own" in capsys.readouterr().err
+
+
+def test_a_profile_is_verified_as_it_was_made():
+    made = {"chat": True, "page_size": 32, "max_prompt_tokens": 64, "max_new": 5}
+    profile = read_measured(FINE_TUNES.profile)
+    profile = msgspec.structs.replace(profile, made=msgspec.structs.replace(profile.made, **made))
+    for given, changed in (([], {}), (["--max-new", "3"], {"max_new": 3})):
+        args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES), *given])
+        found = _settings(args, _made_as(profile, args))
+        assert {it: getattr(found, it) for it in made} == made | changed
+        assert (found.template, found.metric) == (profile.made.template, "f1")
 
 
 def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_path, capsys):
