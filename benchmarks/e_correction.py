@@ -2,14 +2,15 @@
 
     python -m benchmarks.e_correction measure NAME --sender DIR --receiver DIR --fit FILE \\
         --on FILE --blocks 14:24,20:24 --state DIR [--real] [--contexts N] [--seconds 240] \\
-        [--kinds bias,full] [--no-answers] [--sender-lora DIR] [--receiver-lora DIR]
+        [--no-answers] [--sender-lora DIR] [--receiver-lora DIR]
     python -m benchmarks.e_correction texts FILE
     python -m benchmarks.e_correction report --state DIR
 
 `measure` fits the maps on the contexts of one file (`profiles.compute.fitting`; every fourth one
 chooses the penalty) and measures each block on those of another, which share none: with E as the
-sender's, and corrected by the map that the profiler would take, or by those of other kinds, too.
-Full reuse and linear KV maps (`kv_maps`) stand beside. It stops after so many seconds and goes on
+sender's, and corrected by the map. Full reuse and linear KV maps (`kv_maps`) stand beside. Before,
+maps of lower rank were measured, too: the results have them, and on no real pair did one explain as
+much. It stops after so many seconds and goes on
 from `--state` when called again. `texts` writes contexts of another kind than package records: this
 repository's pages and code. `report` puts all that was measured into `results/e_correction.json`.
 
@@ -17,8 +18,8 @@ The measures: KL and total variation (TV) of the receiver's next tokens to full 
 full prefill's answers; F1 of the decoded answers. Means over a context's questions. Differences are
 paired by context, with 95 % intervals by the bootstrap over contexts. All in float32 on one thread.
 
-Physics: one recomputed layer takes about 12 hidden² products a token (Llama's sizes), a whole map
-hidden², one of rank 16 32 hidden. So a map costs at most a twelfth of a layer.
+Physics: one recomputed layer takes about 12 hidden² products a token (Llama's sizes), a map a
+twelfth of that.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from benchmarks.result import here
 from cachetree import Span
 from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination
-from profiles.compute.fitting import AS_GOOD, RANKS, TRYING, Fitted, Moments, fit
+from profiles.compute.fitting import TRYING, Moments, fit
 from profiles.compute.study import THEIRS, DocumentPasses
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
@@ -56,9 +57,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks/results/e_correction.json"
 REAL: Final = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
 SMALL: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
-KINDS: Final = [{0: "bias", None: "full"}.get(it, f"rank {it}") for it in RANKS]
 CORRECTED: Final = "corrected"
-"""By the kind that the profiler takes."""
+"""By the map that the profiler fits."""
 FOR_KV_MAPS: Final = 24
 """Contexts that those are fitted on."""
 FEWEST: Final = 8
@@ -100,7 +100,6 @@ def main() -> None:
     for flag in ("sender", "receiver"):
         measuring.add_argument(f"--{flag}-lora", type=Path, help="an adapter on it")
     measuring.add_argument("--blocks", required=True)
-    measuring.add_argument("--kinds", default="", help=f"of maps, beside that taken: {KINDS}")
     measuring.add_argument("--real", action="store_true", help="prompts of the real pairs")
     measuring.add_argument("--no-answers", action="store_true", help="KL and TV alone")
     measuring.add_argument("--contexts", type=int, default=40)
@@ -143,8 +142,7 @@ def measure(args: argparse.Namespace) -> None:
     assert not known & {it.context for it in documents}, "judged on what the maps are fitted on"
     both = answerers(pair, [*fitted_on, *documents])
     blocks = [Span(*map(int, it.split(":"))) for it in args.blocks.split(",")]
-    kinds = [CORRECTED, *filter(None, args.kinds.split(","))]
-    bench = Bench(*both, blocks, kinds, *_fitted(args, *both, blocks, fitted_on))
+    bench = Bench(*both, blocks, *_fitted(args, *both, blocks, fitted_on))
     results = args.state / f"{args.name}.{args.on.stem}.jsonl"
     found = _read(results)
     with results.open("ab") as file:
@@ -203,17 +201,16 @@ def _fitted(
         save_file({f"{i:03}": it for i, it in enumerate(matrices)}, of_kv)
         fitted = {layer: fit(*both) for layer, both in parts.items()}
         tensors = {
-            f"{layer}|{kind}|{i}": tensor
-            for layer, many in fitted.items()
-            for kind, it in zip(KINDS, many, strict=True)
-            for i, tensor in enumerate(it.correction.tensors)
+            f"{layer}|{CORRECTED}|{i}": tensor
+            for layer, (it, _) in fitted.items()
+            for i, tensor in enumerate(it.tensors)
         }
         save_file(tensors, file)
         maps = Maps(
             pair=args.name,
             contexts=len(documents),
             tokens=sum(len(it.prefix) for it in documents),
-            layers={layer: _described(many, parts[layer]) for layer, many in fitted.items()},
+            layers={layer: _described(*it, parts[layer]) for layer, it in fitted.items()},
         )
         told.write_bytes(msgspec.json.encode(maps))
     read: dict[str, list[torch.Tensor]] = {}
@@ -221,21 +218,17 @@ def _fitted(
         layer, kind, _ = name.split("|")
         read.setdefault(f"{layer}|{kind}", []).append(tensor)
     found = {key: Correction(it[0], tuple(it[1:])) for key, it in read.items()}
-    for layer, it in msgspec.json.decode(told.read_bytes(), type=Maps).layers.items():
-        found[f"{layer}|{CORRECTED}"] = found[f"{layer}|{it['taken']}"]
     return found, KVMaps([it for _, it in sorted(load_file(of_kv).items())])
 
 
-def _described(many: Sequence[Fitted], parts: tuple[Moments, Moments]) -> dict[str, Any]:
-    """Explained share by kind, and what kind of a matrix the whole map adds to the identity."""
-    explained = {kind: it.explained for kind, it in zip(KINDS, many, strict=True)}
-    matrix = many[-1].correction.factors[0]
+def _described(it: Correction, explained: float, parts: tuple[Moments, Moments]) -> dict[str, Any]:
+    """What kind of a matrix the map adds to the identity."""
+    matrix = it.factors[0]
     values = torch.linalg.svdvals(matrix)
     symmetric = (matrix + matrix.T) / 2
     return {
         "distance": round((parts[0] + parts[1]).distance, 6),
-        "explained": explained,
-        "taken": next(k for k, it in explained.items() if it >= AS_GOOD * max(explained.values())),
+        "explained": {"full": explained},
         "singular_values": [round(float(it), 5) for it in values[:16]],
         "energy_of_16": round(float(values[:16].square().sum() / values.square().sum()), 4),
         "symmetric": round(float(symmetric.square().sum() / matrix.square().sum()), 4),
@@ -251,12 +244,11 @@ class Bench:
         sender: Answerer,
         receiver: Answerer,
         blocks: Sequence[Span],
-        kinds: Sequence[str],
         maps: Mapping[str, Correction],
         kv_maps: KVMaps,
     ) -> None:
         self._sender, self._receiver, self._blocks = sender, receiver, blocks
-        self._kinds, self._maps, self._kv_maps = kinds, maps, kv_maps
+        self._maps, self._kv_maps = maps, kv_maps
 
     def judge(self, document: Document, *, is_answered: bool) -> tuple[dict[str, float], ...]:
         """KL, TV and F1 of every plan."""
@@ -270,7 +262,7 @@ class Bench:
         for start in sorted(starts):
             of_start = [it for it in self._blocks if it.start == start]
             whole = Span(start, max(it.stop for it in of_start))
-            for kind in ("", *(self._kinds if start else ())):
+            for kind in ("", CORRECTED) if start else ("",):
                 sources.append(passes.new(whole, f"{start}|{kind}" if kind else ""))
                 for it in of_start:
                     name = f"[{it.start}, {it.stop}) {kind}".strip()
