@@ -106,42 +106,36 @@ class OneByOne:
         kv: Sequence[KV],
         document: Document,
         own: Sequence[Tokens],
-        expected: Sequence[tuple[Given, Given]],
+        expected: Sequence[Given],
     ) -> Iterator[Found]:
         given = self._force(kv, document, own)
         answers, margins = self._decode(kv, document)
-        for i, (mine, reference) in enumerate(given):
+        for i, mine in enumerate(given):
             score = Score(
-                kl=mine.kl_from(expected[i][0]),
+                kl=mine.kl_from(expected[i]),
                 agreement=mine.agreement,
                 own_nll=mine.nll,
-                reference_nll=reference.nll,
                 quality=self.answerer.quality(document, i, answers[i]),
             )
             yield Found(score, min(margins[i], float(_margins(mine.logprobs).min())))
 
-    def _force(
-        self, kv: Sequence[KV], document: Document, own: Sequence[Tokens]
-    ) -> list[tuple[Given, Given]]:
-        """By question: the own answer and the reference, in rows padded behind."""
-        pairs = [
-            ((it.suffix, answer), (it.suffix, it.reference))
-            for it, answer in zip(document.questions, own, strict=True)
-        ]
-        rows = list(dict.fromkeys(row for pair in pairs for row in pair))
-        width = max(len(suffix) + len(answer) - 1 for suffix, answer in rows)
-        texts = [[*suffix, *answer[:-1]] for suffix, answer in rows]
+    def _force(self, kv: Sequence[KV], document: Document, own: Sequence[Tokens]) -> list[Given]:
+        """The own answers, by question, in rows padded behind."""
+        suffixes = [it.suffix for it in document.questions]
+        texts = [[*it, *answer[:-1]] for it, answer in zip(suffixes, own, strict=True)]
+        width = max(map(len, texts))
         logits = self.receiver(
             input_ids=torch.tensor([text + [0] * (width - len(text)) for text in texts]),
-            past_key_values=self._cache(kv, len(rows)),
+            past_key_values=self._cache(kv, len(texts)),
             use_cache=True,
         ).logits
-        given = {}
-        for of_row, (suffix, answer) in zip(logits, rows, strict=True):
-            of_answer = of_row[len(suffix) - 1 :][: len(answer)]
-            logprobs = of_answer.float().log_softmax(-1)
-            given[suffix, answer] = Given(logprobs, torch.tensor(answer))
-        return [(given[ours], given[reference]) for ours, reference in pairs]
+        return [
+            Given(
+                of_row[len(suffix) - 1 :][: len(answer)].float().log_softmax(-1),
+                torch.tensor(answer),
+            )
+            for of_row, suffix, answer in zip(logits, suffixes, own, strict=True)
+        ]
 
     def _decode(self, kv: Sequence[KV], document: Document) -> tuple[list[Tokens], list[float]]:
         """Greedy answers and their smallest margins, by question, in rows padded in front."""

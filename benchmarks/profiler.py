@@ -5,8 +5,8 @@
 The shipped pair of 12 layers × 128 and its training contexts of 112 to 144 tokens, three questions
 each; every block at group 1, full reuse, and each layer reused alone. The training sweep, unpruned,
 against the paper's way (§4.2), where each of these is a configuration of its own. Both give for
-every question the KL and top-1 agreement with full prefill, the negative log-likelihoods of two
-given answers, and the F1 of a decoded one. Numbers are compared before times.
+every question the KL and top-1 agreement with full prefill, the negative log-likelihood of a given
+answer, and the F1 of a decoded one. Numbers are compared before times.
 
 Physics, for L layers:
 
@@ -130,7 +130,7 @@ class Comparison:
 
     def _add(self, name: str, ours: Score, theirs: Score, margin: float) -> None:
         self.num_answers += 1
-        for field_name in ("kl", "own_nll", "reference_nll"):
+        for field_name in ("kl", "own_nll"):
             a, b = getattr(ours, field_name), getattr(theirs, field_name)
             distance = abs(a - b) / max(1.0, abs(b))
             self.largest = max(self.largest, distance)

@@ -30,8 +30,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     """How closely the receiver follows itself when part of its KV is another's, teacher-forced.
 
-    Means over the tokens of a question, then over questions. The receiver's own greedy answer and
-    the first reference answer are given; the distance is to its own full prefill.
+    Means over the tokens of a question, then over questions. The receiver's own greedy answer is
+    given; the distance is to its own full prefill.
     """
 
     kl: float
@@ -41,8 +41,6 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tokens of the own answer that are the most likely ones here too."""
     own_nll: float
     """Negative log-likelihood of the own answer, nats per token."""
-    reference_nll: float
-    """The same of the reference answer."""
 
 
 class DataFile(msgspec.Struct, frozen=True, kw_only=True):

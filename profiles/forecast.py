@@ -19,7 +19,7 @@ from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.5
 """Of answers over plans worth trying that differ from the receiver's own, as far as one can know
-before; and of a reference that is not in the own answer."""
+before; and of a draft that is not in the own answer."""
 STEPS: Final = 5
 """In which an answer is decoded whose draft is mostly right."""
 FOLLOWED: Final = 2.0
@@ -77,7 +77,7 @@ class Forecast:
             share = sum(it.share for it in step.plans)
             return passes_s + share * self.costs.layers_s(num_prefix, num_layers) + mixtures_s
         # Both passes; the sender's answers, some as long as the own ones and some as long as they
-        # may be; the own ones, which the references draft, and what plans are compared with.
+        # may be; the own ones, of which there are drafts, and what plans are compared with.
         passes_s = 2 * self.costs.pass_s(num_prefix, num_layers)
         free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
         own_s = self._decoded_s(document, 1 + DECODED_SHARE)
@@ -98,8 +98,8 @@ class Forecast:
         """Given answers through so many branches of layers, and the distributions that follow. Rows
         go through a layer together, so a token costs what it costs in a long prefix."""
         num_rows, longest = len(document.questions), _longest(document)
-        tokens = num_rows * (_longest_suffix(document) + (1 + DECODED_SHARE) * longest)
-        followed = num_mixtures * num_rows * (1 + DECODED_SHARE) * longest * self.head_layers
+        tokens = num_rows * (_longest_suffix(document) + longest)
+        followed = num_mixtures * num_rows * longest * self.head_layers
         layers_s = num_branches * tokens * self._token_layer_s(document)
         return self.costs.suffix_s + layers_s + FOLLOWED * followed * self.costs.layer_token_s
 
@@ -125,7 +125,7 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
 
 
 def _longest(document: Document) -> int:
-    return max(len(it.reference) for it in document.questions)
+    return max(len(it.draft) for it in document.questions)
 
 
 def _longest_suffix(document: Document) -> int:

@@ -1,7 +1,7 @@
 """A document's questions, put to the receiver over any mixture of KV sources.
 
-fast    the receiver's own answer and the reference are given token by token, over all mixtures
-        at once: how far are the distributions from those over its own KV?
+fast    the receiver's own answer is given token by token, over all mixtures at once: how far are
+        the distributions from those over its own KV?
 exact   the answer is decoded, and judged by the data set's metric. Where every token of the
         own answer is still the most likely one, decoding would repeat it: nothing to do.
         Where not, the own answer is the draft: what is the same costs no step.
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from profiles.compute.layered import LayeredModel, PrefixKV
-from profiles.compute.mixtures import Asked, Given, Mixture, decode, forced
+from profiles.compute.mixtures import Asked, Mixture, decode, forced
 from profiles.compute.room import Room
 from profiles.data.documents import Document, Tokens
 from profiles.data.tasks import score
@@ -26,7 +26,6 @@ from profiles.stats.measured import Score
 
 FIRST_TOKENS: Final = 8
 """Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""
-_OWN, _REFERENCE = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class Answerer:
     def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
         """Greedy answers to all questions over one source."""
         mixture = (0,) * self.model.num_layers
-        asked = [Asked(mixture, it.suffix, it.reference) for it in document.questions]
+        asked = [Asked(mixture, it.suffix, it.draft) for it in document.questions]
         return self.answer_all(document, [kv], asked)
 
     def answer_all(
@@ -84,7 +83,7 @@ class Examination:
             (i, question)
             for i, (*_, is_same) in enumerate(measured)
             for question in range(len(questions))
-            if decoded[i] and not is_same[_OWN][question]
+            if decoded[i] and not is_same[question]
         ]
         asked = [
             Asked(mixtures[i], questions[question].suffix, self._answers[question])
@@ -98,12 +97,11 @@ class Examination:
         return [
             tuple(
                 Score(
-                    kl=kl[_OWN][question],
-                    agreement=agreement[_OWN][question],
-                    own_nll=nll[_OWN][question],
-                    reference_nll=nll[_REFERENCE][question],
+                    kl=kl[question],
+                    agreement=agreement[question],
+                    own_nll=nll[question],
                     quality=qualities.get((i, question), same) if decoded[i] else None,
-                    tv=tv[_OWN][question],
+                    tv=tv[question],
                 )
                 for question, same in enumerate(self.qualities)
             )
@@ -111,84 +109,70 @@ class Examination:
         ]
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
-        """`[mixtures, places, hidden]`: what the answers' tokens are predicted from."""
+        """`[mixtures, tokens, hidden]`: what the answers' tokens are predicted from."""
         texts, rows = self._texts, self._answerer.room.rows
         streams = forced(self._answerer.model, sources, mixtures, texts.given, rows)
-        return torch.stack([stream[texts.places[:, 0], texts.places[:, 1]] for stream in streams])
+        return torch.stack([stream[texts.question_of, texts.place_of] for stream in streams])
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """`[mixtures, 5, 2, questions]`, of own answers and references: KL, negative
-        log-likelihood, agreement and total variation, means over the tokens, of the last over the
-        first ones; and whether every token is the most likely one."""
+        """`[mixtures, 5, questions]`: KL, negative log-likelihood, agreement and total variation,
+        means over the tokens, of the last over the first ones; and whether every token is the most
+        likely one."""
         texts, model = self._texts, self._answerer.model
-        num_mixtures, num_places = streams.shape[:2]
-        values = torch.empty(num_mixtures, 4, len(texts.targets))
+        num_mixtures, num_tokens = streams.shape[:2]
+        values = torch.empty(num_mixtures, 4, num_tokens)
         positions = self._answerer.room.positions
-        for places in torch.arange(num_places).split(positions):
-            expected = model.logits(self._own[places]).log_softmax(-1)
-            tokens = torch.isin(texts.place_of, places).nonzero()[:, 0]
-            targets = texts.targets[tokens].to(model.device)
-            at = (texts.place_of[tokens] - places[0]).to(model.device)
-            for part in torch.arange(num_mixtures).split(max(1, positions // len(places))):
-                got = model.logits(streams[part][:, places]).log_softmax(-1)
-                likely = expected.exp()
-                kl = (likely * (expected - got)).sum(-1).clamp(min=0)[:, at]
-                tv = (likely - got.exp()).abs().sum(-1)[:, at] / 2
-                same = (got.argmax(-1)[:, at] == targets).float()
-                found = torch.stack([kl, -got[:, at, targets], same, tv], 1).cpu()
+        for tokens in torch.arange(num_tokens).split(positions):
+            expected = model.logits(self._own[tokens]).log_softmax(-1)
+            likely, targets = expected.exp(), texts.targets[tokens].to(model.device)
+            for part in torch.arange(num_mixtures).split(max(1, positions // len(tokens))):
+                got = model.logits(streams[part][:, tokens]).log_softmax(-1)
+                kl = (likely * (expected - got)).sum(-1).clamp(min=0)
+                tv = (likely - got.exp()).abs().sum(-1) / 2
+                nll = -got.gather(-1, targets.expand(len(part), -1)[..., None])[..., 0]
+                same = (got.argmax(-1) == targets).float()
+                found = torch.stack([kl, nll, same, tv], 1).cpu()
                 values[part[:, None, None], torch.arange(4)[:, None], tokens] = found
         sums = torch.zeros(num_mixtures, 4, len(texts.lengths))
-        sums.index_add_(2, texts.text_of, values)
+        sums.index_add_(2, texts.question_of, values)
         is_first = texts.place_in < FIRST_TOKENS
         first = torch.zeros(num_mixtures, len(texts.lengths))
-        first.index_add_(1, texts.text_of[is_first], values[:, 3, is_first])
+        first.index_add_(1, texts.question_of[is_first], values[:, 3, is_first])
         means = sums / texts.lengths
         means[:, 3] = first / texts.lengths.clamp(max=FIRST_TOKENS)
         is_same = sums[:, 2].round() == texts.lengths
-        return torch.cat([means, is_same[:, None]], 1).unflatten(2, (-1, 2)).transpose(2, 3)
+        return torch.cat([means, is_same[:, None]], 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """For teacher forcing: each question with the own answer and with the reference."""
+    """For teacher forcing: each question with the own answer."""
 
-    given: Given
-    """A row for each question."""
-    places: Tensor
-    """`[places, 2]`: row and place in it from which some token of an answer is predicted."""
+    given: Sequence[Tokens]
+    """By question; the last token of an answer predicts nothing that counts."""
+    question_of: Tensor
+    """Of every answer token, in order."""
     place_of: Tensor
-    """Of every answer token, in order, which of those."""
-    targets: Tensor
-    text_of: Tensor
-    """Of every answer token, likewise: own answers and references take turns."""
+    """Likewise: where in what is given it is predicted from."""
     place_in: Tensor
-    """Of every answer token, in its answer."""
+    """Likewise: where it stands in its answer."""
+    targets: Tensor
     lengths: Tensor
-    """Answer tokens of each text."""
+    """Answer tokens of each question."""
 
     @classmethod
     def of(cls, document: Document, answers: Sequence[Tokens]) -> _Texts:
-        pairs = [
-            (question.suffix, (answer, question.reference))
-            for question, answer in zip(document.questions, answers, strict=True)
-        ]
-        # The last token of an answer predicts nothing that counts.
-        given = Given.of([[(*suffix, *it[:-1]) for it in both] for suffix, both in pairs])
-        written = [(len(suffix) - 1, answer) for suffix, both in pairs for answer in both]
-        lengths = torch.tensor([len(answer) for _, answer in written])
-        index: dict[tuple[int, int], int] = {}
-        place_of = [
-            index.setdefault((row, place), len(index))
-            for (row, path), (first, _) in zip(given.paths, written, strict=True)
-            for place in path[first:]
-        ]
+        asked = list(zip(document.questions, answers, strict=True))
+        lengths = torch.tensor([len(answer) for answer in answers])
+        place_in = torch.cat([torch.arange(it) for it in lengths])
+        before = torch.tensor([len(question.suffix) - 1 for question in document.questions])
+        question_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return cls(
-            given=given,
-            places=torch.tensor([*index]),
-            place_of=torch.tensor(place_of),
-            targets=torch.tensor([token for _, answer in written for token in answer]),
-            text_of=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
-            place_in=torch.cat([torch.arange(it) for it in lengths]),
+            given=[(*question.suffix, *answer[:-1]) for question, answer in asked],
+            question_of=question_of,
+            place_of=before[question_of] + place_in,
+            place_in=place_in,
+            targets=torch.tensor([token for answer in answers for token in answer]),
             lengths=lengths,
         )

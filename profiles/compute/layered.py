@@ -216,21 +216,9 @@ class LayeredModel:
         positions = places.where(is_token, 0)
         num_keys = num_past + int((first + length).max())
         seen = torch.arange(num_keys, device=self.device) <= positions[..., None]
-        return self._placement(positions, places.where(is_token, -1), seen)
-
-    def place_tree(self, num_past: int, depths: Tensor, seen: Tensor) -> Placement:
-        """New tokens `[rows, new]` after a past that all rows share: so many of a row's own stand
-        before each, and `[rows, new, new]` it sees of them and of itself."""
-        depths, seen = depths.to(self.device), seen.to(self.device)
-        past = seen.new_ones(*depths.shape, num_past)
-        columns = num_past + torch.arange(depths.shape[1], device=self.device)
-        return self._placement(
-            num_past + depths, columns.expand_as(depths), torch.cat([past, seen], dim=-1)
-        )
-
-    def _placement(self, positions: Tensor, columns: Tensor, seen: Tensor) -> Placement:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return Placement(positions, columns, self._rotary(like, positions), self._additive(seen))
+        rotary = self._rotary(like, positions)
+        return Placement(positions, places.where(is_token, -1), rotary, self._additive(seen))
 
     def step(self, layer: int, hidden: Tensor, seen: GrowingKV, placement: Placement) -> Tensor:
         """One layer over new tokens `[rows, new, hidden]`, whose KV `seen` keeps.

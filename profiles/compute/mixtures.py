@@ -24,66 +24,24 @@ Mixture = tuple[int, ...]
 """Per layer, the index of a source."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Texts whose tokens are known; those of one row share what they begin with.
-
-    # places   0  1  2  3  4  5  6        texts   0 1 2 3 4    places 0 1 2 3 4
-    # tokens   a  b  c  d  e  D  E                a b c D E    places 0 1 2 5 6
-    """
-
-    ids: Tensor
-    """`[rows, places]`, padded behind."""
-    depths: Tensor
-    """Likewise: tokens of the text before."""
-    seen: Tensor
-    """`[rows, places, places]`: the text up to and with each token."""
-    paths: Sequence[tuple[int, list[int]]]
-    """Of each text, row after row: its row, and the places of its tokens."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[Sequence[int]]]) -> Given:
-        """Each row's texts."""
-        paths: list[tuple[int, list[int]]] = []
-        found: list[list[tuple[int, int]]] = []
-        for row, texts in enumerate(rows):
-            places: dict[tuple[int, int], int] = {}
-            for text in texts:
-                path: list[int] = []
-                for token in text:
-                    before = path[-1] if path else -1
-                    path.append(places.setdefault((before, token), len(places)))
-                paths.append((row, path))
-            found.append([*places])
-        shape = len(found), max(map(len, found))
-        ids, depths = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        seen = torch.eye(shape[1], dtype=torch.bool).repeat(shape[0], 1, 1)
-        for row, tokens in enumerate(found):
-            for place, (before, token) in enumerate(tokens):
-                ids[row, place] = token
-                if before >= 0:
-                    depths[row, place] = depths[row, before] + 1
-                    seen[row, place] |= seen[row, before]
-        return cls(ids, depths, seen, paths)
-
-
 @torch.inference_mode()
 def forced(
     model: LayeredModel,
     sources: Sequence[PrefixKV],
     mixtures: Sequence[Mixture],
-    given: Given,
+    given: Sequence[Sequence[int]],
     max_rows: int,
 ) -> list[Tensor]:
-    """Run given tokens over every mixture.
+    """Run given texts over every mixture.
 
-    Returns for each mixture the residual stream after the last layer, `[rows, places, hidden]`.
-    At most `max_rows` rows go through a layer at a time.
+    Returns for each mixture the residual stream after the last layer, `[texts, tokens, hidden]`,
+    of which what follows a text's own tokens does not count. At most `max_rows` texts go through a
+    layer at a time.
     """
-    num_rows, num_places = given.ids.shape
     num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)
-    placement = model.place_tree(num_past, given.depths, given.seen)
-    streams = [model.embed(given.ids)]
+    placement = model.place(num_past, [0] * len(given), list(map(len, given)))
+    streams = [model.embed(_padded(given))]
+    num_rows, num_places = streams[0].shape[:2]
     at = [0] * len(mixtures)
     for layer in range(model.num_layers):
         reads = [(mixture[layer], at[i]) for i, mixture in enumerate(mixtures)]
@@ -191,11 +149,8 @@ def _decode(
         for source, reading in by_source.items()
     }
     num_past = next(kv[0].shape[2] for kv in sources[rows[0].mixture[0]] if kv is not None)
-    while width := max(len(row.given) for row in rows):
-        given = [len(row.given) for row in rows]
-        hidden = model.embed(
-            torch.tensor([[*row.given, *[0] * (width - len(row.given))] for row in rows])
-        )
+    while any(given := [len(row.given) for row in rows]):
+        hidden = model.embed(_padded([row.given for row in rows]))
         placement = model.place(num_past, [row.num_kept for row in rows], given)
         for layer, by_source in enumerate(readers):
             leaving = torch.empty_like(hidden)
@@ -216,3 +171,9 @@ def _decode(
         for i, row in enumerate(rows):
             if row.given:
                 row.take(list(islice(tokens, given[i] - row.num_known + 1)))
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """`[rows, tokens]`, padded behind."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -138,9 +138,8 @@ def row_bytes(sizes: Sizes, document: Document) -> int:
 
 
 def longest_suffix(document: Document) -> int:
-    """Tokens of the longest question with the own answer and the reference."""
-    longest = max(len(it.suffix) + len(it.reference) for it in document.questions)
-    return longest + document.task.max_new
+    """Tokens of the longest question with its answer."""
+    return max(len(it.suffix) for it in document.questions) + document.task.max_new
 
 
 def make_room(

@@ -40,9 +40,9 @@ _BAR_DELAY_S: Final = 2.0
 class Question:
     suffix: Tokens
     """Tokens after the reused prefix, up to the answer; at least one."""
-    reference: Tokens
-    """The first accepted answer as the prompt goes on with it, then EOS if the tokenizer has one;
-    at least one token, at most the task's `max_new`."""
+    draft: Tokens
+    """The first accepted answer, then EOS if the tokenizer has one; at most the task's `max_new`.
+    What of a model's own answer is the same is decoded in one step."""
     answers: tuple[str, ...]
     classes: tuple[str, ...] = ()
     """Those that the data set knows, if it is about classes."""
@@ -213,12 +213,12 @@ def _document(
     questions = tuple(
         Question(
             suffix=short[num_reused:],
-            reference=_reference(it, text, ids, encode),
+            draft=_draft(it, text, encode),
             answers=it.record.answers,
             classes=it.record.all_classes or (),
             name=it.name,
         )
-        for it, text, ids, short in zip(records, texts, prompts, kept, strict=True)
+        for it, text, short in zip(records, texts, kept, strict=True)
     )
     return Document(
         context=context_digest(context),
@@ -247,22 +247,12 @@ def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> ra
     return range(start, start + excess)
 
 
-def _reference(it: SourcedRecord, prompt: str, prompt_ids: Tokens, encode: _Encoder) -> Tokens:
-    """The first accepted answer's tokens, as in the tokens of prompt and answer together; where a
-    tokenizer joins the two, those of the answer alone, because the prompt's are given."""
+def _draft(it: SourcedRecord, prompt: str, encode: _Encoder) -> Tokens:
     answer = it.record.answers[0]
     if answer and not prompt[-1:].isspace() and not answer[:1].isspace():
         answer = f" {answer}"
-    whole, eos = encode.ids(prompt + answer), encode.tokenizer.eos_token_id
-    if whole[: len(prompt_ids)] == prompt_ids:
-        ids = whole[len(prompt_ids) :]
-    else:
-        ids = encode.ids(answer, begins=False)
-    if eos is not None and ids[-1:] != (eos,):
-        ids += (eos,)
-    if not ids:
-        raise RecordError(f"{it.place}: its first answer has no tokens")
-    return ids[: it.task.max_new]
+    ids, eos = encode.ids(answer, begins=False), encode.tokenizer.eos_token_id
+    return (*ids, *([] if eos is None else [eos]))[: it.task.max_new]
 
 
 def _common_start(prompts: Sequence[Tokens]) -> Tokens:

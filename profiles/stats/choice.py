@@ -1,9 +1,8 @@
 """Which plans there are, which are worth decoding, and which of them the gate will try. Pure.
 
 KL to full prefill tells plans apart with a fraction of the questions that the metric needs, and a
-mean of the metric may be luck. So what is decoded is on the frontier of work against KL, or against
-the likelihood of the reference answers; and among plans that are as good as is asked for, closer to
-full prefill is better.
+mean of the metric may be luck. So what is decoded is on the frontier of work against KL; and among
+plans that are as good as is asked for, closer to full prefill is better.
 """
 
 from __future__ import annotations
@@ -84,14 +83,8 @@ def sensitive_first(layers: Sequence[Scores]) -> list[int]:
 
 def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Span]:
     """Blocks that may be worth their work, by work; all layers are no plan."""
-    smaller = {it: scores for it, scores in swept.blocks.items() if len(it) < len(swept.layers)}
-    kl = {it: kl_of(scores) for it, scores in smaller.items()}
-    likelihood = {
-        it: -fmean(score.reference_nll for context in scores for score in context)
-        for it, scores in smaller.items()
-    }
-    chosen = {*closest(smaller, most), *spread(frontier(likelihood, kl, len), most // 2)}
-    return sorted(chosen, key=lambda it: (len(it), it.start))
+    num_layers = len(swept.layers)
+    return closest({it: of for it, of in swept.blocks.items() if len(it) < num_layers}, most)
 
 
 def closest(plans: Mapping[P, Scores], most: int = MOST_TRIED) -> list[P]:

@@ -24,7 +24,6 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     kl: float
     agreement: float
     own_nll: float
-    reference_nll: float
     quality: float | None
     """None where it was not to be decoded."""
     tv: float = 0.0

@@ -242,7 +242,7 @@ def random_documents() -> list[Document]:
             questions=(
                 Question(
                     suffix=tuple(random_prompt(_NUM_NEW_TOKENS, _NUM_DOCUMENTS + seed)),
-                    reference=(),
+                    draft=(),
                     answers=(),
                     name=str(seed),
                 ),

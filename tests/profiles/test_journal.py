@@ -14,7 +14,7 @@ from profiles.settings import Settings
 from profiles.stats.measured import Score
 from tools.pairs.questions import OPTIONS
 
-SCORE = Score(kl=0.1, agreement=1.0, own_nll=0.2, reference_nll=0.3, quality=None)
+SCORE = Score(kl=0.1, agreement=1.0, own_nll=0.2, quality=None)
 
 
 def entry(document: int, step: str, passes: int = 1, split: str = "train") -> Entry:

@@ -20,7 +20,7 @@ from benchmarks.oracle import decode as oracle_decode
 from benchmarks.oracle import generate, partial_prefill, prefill
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
-from profiles.compute.mixtures import Asked, Given, decode, forced
+from profiles.compute.mixtures import Asked, decode, forced
 
 ALL = Span(0, NUM_LAYERS)
 IDS, SUFFIX = PREFIX_IDS[0].tolist(), SUFFIX_IDS[0].tolist()
@@ -61,7 +61,7 @@ def test_forced_logits_are_the_oracles(family, dtype):
     receiver, sender, layered, sources = made(family, dtype)
     rows = torch.cat([SUFFIX_IDS, SUFFIX_IDS.flip(1)])
     streams = forced(
-        layered, sources, [mixture(block) for block in BLOCKS], straight(rows), max_rows=3
+        layered, sources, [mixture(block) for block in BLOCKS], rows.tolist(), max_rows=3
     )
     for block, stream in zip(BLOCKS, streams, strict=True):
         prefix = partial_prefill(receiver, sender, PREFIX_IDS, block)
@@ -80,23 +80,15 @@ def oracle_logits(model, prefix, ids):
         return model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
 
 
-def straight(rows: torch.Tensor) -> Given:
-    """A text a row."""
-    return Given.of([[row] for row in rows.tolist()])
-
-
-def test_texts_that_share_a_row_are_as_if_alone():
+def test_texts_beside_longer_ones_are_as_if_alone():
     _, _, layered, sources = made("llama")
-    other = [*SUFFIX[:3], (SUFFIX[3] + 1) % 64, *SUFFIX[3:6]]
-    rows = [[SUFFIX, other, SUFFIX[:4]], [SUFFIX[1:]]]
+    texts = [SUFFIX, SUFFIX[:4], SUFFIX[1:]]
     mixtures = [mixture(Span(1, 3)), mixture(Span(3, 4))]
-    given = Given.of(rows)
-    assert given.ids.shape == (2, len(SUFFIX) + len(other) - 3), "what they begin with is once"
-    together = forced(layered, sources, mixtures, given, 3)
-    for (row, path), text in zip(given.paths, [it for texts in rows for it in texts], strict=True):
-        alone = forced(layered, sources, mixtures, Given.of([[text]]), 8)
+    together = forced(layered, sources, mixtures, texts, 2)
+    for row, text in enumerate(texts):
+        alone = forced(layered, sources, mixtures, [text], 8)
         for whole, expected in zip(together, alone, strict=True):
-            assert_differ_by_rounding(whole[row, path], expected[0], **SUMS)
+            assert_differ_by_rounding(whole[row, : len(text)], expected[0], **SUMS)
 
 
 def test_work_that_mixtures_share_is_done_once(monkeypatch):
@@ -110,7 +102,7 @@ def test_work_that_mixtures_share_is_done_once(monkeypatch):
 
     monkeypatch.setattr(layered, "step", counting)
     starting_at_1 = [mixture(Span(1, stop)) for stop in range(2, NUM_LAYERS + 1)]
-    forced(layered, sources, starting_at_1, straight(SUFFIX_IDS), 64)
+    forced(layered, sources, starting_at_1, [SUFFIX], 64)
     # Layers 0 and 1 once; layer 2 for [1, 2) and for the rest; then one more each.
     assert sum(rows_through) == 1 + 1 + 2 + 3 + 4
 
@@ -222,7 +214,7 @@ def test_the_next_token_after_a_mixture_has_the_oracles_margin():
     receiver, sender, layered, sources = made("phi3")
     prefix = partial_prefill(receiver, sender, PREFIX_IDS, Span(1, 4))
     expected = oracle_decode(receiver, prefix, SUFFIX_IDS, 1)
-    stream = forced(layered, sources, [mixture(Span(1, 4))], straight(SUFFIX_IDS), 8)[0]
+    stream = forced(layered, sources, [mixture(Span(1, 4))], [SUFFIX], 8)[0]
     best, second = layered.logits(stream[0, -1]).log_softmax(-1).topk(2).values.tolist()
     assert best == pytest.approx(expected.logprobs[0], abs=LOGPROB)
     assert best - second == pytest.approx(expected.margins[0], abs=LOGPROB)

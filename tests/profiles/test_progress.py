@@ -24,7 +24,7 @@ TASK = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4)
 
 
 def document(num_prefix: int, num_questions: int = 2) -> Document:
-    question = Question(suffix=(1, 2, 3), reference=(4, 2), answers=("a",), name="q")
+    question = Question(suffix=(1, 2, 3), draft=(4, 2), answers=("a",), name="q")
     return Document(
         context="00", prefix=(5,) * num_prefix, questions=(question,) * num_questions, task=TASK
     )

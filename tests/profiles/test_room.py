@@ -63,7 +63,7 @@ def make_document(num_prefix: int, num_questions: int) -> Document:
         context="00",
         prefix=tokens(num_prefix),
         questions=tuple(
-            Question(suffix=tokens(9), reference=tokens(MAX_NEW), answers=("w5",), name=f"q{i}")
+            Question(suffix=tokens(9), draft=tokens(MAX_NEW), answers=("w5",), name=f"q{i}")
             for i in range(num_questions)
         ),
         task=Task(name="random", template="{context} {input}", metric=Metric.F1, max_new=MAX_NEW),

@@ -218,10 +218,6 @@ def test_scores_are_the_oracles(shipped):
             assert score.own_nll == pytest.approx(-float(got.gather(1, targets).mean()), abs=1e-3)
             agreement = (got.argmax(-1) == targets[:, 0]).float().mean()
             assert score.agreement == pytest.approx(float(agreement), abs=1e-6), where
-            reference = logprobs(pair.receiver, kv, question.suffix, list(question.reference))
-            targets = torch.tensor(question.reference)[:, None]
-            nll = -float(reference.gather(1, targets).mean())
-            assert score.reference_nll == pytest.approx(nll, abs=1e-3), where
             index = document.questions.index(question)
             assert score.quality == receiver.quality(document, index, tuple(text)), where
 
