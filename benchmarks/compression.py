@@ -113,7 +113,7 @@ def examine(
         e = through(codec, theirs.e[block.start], head_dim)
         made = receiver.model.recompute(e, Span(block.start, block.stop))
         new = [made.get(layer) for layer in range(num_layers)]
-        scores = examination.examine([kv, own, new], mixtures, [True, True])
+        scores = examination.examine([kv, own, new], mixtures, is_decoded=True)
         for what, of_mixture in zip(("full reuse", "block"), scores, strict=True):
             found[codec, what] = [(score.quality, score.kl) for score in of_mixture]
     return found

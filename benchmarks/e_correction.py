@@ -270,9 +270,7 @@ class Bench:
                     mixtures[name] = tuple(new if layer in it else THEIRS for layer in layers)
         answers = self._receiver.answer(document, passes.own)
         examination = Examination(self._receiver, document, passes.own, answers)
-        scores = examination.examine(
-            sources, list(mixtures.values()), [is_answered] * len(mixtures)
-        )
+        scores = examination.examine(sources, list(mixtures.values()), is_decoded=is_answered)
         by_name = dict(zip(mixtures, scores, strict=True))
         kl = {name: fmean(it.kl for it in of) for name, of in by_name.items()}
         tv = {name: fmean(it.tv for it in of) for name, of in by_name.items()}

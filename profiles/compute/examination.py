@@ -68,22 +68,32 @@ class Examination:
         self, answerer: Answerer, document: Document, own: PrefixKV, answers: Sequence[Tokens]
     ) -> None:
         self._answerer, self._document, self._answers = answerer, document, answers
-        self._texts = _Texts.of(document, answers)
+        suffixes = [it.suffix for it in document.questions]
+        # The last token of an answer predicts nothing that counts.
+        self._given = [(*it, *of[:-1]) for it, of in zip(suffixes, answers, strict=True)]
+        self._lengths = torch.tensor([len(answer) for answer in answers])
+        # Of every answer token, in order: its question, its place in the answer, and the place in
+        # what is given that it is predicted from.
+        self._targets = torch.tensor([token for answer in answers for token in answer])
+        self._question_of = torch.arange(len(answers)).repeat_interleave(self._lengths)
+        self._place_in = torch.cat([torch.arange(it) for it in self._lengths])
+        before = torch.tensor([len(it) - 1 for it in suffixes])
+        self._place_of = before[self._question_of] + self._place_in
         self.qualities = [answerer.quality(document, i, it) for i, it in enumerate(answers)]
         """Of the own answers."""
         self._own = self._streams([own], [(0,) * answerer.model.num_layers])[0]
 
     def examine(
-        self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], decoded: Sequence[bool]
+        self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Scores by mixture, then by question. `decoded` says which mixtures get a quality."""
+        """Scores by mixture, then by question; with qualities where answers are decoded."""
         measured = self._measure(self._streams(sources, mixtures)).tolist()
         questions = self._document.questions
         missing = [
             (i, question)
             for i, (*_, is_same) in enumerate(measured)
             for question in range(len(questions))
-            if decoded[i] and not is_same[question]
+            if is_decoded and not is_same[question]
         ]
         asked = [
             Asked(mixtures[i], questions[question].suffix, self._answers[question])
@@ -100,7 +110,7 @@ class Examination:
                     kl=kl[question],
                     agreement=agreement[question],
                     own_nll=nll[question],
-                    quality=qualities.get((i, question), same) if decoded[i] else None,
+                    quality=qualities.get((i, question), same) if is_decoded else None,
                     tv=tv[question],
                 )
                 for question, same in enumerate(self.qualities)
@@ -110,22 +120,22 @@ class Examination:
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
         """`[mixtures, tokens, hidden]`: what the answers' tokens are predicted from."""
-        texts, rows = self._texts, self._answerer.room.rows
-        streams = forced(self._answerer.model, sources, mixtures, texts.given, rows)
-        return torch.stack([stream[texts.question_of, texts.place_of] for stream in streams])
+        rows = self._answerer.room.rows
+        streams = forced(self._answerer.model, sources, mixtures, self._given, rows)
+        return torch.stack([stream[self._question_of, self._place_of] for stream in streams])
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
         """`[mixtures, 5, questions]`: KL, negative log-likelihood, agreement and total variation,
         means over the tokens, of the last over the first ones; and whether every token is the most
         likely one."""
-        texts, model = self._texts, self._answerer.model
+        model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]
         values = torch.empty(num_mixtures, 4, num_tokens)
         positions = self._answerer.room.positions
         for tokens in torch.arange(num_tokens).split(positions):
             expected = model.logits(self._own[tokens]).log_softmax(-1)
-            likely, targets = expected.exp(), texts.targets[tokens].to(model.device)
+            likely, targets = expected.exp(), self._targets[tokens].to(model.device)
             for part in torch.arange(num_mixtures).split(max(1, positions // len(tokens))):
                 got = model.logits(streams[part][:, tokens]).log_softmax(-1)
                 kl = (likely * (expected - got)).sum(-1).clamp(min=0)
@@ -134,45 +144,12 @@ class Examination:
                 same = (got.argmax(-1) == targets).float()
                 found = torch.stack([kl, nll, same, tv], 1).cpu()
                 values[part[:, None, None], torch.arange(4)[:, None], tokens] = found
-        sums = torch.zeros(num_mixtures, 4, len(texts.lengths))
-        sums.index_add_(2, texts.question_of, values)
-        is_first = texts.place_in < FIRST_TOKENS
-        first = torch.zeros(num_mixtures, len(texts.lengths))
-        first.index_add_(1, texts.question_of[is_first], values[:, 3, is_first])
-        means = sums / texts.lengths
-        means[:, 3] = first / texts.lengths.clamp(max=FIRST_TOKENS)
-        is_same = sums[:, 2].round() == texts.lengths
+        sums = torch.zeros(num_mixtures, 4, len(lengths))
+        sums.index_add_(2, self._question_of, values)
+        is_first = self._place_in < FIRST_TOKENS
+        first = torch.zeros(num_mixtures, len(lengths))
+        first.index_add_(1, self._question_of[is_first], values[:, 3, is_first])
+        means = sums / lengths
+        means[:, 3] = first / lengths.clamp(max=FIRST_TOKENS)
+        is_same = sums[:, 2].round() == lengths
         return torch.cat([means, is_same[:, None]], 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """For teacher forcing: each question with the own answer."""
-
-    given: Sequence[Tokens]
-    """By question; the last token of an answer predicts nothing that counts."""
-    question_of: Tensor
-    """Of every answer token, in order."""
-    place_of: Tensor
-    """Likewise: where in what is given it is predicted from."""
-    place_in: Tensor
-    """Likewise: where it stands in its answer."""
-    targets: Tensor
-    lengths: Tensor
-    """Answer tokens of each question."""
-
-    @classmethod
-    def of(cls, document: Document, answers: Sequence[Tokens]) -> _Texts:
-        asked = list(zip(document.questions, answers, strict=True))
-        lengths = torch.tensor([len(answer) for answer in answers])
-        place_in = torch.cat([torch.arange(it) for it in lengths])
-        before = torch.tensor([len(question.suffix) - 1 for question in document.questions])
-        question_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return cls(
-            given=[(*question.suffix, *answer[:-1]) for question, answer in asked],
-            question_of=question_of,
-            place_of=before[question_of] + place_in,
-            place_in=place_in,
-            targets=torch.tensor([token for answer in answers for token in answer]),
-            lengths=lengths,
-        )

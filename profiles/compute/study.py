@@ -179,7 +179,7 @@ class Study:
             "answers": tuple(answers),
             "own": tuple(examination.qualities),
             "sender": tuple(sender.quality(document, i, it) for i, it in enumerate(theirs)),
-            "scores": tuple(examination.examine([self._passes.theirs], reuse, [True])),
+            "scores": tuple(examination.examine([self._passes.theirs], reuse, is_decoded=True)),
         }
 
     def _try(self, step: Step) -> dict[str, object]:
@@ -190,7 +190,7 @@ class Study:
         sources += [self._passes.new(run, e_map) for run, e_map in longest_runs(step.plans)]
         sources += [self._passes.blend(it.share) for it in step.plans if it.share]
         mixtures = mixtures_of(step.plans, self.bench.num_layers)
-        scores = examination.examine(sources, mixtures, [step.is_decoded] * len(mixtures))
+        scores = examination.examine(sources, mixtures, is_decoded=step.is_decoded)
         return {"scores": tuple(scores)}
 
     def _examine(self, answers: Sequence[tuple[int, ...]]) -> Examination:

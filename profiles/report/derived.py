@@ -15,13 +15,8 @@ CRITICAL_KL: Final = 0.01
 """A layer is critical if its KL is this share of the largest layer's, and so many nats."""
 
 
-def lengths(profile: MeasuredProfile) -> tuple[int, int]:
-    """Mean tokens of prefix and suffix on the held-out split, for which TTFTs are predicted."""
-    return profile.held_out.mean_lengths
-
-
 def full_prefill_s(profile: MeasuredProfile) -> float:
-    return profile.costs.full_prefill_s(*lengths(profile))
+    return profile.costs.full_prefill_s(*profile.held_out.mean_lengths)
 
 
 def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
@@ -83,9 +78,10 @@ class Way:
 def ways(profile: MeasuredProfile) -> Iterator[Way]:
     """What bounds the frontier, and what one could do instead of its plans."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
+    reuse_s = profile.costs.ttft_s((), *split.mean_lengths)
     full, reuse = "full prefill", "full reuse"
     yield Way(full, full, split.full_prefill, num_layers, full_prefill_s(profile))
-    yield Way(reuse, reuse, split.full_reuse, 0, profile.costs.ttft_s((), *lengths(profile)))
+    yield Way(reuse, reuse, split.full_reuse, 0, reuse_s)
     yield Way("sender", "sender alone", split.sender, None, None)
     for it in profile.baselines:
         kind, layers = words.BASELINES[it.kind], it.recomputed_layers

@@ -213,7 +213,7 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
         for axes, x in ((left, len(recommended.block)), (right, scale * recommended.ttft_s)):
             ring = {"ms": 13, "mfc": "none", "mec": VERMILLION, "mew": 2}
             axes.plot(x, recommended.held_out.mean, "o", **ring, label="recommended", zorder=6)
-    n, m = derived.lengths(profile)
+    n, m = profile.held_out.mean_lengths
     metric = words.metric_name(profile.metric)
     _label(left, x=f"recomputed layers of {num_layers}", y=f"held-out {metric}", columns=2)
     time = f"predicted TTFT in {unit} ({n:,} + {m:,} tokens, {profile.made.device})"

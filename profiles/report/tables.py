@@ -64,7 +64,7 @@ def summary(profile: MeasuredProfile) -> Table:
     said[f"{metric}, full prefill"] = words.quality(split.full_prefill.mean)
     said[f"{metric}, full reuse"] = words.quality(split.full_reuse.mean)
     if plan is not None:
-        full_s, (n, m) = derived.full_prefill_s(profile), derived.lengths(profile)
+        full_s, (n, m) = derived.full_prefill_s(profile), profile.held_out.mean_lengths
         share = words.percent(derived.ttft_ratio(profile, plan.ttft_s))
         said[f"predicted TTFT for {n:,} + {m:,} tokens"] = (
             f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}"

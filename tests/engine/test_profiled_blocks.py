@@ -158,7 +158,7 @@ def profile(pair: Pair, document: Document, blocks: list[Span]) -> Iterator[Prof
             sources.append(passes.new(Span(block.start, model.num_layers)))
     own = answerer.answer(document, passes.own)
     examination = Examination(answerer, document, passes.own, own)
-    scores = examination.examine(sources, mixtures, [False] * len(mixtures))
+    scores = examination.examine(sources, mixtures, is_decoded=False)
     for block, mixture, by_question in zip(blocks, mixtures, scores, strict=True):
         asked = [Asked(mixture, question.suffix) for question in document.questions]
         answers = answerer.answer_all(document, sources, asked)

@@ -91,7 +91,7 @@ def test_the_page_carries_every_picture_and_loads_nothing(folder: Path, page: Pa
 
 def test_the_verdict_comes_first_with_its_numbers(page: Page) -> None:
     split, plan = PROFILE.held_out, derived.recommended(PROFILE)
-    full_s, (n, m) = derived.full_prefill_s(PROFILE), derived.lengths(PROFILE)
+    full_s, (n, m) = derived.full_prefill_s(PROFILE), PROFILE.held_out.mean_lengths
     wanted = ["Passed", PROFILE.reason, "[2, 5)", "3 of 12", f"{n} + {m} tokens"]
     wanted += [f"{it.mean:.3f}" for it in (plan.held_out, split.full_prefill, split.full_reuse)]
     share = f"{100 * plan.ttft_s / full_s:.0f} %"
@@ -230,7 +230,7 @@ def test_a_block_that_saves_no_time_is_said_to_take_more() -> None:
     full_s = derived.full_prefill_s(PROFILE)
     frontier = [replace(it, ttft_s=2 * full_s) for it in PROFILE.frontier]
     slow = said(replace(PROFILE, frontier=tuple(frontier)))
-    n, m = derived.lengths(PROFILE)
+    n, m = PROFILE.held_out.mean_lengths
     found = slow[f"predicted TTFT for {n} + {m} tokens"]
     assert f"200 % of full prefill's {words.seconds(full_s)}" in found
 
