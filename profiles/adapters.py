@@ -41,19 +41,15 @@ _FACTOR: Final = re.compile(
 )
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
-_MERGED: Final = (
-    *("alpha_pattern", "bias", "exclude_modules", "fan_in_fan_out", "layers_pattern"),
-    *("layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save", "r", "rank_pattern"),
-    *("target_modules", "use_rslora"),
+_UNDERSTOOD: Final = (
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
+    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+    *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha"),
+    *("lora_bias", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core"),
+    *("modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+    *("revision", "target_modules", "task_type", "use_rslora"),
 )
-"""Settings that are obeyed, or that only say which tensors there are."""
-_NOTES: Final = (
-    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
-    *("eva_config", "inference_mode", "init_lora_weights", "loftq_config", "lora_dropout"),
-    *("lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version"),
-    *("qalora_group_size", "revision", "task_type"),
-)
-"""Settings without effect on a trained adapter, or checked apart."""
+"""Settings that are obeyed, that say which tensors there are, or without effect once trained."""
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base as it was."""
 _REMEDY: Final = "merge it with peft itself (merge_and_unload) and give the result as the model"
@@ -124,7 +120,7 @@ def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
             "with peft's path_initial_model_for_weight_conversion"
         )
     for key, value in config.items():
-        if value and key not in _MERGED and key not in _NOTES:
+        if value and key not in _UNDERSTOOD:
             raise ConfigError(f"{file} has {key} = {value!r}, which is not merged here; {_REMEDY}")
 
 
