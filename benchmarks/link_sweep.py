@@ -9,8 +9,7 @@ documents, and their answers are compared before their times. The first two of a
 from which the server learns it; medians are of the others.
 
 Physics: a full prefill takes t, the document's KV of b bytes t' = b / rate. A plan is used where it
-saves more than its request waits, t' < t / 2; beyond that `auto` must do as `off` does, and waits
-for nothing.
+is sooner, t' < t; beyond that `auto` must do as `off` does, and waits for nothing.
 """
 
 from __future__ import annotations
