@@ -133,7 +133,7 @@ class Metrics:
 
     def count_load(self, request: Request) -> None:
         """One that has loaded, or was prefilled in full where it should have."""
-        self.fetched_bytes.inc(request.source.arrival.num_landed_bytes)
+        self.fetched_bytes.inc(request.source.staging.num_landed_bytes)
         self.queued_s.observe(request.queued_s)
         if not request.load.cause:
             self.reused_tokens.inc(len(request.load.at))

@@ -24,7 +24,7 @@ from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.names import UnifiedRadixCache
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.request import Phase, Request
-from sglang_droidspeak.request.source import Arrival, Sources
+from sglang_droidspeak.request.source import Sources
 
 log = logging.getLogger(__name__)
 
@@ -66,44 +66,47 @@ class Arrivals:
         if request.source is None:
             return Phase.PLANNED
         try:
-            arrival = request.source.progress()
+            request.source.check()
         except FetchError as exc:
             log.warning("request %s: %s; it does a full prefill", request.req.rid, exc)
             request.failure = type(exc).__name__
             return Phase.SETTLED
-        if arrival.is_complete and arrival.has_e:
+        source, staging = request.source, request.source.staging
+        if staging.is_complete:
             location = request.plan.location
             is_here = location == LOCAL or is_pool(location)
             is_seen_first = request.phase is Phase.FETCHING
-            if is_seen_first and arrival.completed_s is not None and not is_here:
-                self._meter.noticed(time.monotonic() - arrival.completed_s)
+            if is_seen_first and staging.completed_s is not None and not is_here:
+                self._meter.noticed(time.monotonic() - staging.completed_s)
             return Phase.READY
-        if request.left_s(arrival.num_landed_bytes) < 0:
-            return self._too_late(request, arrival)
+        num_landed = staging.num_landed_bytes
+        if request.left_s(num_landed) < 0:
+            return self._too_late(request)
         plan, page_size = request.plan, self._sources.server.page_size
         compute_s = recompute_s(plan, page_size, self._meter.recompute)
         if compute_s is None:
             return Phase.FETCHING
         if plan.strategy is not Strategy.PIPELINED:
             compute_s = 0.0
-        elif arrival.has_e and arrival.rest_s <= compute_s:
+        elif source.has_e and source.rest_s <= compute_s:
             return Phase.READY
-        patience, landed, elapsed_s = request.patience, arrival.num_landed_bytes, arrival.elapsed_s
-        if request.runnable_s is None or not landed or elapsed_s <= _RATE_S:
+        patience, elapsed_s = request.patience, source.elapsed_s
+        if request.runnable_s is None or not num_landed or elapsed_s <= _RATE_S:
             return Phase.FETCHING
-        rest_s = patience.link.rest_s(elapsed_s, landed, arrival.num_bytes) - compute_s
+        rest_s = patience.link.rest_s(elapsed_s, num_landed, staging.num_bytes) - compute_s
         is_too_slow = request.waited_s + rest_s > patience.most_s
-        return self._too_late(request, arrival) if is_too_slow else Phase.FETCHING
+        return self._too_late(request) if is_too_slow else Phase.FETCHING
 
-    def _too_late(self, request: Request, arrival: Arrival) -> Phase:
+    def _too_late(self, request: Request) -> Phase:
+        source, staging = request.source, request.source.staging
         log.info(
             "request %s: %d of %d bytes came in %.3f s, and a full prefill is faster than the rest",
             request.req.rid,
-            arrival.num_landed_bytes,
-            arrival.num_bytes,
+            staging.num_landed_bytes,
+            staging.num_bytes,
             request.waited_s,
         )
-        if not arrival.num_landed_bytes and arrival.elapsed_s > _ANSWER_S:
-            request.source.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
+        if not staging.num_landed_bytes and source.elapsed_s > _ANSWER_S:
+            staging.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
         request.failure = "SlowLink"
         return Phase.SETTLED

@@ -124,8 +124,7 @@ class ForwardPass:
 
     def _most_s(self, load: Load) -> float:
         """Beyond what the rest takes at its rate so far, which no stall can make long."""
-        arrival = load.source.arrival
-        rest_s = min(arrival.rest_s, arrival.elapsed_s)
+        rest_s = min(load.source.rest_s, load.source.elapsed_s)
         return min(rest_s + self._forward_wait_s, load.patience_s)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:

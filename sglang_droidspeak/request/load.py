@@ -105,7 +105,7 @@ class Load:
 
     def abandon(self, error: FetchError) -> None:
         """Returns once nothing of it is being copied."""
-        self.source.fail(error)
+        self.source.staging.fail(error)
         with self._copying:
             self.error = self.error or error
 

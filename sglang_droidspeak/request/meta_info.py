@@ -65,13 +65,13 @@ def provenance_of(
     request: Request, recompute: tuple[float, float], forward_s: float
 ) -> RequestProvenance:
     """Of one that has loaded; `recompute` is (start, stop) on monotonic time."""
-    load, plan, arrival = request.load, request.plan, request.source.arrival
+    load, plan, staging = request.load, request.plan, request.source.staging
     queued_ms = _ms(request.queued_s)
     if load.cause:
         return RequestProvenance(
             outcome=f"fallback: {load.cause}", sender=plan.sender, queued_ms=queued_ms
         )
-    fetch = (arrival.started_s, arrival.completed_s or arrival.started_s)
+    fetch = (staging.started_s, staging.completed_s or staging.started_s)
     return RequestProvenance(
         outcome=outcome_of(plan),
         reused_tokens=len(load.at),
@@ -83,7 +83,7 @@ def provenance_of(
         recomputed_layers=len(plan.block),
         e_corrected=bool(plan.e_map),
         loaded_layers=len(plan.loaded_layers),
-        fetched_bytes=arrival.num_bytes,
+        fetched_bytes=staging.num_bytes,
         match_ms=_ms(request.match_s),
         queued_ms=queued_ms,
         fetch_ms=_ms(fetch[1] - fetch[0]),

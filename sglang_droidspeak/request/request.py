@@ -140,7 +140,7 @@ class Request:
         """SGLang has these slots for tokens that stand there in the prompt."""
         self.reach(Phase.LOADING)
         self.queued_s = self.age_s
-        left_s = max(0.0, self.left_s(self.source.arrival.num_landed_bytes))
+        left_s = max(0.0, self.left_s(self.source.staging.num_landed_bytes))
         self.load = Load(plan=self.plan, source=self.source, at=at, slots=slots, patience_s=left_s)
 
     def settle(self) -> None:

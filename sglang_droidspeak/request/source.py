@@ -1,6 +1,6 @@
 """Where the pages of a plan come from: host memory, or this server's own KV pool.
 
-progress   what has come                            while the request waits
+check      whether more will come                   while the request waits
 admit      hold what is there from now on           when SGLang has slots for it
 e, copy    of tokens                                when its batch runs
 release    nobody reads it any more
@@ -40,35 +40,6 @@ _MARGIN: Final = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What has come of a plan's steps."""
-
-    started_s: float
-    """On monotonic time; and when all had come, if it has."""
-    completed_s: float | None
-    num_bytes: int = 0
-    num_landed_bytes: int = 0
-    has_e: bool = True
-    """All that a recompute begins with."""
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_landed_bytes == self.num_bytes
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
-
-    @property
-    def rest_s(self) -> float:
-        """That the rest takes at the rate of what has come; infinity where nothing has."""
-        num_left = self.num_bytes - self.num_landed_bytes
-        if num_left and not self.num_landed_bytes:
-            return math.inf
-        return num_left and self.elapsed_s * num_left / self.num_landed_bytes * _MARGIN
-
-
 class ForwardWaitExceeded(FetchError):
     """Layers predicted to have arrived had not when the forward had waited for them."""
 
@@ -77,17 +48,40 @@ class Source:
     """Scheduler thread only but for `wait` and `copy`, which are the loader's. Tokens are named by
     their place in the prompt, and are of the plan's pages."""
 
-    arrival: Arrival
-    staging: Staging | None = None
-    """Of what is not in this server's own pool."""
-
-    def __init__(self, plan: Plan, pool: ServerPool) -> None:
+    def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
+        self.staging: Final = staging
+        """What is not in this server's own pool comes there; nothing of a plan that reads the
+        pool."""
         self._plan: Final = plan
         self._pool: Final = pool
 
-    def progress(self) -> Arrival:
+    @property
+    def has_e(self) -> bool:
+        """All that a recompute begins with."""
+        it = self.staging
+        return all(it.has_landed(step) for step in it.steps if step.kind is Kind.E)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.staging.started_s
+
+    @property
+    def rest_s(self) -> float:
+        """That the rest takes at the rate of what has come; infinity where nothing has."""
+        num_landed = self.staging.num_landed_bytes
+        num_left = self.staging.num_bytes - num_landed
+        if num_left and not num_landed:
+            return math.inf
+        return num_left and self.elapsed_s * num_left / num_landed * _MARGIN
+
+    def check(self) -> None:
         """Raises FetchError where no more will come."""
-        return self.arrival
+        it = self.staging
+        if not it.is_complete:
+            if it.deadline.has_passed:
+                it.fail(DeadlineExceeded("the fetch did not end in time"))
+            if it.error is not None:
+                raise it.error
 
     def admit(self) -> bool:
         """Whether all is there still, or coming; from now on until `release`."""
@@ -95,9 +89,18 @@ class Source:
 
     def wait(self, step: Step) -> None:
         """Block until it has come; raises FetchError where it will not."""
+        self.staging.wait(step)
 
     def wait_all(self, deadline: Deadline) -> None:
         """Block until all has come; raises FetchError where it has not by then."""
+        it = self.staging
+        try:
+            for step in it.steps:
+                it.wait(step, deadline)
+        except DeadlineExceeded as exc:
+            raise it.error or ForwardWaitExceeded(str(exc)) from exc
+        if it.error is not None:  # The loader has left layers out that came late.
+            raise it.error
 
     def e(self, layer: int, at: Span) -> torch.Tensor:
         """`[len(at), columns of this rank]`, on the device or the host; raises FetchError without
@@ -111,11 +114,9 @@ class Source:
     def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
         """The slots have been loaded with what is exact: give them E, where it lies beside."""
 
-    def fail(self, error: FetchError) -> None:
-        """Nothing more is wanted of it."""
-
     def release(self) -> None:
         """Nobody reads it any more."""
+        self.staging.release()
 
     def _of_plan(self, at: Span) -> Span:
         """Counted from the plan's first token."""
@@ -126,55 +127,12 @@ class Source:
 class Staged(Source):
     """Cached in host memory, and read where they lie; or fetched, or being fetched, into it."""
 
-    def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
-        super().__init__(plan, pool)
-        self.staging: Staging = staging
-
-    @property
-    def arrival(self) -> Arrival:
-        it = self.staging
-        return Arrival(
-            started_s=it.started_s,
-            completed_s=it.completed_s,
-            num_bytes=it.num_bytes,
-            num_landed_bytes=it.num_landed_bytes,
-            has_e=all(it.has_landed(Step(Kind.E, at)) for at in self._plan.transition_layers),
-        )
-
-    def progress(self) -> Arrival:
-        it = self.staging
-        if not it.is_complete:
-            if it.deadline.has_passed:
-                it.fail(DeadlineExceeded("the fetch did not end in time"))
-            if it.error is not None:
-                raise it.error
-        return self.arrival
-
-    def wait(self, step: Step) -> None:
-        self.staging.wait(step)
-
-    def wait_all(self, deadline: Deadline) -> None:
-        it = self.staging
-        try:
-            for step in self._plan.steps:
-                it.wait(step, deadline)
-        except DeadlineExceeded as exc:
-            raise it.error or ForwardWaitExceeded(str(exc)) from exc
-        if it.error is not None:  # The loader has left layers out that came late.
-            raise it.error
-
     def e(self, layer: int, at: Span) -> torch.Tensor:
         rows = self.rows(Step(Kind.E, layer), at)
         return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
-
-    def fail(self, error: FetchError) -> None:
-        self.staging.fail(error)
-
-    def release(self) -> None:
-        self.staging.release()
 
     def rows(self, step: Step, at: Span) -> list[memoryview]:
         """The bytes of these tokens, in as many runs as they lie in; they must have landed."""
@@ -191,11 +149,12 @@ class InPool(Source):
     """
 
     def __init__(self, plan: Plan, pool: ServerPool, lock: Callable[[], PoolPages | None]) -> None:
-        super().__init__(plan, pool)
+        super().__init__(plan, pool, Staging({}, Deadline.after(0)))
         self._lock: Final = lock
         self._pages: PoolPages | None = None
-        now_s = time.monotonic()
-        self.arrival = Arrival(started_s=now_s, completed_s=now_s)
+
+    def wait(self, step: Step) -> None:
+        """It is there."""
 
     def admit(self) -> bool:
         """What was found when it was planned may be gone, for these very slots even."""

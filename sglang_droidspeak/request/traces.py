@@ -90,9 +90,9 @@ def _waited(request: Request, until_s: float) -> None:
     runnable_s = until_s if request.runnable_s is None else request.runnable_s
     told = {"runnable_ms": round(1000 * max(0.0, until_s - runnable_s), 3)}
     tracing.add_slice(request.req, "wait", planned_s, until_s, told)
-    staging = request.source and request.source.staging
-    if staging is None:
+    if request.source is None:
         return
+    staging = request.source.staging
     begun_s, steps = staging.started_s, list(staging.landed_s)  # Others land meanwhile.
     for kind in (Kind.E, Kind.KV):
         landed = [step for step in steps if step.kind is kind]

@@ -124,15 +124,13 @@ class Pages:
 
     def __init__(self) -> None:
         self.failed: list[FetchError] = []
+        self.staging = SimpleNamespace(fail=self.failed.append)
 
     def wait(self, _step: Step) -> None:
         """It has come."""
 
     def copy(self, _layer: int, _at: Span, _slots: torch.Tensor) -> int:
         return 10
-
-    def fail(self, error: FetchError) -> None:
-        self.failed.append(error)
 
 
 def load_of(source: Any) -> Load:

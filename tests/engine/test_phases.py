@@ -28,7 +28,7 @@ LEGAL = {
 class CountingSource:
     def __init__(self) -> None:
         self.num_released = 0
-        self.arrival = SimpleNamespace(num_landed_bytes=0)
+        self.staging = SimpleNamespace(num_landed_bytes=0)
 
     def release(self) -> None:
         self.num_released += 1
