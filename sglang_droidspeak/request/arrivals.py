@@ -54,7 +54,7 @@ class Arrivals:
         planned = request.planned
         if phase != Phase.READY or planned.demand is None:
             return phase
-        held = self._sources.noted.held(request.req, len(request.pages), tree)
+        held = self._sources.pool_index.held(request.req, len(request.pages), tree)
         if self._planner.still_saves(planned.plan, planned.demand, held):
             return phase
         request.failure = Reason.SLOWER.value

@@ -62,7 +62,7 @@ class Decisions:
         with contextlib.suppress(Exception):
             if parse_controls(req.sampling_params.custom_params).mode != "off":
                 request.pages = pages = prefixes.reusable_pages(req, self._page_size)
-                num_new = len(pages) - self._sources.noted.held(req, len(pages), tree).exact
+                num_new = len(pages) - self._sources.pool_index.held(req, len(pages), tree).exact
                 num_tokens = num_new * self._page_size
                 if num_tokens >= self._sources.server.settings.min_tokens:
                     request.searches = self._sources.cache.search(pages)
@@ -93,14 +93,14 @@ class Decisions:
         """How many of its pages the device has where it reads."""
         if not request.pages:
             request.pages = prefixes.reusable_pages(request.req, self._page_size)
-        held = self._sources.noted.held(request.req, len(request.pages), tree)
+        held = self._sources.pool_index.held(request.req, len(request.pages), tree)
         return held.approximate if prefixes.is_approximate(request.req) else held.exact
 
     def read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
         """Have a request without a load read the namespace of which the device has more."""
-        is_better, noted = False, self._sources.noted
-        if noted.has_approximate and not must_stay_exact(request.req):
-            is_better = noted.held(request.req, len(request.pages), tree).is_approximate_longer
+        is_better, index = False, self._sources.pool_index
+        if index.has_approximate and not must_stay_exact(request.req):
+            is_better = index.held(request.req, len(request.pages), tree).is_approximate_longer
         prefixes.move(request.req, approximate=is_better)
 
     def retire(self) -> None:
@@ -174,8 +174,8 @@ class Decisions:
         request.take_up(replace(planned, plan=plan))
         try:
             request.pages = prefixes.reusable_pages(request.req, self._page_size)
-            noted = self._sources.noted
-            if is_pool(plan.location) and not noted.find(plan, request.pages, request.req, tree):
+            index = self._sources.pool_index
+            if is_pool(plan.location) and not index.find(plan, request.pages, request.req, tree):
                 raise FetchError("the pool has none of it")
             self._fetch(request, tree)
         except Exception as exc:

@@ -193,7 +193,7 @@ class Sources:
 
     server: ThisServer
     cache: Cache
-    noted: PoolIndex
+    pool_index: PoolIndex
     _pool: ServerPool
 
     def of(
@@ -201,7 +201,7 @@ class Sources:
     ) -> Source | None:
         """Begins to fetch what is elsewhere; None where staging memory is used up."""
         if is_pool(plan.location):
-            return InPool(plan, self._pool, lambda: self.noted.lock(plan, pages, req, tree))
+            return InPool(plan, self._pool, lambda: self.pool_index.lock(plan, pages, req, tree))
         deadline = Deadline.after(self.server.settings.fetch_deadline_s)
         staging = self.cache.fetch(plan, pages, deadline, tracing.context_of(req))
         return None if staging is None else Staged(plan, self._pool, staging)

@@ -51,7 +51,7 @@ class WaitingRequests:
         self._meter = meter
         self._labels = labels
         self._page_size = sources.server.page_size
-        self._noted = sources.noted
+        self._pool_index = sources.pool_index
         self._requests: dict[str, Request] = {}
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
@@ -134,7 +134,7 @@ class WaitingRequests:
         if request.phase is not Phase.READY or not request.source.admit():
             return False
         planned = request.planned
-        self._noted.has_approximate |= planned.is_approximate
+        self._pool_index.has_approximate |= planned.is_approximate
         request.req.skip_radix_cache_insert |= planned.is_experiment and not planned.plan.is_exact
         start = request.own_pages.index(prefixes.page_hash(keys[0])) * self._page_size
         request.begin_load(Span(start, start + len(keys) * self._page_size), slots)
