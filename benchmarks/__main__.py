@@ -19,7 +19,7 @@ TRACES = RESULTS.parent / "traces"
 NAMES = {
     "partial_prefill": ["--documents", "5"],
     "serving": [],
-    "overhead": ["--rounds", "7"],
+    "overhead": ["--rounds", "6"],
     "lora": ["--adapters", "2", "4", "8"],
     "transport": [],
     "tree": [],
