@@ -51,9 +51,7 @@ def payloads_of(
 
     Raises StaleEntry where a page lacks E of a layer, ProtocolError where nothing begins there.
     """
-    runs = [
-        list(zip(lease.slabs(step, pages), lease.views(step, pages), strict=True)) for step in steps
-    ]
+    runs = [lease.runs(step, pages) for step in steps]
     num_bytes = sum(view.nbytes for run in runs for _, view in run)
     if not 0 <= first_byte < num_bytes:
         raise ProtocolError(f"a fetch begins at byte {first_byte} of {num_bytes}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeVar
@@ -298,14 +298,3 @@ def below(entry: _Entry) -> Iterator[_Entry]:
         top = pending.pop()
         yield top
         pending += top.children
-
-
-def with_all_above(entries: Iterable[LocalEntry]) -> set[LocalEntry]:
-    """These, and what has to stay while they do."""
-    found: set[LocalEntry] = set()
-    for entry in entries:
-        above: LocalEntry | None = entry
-        while above is not None and above not in found:
-            found.add(above)
-            above = above.parent
-    return found

@@ -9,7 +9,7 @@ from typing import Final
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused
 from cachetree.ids import ModelId, PageHash
-from cachetree.tree.entries import Hold, LocalEntry, with_all_above
+from cachetree.tree.entries import Hold, LocalEntry
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.trie import PageTrie, depth_of
 
@@ -123,5 +123,11 @@ class Holds:
 
 
 def _kept(holds: Iterable[Hold]) -> set[LocalEntry]:
-    """What they hold, and what stands above it."""
-    return with_all_above(entry for hold in holds for entry in hold.entries)
+    """What they hold, and what has to stay above it."""
+    found: set[LocalEntry] = set()
+    for entry in (entry for hold in holds for entry in hold.entries):
+        above: LocalEntry | None = entry
+        while above is not None and above not in found:
+            found.add(above)
+            above = above.parent
+    return found

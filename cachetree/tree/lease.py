@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from cachetree.clock import Deadline
@@ -54,28 +54,26 @@ class Lease(Hold):
 
         Raises StaleEntry where any of `pages` lacks E of that layer.
         """
+        return [view for _, view in self.runs(step, pages)]
+
+    def runs(self, step: Step, pages: Span | None = None) -> list[tuple[Slab, memoryview]]:
+        """`views`, each with the slab that it lies in."""
         if self.is_over:
             raise StaleEntry(f"the lease of {self.owner} has ended")
-        return [view for _, views in self._runs(step, pages) for view in views]
-
-    def keep(self, slab: Slab) -> None:
-        """For the tree: these bytes give way to others, but not before this lease has gone."""
-        self._kept.setdefault(slab, slab.memory)
-
-    def slabs(self, step: Step, pages: Span | None = None) -> list[Slab]:
-        """Of each of `views`."""
-        return [slab for slab, views in self._runs(step, pages) for _ in views]
-
-    def _runs(self, step: Step, pages: Span | None) -> Iterator[tuple[Slab, list[memoryview]]]:
-        """The slabs that `pages` lie in, and where there."""
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
+        found: list[tuple[Slab, memoryview]] = []
         sizes = (len(pages) for _, pages in self._parts)
         for number, part in parts_of(sizes, wanted):
             slab, all_pages = self._parts[number]
             span = Span(all_pages.start + part.start, all_pages.start + part.stop)
-            yield slab, slab.views(step, span, self._kept.get(slab))
+            found += [(slab, view) for view in slab.views(step, span, self._kept.get(slab))]
+        return found
+
+    def keep(self, slab: Slab) -> None:
+        """For the tree: these bytes give way to others, but not before this lease has gone."""
+        self._kept.setdefault(slab, slab.memory)
 
     def release(self) -> None:
         """End the lease; a second call does nothing."""

@@ -306,7 +306,7 @@ def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> N
             check_content(staging, PAGES)
         lease = source.lease(MODEL, PAGES, "test", Deadline.after(10))
         assert lease is not None
-        (slab,) = lease.slabs(STEPS[0])
+        ((slab, _),) = lease.runs(STEPS[0])
         assert len(slab.checksums) == len(STEPS)
         (view,) = lease.kv(0)
         view[100] ^= 1
