@@ -7,7 +7,7 @@ use, whatever memory does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
 from math import inf, log2
@@ -126,7 +126,7 @@ class Eviction(ABC):
         """The least goes first."""
 
     @abstractmethod
-    def _use(self, entry: LocalEntry) -> None: ...
+    def _use(self, entries: Iterable[LocalEntry]) -> None: ...
 
     @abstractmethod
     def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
@@ -142,10 +142,11 @@ class Eviction(ABC):
 
     def use(self, entries: Collection[LocalEntry]) -> None:
         """Walks ended at these, all at once."""
-        now_s = 0.0 if self._ttl_s is None else self._clock()
-        for entry in entries:
-            self._use(entry)
-            entry.used_at_s = now_s
+        self._use(entries)
+        if self._ttl_s is not None:
+            now_s = self._clock()
+            for entry in entries:
+                entry.used_at_s = now_s
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         """`head` has been cut in two; `tail` is new and has its children, and takes its uses.
@@ -189,9 +190,10 @@ class Lru(Eviction):
     def key(self, entry: LocalEntry) -> float:
         return entry.uses
 
-    def _use(self, entry: LocalEntry) -> None:
-        self._num_uses += 1
-        entry.uses = self._num_uses
+    def _use(self, entries: Iterable[LocalEntry]) -> None:
+        for entry in entries:
+            self._num_uses += 1
+            entry.uses = self._num_uses
 
     def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
         above.uses = max(above.uses, entry.uses)
@@ -239,8 +241,9 @@ class ByValue(Eviction):
             entry.uses = -inf
         super().add(entries)
 
-    def _use(self, entry: LocalEntry) -> None:
-        entry.uses = _log_sum(entry.uses, self._now)
+    def _use(self, entries: Iterable[LocalEntry]) -> None:
+        for entry in entries:
+            entry.uses = _log_sum(entry.uses, self._now)
 
     def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
         above.uses = _log_sum(above.uses, entry.uses)
