@@ -47,14 +47,14 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _text(name: str, content: Any) -> str:
     match content:
+        case dict() if content:
+            return " ".join(f"{key}:{value}" for key, value in content.items())
         case bool():
             return "yes" if content else "no"
         case None | "" | [] | {}:
             return "none"
         case [*parts]:
             return ", ".join(map(str, parts))
-        case dict():
-            return " ".join(f"{key}:{value}" for key, value in content.items())
         case int() if name.endswith("bytes"):
             return _size(content)
     return str(content)

@@ -93,6 +93,14 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
             eventually(lambda: cache.status().peers[0].state == "ready")
             eventually(lambda: cache.status().peers[1].error)
             text = said(capsys, "status", cache.address)
+            found = said(capsys, "match", cache.address, "--pages", *hexes(PAGES))
+            nothing = said(capsys, "match", cache.address, "--pages", "00" * 16)
+    assert [line.split() for line in found.splitlines()] == [
+        ["holdings"],
+        ["model", "location", "num_pages", "e_pages"],
+        [MODEL, "local", "64", f"{E_LAYER}:64"],
+    ]
+    assert nothing.split() == ["holdings", "none"]
     lines = [re.split(r"  +", line.strip()) for line in text.splitlines()]
     for line in (
         ["pages", "64"],
