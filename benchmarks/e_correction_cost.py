@@ -18,14 +18,12 @@ three layers of which the last computes keys and values alone, 4 % at most.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 from safetensors.torch import load_file
 
@@ -97,10 +95,7 @@ def main() -> None:
     pairs = zip(samples["corrected"], samples["plain"], strict=True)
     ratios = interval([[one.ttft_ms / other.ttft_ms - 1] for one, other in pairs])
     told["ttft_added"] = [ratios.mean, ratios.low, ratios.high]
-    rows = [told | {"environment": msgspec.to_builtins(environment)}]
-    if args.json is not None and args.json.exists():  # One row a pair: the others stay.
-        known = json.loads(args.json.read_bytes())["rows"]
-        rows = [*(it for it in known if it["pair"] != told["pair"]), *rows]
+    rows = result.with_others([told], "pair", environment, args.json)
     result.write("e_correction_cost", {"rows": rows}, environment, args.json)
 
 

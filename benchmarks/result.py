@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,17 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 def here() -> Environment:
     """Read it before the measurement, which loads the machine."""
     return read_environment(PACKAGES)
+
+
+def with_others(
+    rows: Sequence[Mapping[str, Any]], key: str, environment: Environment, file: Path | None
+) -> list[dict[str, Any]]:
+    """The rows with where they were measured, and those of the file whose `key` none of them has:
+    of what is not installed here today, say."""
+    where = msgspec.to_builtins(environment)
+    new = [{**row, "environment": where} for row in rows]
+    known = json.loads(file.read_bytes())["rows"] if file is not None and file.exists() else []
+    return [*new, *(row for row in known if row[key] not in {it[key] for it in new})]
 
 
 def write(

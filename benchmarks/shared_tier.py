@@ -118,6 +118,7 @@ def main() -> None:
     for name in args.names:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measured(name, Path(folder), args.documents))
+    rows = result.with_others(rows, "where", environment, args.json)
     found = {"tokens": NUM_SHARED, "rows": rows}
     result.write("shared_tier", found, environment, args.json)
 

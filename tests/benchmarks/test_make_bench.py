@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as bench
+from benchmarks import result
 
 PAGE = Path(bench.__file__).with_name("README.md").read_text()
 
@@ -40,6 +42,16 @@ def test_a_process_that_fails_or_takes_too_long_is_no_success(
     monkeypatch.setattr(bench, "MOST_S", 0.0)
     assert not bench.run("platform")
     assert "took too long" in capfd.readouterr().out
+
+
+def test_rows_of_what_is_not_here_today_stay_with_where_they_were_measured(tmp_path: Path) -> None:
+    file, today = tmp_path / "rows.json", result.here()
+    known = [{"where": it, "gb_per_s": 1, "environment": {}} for it in ("file", "mooncake")]
+    file.write_text(json.dumps({"rows": known}))
+    one, other = result.with_others([{"where": "file", "gb_per_s": 2}], "where", today, file)
+    assert (one["where"], one["gb_per_s"]) == ("file", 2)
+    assert one["environment"]["processor"] == today.processor
+    assert other == known[1]
 
 
 def test_the_page_marks_what_is_run() -> None:

@@ -235,6 +235,7 @@ def shared_tier(found: Any) -> str:
         "TTFT, ms": "{ttft_p50_ms:,.0f}",
         "full prefill, ms": "{off_ttft_p50_ms:,.0f}",
         "TTFT of full prefill's": "{paired_ratio:.2f}",
+        "on": "{environment[processor]}, {environment[commit]:.7}",
     }
     return of_rows(found["rows"], columns)
 
