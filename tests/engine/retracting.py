@@ -1,0 +1,17 @@
+"""Run in a server before it starts: it takes requests back again and again, as where its KV pool is
+full, and every reuse pays."""
+
+from __future__ import annotations
+
+import slow_device
+
+
+def place() -> None:
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 7
+
+
+if __name__ == "__main__":
+    slow_device.place()
+    place()
