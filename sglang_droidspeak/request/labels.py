@@ -94,11 +94,14 @@ class Labels:
             told = RequestProvenance(outcome="aborted")
         elif params.n > 1:
             if params.max_new_tokens == 0:
-                self._warmed[_prompt(req)] = told
+                self._warmed[_prompt(req)] = msgspec.structs.replace(told, exact=label.is_exact)
                 if len(self._warmed) > _MAX_WARMED:
                     self._warmed.popitem(last=False)
                 return
-            told = told if told.reused_tokens else self._warmed.get(_prompt(req), told)
+            warmed = self._warmed.get(_prompt(req), told)
+            # Exact where that was not: it has not read what was reused.
+            if not told.reused_tokens and warmed.exact == label.is_exact:
+                told = warmed
         told = msgspec.structs.replace(told, exact=label.is_exact)
         if not asking.is_own(req):
             self.metrics.count_outcome(told.outcome, exact=told.exact)

@@ -194,7 +194,8 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
     """SGLang prefills the prompt of `n` above 1 in a request of its own, and answers with others
     that find it on the device."""
     warming, samples = request(n=2, max_new_tokens=0), [request(n=2), request(n=2)]
-    labels.note(warming, reused())
+    labels.note(warming, reused(exact=False))
+    prefixes.move(warming, approximate=True)
     labels.report([warming])
     assert not counts.outcomes
     for req in samples:
@@ -206,6 +207,17 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
     labels.note(other, RequestProvenance(outcome="no_match"))
     labels.report([other])
     assert counts.outcomes == {"reused": 2, "no_match": 1}
+
+
+def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: Counts) -> None:
+    """What an experiment has loaded for the first is not there for the others."""
+    warming, sample = request(n=2, max_new_tokens=0), request(n=2)
+    labels.note(warming, reused(exact=False))
+    labels.report([warming])
+    labels.note(sample, RequestProvenance(outcome="fallback: StaleEntry"))
+    labels.report([sample])
+    assert told(sample) == RequestProvenance(outcome="fallback: StaleEntry")
+    assert counts.outcomes == {"fallback: StaleEntry": 1}
 
 
 def test_a_reuse_that_became_a_full_prefill_is_logged(
