@@ -34,6 +34,13 @@ def add_parser(commands: Any) -> None:
     measure = demo.add_argument_group("measurement")
     measure.add_argument("--num-questions", type=int, metavar="N", help="only the first N")
     measure.add_argument("--num-documents", type=int, metavar="N", help="only the first N")
+    measure.add_argument(
+        "--no-correction",
+        dest="correction",
+        action="store_const",
+        const=False,
+        help="the same block from the sender's E as it is, where the profile corrects E",
+    )
     measure.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
     servers = demo.add_argument_group("servers")
     servers.add_argument(

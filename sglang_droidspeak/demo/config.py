@@ -91,6 +91,8 @@ class DemoConfig:
     """Likewise of its documents."""
     num_questions_each: int | None = None
     """Likewise of each document's questions."""
+    correction: bool = True
+    """Whether E is corrected where the profile's plan says so."""
     times_random_pair: bool = False
     """Whether a pair of random weights is timed too: right for time, meaningless for quality."""
     instead: str = ""
@@ -196,7 +198,7 @@ class DemoConfig:
                 f"profile {self.profile} did not pass its gate: {profile.reason}; "
                 "a server would not reuse this pair"
             )
-        is_corrected = best.e_map is not None
+        is_corrected = best.e_map is not None and self.correction
         corrected = ", E corrected" if is_corrected else ""
         subject = Subject(
             title=f"{self.sender.name} → {self.receiver.name}{corrected}",

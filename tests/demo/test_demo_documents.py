@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from profiles.evidence import read_measured
 from sglang_droidspeak.demo import DemoConfig
@@ -31,6 +35,21 @@ def test_a_few_questions_of_a_few_documents_can_be_asked() -> None:
     whole, documents = (it.documents(read_measured(it.profile)) for it in (SMALL, few))
     assert [it.prefix for it in documents] == [it.prefix for it in whole[:2]]
     assert [it.questions for it in documents] == [it.questions[:2] for it in whole[:2]]
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_the_plan_is_shown_with_e_as_it_is_where_that_is_asked(
+    correction: bool, tmp_path: Path
+) -> None:
+    found = json.loads(SMALL.profile.read_text())
+    layer = found["recommended"]["start"]
+    e_map = {"layer": layer, "rank": None, "dtype": "float32", "sha256": "0" * 64}
+    found["recommended"]["e_map"] = e_map
+    profile = tmp_path / "pair.json"
+    profile.write_text(json.dumps(found))
+    subject, _ = replace(SMALL, profile=profile, correction=correction).pair()
+    assert subject.e_maps_of == (profile if correction else None)
+    assert subject.title.endswith("E corrected") == correction
 
 
 def test_random_documents_differ_from_their_first_page_on() -> None:
