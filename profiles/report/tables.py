@@ -56,7 +56,7 @@ def summary(profile: MeasuredProfile) -> Table:
     """The few numbers that a reader wants first."""
     plan, split, free = derived.recommended(profile), profile.held_out, profile.lossless
     metric = f"held-out {words.metric_name(profile.metric)}"
-    named = words.span(plan.block) if plan else "none: every prompt is a full prefill"
+    named = words.plan(plan) if plan else "none: every prompt is a full prefill"
     said = {"recommended plan": named}
     if plan is not None:
         said["recomputed layers"] = f"{len(plan.block)} of {profile.receiver.num_layers}"
@@ -121,7 +121,7 @@ def tasks(profile: MeasuredProfile) -> Table:
     """The gate asks every task: what is known about the recommended plan, or the one that came
     closest."""
     plan = derived.judged(profile)
-    named = words.span(plan.block) if plan else "none was judged"
+    named = words.plan(plan) if plan else "none was judged"
     columns: Columns[tuple[TaskScores, TaskLoss | None]] = {
         "task": lambda it: it[0].name or words.ABSENT,
         "metric": lambda it: words.metric_name(it[0].metric),
