@@ -74,7 +74,7 @@ def a_load_that_fails(engine: Engine) -> None:
     def fail() -> None:
         while not request.load.copied_bytes:
             time.sleep(0.001)
-        request.source.fail(FetchError("the peer is gone"))
+        request.source.staging.fail(FetchError("the peer is gone"))
 
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE), meanwhile=fail)
     land(engine.loading(slots[: 2 * PAGE], BLOCK, memory).source.staging)
