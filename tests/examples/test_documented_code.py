@@ -15,11 +15,13 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.__main__ import NAMES as BENCHMARKS
 from benchmarks.simulate.__main__ import main as simulate
 from cachetree.cli import main as cachetree_main
 from cachetree.cli import parser as cachetree
@@ -132,6 +134,10 @@ def _run(words: list[str]) -> None:
             assert Path(path).exists()
         case ["python", "-m", "benchmarks.simulate", *rest]:
             assert simulate(rest) == 0
+        case ["python", "-m", "benchmarks", *names]:
+            assert set(names) <= set(BENCHMARKS)
+        case ["python", "-m", module, *_] if module.startswith("benchmarks."):
+            assert find_spec(module), module
         case ["python", "-m", "tools.real", *rest]:
             real().parse_args(rest)
         case ["python", "examples/break_even.py", *_]:
