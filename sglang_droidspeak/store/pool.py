@@ -19,7 +19,7 @@ from cachetree.planning import Plan
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
-from sglang_droidspeak.store.capture import EPool
+from sglang_droidspeak.store.e_pool import EPool
 
 
 def pool_of(namespace: str) -> Location:

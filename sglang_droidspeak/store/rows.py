@@ -21,7 +21,7 @@ from cachetree.checkpoint.codecs import decode, encode
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import MHATokenToKVPool
-    from sglang_droidspeak.store.capture import EPool
+    from sglang_droidspeak.store.e_pool import EPool
 
 _PIECE_TOKENS: Final = 1024
 """Of a Llama-3-8B 4 MiB of KV per layer."""

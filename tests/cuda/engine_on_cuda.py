@@ -53,12 +53,14 @@ from sglang_droidspeak.engine.names import (
 )
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.load import Copies, Loader
+from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
-from sglang_droidspeak.store.capture import Attachment, EPool
+from sglang_droidspeak.store.capture import Attachment
+from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.insertions import Offloader
 from sglang_droidspeak.store.pool import PoolPages
 from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of

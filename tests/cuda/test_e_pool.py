@@ -10,7 +10,7 @@ import torch
 from virtual_cuda import VirtualCuda
 
 from cachetree.ids import Span
-from sglang_droidspeak.store.capture import EPool
+from sglang_droidspeak.store.e_pool import EPool
 
 HIDDEN, SLOTS = 64, 64
 

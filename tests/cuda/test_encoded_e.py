@@ -13,7 +13,7 @@ from cachetree.checkpoint.family import Codec, vector_bytes
 from cachetree.ids import Kind, Location, ModelId, Span, Step
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.request.source import Staged
-from sglang_droidspeak.store.capture import EPool
+from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.rows import Coding, ServerPool
 
 PAGE, HIDDEN, HEAD_DIM = 16, 128, 64

@@ -1,0 +1,73 @@
+"""E of the transition layers, kept per KV slot beside the KV pool. Runs without SGLang.
+
+Because it is indexed by KV slot, chunked prefill, batch mixing, radix sharing, node splits and
+decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds its E.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree import Span
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.layers import LayerStack
+    from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner
+
+
+class EPool:
+    """E of the transition layers for every KV slot, and whether it is there.
+
+    `e[layer]` is `[slots, columns]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
+    from SGLang's own forward over its token until the slot is loaded or partially prefilled.
+
+    Every rank computes all of E and keeps columns of its own; `Ranks.whole` puts them together.
+    """
+
+    def __init__(
+        self, layers: tuple[int, ...], num_slots: int, columns: Span, runner: ModelRunner
+    ) -> None:
+        """`columns` are those that this rank keeps of E."""
+        self.layers = layers
+        self._columns = slice(columns.start, columns.stop)
+        self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
+        """Tells dtype, width and device where no layer is kept."""
+        self.e = {layer: self.no_rows.new_zeros(num_slots, len(columns)) for layer in layers}
+        self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+
+    def capture_from(self, stack: LayerStack) -> None:
+        """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
+        for layer, rows in self.e.items():
+            stack.on_e(layer, partial(self._write, rows))
+        if self.layers:
+            stack.on_e(max(self.layers), self._mark)
+
+    def invalidate(self, slots: torch.Tensor) -> None:
+        self.valid.index_fill_(0, slots, False)
+
+    def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
+        """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
+        layers from there on have just run."""
+        for layer, rows in self.e.items():
+            if layer < first_own:
+                rows[slots] = rows[source]
+        self.valid[slots] = self.valid[source]
+
+    def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
+        """How many leading pages end with the last one that lacks E somewhere; 0: all have it."""
+        lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
+        return int(lacks[-1]) + 1 if len(lacks) else 0
+
+    def _write(self, rows: torch.Tensor, forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+        # In most partial prefills the stream is the receiver's continuation of another model's E.
+        if getattr(forward_batch, "has_own_e", True):
+            slots = forward_batch.out_cache_loc
+            rows[slots] = value[: slots.shape[0], self._columns]
+
+    def _mark(self, forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
+        if not hasattr(forward_batch, "has_own_e"):
+            # Not `valid[...] = True`: that copies a scalar from the host, which no graph captures.
+            self.valid.index_fill_(0, forward_batch.out_cache_loc, True)
