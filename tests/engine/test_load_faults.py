@@ -107,15 +107,16 @@ class Rig:
         )
         self.req = request()
 
-    def loading(self, num_landed: int | None = None) -> Request:
-        """With so many of its steps, or all."""
+    def loading(self, num_landed: int | None = None, num_there: int = 0) -> Request:
+        """With so many of its steps, or all; of its tokens the device has so many."""
         staging = Staging(dict.fromkeys(PLAN.steps, NUM_TOKENS), Deadline.after(60))
         for step in PLAN.steps[:num_landed]:
             staging.write(step, 0, memoryview(bytes(NUM_TOKENS)))
         staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
         source = Staged(PLAN, self.pool, staging)
         prefixes.move(self.req, approximate=True)
-        return loading(PLAN, source, Span(0, NUM_TOKENS), SLOTS, self.req)
+        at = Span(num_there, NUM_TOKENS)
+        return loading(PLAN, source, at, SLOTS[num_there:], self.req)
 
     def is_told_exact(self) -> bool:
         self.labels.report([self.req])
@@ -188,6 +189,15 @@ def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
     assert rig.prefills.blocks == [EVERYTHING]
     assert rig.is_told_exact()
     assert_reuse_works(rig)
+
+
+def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None:
+    """Those that the device had before, which no fault of this load makes exact."""
+    rig.prefills.failures = 1
+    assert rig.end(rig.launch(rig.loading(num_there=PAGE)))
+    assert rig.prefills.blocks == [EVERYTHING]
+    assert not rig.is_told_exact()
+    assert prefixes.is_approximate(rig.req)
 
 
 def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -> None:
