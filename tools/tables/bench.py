@@ -281,9 +281,67 @@ _NAMED: Final = (
     *(link_sweep, never_slower, lora, overhead, serving, transport, shared_tier, tree),
     *(fleet_size, disk, compression, profiler, simulate),
 )
+
+
+def beside(log: Any) -> str:
+    """The latest run of each script, in turns with a commit before: medians of both."""
+    latest = {it["script"][0]: it for it in log}
+    rows = []
+    for script, wanted in _BESIDE.items():
+        for said, key in wanted.items() if script in latest else ():
+            run = latest[script]
+            before, now = run["before_and_now"][key]
+            row = {"said": said, "script": script.removesuffix(".py"), "before": before, "now": now}
+            rows.append({**row, "commit": run["before"][:7], "ratio": now / before})
+    columns = {
+        "script": "`{script}`",
+        "": "{said}",
+        "beside": "{commit}",
+        "before": "{before:.3g}",
+        "now": "{now:.3g}",
+        "now / before": "{ratio:.2f}",
+    }
+    return of_rows(rows, columns)
+
+
+_TREE: Final = "tree / runs 0 / times"
+_KEPT: Final = "how much of raw TCP's speed does the transport keep"
+_IN_PLACE: Final = "how much of memcpy's speed does a fetch in place keep"
+_BESIDE: Final[dict[str, dict[str, str]]] = {
+    "tree.py": {
+        **{
+            f"{key}, CPU µs, {pct}": f"{_TREE} / {key} / cachetree, value / {pct}_us"
+            for key in ("match full", "match partial", "insert", "evict")
+            for pct in ("p50", "p99")
+        },
+        "bytes a page": "tree / runs 0 / bytes_per_page_and_model / cachetree, value",
+    },
+    "transport.py": {
+        "frames of 1 MiB, GB/s": f"{_KEPT} / gb_per_s / 1024 / transport",
+        "of raw TCP": f"{_KEPT} / ratio_by_frame_kib / 1024",
+        "frames of 4 MiB, GB/s": f"{_KEPT} / gb_per_s / 4096 / transport",
+        "of raw TCP, 4 MiB": f"{_KEPT} / ratio_by_frame_kib / 4096",
+        "CPU s/GB": f"{_KEPT} / cpu_s_per_gb / 4096 / transport",
+        "in place, 4 MiB, GB/s": f"{_IN_PLACE} / gb_per_s / 4096 / in place",
+        "of memcpy": f"{_IN_PLACE} / ratio_by_frame_kib / 4096",
+        "in place, CPU s/GB": f"{_IN_PLACE} / cpu_s_per_gb / 4096 / in place",
+    },
+    "disk.py": {
+        f"{what}, {name}": f"disk / {what} / {key}"
+        for what in ("write", "write, synced", "read, warm", "read, cold")
+        for name, key in (
+            ("GB/s", "gb_per_s / store"),
+            ("of a plain file", "of_plain"),
+            ("CPU s/GB", "cpu_s_per_gb / store"),
+        )
+    },
+}
+
+
 PARTS: Final[dict[str, tuple[str, Part]]] = {
     **{it.__name__: (it.__name__, it) for it in _NAMED},
     "partial_prefill": ("partial_prefill", partial_prefill),
     "paced": ("partial_prefill", paced),
     "soaks": ("endurance", soaks),
+    "beside": ("beside", beside),
 }
