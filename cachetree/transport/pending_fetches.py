@@ -274,7 +274,6 @@ class PendingFetches:
         """It fails."""
         error = receiver.staging.error or error
         is_cancelled = isinstance(error, Cancelled)
-        self._counts.num_failed_fetches += not is_cancelled
         if receiver.id == NOT_ASKED:
             self._breaker.released()
         else:
@@ -288,6 +287,7 @@ class PendingFetches:
                 self._breaker.failed(error)
         if receiver in self._broken:
             self._broken.remove(receiver)
+        self._counts.num_failed_fetches += not is_cancelled  # Who reads it finds it measured.
         receiver.staging.fail(error)
 
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
