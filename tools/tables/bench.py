@@ -292,11 +292,12 @@ def beside(log: Any) -> str:
             run = latest[script]
             before, now = run["before_and_now"][key]
             row = {"said": said, "script": script.removesuffix(".py"), "before": before, "now": now}
-            rows.append({**row, "commit": run["before"][:7], "ratio": now / before})
+            commits = f"{run['before'][:7]} → {run['environment']['commit'][:7]}"
+            rows.append({**row, "commits": commits, "ratio": now / before})
     columns = {
         "script": "`{script}`",
         "": "{said}",
-        "beside": "{commit}",
+        "commits": "{commits}",
         "before": "{before:.3g}",
         "now": "{now:.3g}",
         "now / before": "{ratio:.2f}",
