@@ -268,6 +268,10 @@ class Node:
             pending.extend(node.children.values())
             yield node
 
+    def cut(self, num_pages: int) -> None:
+        """Keep the first pages only."""
+        self.pages, self.num_pages = self.pages[:num_pages], num_pages
+
     def split(self, index: int) -> Node:
         """Cut before page `index`; this node keeps the head, the tail is returned.
 
@@ -275,7 +279,8 @@ class Node:
         eviction policy.
         """
         children = self.children
-        tail_pages, self.pages, self.num_pages = self.pages[index:], self.pages[:index], index
+        tail_pages = self.pages[index:]
+        self.cut(index)
         tail = Node(self, tail_pages)
         tail.children, self.children = children, {tail_pages[0]: tail}
         for child in children.values():

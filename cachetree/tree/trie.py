@@ -48,26 +48,31 @@ class PageIndex:
         is_there = 0 <= index < len(node.pages) and node.pages[index] == page
         return node if is_there else None
 
-    def num_new(self, pages: Sequence[PageHash]) -> int:
-        """How many there are before the first that is here already or comes twice.
+    def put_new(self, node: Node) -> int:
+        """It has its leading pages up to the first that is here already or comes twice; how many.
 
         Raises ValueError for a hash of a wrong size.
         """
+        pages, id = node.pages, next(self._new_ids)
         join_hashes(pages)
-        if len(new := set(pages)) == len(pages) and self._ids.keys().isdisjoint(new):
-            return len(pages)
-        seen: set[PageHash] = set()
-        for index, page in enumerate(pages):
-            if page in seen or page in self._ids:
-                return index
-            seen.add(page)
-        return len(pages)
+        new = dict.fromkeys(pages, id)
+        if len(new) < len(pages) or not self._ids.keys().isdisjoint(pages):
+            new = {}
+            for page in pages:
+                if page in new or page in self._ids:
+                    break
+                new[page] = id
+        if new:
+            self._nodes[id] = node
+            self._ids.update(new)
+        return len(new)
 
-    def put(self, node: Node) -> None:
-        """It has its pages from now on, whoever had them before."""
-        id = next(self._new_ids)
-        self._nodes[id] = node
-        self._ids.update(dict.fromkeys(node.pages, id))
+    def split(self, head: Node, tail: Node) -> None:
+        """`tail` was cut off `head`: the shorter of the two takes a new number."""
+        id, new_id = self._ids[head.pages[0]], next(self._new_ids)
+        long, short = (head, tail) if head.num_pages > tail.num_pages else (tail, head)
+        self._nodes[id], self._nodes[new_id] = long, short
+        self._ids.update(dict.fromkeys(short.pages, new_id))
 
     def remove(self, node: Node) -> None:
         """Forget its pages."""
@@ -259,12 +264,11 @@ class PageTrie:
         return nodes
 
     def _grow(self, parent: Node, pages: Sequence[PageHash]) -> list[Node]:
-        num_new = self._index.num_new(pages)
-        if not num_new:
+        node = Node(parent, tuple(pages))
+        node.cut(self._index.put_new(node))
+        if not node.num_pages:
             return []
-        node = Node(parent, tuple(pages[:num_new]))
         parent.children[pages[0]] = node
-        self._index.put(node)
         return [node]
 
     def split(self, node: Node, index: int) -> Node:
@@ -272,7 +276,7 @@ class PageTrie:
         if index in (0, node.num_pages):
             return node
         tail = node.split(index)
-        self._index.put(tail)
+        self._index.split(node, tail)
         for model, entry in tail.local.items():
             self._eviction.split(node.local[model], entry)
             if entry.is_evictable:

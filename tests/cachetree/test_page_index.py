@@ -36,15 +36,15 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
                 pages[at] = rng.choice([*where, *pages])
             known = [i for i, it in enumerate(pages) if it in where or it in pages[:i]]
             num_new = known[0] if known else len(pages)
-            assert index.num_new(pages) == num_new
+            made = [Node(None, tuple(pages))]
+            assert index.put_new(made[0]) == num_new
             if num_new == 0:
                 continue
-            made = [Node(None, tuple(pages[:num_new]))]
-            index.put(made[0])
+            made[0].cut(num_new)
             cut = rng.randint(0, num_new - 1)
             if cut:
                 made.append(made[0].split(cut))
-                index.put(made[1])
+                index.split(*made)
             nodes += made
             where |= {page: (node, i) for node in made for i, page in enumerate(node.pages)}
         else:
@@ -70,4 +70,4 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
 def test_a_hash_of_another_size_is_refused() -> None:
     index = PageIndex()
     with pytest.raises(ValueError, match="16 bytes"):
-        index.num_new([PageHash(b"short")])
+        index.put_new(Node(None, (PageHash(b"short"),)))
