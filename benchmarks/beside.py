@@ -83,7 +83,7 @@ def main() -> None:
         "before": commit_of(args.before),
         "before_and_now": medians,
     }
-    line = result.write("beside", compared, environment)
+    line = result.write("how fast is this beside another commit", compared, environment)
     if args.json is not None:  # A log: each run is of other commits.
         with args.json.open("a") as log:
             log.write(line)
