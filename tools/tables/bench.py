@@ -217,9 +217,9 @@ def fleet_size(found: Any) -> str:
         for name, key in (
             ("memory", "memory_bytes"),
             ("messages", "messages_per_s"),
-            ("a lookup that one answers", "one_p99_us"),
-            ("that all answer", "all_p99_us"),
-            ("that nobody answers", "nobody_p99_us"),
+            ("the median lookup that one answers", "one_p50_us"),
+            ("that all answer", "all_p50_us"),
+            ("that nobody answers", "nobody_p50_us"),
         )
     )
     text = told(f"\nGrows as the number of workers to the power of: {grows}.\n", found["exponents"])
