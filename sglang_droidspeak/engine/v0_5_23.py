@@ -151,8 +151,8 @@ FIELDS: Mapping[str, str] = {
     # of these classes what is read or written
     f"{_BATCH}.Req": (
         "rid lora_id extra_key cache_salt origin_input_ids origin_input_ids_unpadded output_ids "
-        "full_untruncated_fill_ids kv prefix_len sampling_params customized_info finished "
-        "finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
+        "full_untruncated_fill_ids kv prefix_len extend_end sampling_params customized_info "
+        "finished finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
         "multimodal_inputs input_embeds positional_embed_overrides session time_stats "
         "return_logprob"
     ),

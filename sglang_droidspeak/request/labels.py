@@ -87,9 +87,9 @@ class Labels:
         if is_health_check_generate_req(req):
             return
         told = label.provenance
-        # Where nothing was read it is exact, too; what was aborted in the queue has not read yet.
-        has_read = not is_aborted or told.reused_tokens or req.output_ids
-        label.is_exact = told.exact and not (has_read and prefixes.is_approximate(req))
+        # Where nothing was read it is exact, too; who is in the queue has read nothing yet.
+        is_admitted = req.extend_end is not None
+        label.is_exact = told.exact and not (is_admitted and prefixes.is_approximate(req))
         if is_aborted and not told.reused_tokens:
             told = RequestProvenance(outcome="aborted")
         elif params.n > 1:

@@ -47,7 +47,7 @@ def request(rid: str = "r1", *, n: int = 1, max_new_tokens: int = 8, **fields: A
         "finished_reason": None,
         "to_finish": None,
         "is_retracted": False,
-        "output_ids": [],
+        "extend_end": 3,
     }
     return SimpleNamespace(**{**known, **fields})
 
@@ -172,11 +172,12 @@ def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labe
     assert not must_stay_exact(req)
 
 
-@pytest.mark.parametrize(("output_ids", "is_exact"), [([], True), ([7], False)])
+@pytest.mark.parametrize(("extend_end", "is_exact"), [(None, True), (2, False)])
 def test_what_was_aborted_before_it_read_anything_is_exact(
-    labels: Labels, counts: Counts, output_ids: list[int], is_exact: bool
+    labels: Labels, counts: Counts, extend_end: int | None, is_exact: bool
 ) -> None:
-    req = request(output_ids=output_ids)
+    """In the queue, that is; in the middle of its prefill it has read what SGLang's tree had."""
+    req = request(extend_end=extend_end)
     prefixes.move(req, approximate=True)
     labels.aborted(None, None, req)
     assert told(req) == RequestProvenance(outcome="aborted", exact=is_exact)

@@ -106,6 +106,7 @@ class Rig:
             ranks=Ranks(None),
         )
         self.req = request()
+        self.req.extend_end = NUM_TOKENS + 1
 
     def loading(self, num_landed: int | None = None, num_there: int = 0) -> Request:
         """With so many of its steps, or all; of its tokens the device has so many."""

@@ -94,6 +94,7 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
         cache_salt=None,
         sampling_params=SimpleNamespace(n=1, max_new_tokens=8, custom_params=None),
         is_retracted=False,
+        extend_end=None,
         finished_reason=None,
         to_finish=None,
         full_untruncated_fill_ids=list(range(4 * PAGE + 1)),
@@ -243,6 +244,7 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     )
     labels = Labels(metrics)  # type: ignore[arg-type]
     prefixes.move(req, approximate=is_approximate)
+    req.extend_end = 4 * PAGE
     labels.report([req])
     waiting = waiting_on(cache, [], is_experiment=False)
     held = waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
