@@ -217,13 +217,13 @@ def _fitted(
     for name, tensor in sorted(load_file(file).items()):
         layer, kind, _ = name.split("|")
         read.setdefault(f"{layer}|{kind}", []).append(tensor)
-    found = {key: Correction(it[0], tuple(it[1:])) for key, it in read.items()}
+    found = {key: Correction(*it) for key, it in read.items()}
     return found, KVMaps([it for _, it in sorted(load_file(of_kv).items())])
 
 
 def _described(it: Correction, explained: float, parts: tuple[Moments, Moments]) -> dict[str, Any]:
     """What kind of a matrix the map adds to the identity."""
-    matrix = it.factors[0]
+    matrix = it.matrix
     values = torch.linalg.svdvals(matrix)
     symmetric = (matrix + matrix.T) / 2
     return {

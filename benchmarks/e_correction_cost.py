@@ -123,10 +123,10 @@ def _write_profile(models: Sequence[Path], block: Span, maps: Path | None, path:
 def _correction(block: Span, maps: Path | None, receiver: ModelIdentity) -> Correction:
     if maps is not None:
         found = load_file(maps)
-        return Correction(found[f"{block.start}|full|0"], (found[f"{block.start}|full|1"],))
+        return Correction(found[f"{block.start}|full|0"], found[f"{block.start}|full|1"])
     hidden, drawn = receiver.hidden_size, torch.Generator().manual_seed(0)
     matrix = torch.randn(hidden, hidden, generator=drawn) / hidden
-    return Correction(torch.zeros(hidden), (matrix,))
+    return Correction(torch.zeros(hidden), matrix)
 
 
 @torch.inference_mode()

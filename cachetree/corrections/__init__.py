@@ -1,8 +1,8 @@
 """Maps that bring a sender's E closer to the receiver's, and the file that keeps those of a pair.
 
-    E of the block's input = E + E · factors + bias        E: [tokens, hidden], the sender's
+    E of the block's input = E + E · matrix + bias        E: [tokens, hidden], the sender's
 
-A profile names each map by its layer, rank, dtype and digest; the tensors lie in a safetensors file
+A profile names each map by its layer, dtype and digest; the tensors lie in a safetensors file
 beside the profile, which says whose they are.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -37,38 +36,27 @@ class Correction:
 
     bias: Tensor
     """`[hidden]`."""
-    factors: tuple[Tensor, ...] = ()
-    """Their product is `[hidden, hidden]`: one matrix, two of low rank, or none."""
+    matrix: Tensor
+    """`[hidden, hidden]`."""
 
     def __call__(self, e: Tensor) -> Tensor:
         """`[tokens, hidden]`, of the map's dtype and device; products are added up in float32."""
-        moved = e
-        for factor in self.factors[:-1]:
-            moved = moved @ factor
-        if self.factors:
-            e = torch.addmm(e, moved, self.factors[-1])
-        return e + self.bias
+        return torch.addmm(e, e, self.matrix) + self.bias
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.bias, *self.factors)
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.bias, self.matrix
 
     def named(self, layer: int) -> EMap:
         """As a profile names it that corrects E of this layer by it; on the host."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        rank = self.factors[0].shape[1] if len(self.factors) == 2 else 0
-        return EMap(
-            layer=layer,
-            rank=None if len(self.factors) == 1 else rank,
-            dtype=str(self.bias.dtype).removeprefix("torch."),
-            sha256=digest.hexdigest(),
-        )
+        dtype = str(self.bias.dtype).removeprefix("torch.")
+        return EMap(layer=layer, dtype=dtype, sha256=digest.hexdigest())
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Correction:
-        bias, *factors = (it.to(device, dtype).contiguous() for it in self.tensors)
-        return Correction(bias, tuple(factors))
+        return Correction(*(it.to(device, dtype).contiguous() for it in self.tensors))
 
 
 def maps_path(profile: Path) -> Path:
@@ -109,8 +97,7 @@ def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
         if it.e_map is not None and it.e_map.layer != it.start:
             block = f"the layer of the map of block {it.start}:{it.stop}"
             raise _refused(file, block, str(it.e_map.layer), str(it.start))
-    shapes = [shape for it in profile.e_maps for shape in it.shapes(hidden)]
-    most = _HEADER_BYTES + sum(4 * prod(shape) for shape in shapes)
+    most = _HEADER_BYTES + 4 * hidden * (1 + hidden) * len(profile.e_maps)
     try:
         size = file.stat().st_size
         if size > most:
@@ -132,7 +119,7 @@ def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
 
 def _checked(file: Path, it: EMap, hidden: int, tensors: Mapping[str, Tensor]) -> Correction:
     found = []
-    for name, shape in zip(_names(it), it.shapes(hidden), strict=True):
+    for name, shape in zip(_names(it), ((hidden,), (hidden, hidden)), strict=True):
         tensor = tensors.get(name)
         if tensor is None:
             raise _refused(file, name, "missing", f"one of shape {list(shape)}")
@@ -141,7 +128,7 @@ def _checked(file: Path, it: EMap, hidden: int, tensors: Mapping[str, Tensor]) -
         if tensor.dtype != DTYPES.get(it.dtype):
             raise _refused(file, f"dtype of {name}", str(tensor.dtype), it.dtype)
         found.append(tensor)
-    correction = Correction(found[0], tuple(found[1:]))
+    correction = Correction(*found)
     if (sha256 := correction.named(it.layer).sha256) != it.sha256:
         raise _refused(file, f"sha256 of {it.name}", sha256, it.sha256)
     return correction
@@ -164,8 +151,7 @@ def _metadata(raw: bytes) -> dict[str, str]:
     return found
 
 
-def _names(it: EMap) -> Sequence[str]:
-    num_factors = len(it.shapes(1)) - 1
-    # A layer may have two maps of one rank.
-    name = f"{it.name}, {it.sha256[:8]}"
-    return [f"{name}: {part}" for part in ("bias", *map(str, range(num_factors)))]
+def _names(it: EMap) -> tuple[str, str]:
+    """Of its tensors in the file."""
+    name = f"{it.name}, full, {it.sha256[:8]}"  # A layer may have two maps.
+    return f"{name}: bias", f"{name}: 0"

@@ -37,25 +37,13 @@ class EMap(msgspec.Struct, frozen=True, kw_only=True):
     tensors lie beside the profile (`cachetree.corrections`)."""
 
     layer: int
-    rank: int | None
-    """Of the matrix: 0 for a bias alone, None for a whole one."""
     dtype: str
     sha256: str
     """Of its tensors."""
 
     @property
-    def kind(self) -> str:
-        return "full" if self.rank is None else f"rank {self.rank}" if self.rank else "bias"
-
-    @property
     def name(self) -> str:
-        return f"layer {self.layer}, {self.kind}"
-
-    def shapes(self, hidden: int) -> tuple[tuple[int, ...], ...]:
-        """Of its bias and its factors."""
-        if self.rank is None:
-            return (hidden,), (hidden, hidden)
-        return ((hidden,), (hidden, self.rank), (self.rank, hidden)) if self.rank else ((hidden,),)
+        return f"layer {self.layer}"
 
 
 class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):

@@ -66,13 +66,13 @@ class Moments:
         ridge = penalty * x_x.diagonal().mean() * torch.eye(hidden, dtype=x_x.dtype)
         matrix = torch.linalg.solve(x_x + ridge.to(x_x.device), x_d)
         bias = mean[hidden + 1 :] - mean[:hidden] @ matrix
-        return Correction(bias.float(), (matrix.float().contiguous(),))
+        return Correction(bias.float(), matrix.float().contiguous())
 
     def explained(self, it: Correction) -> float:
         """Share of the squared distance between the two E that a map of `solve` takes away."""
         sums = self._sums.double()
         hidden = sums.shape[0] - 1
-        whole = torch.cat([it.factors[0], it.bias[None]]).double()
+        whole = torch.cat([it.matrix, it.bias[None]]).double()
         x_x, x_d = sums[:, : hidden + 1], sums[:, hidden + 1 :]
         gained = 2 * (whole * x_d).sum() - (whole * (x_x @ whole)).sum()
         return float(gained) / self._squares if self._squares else 0.0

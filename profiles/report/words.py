@@ -131,7 +131,7 @@ def small(value: float) -> str:
 
 
 def plan(it: FrontierPoint) -> str:
-    return span(it.block) + ("" if it.e_map is None else f", E by {it.e_map.kind}")
+    return span(it.block) + ("" if it.e_map is None else ", E corrected")
 
 
 def span(block: Span) -> str:

@@ -347,7 +347,7 @@ def test_a_request_may_name_a_block_that_passed() -> None:
 
 
 def test_a_plan_names_the_map_of_its_block_unless_it_is_exact() -> None:
-    e_map = EMap(layer=3, rank=None, dtype="float32", sha256="digest")
+    e_map = EMap(layer=3, dtype="float32", sha256="digest")
     corrected = msgspec.structs.replace(RECOMMENDED, e_map=e_map)
     blocks = (corrected, *PROFILE.blocks[1:])
     profile = msgspec.structs.replace(PROFILE, blocks=blocks, recommended=corrected)

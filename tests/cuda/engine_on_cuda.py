@@ -203,7 +203,7 @@ class Engine:
         )
         runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "plain"
         hidden = identity.hidden_size
-        half = Correction(torch.full((hidden,), 0.25), (torch.eye(hidden) / 2,))
+        half = Correction(torch.full((hidden,), 0.25), torch.eye(hidden) / 2)
         half = half.to("cuda", runner.dtype)
         metrics = Metrics(enabled=False)
         self.labels = Labels(metrics)

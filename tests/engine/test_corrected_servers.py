@@ -50,7 +50,7 @@ class Pair:
 
     @classmethod
     def write(cls, folder: Path, models: Checkpoints, sender: str, receiver: str) -> Pair:
-        e_map = Correction(BIAS, (MATRIX,))
+        e_map = Correction(BIAS, MATRIX)
         named = e_map.named(BLOCK.start)
         block = BlockQuality(start=BLOCK.start, stop=BLOCK.stop, quality=0.9, e_map=named)
         profile = profile_of(models.identity(sender), models.identity(receiver))

@@ -53,12 +53,11 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 CORRECTED = {
-    Span(1, 4): Correction(drawn(HIDDEN), (drawn(HIDDEN, 4), 16 * drawn(4, HIDDEN))),
-    Span(3, 5): Correction(drawn(HIDDEN), (drawn(HIDDEN, HIDDEN),)),
-    Span(4, 5): Correction(drawn(HIDDEN)),
-    Span(3, 4): Correction(torch.zeros(HIDDEN), (torch.zeros(HIDDEN, HIDDEN),)),
+    Span(1, 4): Correction(drawn(HIDDEN), drawn(HIDDEN, HIDDEN)),
+    Span(3, 5): Correction(drawn(HIDDEN), drawn(HIDDEN, HIDDEN)),
+    Span(3, 4): Correction(torch.zeros(HIDDEN), torch.zeros(HIDDEN, HIDDEN)),
 }
-"""Blocks of the profile that begin with corrected E: of low rank, whole, by a bias, and as is."""
+"""Blocks of the profile that begin with corrected E, the last with E as it is."""
 
 
 def with_maps(profile: PairProfile) -> PairProfile:
@@ -70,10 +69,8 @@ def with_maps(profile: PairProfile) -> PairProfile:
 
 
 def corrected_by_hand(block: Span, e: torch.Tensor) -> torch.Tensor:
-    it, moved = CORRECTED[block], e.clone()
-    for factor in it.factors:
-        moved = moved @ factor
-    return e + (moved if it.factors else 0) + it.bias
+    it = CORRECTED[block]
+    return e + e @ it.matrix + it.bias
 
 
 def literal(block: Span) -> str:

@@ -476,7 +476,7 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     own = read_model_identity(model)
     other, path = replace(own, weights="other"), tmp_path / "pair.json"
     width = own.hidden_size
-    it = Correction(torch.ones(width), (torch.zeros(width, 2), torch.zeros(2, width)))
+    it = Correction(torch.ones(width), torch.zeros(width, width))
     best = BlockQuality(start=1, stop=2, quality=0.9, e_map=it.named(1))
     plain = profile_of(other, own)
     paired = replace(plain, blocks=(best, *plain.blocks), recommended=best)
@@ -486,7 +486,7 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     server = load_this_server(server_args(model, extra))
     assert server.profiles == (paired,)
     assert torch.equal(server.corrections[best.e_map.sha256].bias, it.bias)
-    assert correction_bytes(server, torch.bfloat16) == 2 * (width + 4 * width)
+    assert correction_bytes(server, torch.bfloat16) == 2 * (width + width * width)
     assert server.senders[other.model_id] == {1}
 
     without = extra | {"e_correction": "off"}

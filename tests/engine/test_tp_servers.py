@@ -51,7 +51,7 @@ LATE, NEVER = "late", "never"
 NUM_STALLED = 330
 _DRAWN = torch.Generator().manual_seed(17)
 _BIAS, _MATRIX = (torch.randn(*it, 256, generator=_DRAWN) / 16 for it in ((), (256,)))
-CORRECTED, E_MAP = Span(3, 5), Correction(_BIAS, (_MATRIX,))
+CORRECTED, E_MAP = Span(3, 5), Correction(_BIAS, _MATRIX)
 """A block of the reader's profile, and what corrects E before it."""
 ADAPTERS = {"wide": {"rank": 8}, "upper": {"rank": 4, "layers": (4, 5), "seed": 1}}
 TP = {**CPU, "tp-size": NUM_RANKS}

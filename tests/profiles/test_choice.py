@@ -105,7 +105,7 @@ def test_layers_are_ranked_by_their_kl():
 def test_plans_of_one_size_are_in_the_same_order_in_every_run():
     """The better one first, then the closer one, however the names of maps hash."""
     for number in range(20):
-        e_map = EMap(layer=3, rank=0, dtype="float32", sha256=f"{number:064x}")
+        e_map = EMap(layer=3, dtype="float32", sha256=f"{number:064x}")
         better = Candidate(runs=(Span(1, 3),))
         closer = Candidate(runs=(Span(3, 5),), e_map=e_map)
         found = choose({closer: scores(0.1, 0.5), better: scores(0.2, 0.6)}, FULL, 0.05)

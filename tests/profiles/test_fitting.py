@@ -79,7 +79,7 @@ class _Passes:
 def test_maps_have_the_models_dtype_and_a_name_by_their_content() -> None:
     contexts = (_Passes(seed) for seed in range(30, 38))
     ((named, correction),) = fit_maps(contexts, [5], torch.bfloat16, "cpu").items()
-    assert (named.layer, named.rank, named.dtype) == (5, None, "bfloat16")
+    assert (named.layer, named.dtype) == (5, "bfloat16")
     assert correction.bias.dtype == torch.bfloat16
     assert correction.named(5) == named
 
@@ -95,7 +95,7 @@ def test_a_block_from_corrected_e_is_the_oracles() -> None:
     options = {"dtype": torch.float32, "device": torch.device("cpu")}
     pair = load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
     document, hidden = document_of(pair, 0), pair.receiver.config.hidden_size
-    it = Correction(drawn(1, hidden), (drawn(2, hidden, hidden) / hidden,))
+    it = Correction(drawn(1, hidden), drawn(2, hidden, hidden) / hidden)
     passes = DocumentPasses(
         LayeredModel(pair.sender),
         LayeredModel(pair.receiver),
@@ -105,7 +105,7 @@ def test_a_block_from_corrected_e_is_the_oracles() -> None:
     )
     theirs = prefill(pair.sender, torch.tensor([document.prefix]))
     nothing = [(k[:, :, :0], v[:, :, :0]) for k, v in theirs.kv]
-    e = theirs.e[3] + theirs.e[3] @ it.factors[0] + it.bias
+    e = theirs.e[3] + theirs.e[3] @ it.matrix + it.bias
     expected = recompute(pair.receiver, e, Span(3, 6), nothing)
     found, plain = passes.new(Span(3, 6), "map"), passes.new(Span(3, 6))
     for layer, (keys, values) in expected.items():

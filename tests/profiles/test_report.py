@@ -162,14 +162,14 @@ def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile: Measure
 
 
 def test_a_plan_that_corrects_e_is_named_so() -> None:
-    e_map = EMap(layer=2, rank=None, dtype="float32", sha256="00")
+    e_map = EMap(layer=2, dtype="float32", sha256="00")
     frontier = list(PROFILE.frontier)
     place = place_of(PROFILE, Span(2, 5))
     frontier[place] = replace(frontier[place], e_map=e_map)
     recommended = replace(PROFILE.recommended, e_map=e_map)
     profile = replace(PROFILE, frontier=tuple(frontier), recommended=recommended)
-    assert said(profile)["recommended plan"] == "[2, 5), E by full"
-    assert "plan: [2, 5), E by full;" in tables.tasks(profile).caption
+    assert said(profile)["recommended plan"] == "[2, 5), E corrected"
+    assert "plan: [2, 5), E corrected;" in tables.tasks(profile).caption
 
 
 def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
