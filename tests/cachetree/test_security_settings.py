@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from security_parts import Party, new_party
+from security_parts import Party
 from transport_parts import (
     FAMILY,
     FAST,
-    MODEL,
     ask_status,
-    check_content,
-    new_staging,
+    fetch_all,
     new_tree,
     pages_of,
     peer_of,
-    wait_all,
     worker_of,
 )
 
@@ -39,41 +34,11 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.cli import main
-from cachetree.transport import credentials_of, keys
+from cachetree.transport import credentials_of
+
+pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
 
 PAGES = pages_of(256)
-
-
-@pytest.fixture
-def us(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "us")
-
-
-@pytest.fixture
-def friend(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "friend")
-
-
-@pytest.fixture
-def stranger(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "stranger")
-
-
-@pytest.fixture(autouse=True)
-def no_secret_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.set_level(logging.DEBUG)
-    yield
-    for file in tmp_path.glob("*.key"):
-        secret = keys.read_key_pair(str(file)).secret
-        for shown in (secret.hex(), repr(secret)[2:-1]):
-            assert shown not in caplog.text
-
-
-def fetch_all(peer: Peer) -> None:
-    staging = new_staging(256)
-    peer.fetch(MODEL, PAGES, staging)
-    wait_all(staging)
-    check_content(staging, PAGES)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +75,7 @@ def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us: Party, friend: 
     with worker_of(new_tree(PAGES), listen="tcp://0.0.0.0:0", **us.serving(friend)) as worker:
         address = Location(worker.address.replace("0.0.0.0", "127.0.0.1"))
         with peer_of(address, new_tree(), friend.asking(us)) as peer:
-            fetch_all(peer)
+            fetch_all(peer, PAGES)
     with worker_of(new_tree(), listen="tcp://0.0.0.0:0", insecure=True):
         pass
 

@@ -18,7 +18,6 @@ from security_parts import (
     Tap,
     TicketUser,
     greeted,
-    new_party,
     ticket_of,
 )
 from transport_parts import (
@@ -26,16 +25,14 @@ from transport_parts import (
     MODEL,
     SILENCE_S,
     Nowhere,
-    check_content,
     content,
     eventually,
+    fetch_all,
     flushed,
-    new_staging,
     new_tree,
     pages_of,
     peer_of,
     store,
-    wait_all,
     worker_of,
 )
 
@@ -45,7 +42,6 @@ from cachetree import (
     Deadline,
     Kind,
     Location,
-    Peer,
     PeerConfig,
     PeerState,
     ProtocolError,
@@ -63,28 +59,11 @@ ELSEWHERE = "127.0.0.2"
 SEED = 11
 
 
-@pytest.fixture
-def us(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "us")
-
-
-@pytest.fixture
-def friend(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "friend")
-
-
 @pytest.fixture(autouse=True)
 def nothing_fails_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level(logging.INFO)
     yield
     assert "internal error" not in caplog.text
-
-
-def fetch_all(peer: Peer) -> None:
-    staging = new_staging(256)
-    peer.fetch(MODEL, PAGES, staging)
-    wait_all(staging)
-    check_content(staging, PAGES)
 
 
 @contextlib.contextmanager
@@ -106,7 +85,7 @@ def test_nothing_is_readable_on_the_wire(us: Party, friend: Party) -> None:
             Tap(Location(f"tcp://127.0.0.1:{port}"), ELSEWHERE) as tap,
         ):
             with peer_of(control.address, new_tree(), friend.asking(us)) as peer:
-                fetch_all(peer)
+                fetch_all(peer, PAGES)
             seen = bytes(tap.seen)
     assert len(seen) > 256 * 1024
     for telling in (b"LlamaForCausalLM", PAGES[3], content(PAGES[3], Step(Kind.KV, 0))[:64]):
@@ -120,7 +99,7 @@ def test_entries_are_pushed_and_read_back(us: Party, friend: Party) -> None:
             peer.push()
             eventually(lambda: kept.match(PAGES) and kept.match(PAGES)[0].num_pages == 256)
         with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
-            fetch_all(peer)
+            fetch_all(peer, PAGES)
         assert worker.status().num_protocol_errors == 0
 
 
@@ -131,7 +110,7 @@ def test_a_peer_on_the_same_host_still_copies_from_memory(us: Party, friend: Par
         peer_of(worker.address, new_tree(), friend.asking(us)) as peer,
     ):
         assert peer.status.shares_memory
-        fetch_all(peer)
+        fetch_all(peer, PAGES)
 
 
 FAULTS = [
@@ -155,7 +134,7 @@ def test_a_fetch_that_is_struck_brings_the_right_bytes(
             patience = {"silence_s": SILENCE_S} if fault is Fault.STALL else {}
             with peer_of(address, new_tree(), friend.asking(us, **patience)) as peer:
                 proxy.arm(Strike(fault, Towards.PEER, index, Via.SEALED))
-                fetch_all(peer)
+                fetch_all(peer, PAGES)
                 eventually(lambda: proxy.has_struck)
                 eventually(lambda peer=peer: peer.state is PeerState.READY)
                 if fault is Fault.FLIP_BODY:
@@ -220,7 +199,7 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
                 flushed(thief.channel)
                 eventually(lambda: worker.status().num_protocol_errors == 2)
         with peer_of(worker.address, new_tree(), friend.asking(us)) as honest:
-            fetch_all(honest)
+            fetch_all(honest, PAGES)
 
 
 def test_a_ticket_is_worth_nothing_after_a_while(us: Party, friend: Party) -> None:
@@ -254,7 +233,7 @@ def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us: Party, frie
                 assert not stranger.is_let_in()
         eventually(lambda: worker.status().num_failed_handshakes >= 20)
         with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
-            fetch_all(peer)
+            fetch_all(peer, PAGES)
         assert worker.status().num_protocol_errors == 0
         got = []
         for raw in silent:  # Each is closed by the worker, at the latest when its time is over.
@@ -307,5 +286,5 @@ def test_a_taken_bulk_port_stops_the_worker(us: Party, friend: Party) -> None:
     ):
         assert ticket_of(worker.address, friend.asking(us)).port == port
         begun_at_s = time.monotonic()
-        fetch_all(peer)
+        fetch_all(peer, PAGES)
         assert time.monotonic() - begun_at_s < 5

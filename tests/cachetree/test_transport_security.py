@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from security_parts import Party, Tap, new_party, send_garbage
+from security_parts import Party, Tap, send_garbage
 from transport_parts import (
     FAST,
     MODEL,
     ScriptedWorker,
     check_content,
     eventually,
+    fetch_all,
     new_staging,
     new_tree,
     pages_of,
@@ -39,39 +37,9 @@ from cachetree.transport import keys, wire
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.handshake import Gate
 
+pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
+
 PAGES = pages_of(256)
-
-
-@pytest.fixture
-def us(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "us")
-
-
-@pytest.fixture
-def friend(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "friend")
-
-
-@pytest.fixture
-def stranger(tmp_path: Path) -> Party:
-    return new_party(tmp_path, "stranger")
-
-
-@pytest.fixture(autouse=True)
-def no_secret_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.set_level(logging.DEBUG)
-    yield
-    for file in tmp_path.glob("*.key"):
-        secret = keys.read_key_pair(str(file)).secret
-        for shown in (secret.hex(), repr(secret)[2:-1]):
-            assert shown not in caplog.text
-
-
-def fetch_all(peer: Peer) -> None:
-    staging = new_staging(256)
-    peer.fetch(MODEL, PAGES, staging)
-    wait_all(staging)
-    check_content(staging, PAGES)
 
 
 def refused(peer: Peer, worker: Worker | None = None) -> str:
@@ -98,7 +66,7 @@ def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
     ):
         assert tree.match(PAGES)[0].num_pages == 256
         for _ in range(3):
-            fetch_all(peer)
+            fetch_all(peer, PAGES)
         assert worker.status().num_failed_handshakes == 0
 
 
@@ -143,7 +111,7 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
             Tap(data_port(worker), ELSEWHERE) as data_tap,
             peer_of(tap.address, new_tree(), config) as peer,
         ):
-            fetch_all(peer)
+            fetch_all(peer, PAGES)
         seen[name] = bytes(tap.seen + data_tap.seen)
     for telling in (b"LlamaForCausalLM", PAGES[3], b"first_byte"):
         assert telling in seen["plain"]
@@ -207,7 +175,7 @@ def test_a_peer_recovers_when_the_worker_comes_back_with_its_key(
         refused(peer)
     with worker_of(new_tree(PAGES), listen=address, **us.serving(friend)):
         eventually(lambda: peer.state is PeerState.READY)
-        fetch_all(peer)
+        fetch_all(peer, PAGES)
     peer.close()
 
 
@@ -285,7 +253,7 @@ def test_two_workers_in_a_process_have_lists_of_their_own(
         peer_of(second.address, new_tree(), friend.asking(stranger), is_ready=False) as denied,
     ):
         for peer in (allowed, other, clear):
-            fetch_all(peer)
+            fetch_all(peer, PAGES)
         assert friend.pair.public in refused(denied)
         assert second.status().num_failed_handshakes
         assert first.status().num_failed_handshakes == 0
@@ -305,7 +273,7 @@ def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: P
             dealer.connect(worker.address)
         try:
             with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
-                fetch_all(peer)
+                fetch_all(peer, PAGES)
             eventually(lambda: worker.status().num_failed_handshakes >= 100)
         finally:
             context.destroy(linger=0)

@@ -168,6 +168,14 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
         assert b"".join(staging.views(step)) == expected, step
 
 
+def fetch_all(peer: Peer, pages: Sequence[PageHash]) -> None:
+    """Every step of them, which have to be right."""
+    staging = new_staging(len(pages))
+    peer.fetch(MODEL, pages, staging)
+    wait_all(staging)
+    check_content(staging, pages)
+
+
 def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     give_up_at_s = time.monotonic() + seconds
     while not condition():
