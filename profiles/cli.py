@@ -66,8 +66,8 @@ def add_commands(commands: Any) -> None:
         "calibrate",
         help="measure what the drift guard allows a profile's plans",
         description="Measure how far answers by a profile's plans are from full prefill's, on the "
-        "held-out data that it was judged on, and write that into it: for profiles of before the "
-        "drift guard. The same command goes on where an earlier one was stopped.",
+        "held-out data that it was judged on, and write that into it: where it is missing, or more "
+        "data make it tighter. The same command goes on where an earlier one was stopped.",
         allow_abbrev=False,
     )
     for parser, run in ((verify, _verify), (calibrate, _calibrate)):

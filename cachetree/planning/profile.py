@@ -55,7 +55,7 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     """What corrects E at its start; None leaves E as the sender's."""
     tv_bound: float | None = None
     """With 99 % confidence the mean distance of an answer's first tokens from full prefill's is at
-    most this, as the drift guard measures it; None in profiles of before that was measured."""
+    most this, as the drift guard measures it; None where that was not measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -141,8 +141,8 @@ class Planner:
         self._generation += 1
 
     def meet(self, req: Req) -> None:
-        """Find where its adapter acts, and have it read no approximate KV of before; while it holds
-        nothing of SGLang's tree. On all ranks."""
+        """Find where its adapter acts, and have it read no approximate KV from before the last
+        change of what is in service. While it holds nothing of SGLang's tree; on all ranks."""
         self._activated.meet(req)
         if self._generation:
             prefixes.join(req, str(self._generation))

@@ -115,8 +115,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     one step (`chunked-prefill-size`), so that nobody who decodes waits longer than beside SGLang's
     own prefill."""
     fetch_deadline_s: float = 10.0
-    """After this a fetch is given up and its request does a full prefill; one whose block was not
-    asked for by name gives up as soon as it is late by what reuse would save."""
+    """After this a fetch is given up and its request does a full prefill. A request that names no
+    block gives up sooner: once its fetch is as late as reuse would save."""
     peer_cooldown_s: float = 30.0
     """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
     times this, each time that the one fetch which then tries it fails."""
@@ -125,8 +125,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server's own prefills, or `flashinfer`, one of FlashInfer beside any other. It is made and run
     at start, and its device memory (of FlashInfer 384 MiB to 2 GiB) is left out of the KV pool."""
     forward_wait_s: float = 0.05
-    """Longest that a forward waits for layers beyond when they arrive at the rate so far; then full
-    prefill."""
+    """How much longer a forward waits for layers than they should take at the rate so far; then
+    full prefill."""
     ttft_target_ms: float | None = None
     """While no request waits, recompute as many layers as meet this; none recomputes what the
     profile recommends."""

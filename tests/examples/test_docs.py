@@ -114,6 +114,7 @@ def test_the_list_for_language_models_is_of_these_pages() -> None:
     ("page", "text"),
     [
         ("docs/design.md", f"the wait is {UNMEASURED_S} s at most"),
+        ("docs/design.md", f"after {WAIT_S} s, or"),
         ("docs/storage.md", f"waits at most {WAIT_S} s for the answer"),
         ("docs/compatibility.md", f"SGLang other than {version('sglang')} "),
     ],
