@@ -2,11 +2,11 @@
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
 # make quick   the tests of the cache and the engine that start no server, two files at a time
 # make mutants changes the modules that decide, and says what no test sees: tests/mutants.md
-# make bench   the benchmarks, 35 minutes, into benchmarks/results;  make tables   the pages' tables of them
+# make bench   the benchmarks, 35 minutes, into benchmarks/results;  make tables   what pages have of them
 # make soak    random operations, faults and inputs: an hour or more
 # make docs    the documentation, into build/docs
 # make gpu     what the CUDA path does on this device, where there is one
-# make newest  what of the newest SGLang that the package index offers is not as it was read
+# make newest  what the newest SGLang of the package index has changed of what this hooks and calls
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 # make real    a real model, its skills and what they are asked, into build/real
 PYTHON ?= python3
@@ -32,7 +32,8 @@ demo: $(INSTALLED)
 	@$(BIN)/python -m tools.real || true
 	$(BIN)/droidspeak demo --out out/demo
 
-# A file is one process's from start to end; those of few tests are not the last, as they take long.
+# One process runs a whole file. Files keep their order: those of few tests may take long, and would
+# otherwise come last.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # A busy machine can fail a test of servers. Three tests in all get a second try, and the summary
 # shows what failed at the first one.

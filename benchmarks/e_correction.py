@@ -8,11 +8,11 @@
 
 `measure` fits the maps on the contexts of one file (`profiles.compute.fitting`; every fourth one
 chooses the penalty) and measures each block on those of another, which share none: with E as the
-sender's, and corrected by the map. Full reuse and linear KV maps (`kv_maps`) stand beside. Before,
-maps of lower rank were measured, too: the results have them, and on no real pair did one explain as
-much. It stops after so many seconds and goes on
-from `--state` when called again. `texts` writes contexts of another kind than package records: this
-repository's pages and code. `report` puts all that was measured into `results/e_correction.json`.
+sender's, and corrected by the map. Full reuse and linear KV maps (`kv_maps`) stand beside. It stops
+after so many seconds and goes on from `--state` when called again. `texts` writes contexts of
+another kind than package records: this repository's pages and code. `report` puts all that was
+measured into `results/e_correction.json`, which has maps of lower rank from before, too: on no real
+pair did one explain as much.
 
 The measures: KL and total variation (TV) of the receiver's next tokens to full prefill's, along
 full prefill's answers; F1 of the decoded answers. Means over a context's questions. Differences are
