@@ -103,7 +103,7 @@ def overlap(num_tokens: int) -> dict[str, Any]:
     def both() -> None:
         copies = Copies(None, "cuda")
         copies.wait_for_forwards()
-        with copies.of(0, 0):
+        with copies.on_stream(), copies.of(0, 0):
             loads.run()
         compute()
         copies.forward_waits(0, 0)

@@ -28,16 +28,20 @@ class Copies:
             if self._forwards is not None:
                 self._stream.wait_stream(self._forwards)
 
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """For a thread that copies, once: when it leaves the stream it is on the process's first
+        device, which may be another server's."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     @contextlib.contextmanager
     def of(self, index: int, layer: int) -> Iterator[None]:
-        """Run the copies of one layer of one batch."""
-        if self._stream is None:
+        """Those of one layer of one batch, all that were begun, are waited for."""
+        try:
             yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-            self._events[index, layer] = event = torch.cuda.Event()
-            event.record(self._stream)
+        finally:
+            if self._stream is not None:
+                self._events[index, layer] = event = torch.cuda.Event()
+                event.record(self._stream)
 
     @contextlib.contextmanager
     def timed(self, laps: Laps) -> Iterator[None]:

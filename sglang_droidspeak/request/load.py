@@ -149,7 +149,7 @@ class Loader:
         self._turns.close(10)
 
     def _run(self, batches: Iterator[tuple[int, Sequence[Load]]]) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), self._copies.on_stream():
             for index, loads in batches:
                 for layer in range(self._num_layers):
                     try:

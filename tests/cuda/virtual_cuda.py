@@ -131,6 +131,9 @@ class VirtualCuda:
     races: list[SynchronizationError] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     fences: set[Line] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+    """Threads, each time that one leaves a stream: torch has it on the device from before then, of
+    a new thread the process's first."""
     is_capturing: bool = False
     _graph: Graph | None = None
     _detector: EventHandler = field(default_factory=EventHandler)
@@ -238,6 +241,7 @@ class VirtualCuda:
             yield
         finally:
             self._local.stream = before
+            self.left.append(threading.current_thread().name)
 
     def fence(self, what: str, action: Callable[[], None]) -> None:
         line = _caller(what)

@@ -1,0 +1,72 @@
+"""The thread that copies into slots on a device, for a batch of several loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from virtual_cuda import VirtualCuda
+
+from cachetree.ids import Span
+from cachetree.memory import copying
+from sglang_droidspeak.request.copies import Copies
+from sglang_droidspeak.request.load import Load, Loader
+
+WIDTH, NUM_LAYERS = 64, 2
+PLAN: Any = SimpleNamespace(block=Span(0, 0))
+
+
+class Source:
+    """Page-locked memory with a row for one slot."""
+
+    def __init__(self, cuda: VirtualCuda) -> None:
+        self.memory = cuda.page_locked(4 * WIDTH)
+        self.pool = torch.zeros(4, WIDTH, device="cuda")
+
+    def wait(self, _step: object) -> None:
+        """It is there."""
+
+    def copy(self, _layer: int, _at: Span, slots: torch.Tensor) -> int:
+        row = torch.frombuffer(self.memory, dtype=torch.float32).to("cuda", non_blocking=True)
+        self.pool[slots] = row[None]
+        return self.memory.nbytes
+
+
+class Breaks(Source):
+    def copy(self, *_args: object) -> int:
+        raise torch.OutOfMemoryError("a test")
+
+
+@pytest.fixture
+def cuda() -> Iterator[VirtualCuda]:
+    with VirtualCuda() as device:
+        yield device
+
+
+def copied(cuda: VirtualCuda, *sources: Source) -> Loader:
+    """A loader that has just ended a batch of them."""
+    loader = Loader(NUM_LAYERS, Copies(None, "cuda"))
+    slots = torch.tensor([2], device="cuda")
+    at: Any = Span(0, 1)
+    loads = [Load(plan=PLAN, source=it, at=at, slots=slots) for it in sources]  # type: ignore[arg-type]
+    loader.finish(loader.start(loads))
+    return loader
+
+
+def test_it_never_leaves_its_stream_for_the_first_device(cuda: VirtualCuda) -> None:
+    loader = copied(cuda, Source(cuda))
+    left = [name for name in cuda.left if name == "droidspeak-loader"]
+    loader.close()
+    assert left == []
+
+
+def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: VirtualCuda) -> None:
+    source = Source(cuda)
+    loader = copied(cuda, source, Breaks(cuda))
+    copying.copy(source.memory, memoryview(np.ones(4 * WIDTH, np.uint8)))  # Another fetch has it.
+    loader.close()
+    assert not cuda.races, cuda.races[0]
