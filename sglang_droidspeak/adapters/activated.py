@@ -15,13 +15,11 @@ from copy import copy
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-import torch
-
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import HookType, prefixes, release
 from sglang_droidspeak.engine.asking import num_answered
-from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler
+from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler, async_h2d
 
 
 class ActivatedAdapters:
@@ -40,6 +38,7 @@ class ActivatedAdapters:
         engine.place_hooks(
             {
                 release.PREPARE_LORA: (self._prepare, HookType.AROUND),
+                release.FITS_LORA_GRAPH: (self._fits_graph, HookType.AROUND),
                 release.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
             }
         )
@@ -57,22 +56,29 @@ class ActivatedAdapters:
         self._reqs[req.rid] = req
 
     def _prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
-        """Tell SGLang of two requests where one is before its invocation first, and then after."""
+        told = self._told(batch)
+        if told is not batch:
+            manager.fetch_new_loras({*told.lora_ids, None})
+        original(manager, told)
+
+    def _fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
+        """Asked by what prepares a batch and by what runs it: graphs have room for so many."""
+        return original(manager, self._told(batch))
+
+    def _told(self, batch: ForwardBatch) -> ForwardBatch:
+        """With two requests where one is before its invocation first, and then after."""
         reqs = [self._reqs.get(rid) for rid in batch.rids or ()]
         starts = [None if req is None else prefixes.invoked_at(req) for req in reqs]
         if not any(starts):
-            original(manager, batch)
-            return
+            return batch
         lora_ids, lengths = _segments(batch, starts)
-        manager.fetch_new_loras({*lora_ids, None})
         told = copy(batch)
-        told.lora_ids, told.batch_size = lora_ids, len(lora_ids)
+        told.rids, told.lora_ids, told.batch_size = None, lora_ids, len(lora_ids)
         if batch.forward_mode.is_extend():
+            lens = batch.extend_seq_lens
             told.extend_seq_lens_cpu = lengths
-            told.extend_seq_lens = torch.tensor(
-                lengths, dtype=batch.extend_seq_lens.dtype, device=batch.extend_seq_lens.device
-            )
-        original(manager, told)
+            told.extend_seq_lens = async_h2d(lengths, dtype=lens.dtype, device=lens.device)
+        return told
 
 
 def _segments(

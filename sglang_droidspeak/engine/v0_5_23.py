@@ -45,6 +45,7 @@ SLEEP_ON_IDLE = f"{SCHEDULER_MODULE}.Scheduler.maybe_sleep_on_idle"
 LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
 UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
 PREPARE_LORA = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
+FITS_LORA_GRAPH = "sglang.srt.lora.lora_manager.LoRAManager.can_use_prefill_cuda_graph"
 CAN_SCHEDULE_LORA = f"{SCHEDULER_MODULE}.Scheduler.can_schedule_lora_req"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 
@@ -85,6 +86,7 @@ USED: Mapping[str, str] = {
     LOAD_LORA: "6369b10627d1 lora_ref",
     UNLOAD_LORA: "014090d3f36c lora_ref",
     PREPARE_LORA: "fd8e07ca37f2 forward_batch",
+    FITS_LORA_GRAPH: "7f649d5d8ea6 forward_batch",
     CAN_SCHEDULE_LORA: "01d82aee17c4 req running_loras",
     NATIVE_HASH: "bfd2899789f5 token_ids prior_digest page_size",
     f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",

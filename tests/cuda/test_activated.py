@@ -1,0 +1,83 @@
+"""What SGLang is told of a batch whose adapter acts from an invocation on, on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.lora.lora_manager import LoRAManager
+from virtual_cuda import VirtualCuda
+
+from sglang_droidspeak.adapters.activated import ActivatedAdapters
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.asking import unsent
+from sglang_droidspeak.engine.names import ForwardMode
+
+RID, INVOKED_AT, NUM_TOKENS = "an unsent request", 20, 32
+
+
+@pytest.fixture
+def cuda() -> Iterator[VirtualCuda]:
+    with VirtualCuda() as device:
+        yield device
+
+
+@pytest.fixture
+def activated() -> Iterator[ActivatedAdapters]:
+    """They have met a request."""
+    models: Any = SimpleNamespace(invocation=lambda _lora_id: (7,))
+    made = ActivatedAdapters(models)
+    tokens = [5] * INVOKED_AT + [7] + [5] * (NUM_TOKENS - INVOKED_AT - 1)
+    req = unsent(tokens, "judge", None, None)
+    made.meet(req)
+    assert (req.rid, prefixes.invoked_at(req)) == (RID, INVOKED_AT)
+    yield made
+
+
+def prefill() -> Any:
+    return SimpleNamespace(
+        rids=[RID],
+        lora_ids=["judge"],
+        batch_size=1,
+        forward_mode=ForwardMode.EXTEND,
+        seq_lens_cpu=torch.tensor([NUM_TOKENS]),
+        extend_seq_lens=torch.tensor([NUM_TOKENS], dtype=torch.int32).to("cuda"),
+        extend_seq_lens_cpu=[NUM_TOKENS],
+        extend_num_tokens=NUM_TOKENS,
+    )
+
+
+def manager(num_slots: int) -> Any:
+    """Whose graphs of prefills have been made for so many requests."""
+    backend = SimpleNamespace(
+        prefill_cuda_graph_max_bs=num_slots, prefill_cuda_graph_max_tokens=NUM_TOKENS
+    )
+    return SimpleNamespace(
+        lora_backend=backend, attn_dp_enabled=False, fetch_new_loras=lambda _ids: None
+    )
+
+
+def test_the_host_does_not_wait_to_tell_of_it(cuda: VirtualCuda, activated) -> None:
+    told, batch = [], prefill()
+    cuda.stalls.clear()
+    activated._prepare(lambda _manager, it: told.append(it), manager(2), batch)
+    assert cuda.stalls == []
+    assert told[0].lora_ids == [None, "judge"]
+    assert told[0].extend_seq_lens.tolist() == [INVOKED_AT, NUM_TOKENS - INVOKED_AT]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
+    cuda: VirtualCuda, activated, num_slots: int
+) -> None:
+    fits, batch, refreshed = LoRAManager.can_use_prefill_cuda_graph, prefill(), []
+
+    def prepare(of: Any, told: Any) -> None:
+        refreshed.append(activated._fits_graph(fits, of, told))
+
+    activated._prepare(prepare, manager(num_slots), batch)
+    is_replayed = activated._fits_graph(fits, manager(num_slots), batch)
+    assert refreshed == [is_replayed] == [num_slots == 2]
