@@ -96,6 +96,11 @@ class Spec:
     def answers(self, log: Path) -> bool:
         raise NotImplementedError
 
+    def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
+        """It counts what a GPU has free when it starts, and again once its model is loaded: others
+        that start there meanwhile are taken for its own."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec(Spec):
@@ -140,6 +145,14 @@ class ServerSpec(Spec):
         with contextlib.suppress(requests.RequestException):
             return requests.get(f"{self.address(log)}/ready", timeout=2).status_code == 200
         return False
+
+    def is_on_gpu(self, env: Mapping[str, str]) -> bool:
+        is_hidden = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES") == ""
+        if is_hidden or self.options.get("device") == "cpu":
+            return False
+        import torch
+
+        return torch.cuda.is_available()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,10 +346,12 @@ def running(
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[list[Any]]:
-    """Start servers side by side, yield them ready, and end them whatever happens, SIGTERM too.
+    """Start servers side by side, on a GPU one after the other, yield them ready, and end them
+    whatever happens, SIGTERM too.
 
     Raises ServerFailed.
     """
+    env = env or {}
     with terminable(), contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
@@ -345,18 +360,24 @@ def running(
         stack.callback(_stop_all, servers)
         for spec in specs:
             with _uninterrupted():
-                servers.append(spec.start(folder, env or {}))
-        started_s = time.monotonic()
-        waiting = list(servers)
-        while waiting := [server for server in waiting if not server.is_ready()]:
-            elapsed_s = time.monotonic() - started_s
-            if elapsed_s > START_TIMEOUT_S:
-                late = waiting[0]
-                raise ServerFailed(
-                    f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
-                )
-            time.sleep(_LOOK_S)
+                servers.append(spec.start(folder, env))
+            if spec.is_on_gpu(env):
+                _wait_for(servers[-1:])
+        _wait_for(servers)
         yield servers
+
+
+def _wait_for(waiting: Sequence[Process]) -> None:
+    """Until they are ready; raises ServerFailed."""
+    started_s = time.monotonic()
+    while waiting := [server for server in waiting if not server.is_ready()]:
+        elapsed_s = time.monotonic() - started_s
+        if elapsed_s > START_TIMEOUT_S:
+            late = waiting[0]
+            raise ServerFailed(
+                f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
+            )
+        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager

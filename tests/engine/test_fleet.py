@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 import yaml
 
 from cachetree.checkpoint.family import Family
@@ -166,6 +168,42 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
     for wrong in ({**FAMILY, "kv_dtype": "int3"}, {**FAMILY, "model": "nowhere"}):
         with pytest.raises(ConfigError):
             read_config(written(tmp_path, {"family": wrong}))
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "order"),
+    [
+        ({}, {}, ["start one", "one is ready", "start two", "two is ready"]),
+        ({"device": "cpu"}, {}, ["start one", "start two", "one is ready", "two is ready"]),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, ["start one", "start two", "one is ready"]),
+    ],
+)
+def test_servers_of_one_device_start_one_after_the_other(
+    tmp_path, monkeypatch, options: dict[str, str], env: dict[str, str], order: list[str]
+) -> None:
+    """SGLang would take for its own KV what another one has not yet taken."""
+    happened: list[str] = []
+
+    class Started:
+        def __init__(self, name: str) -> None:
+            happened.append(f"start {name}")
+            self.name, self.is_known = name, False
+            self.terminate = self.stop = lambda: None
+
+        def is_ready(self) -> bool:
+            if not self.is_known:
+                happened.append(f"{self.name} is ready")
+            self.is_known = True
+            return True
+
+    class Wanted(ServerSpec):
+        def start(self, *_: object) -> Any:
+            return Started(self.name)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wanted = [Wanted(name=name, model=MODEL, options=options) for name in ("one", "two")]
+    with servers.running(*wanted, folder=tmp_path, env=env):
+        assert happened[: len(order)] == order
 
 
 def test_no_two_processes_are_given_one_port(monkeypatch):
