@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _PIECE_TOKENS: Final = 1024
 """Of a Llama-3-8B 4 MiB of KV per layer."""
+_LOADED_TOKENS: Final = 8192
+"""Of what is loaded, 32 MiB; while it is decoded the device has it several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ class ServerPool:
                 self.rows.read_into(step.layer, part, target)
 
     def load(self, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]) -> int:
-        """As `DeviceRows.write_from`, from bytes in several runs; how many bytes those are."""
-        for source, part in _parts(sources, slots, len(slots)):
+        """As `DeviceRows.write_from`, from bytes in several runs; how many bytes those are. In
+        pieces, because each is in the device's memory first."""
+        for source, part in _parts(sources, slots, _LOADED_TOKENS):
             self.rows.write_from(layer, part, source)
         return sum(source.nbytes for source in sources)
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
+from cachetree.checkpoint import Codec
 from cachetree.ids import Span
 from cachetree.memory import copying
 from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.load import Load, Loader
+from sglang_droidspeak.store.rows import Coding, ServerPool
 
 WIDTH, NUM_LAYERS = 64, 2
 PLAN: Any = SimpleNamespace(block=Span(0, 0))
@@ -70,3 +72,19 @@ def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: Virtua
     copying.copy(source.memory, memoryview(np.ones(4 * WIDTH, np.uint8)))  # Another fetch has it.
     loader.close()
     assert not cuda.races, cuda.races[0]
+
+
+def test_a_long_load_takes_no_more_of_the_devices_memory_than_a_forwards_tokens() -> None:
+    written: list[tuple[list[int], bytes]] = []
+
+    def write(_layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        written.append((slots.tolist(), bytes(source)))
+
+    rows: Any = SimpleNamespace(write_from=write)
+    pool = ServerPool(rows, None, Coding(Codec.NONE, 1), 16)  # type: ignore[arg-type]
+    data = np.random.default_rng(1).bytes(2 * 20_000)
+    runs = [memoryview(data[:6_000]), memoryview(data[6_000:])]
+    assert pool.load(0, torch.arange(20_000), runs) == len(data)
+    assert max(len(slots) for slots, _ in written) == 8192
+    assert [slot for slots, _ in written for slot in slots] == list(range(20_000))
+    assert b"".join(source for _, source in written) == data
