@@ -129,8 +129,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._while_serving = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
-            self._cache.tree, attachment.e_pool, params.page_size, num_slots
+            self._cache.tree, server.transition_layers, params.page_size, num_slots
         )
+        self._pool_index.is_read = runner.lora_manager is not None
         planner = Planner(
             server, self._cache, self._meter, self._models, self._activated, self._pool_index
         )
@@ -146,7 +147,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 profiles=planner.profiles,
                 names={args.served_model_name: identity.model_id},
             )
-            self._pool_index.is_told = True
+            self._pool_index.is_read = True
             where = parse_http(settings.http, field="http")
             self._while_serving.enter_context(StatusPage(*where, self._cache.status, queries))
         guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)
@@ -167,7 +168,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._models,
             self._pool_index,
             self._offloader,
-            self._ranks,
             params.page_size,
         )
         self._offloader.is_stopped = not settings.host_gb

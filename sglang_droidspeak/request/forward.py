@@ -150,10 +150,13 @@ class ForwardPass:
             if not load.at.start:
                 prefixes.move(req, approximate=False)
         elif load.plan.is_exact:
+            has_e = False
             try:
-                load.source.adopt_e(load.at, load.slots)
+                has_e = load.source.adopt_e(load.at, load.slots)
             except Exception:
                 log.exception("request %s: its prefix is kept without E", req.rid)
+            if not has_e:
+                req.num_loaded = load.at.stop
 
     def _prefill_in_full(self, batch: ScheduleBatch, row: int, load: Load) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""

@@ -111,8 +111,10 @@ class Source:
         """Copy the KV of these tokens into as many slots; the bytes that came from host memory."""
         raise NotImplementedError
 
-    def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
-        """The slots have been loaded with what is exact: give them E, where it lies beside."""
+    def adopt_e(self, at: Span, slots: torch.Tensor) -> bool:
+        """The slots have been loaded with what is exact: give them E, where it lies beside; whether
+        they have it."""
+        return False
 
     def release(self) -> None:
         """Nobody reads it any more."""
@@ -171,10 +173,9 @@ class InPool(Source):
         self._pool.rows.copy(layer, self._slots(at), slots)
         return 0
 
-    def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
-        plan = self._plan
-        first_own = plan.block.start if len(plan.block) else plan.num_layers
-        self._pool.e_pool.adopt(self._slots(at), slots, first_own)
+    def adopt_e(self, at: Span, slots: torch.Tensor) -> bool:
+        self._pool.e_pool.adopt(self._slots(at), slots, self._plan.block)
+        return self._pages.has_e
 
     def release(self) -> None:
         if self._pages is not None:

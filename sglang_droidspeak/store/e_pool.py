@@ -48,11 +48,11 @@ class EPool:
     def invalidate(self, slots: torch.Tensor) -> None:
         self.valid.index_fill_(0, slots, False)
 
-    def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
-        """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
-        layers from there on have just run."""
+    def adopt(self, source: torch.Tensor, slots: torch.Tensor, block: Span) -> None:
+        """`slots` are the same tokens of a model whose layers in `block` have just run, and that
+        has the same E elsewhere."""
         for layer, rows in self.e.items():
-            if layer < first_own:
+            if layer not in block:
                 rows[slots] = rows[source]
         self.valid[slots] = self.valid[source]
 

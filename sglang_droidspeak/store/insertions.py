@@ -17,8 +17,7 @@ import torch
 from cachetree import Cache, Kind, ModelId, PageHash, Step, Turns, give_way
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req
-from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req, UnifiedRadixCache
 from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import ServerPool
 
@@ -62,7 +61,6 @@ class Insertions:
     _models: Models
     _pool: PoolIndex
     _offloader: Offloader
-    _ranks: Ranks
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
     about: Callable[[Req, int, int], EventTokens | None] = field(
@@ -72,22 +70,27 @@ class Insertions:
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
         """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
+        if self._pool.is_read:
+            self._note(req, up_to, tree)
         self._inserting = (req, up_to)
         try:
             original(tree, req, up_to=up_to, **rest)
         finally:
             self._inserting = None
-        is_wanted = self._pool.is_told or len(self._models) > 1
-        if self._ranks.is_first and is_wanted and not req.skip_radix_cache_insert:
-            self._note(req, up_to)
 
-    def _note(self, req: Req, up_to: int) -> None:
-        """What SGLang's tree now has of this request is there for the other models, too."""
+    def _note(self, req: Req, up_to: int, tree: UnifiedRadixCache) -> None:
+        """What SGLang's tree will have of this request is there for the other models, too."""
         owner = self._models.owner_of(req)
         if owner is None or prefixes.refusal(req) or prefixes.is_approximate(req):
             return
         pages = owner.pages_of(prefixes.pages_of(req, up_to, self._page_size), self._page_size)
-        self._pool.note(prefixes.namespace_of(req), owner.model, pages)
+        self._pool.note(
+            prefixes.namespace_of(req),
+            owner.model,
+            pages,
+            self._pool.held(req, len(pages), tree).exact,
+            getattr(req, "num_loaded", 0) // self._page_size,
+        )
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
         """Have new exact KV copied out, after what `ready` records; False where it is not, yet."""

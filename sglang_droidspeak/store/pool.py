@@ -19,7 +19,6 @@ from cachetree.planning import Plan
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
-from sglang_droidspeak.store.e_pool import EPool
 
 
 def pool_of(namespace: str) -> Location:
@@ -35,6 +34,8 @@ class PoolPages:
     """KV slots of the plan's pages, int64."""
     release: Callable[[], None] = lambda: None
     """SGLang may evict them again."""
+    has_e: bool = False
+    """All that a recompute of them can begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +55,43 @@ class PoolIndex:
     """Scheduler thread only."""
 
     _tree: CacheTree
-    _e_pool: EPool
+    _e_layers: Sequence[int]
+    """Of which layers SGLang's forwards leave E beside the KV."""
     _page_size: int
     _num_slots: int
     _ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = field(
         default_factory=OrderedDict, init=False
     )
     """Pages noted, the one longest unused first, and each after those that stand on it."""
-    is_told: bool = field(default=False, init=False)
-    """Whether others than this server's models ask what the pool has."""
+    is_read: bool = field(default=False, init=False)
+    """Whether anybody asks what the pool has, or may: a model of this server, or others."""
     has_approximate: bool = field(default=False, init=False)
     """Whether SGLang's tree can have approximate KV."""
 
-    def note(self, namespace: str, model: ModelId, pages: Sequence[PageHash]) -> None:
-        """These pages, from the root, are now in that namespace of SGLang's tree, as `model`'s."""
+    def note(
+        self,
+        namespace: str,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        num_there: int,
+        num_loaded: int,
+    ) -> None:
+        """SGLang inserts these pages, from the root, into that namespace of its tree, as `model`'s.
+        It has the first `num_there`, and of the others the first `num_loaded` come without E.
+
+        A page that is noted with E has it in whatever slots the tree has for it. For whoever may
+        load comes here before each insertion, and what was not loaded SGLang's own forwards compute,
+        which write E; who never comes here loads nothing. What the tree has keeps its slots and so
+        its note: unnoted, it counts as without E, and behind a page without, E is of no use.
+        """
         location = pool_of(namespace)
         num_known = self._tree.reach(location, model, pages)
-        if num_known < len(pages):
-            parent = pages[num_known - 1] if num_known else None
-            e_layers = self._e_pool.layers
-            self._tree.add_remote(location, model, parent, pages[num_known:], e_layers)
+        start = min(num_there, num_known)
+        if start < len(pages):
+            parent = pages[start - 1] if start else None
+            has_e = num_loaded <= num_there <= num_known
+            e_layers = self._e_layers if has_e else ()
+            self._tree.add_remote(location, model, parent, pages[start:], e_layers)
         for page in reversed(pages):
             self._ages[location, model, page] = None
             self._ages.move_to_end((location, model, page))
@@ -116,22 +134,25 @@ class PoolIndex:
             return None
         node, slots = found
         lock = tree.lock(node)
-        return PoolPages(slots, lambda: tree.unlock(lock))
+        return PoolPages(slots, lambda: tree.unlock(lock), self._has_e(plan, pages))
 
     def find(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> tuple[NodeId, torch.Tensor] | None:
-        """The last node and the slots of the plan's pages; None where the note was wrong, which it
-        is no more."""
+        """The last node and the slots of the plan's pages; None where SGLang has not all of them
+        any more, which is noted then, or E that the plan needs is not there. Asks the device for
+        nothing."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
         node, slots = prefixes.slots_of(req, namespace, plan.pages.stop, tree)
         num_there = len(slots) // self._page_size
         if num_there < plan.pages.stop:
             self._tree.drop_remote(plan.location, plan.sender, pages[num_there:])
             return None
-        wanted = slots[plan.pages.start * self._page_size :]
-        if plan.transition_layers and self._e_pool.num_pages_without(wanted, self._page_size):
-            known = pages[: plan.pages.stop]
-            self._tree.add_remote(plan.location, plan.sender, None, known, ())
+        if plan.transition_layers and not self._has_e(plan, pages):
             return None
-        return node, wanted
+        return node, slots[plan.pages.start * self._page_size :]
+
+    def _has_e(self, plan: Plan, pages: Sequence[PageHash]) -> bool:
+        found = {(it.location, it.model): it.e_pages for it in self._tree.match(pages)}
+        e_pages = found.get((plan.location, plan.sender), {})
+        return min(e_pages.values(), default=0) >= plan.pages.stop

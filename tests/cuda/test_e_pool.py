@@ -72,6 +72,18 @@ def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda: VirtualCuda) -> Non
         assert torch.equal(torch.cat([first, second], 1), whole)
 
 
+def test_e_of_what_was_copied_is_taken_over_but_where_layers_have_run(pool) -> None:
+    e_pool, stack = pool
+    source, slots = (torch.arange(at, at + 4, device="cuda") for at in (0, 8))
+    e = {layer: torch.full((4, HIDDEN), float(layer), device="cuda") for layer in (1, 3)}
+    stack.forward(source[:2], e)
+    stack.forward(slots, dict.fromkeys((1, 3), torch.zeros(4, HIDDEN, device="cuda")))
+    e_pool.invalidate(slots)
+    e_pool.adopt(source, slots, Span(0, 2))
+    assert [e_pool.e[layer][9].unique().item() for layer in (1, 3)] == [0.0, 3.0]
+    assert e_pool.valid[slots].tolist() == [True, True, False, False]
+
+
 def test_slots_lose_their_e_without_a_wait(cuda: VirtualCuda, pool) -> None:
     e_pool, stack = pool
     slots = torch.arange(16, device="cuda")

@@ -1,15 +1,16 @@
 """Random lives of adapters and prompts: what is found is always that model's, tenant's and tokens'.
 
 SGLang's side is played by a plain dictionary, the oracle, that says of every KV slot which weights
-computed it, for which tenant and which page. Adapters come and go, come back with other weights
-under the same name, SGLang evicts behind our back, approximate pages mix with exact ones.
+computed it, for which tenant and which page, and whether E lies beside. Adapters come and go, come
+back with other weights under the same name, SGLang evicts behind our back, requests that run at the
+same time compute what others load and the other way round.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ from sglang_droidspeak.store.pool import PoolIndex, pool_of
 NUM_PAGES = 96
 """Of the pool: small, so that slots are used again and again."""
 NUM_LAYERS = 4
+E_LAYER = 1
+MAX_RUNNING = 6
 NAMES = ("a", "b", "c")
 TENANTS = ("", "one", "two")
 
@@ -42,6 +45,20 @@ class Content:
 
     weights: str
     page: PageHash
+    has_e: bool
+
+
+@dataclass(frozen=True)
+class Running:
+    """A request between its admission and its insertion."""
+
+    lora_id: str | None
+    weights: str
+    pages: Sequence[PageHash]
+    num_read: int
+    """Of SGLang's tree, which keeps them meanwhile."""
+    num_loaded: int
+    """So many of the first come out of a cache, but for those; without E."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ class Engine:
         self.trees: dict[tuple[str | None, PageHash], int] = {}
         """The page of slots of a page, in an adapter's tree."""
         self.children: dict[tuple[str | None, PageHash], set[PageHash]] = {}
+        self.running: list[Running] = []
 
     def held(self, lora_id: str | None, pages: Sequence[PageHash]) -> list[int]:
         slots = []
@@ -75,25 +93,26 @@ class Engine:
             slots.append(self.trees[lora_id, page])
         return slots
 
-    def insert(self, lora_id: str | None, weights: str, pages: Sequence[PageHash]) -> list[int]:
-        """Compute what is missing; returns the pages of slots that are new."""
-        new = []
+    def insert(self, it: Running) -> None:
+        """What is missing; what is there keeps its slots, whatever the request has made."""
+        lora_id, pages = it.lora_id, it.pages
         for index, page in enumerate(pages):
             if (lora_id, page) in self.trees:
                 continue
             free = set(range(NUM_PAGES)) - set(self.trees.values())
             while not free:
-                self.evict_one(keep={(lora_id, it) for it in pages})
+                self.evict_one(keep={(lora_id, page) for page in pages})
                 free = set(range(NUM_PAGES)) - set(self.trees.values())
             slot = self._rng.choice(sorted(free))
             self.trees[lora_id, page] = slot
             if index:
                 self.children.setdefault((lora_id, pages[index - 1]), set()).add(page)
-            self.contents[slot] = Content(weights, page)
-            new.append(slot)
-        return new
+            self.contents[slot] = Content(it.weights, page, has_e=index >= it.num_loaded)
 
     def evict_one(self, keep: set[tuple[str | None, PageHash]] = frozenset()) -> None:
+        keep = keep | {
+            (it.lora_id, page) for it in self.running for page in it.pages[: it.num_read]
+        }
         leaves = [it for it in self.trees if it not in keep and not self.children.get(it)]
         if leaves:
             gone = self._rng.choice(leaves)
@@ -114,12 +133,13 @@ class Walk:
         self.rng = random.Random(seed)
         self.engine = Engine(self.rng)
         self.tree = CacheTree(family, host_bytes=40 * family.num_layers * family.kv_page_bytes)
-        e_pool = type("NoE", (), {"layers": ()})()
-        self.index = PoolIndex(self.tree, e_pool, PAGE, NUM_PAGES * PAGE)
+        self.index = PoolIndex(self.tree, (E_LAYER,), PAGE, NUM_PAGES * PAGE)
         self.models = Models(ModelId("base"), NUM_LAYERS, lambda folder: ModelId(folder.name))
         self.loaded: dict[str, tuple[str, str]] = {}
         """By name: SGLang's id of this loading, and the weights."""
-        self.num_loads = self.num_hits = self.num_local_hits = 0
+        self.plans: list[tuple[Plan, Prompt]] = []
+        """Of requests that wait for their slots."""
+        self.num_loads = self.num_hits = self.num_local_hits = self.num_with_e = 0
         monkeypatch.setattr(pool_module.prefixes, "slots_of", self._slots_of)
         monkeypatch.setattr(
             models_module,
@@ -135,7 +155,8 @@ class Walk:
         return 0, torch.tensor(slots, dtype=torch.int64)
 
     def step(self) -> None:
-        operations = [self.request] * 12 + [self.evict] * 6 + [self.reload] * 2
+        operations = [self.request] * 12 + [self.finish] * 12 + [self.evict] * 6
+        operations += [self.admit] * 6 + [self.reload] * 2
         operations += [self.unload, self.flush] if self.rng.random() < 0.05 else []
         self.rng.choice(operations)()
 
@@ -143,12 +164,14 @@ class Walk:
         self.engine.evict_one()
 
     def flush(self) -> None:
+        self.finish_all()
         self.engine.flush()
         self.index.clear()
 
     def unload(self) -> None:
         name = self.rng.choice(NAMES)
         if name in self.loaded:
+            self.finish_all()
             lora_id, _ = self.loaded.pop(name)
             self.models.drop(lora_id)
             self.index.forget(lora_id)
@@ -172,9 +195,25 @@ class Walk:
         pages = prompt.pages
         if self.rng.random() < 0.7:
             self.look(lora_id, weights, prompt)
-        self.engine.insert(lora_id, weights, pages)
-        self.index.note(lora_id or "", self.models.of(lora_id), pages)
-        self.store(weights, pages)
+        num_read = len(self.engine.held(lora_id, pages))
+        num_loaded = self.rng.choice([0, self.rng.randint(num_read, length)])
+        self.engine.running.append(Running(lora_id, weights, pages, num_read, num_loaded))
+        if len(self.engine.running) > MAX_RUNNING:
+            self.finish()
+
+    def finish(self) -> None:
+        if not self.engine.running:
+            return
+        it = self.engine.running.pop(self.rng.randrange(len(self.engine.running)))
+        num_there = len(self.engine.held(it.lora_id, it.pages))
+        model = self.models.of(it.lora_id)
+        self.index.note(it.lora_id or "", model, it.pages, num_there, it.num_loaded)
+        self.engine.insert(it)
+        self.store(it.weights, it.pages)
+
+    def finish_all(self) -> None:
+        while self.engine.running:
+            self.finish()
 
     def store(self, weights: str, pages: Sequence[PageHash]) -> None:
         reservation = self.tree.reserve(ModelId(weights), None, pages, ())
@@ -205,13 +244,29 @@ class Walk:
                 continue
             living = {pool_of(it) for it, _ in self.loaded.values()} | {pool_of("")}
             assert match.location in living
-            found = self.index.find(plan, pages, prompt, None)
-            if found is not None:
-                _, slots = found
-                for at, page in enumerate(pages[: match.num_pages]):
-                    (slot_page,) = set((slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
-                    assert self.engine.contents[slot_page] == Content(match.model, page)
-                self.num_hits += 1
+            self._check(plan, prompt)
+            if num_with_e := match.e_pages.get(E_LAYER, 0):
+                plan = replace(plan, pages=Span(0, num_with_e), block=Span(E_LAYER, NUM_LAYERS))
+                self._check(plan, prompt)
+                self.plans.append((plan, prompt))
+
+    def admit(self) -> None:
+        """What was planned once is looked for when there are slots."""
+        if self.plans:
+            self._check(*self.plans.pop(self.rng.randrange(len(self.plans))))
+
+    def _check(self, plan: Plan, prompt: Prompt) -> None:
+        found = self.index.find(plan, prompt.pages, prompt, None)
+        if found is None:
+            return
+        _, slots = found
+        for at, page in enumerate(prompt.pages[: plan.pages.stop]):
+            (slot_page,) = set((slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
+            content = self.engine.contents[slot_page]
+            assert (content.weights, content.page) == (plan.sender, page)
+            assert content.has_e or not plan.transition_layers
+        self.num_hits += 1
+        self.num_with_e += len(plan.transition_layers)
 
     def _check_local(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         lease = self.tree.lease(model, pages, "a test", Deadline.after(10))
@@ -233,3 +288,4 @@ def test_no_hit_is_of_the_wrong_adapter(num_operations: int, tmp_path: Path, mon
     assert walk.num_loads > num_operations // 200
     assert walk.num_hits > num_operations // 10
     assert walk.num_local_hits > num_operations // 10
+    assert walk.num_with_e > num_operations // 20

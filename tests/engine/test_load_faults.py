@@ -214,7 +214,25 @@ def test_a_prefix_whose_e_cannot_be_adopted_is_used_without(rig: Rig) -> None:
     it.load.source.adopt_e = MagicMock(side_effect=torch.OutOfMemoryError("a test"))
     assert rig.end(rig.launch(it))
     it.load.source.adopt_e.assert_called_once()
+    assert rig.req.num_loaded == NUM_TOKENS
     assert_reuse_works(rig)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("adopts", [False, True])
+def test_what_is_loaded_without_e_is_the_requests_to_tell(
+    rig: Rig, adopts: bool, fails: bool
+) -> None:
+    """What a full prefill has computed instead has E."""
+    it = rig.loading(num_landed=0 if fails else None)
+    it.load.plan = replace(PLAN, sender=PLAN.receiver)
+    if adopts:
+        it.load.source.adopt_e = lambda *_: True  # type: ignore[method-assign]
+    if fails:
+        it.load.source.staging.fail(FetchError("a test"))
+    assert rig.end(rig.launch(it))
+    told = getattr(rig.req, "num_loaded", None)
+    assert told == (None if adopts or fails else NUM_TOKENS)
 
 
 def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> None:

@@ -27,7 +27,9 @@ from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.source import InPool
 from sglang_droidspeak.store import pool as pool_module
+from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 BASE, ADAPTED = ModelId("base"), ModelId("adapted")
@@ -46,23 +48,11 @@ def pages_of(num_pages: int, seed: int = 0) -> list[PageHash]:
 
 
 @dataclass
-class FakeEPool:
-    """E everywhere but where a test takes it away."""
-
-    layers: tuple[int, ...] = (2,)
-    lacking: int = 0
-
-    def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
-        return self.lacking
-
-
-@dataclass
 class Shelf:
     """An index over a tree, and what SGLang's own tree would say of it."""
 
     index: PoolIndex
     tree: CacheTree
-    e_pool: FakeEPool
     num_there: int = 100
     """Pages that SGLang has not evicted."""
 
@@ -76,6 +66,16 @@ class Shelf:
             num_layers=4,
         )
 
+    def insert(self, pages: list[PageHash], num_there: int = 0, num_loaded: int = 0) -> None:
+        """SGLang's tree has some of them, others of them were loaded, the rest was computed."""
+        self.index.note("", BASE, pages, num_there, num_loaded)
+
+    def e_pages(self, pages: list[PageHash]) -> int:
+        """How many of all these can be recomputed from E."""
+        (match,) = self.tree.match(pages)
+        assert match.num_pages == len(pages)
+        return match.e_pages.get(2, 0)
+
     def noted(self, pages: list[PageHash]) -> int:
         return self.tree.reach(pool_of(""), BASE, pages)
 
@@ -83,8 +83,7 @@ class Shelf:
 @pytest.fixture
 def shelf(model: Path, monkeypatch) -> Shelf:
     tree = CacheTree(family_of(model), host_bytes=0)
-    e_pool = FakeEPool()
-    made = Shelf(PoolIndex(tree, e_pool, PAGE, NUM_SLOTS), tree, e_pool)
+    made = Shelf(PoolIndex(tree, (2,), PAGE, NUM_SLOTS), tree)
 
     def slots_of(_req, _lora_id, num_pages, _tree) -> tuple[int, torch.Tensor]:
         return 7, torch.arange(min(num_pages, made.num_there) * PAGE)
@@ -95,8 +94,8 @@ def shelf(model: Path, monkeypatch) -> Shelf:
 
 def test_what_is_noted_is_found(shelf: Shelf) -> None:
     pages = pages_of(6)
-    shelf.index.note("", BASE, pages[:4])
-    shelf.index.note("", BASE, pages)
+    shelf.insert(pages[:4])
+    shelf.insert(pages, num_there=4)
     (match,) = shelf.tree.match(pages)
     assert (match.location, match.num_pages, match.e_pages) == (pool_of(""), 6, {2: 6})
     found = shelf.index.find(shelf.plan(5), pages, None, None)
@@ -105,41 +104,123 @@ def test_what_is_noted_is_found(shelf: Shelf) -> None:
 
 def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
     pages = pages_of(6)
-    shelf.index.note("", BASE, pages)
+    shelf.insert(pages)
     shelf.num_there = 3
     assert shelf.index.find(shelf.plan(6), pages, None, None) is None
     assert shelf.noted(pages) == 3
     shelf.num_there = 6
-    shelf.index.note("", BASE, pages)
+    shelf.insert(pages, num_there=3)
     assert shelf.noted(pages) == 6
 
 
-def test_pages_without_e_are_noted_so(shelf: Shelf) -> None:
+def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
+    """Nor, as far as anybody could use it, what was computed behind it."""
     pages = pages_of(6)
-    shelf.index.note("", BASE, pages)
-    shelf.e_pool.lacking = 2
-    assert shelf.index.find(shelf.plan(6, Span(2, 4)), pages, None, None) is None
+    shelf.insert(pages, num_loaded=4)
+    shelf.insert(pages[:4], num_there=4)
+    assert shelf.e_pages(pages) == 0
+    shelf.insert(pages_of(8, seed=1)[:4])
+    shelf.insert(pages_of(8, seed=1), num_there=4, num_loaded=6)
+    assert shelf.e_pages(pages_of(8, seed=1)) == 4
+
+
+def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> None:
+    """Also where a plan was made with the E that it had; and computed anew it has E."""
+    pages = pages_of(6)
+    shelf.insert(pages)
+    assert shelf.e_pages(pages) == 6
+    recompute, copy = shelf.plan(6, Span(2, 4)), shelf.plan(6)
+    assert shelf.index.find(recompute, pages, None, None) is not None
+    shelf.insert(pages, num_there=3, num_loaded=5)
+    assert shelf.e_pages(pages) == 3
+    assert shelf.index.find(recompute, pages, None, None) is None
+    assert shelf.index.find(shelf.plan(3, Span(2, 4)), pages, None, None) is not None
+    assert shelf.index.find(copy, pages, None, None) is not None
+    shelf.insert(pages, num_there=3)
+    assert shelf.e_pages(pages) == 6
+
+
+def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf) -> None:
+    """Two requests at once, of which the one that loaded is inserted first: its slots stay."""
+    pages = pages_of(6)
+    shelf.insert(pages[:4], num_loaded=4)
+    shelf.insert(pages, num_there=4)
+    assert shelf.e_pages(pages) == 0
+
+
+def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
+    """Nobody knew the adapter then, say: whatever is in the tree came somehow."""
+    pages = pages_of(6)
+    shelf.insert(pages, num_there=4)
+    assert shelf.e_pages(pages) == 0
+
+
+@pytest.mark.parametrize("has_e", [True, False])
+def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e: bool) -> None:
+    pages, adopted = pages_of(6), []
+    shelf.insert(pages, num_loaded=0 if has_e else 2)
+    tree: Any = SimpleNamespace(lock=lambda node: node, unlock=lambda node: None)
+    pool: Any = SimpleNamespace(
+        page_size=PAGE, e_pool=SimpleNamespace(adopt=lambda *it: adopted.append(it))
+    )
+    plan = shelf.plan(6)
+    source = InPool(plan, pool, lambda: shelf.index.lock(plan, pages, None, tree))  # type: ignore[arg-type]
+    assert source.admit()
+    assert source.adopt_e(Span(PAGE, 2 * PAGE), torch.arange(PAGE)) == has_e
+    ((found, _slots, _block),) = adopted
+    assert found.tolist() == list(range(PAGE, 2 * PAGE))
+
+
+@pytest.mark.parametrize(
+    ("num_loaded", "is_read", "e_pages"),
+    [(0, True, 6), (2, True, 6), (4, True, 2), (0, False, 2)],
+)
+def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
+    shelf: Shelf, num_loaded: int, is_read: bool, e_pages: int
+) -> None:
+    tokens = array("q", random_prompt(6 * PAGE, 1))
+    req: Any = SimpleNamespace(
+        lora_id=None,
+        extra_key=None,
+        cache_salt=None,
+        full_untruncated_fill_ids=tokens,
+        multimodal_inputs=None,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        session=None,
+    )
+    pages = prefixes.pages_of(req, len(tokens), PAGE)
+    shelf.insert(pages[:2])
+    shelf.num_there, shelf.index.is_read = 2, is_read
+    if num_loaded:
+        req.num_loaded = num_loaded * PAGE
+    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    insertions = Insertions(models, shelf.index, None, PAGE)  # type: ignore[arg-type]
+
+    def insert(_tree: object, _req: object, *, up_to: int) -> None:
+        shelf.num_there = up_to // PAGE
+
+    insertions.checkpoint(insert, None, req, up_to=len(tokens))
     (match,) = shelf.tree.match(pages)
-    assert (match.num_pages, match.e_pages) == (6, {})
-    assert shelf.index.find(shelf.plan(6), pages, None, None) is not None
+    assert (match.num_pages, match.e_pages[2]) == (6 if is_read else 2, e_pages)
 
 
 def test_no_more_is_noted_than_the_pool_can_hold(shelf: Shelf) -> None:
     """The oldest leaves go first, so that what stays can still be reached from the root."""
     shared = pages_of(8)
-    shelf.index.note("", BASE, shared)
+    shelf.insert(shared)
     for seed in range(1, 8):
-        shelf.index.note("", BASE, pages_of(8, seed))
-    shelf.index.note("", BASE, shared[:2])
-    shelf.index.note("", BASE, pages_of(4, seed=9))
+        shelf.insert(pages_of(8, seed))
+    shelf.insert(shared[:2], num_there=2)
+    shelf.insert(pages_of(4, seed=9))
     assert shelf.noted(shared) == 4
     assert shelf.noted(pages_of(8, seed=7)) == 8
 
 
 def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
     pages = pages_of(3)
-    shelf.index.note("", BASE, pages)
-    shelf.index.note("x", ADAPTED, pages)
+    shelf.insert(pages)
+    shelf.index.note("x", ADAPTED, pages, 0, 0)
     shelf.index.forget("x")
     assert [it.model for it in shelf.tree.match(pages)] == [BASE]
     shelf.index.clear()
@@ -246,9 +327,9 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
     following = crowd.leaders.follow(second, longer, "no_match")
     assert (following.req, following.pages) == (first, longer[:3])
     assert not crowd.leaders.is_over(following)
-    crowd.index.note("", BASE, pages[:2])
+    crowd.index.note("", BASE, pages[:2], 0, 0)
     assert not crowd.leaders.is_over(following)
-    crowd.index.note("", BASE, pages[:3])
+    crowd.index.note("", BASE, pages[:3], 2, 0)
     assert crowd.leaders.is_over(following)
 
 

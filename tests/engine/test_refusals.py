@@ -63,7 +63,7 @@ def offered(req: Req) -> MagicMock:
     """The offloader, after SGLang has inserted the request's whole pages into its tree."""
     models, offloader = MagicMock(), MagicMock(is_stopped=False)
     models.owner_of.return_value = Owner(ModelId("m"), None, None)
-    insertions = Insertions(models, MagicMock(), offloader, Ranks(None), PAGE)
+    insertions = Insertions(models, MagicMock(), offloader, PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
     transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
 

@@ -28,7 +28,7 @@ CLASSES = {
     "transfer": ("PoolTransfer",),
     "lora_ref": ("LoRARef",),
 }
-OURS = {"has_own_e"}
+OURS = {"has_own_e", "num_loaded"}
 """Written to SGLang's objects by the extension."""
 
 
