@@ -79,10 +79,11 @@ class PoolIndex:
         """SGLang inserts these pages, from the root, into that namespace of its tree, as `model`'s.
         It has the first `num_there`, and of the others the first `num_loaded` come without E.
 
-        A page that is noted with E has it in whatever slots the tree has for it. For whoever may
-        load comes here before each insertion, and what was not loaded SGLang's own forwards compute,
-        which write E; who never comes here loads nothing. What the tree has keeps its slots and so
-        its note: unnoted, it counts as without E, and behind a page without, E is of no use.
+        A page that is noted with E has it in whatever slots the tree has for it. Whoever may load
+        comes here before each insertion, and what was not loaded was computed by SGLang's own
+        forwards, which write E; who never comes here loads nothing. What the tree has keeps its
+        slots and so its note: unnoted, it counts as without E, and behind such a page E is of no
+        use.
         """
         location = pool_of(namespace)
         num_known = self._tree.reach(location, model, pages)
