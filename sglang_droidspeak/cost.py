@@ -166,7 +166,7 @@ def _solve(
 class Meter:
     """Times what is served. On CUDA it does so with events and never synchronises.
 
-    Passes of the scheduler thread; any thread reads.
+    Made and fed by the scheduler thread; any thread reads.
     """
 
     def __init__(
@@ -183,6 +183,7 @@ class Meter:
         self.step_tokens: Final = step_tokens
         self._num_layers: Final = num_layers
         self._on_cuda: Final = device == "cuda"
+        self._thread: Final = threading.get_ident()
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(self._layer_of_forward)
         self._lock: Final = threading.Lock()
@@ -255,6 +256,8 @@ class Meter:
             return
         add = partial(fit.add, tokens, num_layers=num_layers)
         if self._on_cuda:
+            with self._lock:
+                self._read()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
@@ -267,6 +270,10 @@ class Meter:
                 add(self._clock() - started_s)
 
     def _read(self) -> None:
+        """With the lock held. Another thread is on the process's first device, and to ask for an
+        event would make a context there, on what may be another server's."""
+        if threading.get_ident() != self._thread:
+            return
         while self._open and self._open[0][1].query():
             start, stop, add = self._open.popleft()
             add(start.elapsed_time(stop) / 1000)
