@@ -35,7 +35,12 @@ BLOCKS = {"none": Span(0, 0), "0:3": Span(0, 3), "2:5": Span(2, 5), "all": Span(
 TOLERANCE = 0.1
 
 
-OPTIONS = {"dtype": "bfloat16", "mem-fraction-static": 0.3, "page-size": 16}
+OPTIONS = {
+    "dtype": "bfloat16",
+    "mem-fraction-static": 0.3,
+    "page-size": 16,
+    "max-running-requests": 8,  # Graphs of larger batches would take most of the start.
+}
 
 
 @dataclass(frozen=True, kw_only=True)
