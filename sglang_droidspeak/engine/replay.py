@@ -109,6 +109,8 @@ def _extending(
     ]
     replay.input_ids = async_h2d(tokens, dtype=torch.int64, device=device)
     replay.prefill_input_ids_cpu = None
+    # Of other rows: who brings embeddings reuses nothing.
+    replay.input_embeds = replay.replace_embeds = replay.replace_positions = None
     replay.req_pool_indices = async_h2d(table_rows, dtype=torch.int64, device=device)
     replay.req_pool_indices_cpu = batch.req_pool_indices_cpu[rows]
     replay.prefix_lens = starts

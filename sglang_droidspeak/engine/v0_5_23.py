@@ -169,7 +169,8 @@ FIELDS: Mapping[str, str] = {
         "seq_lens_cpu seq_lens_sum orig_seq_lens out_cache_loc return_logprob "
         "top_logprobs_nums token_ids_logprobs extend_logprob_start_lens "
         "extend_input_logprob_token_ids is_prefill_only spec_info sampling_info "
-        "has_grammar multimodal_inputs hicache_consumer_index"
+        "has_grammar multimodal_inputs input_embeds replace_embeds replace_positions "
+        "hicache_consumer_index"
     ),
     _FORWARD_BATCH: (
         "input_ids positions out_cache_loc forward_mode rids lora_ids batch_size "
