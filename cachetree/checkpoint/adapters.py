@@ -49,11 +49,17 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
     """Read the PEFT folder `path`, every byte of it; raises ConfigError as `first_difference` of
     `cachetree.checkpoint.identity` does."""
     stated = applying(path)
+    invocation = _invocation(stated, path)
     digests: dict[int, hashlib._Hash] = {}
     for name, tensor in sorted(adapter_tensors(path).items()):
         layer = min(layer_of(name, num_layers), num_layers)
-        if layer == num_layers:
-            continue  # What follows the layers leaves no trace in KV.
+        if layer == num_layers:  # What follows the layers leaves no trace in KV.
+            if invocation and "lm_head" in name.split("."):
+                raise ConfigError(
+                    f"{path} is an activated LoRA with {name}, which SGLang applies to whole "
+                    "prompts; train it without lm_head"
+                )
+            continue
         digest = digests.setdefault(layer, hashlib.sha256())
         digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
         with tensor.path.open("rb") as file:
@@ -62,7 +68,7 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
         num_layers=num_layers,
         applied=hashlib.sha256(msgspec.json.encode(stated, order="sorted")).hexdigest(),
         layers={layer: digest.hexdigest() for layer, digest in digests.items()},
-        invocation=_invocation(stated, path),
+        invocation=invocation,
     )
 
 

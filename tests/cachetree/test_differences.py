@@ -147,6 +147,14 @@ def test_adapters_that_are_applied_differently_differ_wherever_they_are(
     assert two_adapters(tmp_path, factors(K1, UP2), factors(K1, UP2), **settings) == 1
 
 
+def test_an_activated_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
+    tensors = factors(K1) | factors("lm_head")
+    assert read_adapter(write_lora(tmp_path / "plain", tensors), NUM_LAYERS).layers.keys() == {1}
+    activated = write_lora(tmp_path / "activated", tensors, alora_invocation_tokens=[5])
+    with pytest.raises(ConfigError, match="which SGLang applies to whole prompts"):
+        read_adapter(activated, NUM_LAYERS)
+
+
 def test_settings_at_their_default_are_no_difference(tmp_path: Path) -> None:
     same, settings = factors(K1), {"use_rslora": False, "alpha_pattern": {}, "use_dora": None}
     assert two_adapters(tmp_path, same, same, **settings) == NUM_LAYERS
