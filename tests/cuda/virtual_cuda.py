@@ -201,11 +201,13 @@ class VirtualCuda:
 
     @contextlib.contextmanager
     def capturing(self, graph: Graph | None = None) -> Iterator[None]:
-        """As `torch.cuda.graph`, but that the operations run at once, too."""
+        """As `torch.cuda.graph`, on another stream, but that the operations run at once, too."""
+        self._wait_for_all()
         self.is_capturing = True
         self._graph = graph
         try:
-            yield
+            with self.stream(Stream(self, next(self._ids))):
+                yield
         finally:
             self.is_capturing = False
 
