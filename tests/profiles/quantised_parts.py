@@ -18,7 +18,7 @@ BITS: Final = 4
 
 FORMATS: Final[Mapping[str, Mapping[str, Any]]] = {
     "awq": {"bits": BITS, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-    "gptq": {"bits": BITS, "group_size": GROUP, "desc_act": True, "sym": False},
+    "gptq": {"bits": BITS, "group_size": GROUP, "desc_act": True, "sym": True},
     "gptq_v2": {"bits": BITS, "group_size": GROUP, "desc_act": True, "sym": False},
     "fp8": {"activation_scheme": "dynamic"},
     "fp8_of_blocks": {"activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
@@ -56,10 +56,24 @@ def full_of(folder: Path) -> Path:
     return folder.with_suffix(".full")
 
 
-def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+Limits = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of groups `[groups, values, out]` what their least and greatest integers mean."""
+
+
+def _own(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return groups.amin(1), groups.amax(1)
+
+
+def _symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    half = 2 ** (BITS - 1)
+    step = groups.abs().amax(1) / (half - 1)
+    return -half * step, (half - 1) * step
+
+
+def _rounded(weight: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, ...]:
     """Of a matrix `[out, in]`: its values, zeros and scales as `[in, ...]`, and what they mean."""
     groups = weight.T.unflatten(0, (-1, GROUP))
-    low, high = groups.amin(1), groups.amax(1)
+    low, high = limits(groups)
     scales = ((high - low) / (2**BITS - 1)).half().float()
     zeros = (-low / scales).round().clamp(1, 2**BITS - 1).int()
     values = ((groups / scales[:, None]).round() + zeros[:, None]).clamp(0, 2**BITS - 1).int()
@@ -68,7 +82,7 @@ def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, zeros, scales, full = _rounded(weight)
+    values, zeros, scales, full = _rounded(weight, _own)
 
     def packed(it: torch.Tensor) -> torch.Tensor:
         mixed = torch.stack([it[:, column::8] for column in (0, 2, 4, 6, 1, 3, 5, 7)], 2)
@@ -77,10 +91,12 @@ def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"qweight": packed(values), "qzeros": packed(zeros), "scales": scales.half()}, full
 
 
-def _gptq(offset: int) -> Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]:
+def _gptq(offset: int, limits: Limits) -> Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]:
     def quantise(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        order = torch.randperm(weight.shape[1])  # Its groups are not of neighbours.
-        values, zeros, scales, full = _rounded(weight[:, order])
+        size = weight.shape[1]
+        # Its groups are not of neighbours, but those of all matrices that multiply the same values.
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(size))
+        values, zeros, scales, full = _rounded(weight[:, order], limits)
         place = order.argsort()
         parts = {
             "qweight": pack_rows(values[place], BITS, *values.shape),
@@ -109,8 +125,8 @@ def _fp8_of_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 _QUANTISE: Final[Mapping[str, Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]]] = {
     "awq": _awq,
-    "gptq": _gptq(1),
-    "gptq_v2": _gptq(0),
+    "gptq": _gptq(1, _symmetric),
+    "gptq_v2": _gptq(0, _own),
     "fp8": _fp8,
     "fp8_of_blocks": _fp8_of_blocks,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from quantised_parts import FORMATS, full_of, write_quantised
 from safetensors.torch import load_file, save_file
+from sglang.srt.layers.quantization.gptq import GPTQMarlinConfig
 
 from cachetree.checkpoint import first_difference, read_model_identity
 from cachetree.errors import ConfigError
@@ -44,6 +46,21 @@ def test_the_model_has_the_matrices_that_were_stored(base: Path, tmp_path: Path,
     for key, weight in loaded.items():
         torch.testing.assert_close(weight, full[key], rtol=0, atol=1e-6)
         assert ("_proj" in key) != torch.equal(weight, plain[key])
+
+
+def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base: Path, tmp_path: Path) -> None:
+    """SGLang keeps one `g_idx` of matrices that multiply the same values, and its kernel for other
+    types of weights takes float16 alone."""
+    quantised = write_quantised(base, tmp_path / "gptq", "gptq")
+    stated = json.loads((quantised / "config.json").read_text())["quantization_config"]
+    assert (stated["bits"], stated["sym"]) in GPTQMarlinConfig.TYPE_MAP
+    weights = load_file(quantised / "model.safetensors")
+    for joined in ("[qkv]", "(gate|up)"):
+        name = re.compile(rf".*layers\.0\..*\.{joined}_proj\.g_idx")
+        first, *others = (it for key, it in weights.items() if name.fullmatch(key))
+        assert others and all(torch.equal(first, it) for it in others)
+    zeros = {int(it) for key, each in weights.items() if "qzeros" in key for it in each.unique()}
+    assert zeros == {0x77777777}
 
 
 @pytest.mark.parametrize("name", FORMATS)
