@@ -12,8 +12,8 @@
                adapters and on two ranks, against plain transformers; then in quantised weights
     ttft       an 8B-shaped pair with a quarter of its layers recomputed, at 2K, 10K and 40K tokens
 
-Each part has a time of its own after which it is cut; what it had found by then is told, and that
-it was cut. A part that cannot run here says why.
+Each part has a time of its own, and what the parts before it or not asked for have left; then it is
+cut: what it had found by then is told, and that it was cut. A part that cannot run here says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import result
-from benchmarks.gpu.parts import Found, NotHere, Part, attempt, needs, run_all, within
+from benchmarks.gpu.parts import (
+    Found,
+    NotHere,
+    Part,
+    attempt,
+    lines_of_json,
+    needs,
+    run_all,
+    within,
+)
 
 DUMP = Path("build/flashinfer.safetensors")
 QUANTISED = "awq or gptq or fp8"
@@ -53,9 +62,10 @@ def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
     needs()
     if shutil.which(command[0]) is None:
         raise NotHere(f"{command[0]} is not installed")
-    only = [sys.executable, "-m", "benchmarks.gpu", "--here", "captured", "pinned", "overlap"]
-    done = subprocess.run([*command, *only, "--tokens", str(_FEW_TOKENS)], check=False)
-    yield {"found": "nothing"} if not done.returncode else {"failed": f"exit {done.returncode}"}
+    done = subprocess.run([*command, *WATCHED], stdout=subprocess.PIPE, text=True, check=False)
+    told = lines_of_json(done.stdout.splitlines(keepends=True))
+    why = [f"exit {done.returncode}", *(it["failed"] for it in told if "failed" in it)]
+    yield {"failed": ": ".join(why)} if done.returncode else {"found": "nothing"}
 
 
 def dumped(_num_tokens: int) -> Iterator[Found]:
@@ -81,8 +91,13 @@ def timed(num_tokens: int) -> Iterator[Found]:
     yield from servers.ttft(num_tokens)
 
 
+HERE = (sys.executable, "-m", "benchmarks.gpu", "--here")
+WATCHED = (*HERE, "captured", "pinned", "overlap", "--tokens", str(_FEW_TOKENS))
 TORCHS = ("env", "TORCH_CUDA_SANITIZER=1")
-NVIDIAS = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all")
+NVIDIAS = (
+    *("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"),
+    *("--report-api-errors", "no"),  # torch looks at them all, and some that fail are questions.
+)
 PARTS = {
     "captured": Part(partial(on_device, "captured"), 20),
     "pinned": Part(partial(on_device, "pinned"), 20),
@@ -101,10 +116,9 @@ def tell(found: Found) -> None:
     sys.stdout.flush()
 
 
-def alone(num_tokens: int, name: str, part: Part) -> Found:
+def alone(num_tokens: int, name: str, most_s: float) -> Found:
     """In a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--here", name, "--tokens", str(num_tokens)]
-    return within(command, part.most_s)
+    return within([*HERE, name, "--tokens", str(num_tokens)], most_s)
 
 
 def table_of(found: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -127,7 +141,9 @@ def main() -> None:
             attempt(PARTS[name], args.tokens, lambda it: (tell(it), failed.append("failed" in it)))
         os._exit(any(failed))  # A device that has failed may not let Python end.
     environment = result.here()
-    found = run_all({it: PARTS[it] for it in args.only}, partial(alone, args.tokens))
+    spare_s = sum(part.most_s for name, part in PARTS.items() if name not in args.only)
+    asked = {it: PARTS[it] for it in args.only}
+    found = run_all(asked, partial(alone, args.tokens), spare_s=spare_s)
     Console().print(table_of(found))
     result.write("gpu", found, environment, args.json)
     sys.exit(any("failed" in it for it in found.values()))

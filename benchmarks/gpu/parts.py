@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +55,7 @@ def attempt(part: Part, num_tokens: int, tell: Callable[[Found], None]) -> None:
     except NotHere as exc:
         tell({**found, "not_run": str(exc)})
     except Exception as exc:  # noqa: BLE001  (CUDA's errors, a kernel's compiler, a server's end)
+        traceback.print_exc()
         tell({**found, "failed": f"{type(exc).__name__}: {exc}".partition("\n")[0]})
 
 
@@ -69,6 +72,7 @@ def within(command: Sequence[str], most_s: float) -> Found:
         cut: Found = {} if told or not process.returncode else {"failed": "see its output above"}
     except subprocess.TimeoutExpired:
         cut = {"cut": f"it was given {most_s:.0f} s"}
+    finally:
         end(process)
     reader.join(_MERCY_S)
     return {**(told[-1] if told else {}), **cut}
@@ -87,16 +91,28 @@ def lines_of_json(lines: Any) -> Iterator[Found]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """It, and what it has started in its session: servers stop at an interrupt."""
-    for how in (signal.SIGINT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
+    """It, and what it has started in its session; tests have servers to stop before they end."""
+    with contextlib.suppress(ProcessLookupError):  # None is left.
+        for how in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_MERCY_S)
-            return
+            until_s = time.monotonic() + _MERCY_S
+            while time.monotonic() < until_s:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
 
 
 def run_all(
-    parts: Mapping[str, Part], run: Callable[[str, Part], Found]
+    parts: Mapping[str, Part],
+    run: Callable[[str, float], Found],
+    *,
+    spare_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Mapping[str, Any]]:
-    return {name: run(name, part) for name, part in parts.items()}
+    """Each has its own time, and what those before it left."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, part in parts.items():
+        most_s, started_s = part.most_s + spare_s, clock()
+        found[name] = run(name, most_s)
+        spare_s = max(0.0, most_s - (clock() - started_s))
+    return found

@@ -95,7 +95,7 @@ def test_the_line_at_the_end_names_what_is_installed() -> None:
     assert versions.keys() == {"torch", "python"}
 
 
-def test_what_fails_keeps_what_was_found_before() -> None:
+def test_what_fails_keeps_what_was_found_before_and_says_why(capsys) -> None:
     def run(num_tokens: int) -> Any:
         yield {"tokens": num_tokens}
         raise RuntimeError("no kernel image\nand more")
@@ -103,6 +103,7 @@ def test_what_fails_keeps_what_was_found_before() -> None:
     told: list[Found] = []
     attempt(Part(run, 1), 16, told.append)
     assert told[-1] == {"tokens": 16, "failed": "RuntimeError: no kernel image"}
+    assert "and more" in capsys.readouterr().err, "such as the end of a server's log"
 
 
 LONG = "import time; print('{\"found\": 1}', flush=True); time.sleep(600)"
@@ -120,6 +121,50 @@ def test_a_part_that_takes_too_long_is_cut_and_says_so(
     script: str, most_s: float, expected: Found
 ) -> None:
     assert within([sys.executable, "-S", "-c", script], most_s) == expected
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+def stopped(*_):
+    time.sleep(1)
+    open(sys.argv[1], "w").write("stopped")
+    sys.exit()
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # As a shell has it for what it runs beside itself.
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, stopped)
+else:
+    subprocess.Popen([sys.executable, "-S", __file__, sys.argv[1] + ".child", "child"])
+time.sleep(600)
+"""
+
+
+def test_what_a_part_has_started_is_stopped_with_it(tmp_path) -> None:
+    """Tests, say, which have servers to stop: the part's own end is not theirs."""
+    script, file = tmp_path / "part.py", tmp_path / "file"
+    script.write_text(STUBBORN)
+    found = within([sys.executable, "-S", str(script), str(file)], 2)
+    assert found == {"cut": "it was given 2 s"}
+    assert Path(f"{file}.child").read_text() == "stopped"
+
+
+def test_a_part_has_what_those_before_it_left() -> None:
+    given = []
+
+    def run(_name: str, most_s: float) -> Found:
+        given.append(most_s)
+        return {}
+
+    clock = iter((0.0, 2.0, 2.0, 30.0, 30.0, 31.0))
+    some = {name: Part(lambda _: iter(()), most_s) for name, most_s in (("a", 20), ("b", 10))}
+    parts.run_all({**some, "c": some["a"]}, run, spare_s=100, clock=lambda: next(clock))
+    assert given == [120, 128, 120]
+
+
+def test_what_a_sanitizer_saw_fail_is_told(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "needs", lambda *_: None)
+    script = 'print(\'{"failed": "a race"}\'); print(\'{"found": 1}\'); raise SystemExit(1)'
+    monkeypatch.setattr(gpu, "WATCHED", (sys.executable, "-S", "-c", script))
+    assert list(gpu.sanitized(("env",), 16)) == [{"failed": "exit 1: a race"}]
 
 
 def test_a_missing_sanitizer_is_said(monkeypatch) -> None:
