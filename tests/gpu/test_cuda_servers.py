@@ -33,6 +33,8 @@ pytestmark = [
 
 BLOCKS = {"none": Span(0, 0), "0:3": Span(0, 3), "2:5": Span(2, 5), "all": Span(0, 6)}
 TOLERANCE = 0.1
+ROUNDED = 0.4
+"""For FP8: its kernels round what they multiply, which alone changes the oracle's answer by 0.2."""
 
 
 OPTIONS = {
@@ -70,7 +72,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server]]:
+def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server, float]]:
     folder, case = tmp_path_factory.mktemp("cuda"), CASES[request.param]
     weights = case.weights
     if case.num_ranks > torch.cuda.device_count():
@@ -99,11 +101,11 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, S
         droidspeak={"peers": [address], "gate": "off", "host_gb": 0, **shared},
     )
     with running(sender, receiver, folder=folder / "logs") as (s, r):
-        yield models, s, r
+        yield models, s, r, ROUNDED if weights == "fp8" else TOLERANCE
 
 
 def test_blocks_agree_with_the_oracle(pair) -> None:
-    models, sender, receiver = pair
+    models, sender, receiver, tolerance = pair
     hf = {
         name: load_model(ModelSource(path=path), dtype=torch.bfloat16, device=torch.device("cuda"))
         for name, path in models.items()
@@ -124,8 +126,8 @@ def test_blocks_agree_with_the_oracle(pair) -> None:
         expected = generate(
             hf["receiver"], hf["sender"], ids[:, :num_reused], ids[:, num_reused:], block, 1
         )
-        assert reply.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)
-        if expected.margins[0] > TOLERANCE:
+        assert reply.logprobs[0] == pytest.approx(expected.logprobs[0], abs=tolerance)
+        if expected.margins[0] > tolerance:
             assert reply.ids[0] == expected.ids[0]
         seen.add(round(expected.logprobs[0], 1))
     assert len(seen) > 1, "blocks must differ by more than the tolerance"
