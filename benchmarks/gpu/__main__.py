@@ -102,12 +102,12 @@ PARTS = {
     "captured": Part(partial(on_device, "captured"), 20),
     "pinned": Part(partial(on_device, "pinned"), 20),
     "overlap": Part(partial(on_device, "overlap"), 20),
-    "torch_sanitizer": Part(partial(sanitized, TORCHS), 40),
-    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 60),
+    "torch_sanitizer": Part(partial(sanitized, TORCHS), 30),
+    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 50),
     "flashinfer": Part(dumped, 60),
-    "oracle": Part(partial(compared, f"not ({QUANTISED})"), 190),
-    "quantised": Part(partial(compared, QUANTISED), 90),
-    "ttft": Part(timed, 90),
+    "oracle": Part(partial(compared, f"not ({QUANTISED})"), 180),
+    "quantised": Part(partial(compared, QUANTISED), 80),
+    "ttft": Part(timed, 80),
 }
 
 
@@ -118,7 +118,9 @@ def tell(found: Found) -> None:
 
 def alone(num_tokens: int, name: str, most_s: float) -> Found:
     """In a process of its own."""
-    return within([*HERE, name, "--tokens", str(num_tokens)], most_s)
+    found = within([*HERE, name, "--tokens", str(num_tokens)], most_s)
+    sys.stderr.write(f"{name}: {json.dumps(found)}\n")
+    return found
 
 
 def table_of(found: Mapping[str, Mapping[str, Any]]) -> Table:
