@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import flashinfer
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 from test_flashinfer import NAMES
 from virtual_cuda import VirtualCuda
 
@@ -21,6 +24,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, copies, parts, servers
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
 from profiles.environment import read_environment
+from sglang_droidspeak.fleet.servers import ServerSpec
 
 ROOT = Path(__file__).parents[2]
 SERVED = ("oracle", "quantised", "ttft")
@@ -189,6 +193,20 @@ def test_outcomes_of_tests_are_told_one_by_one() -> None:
     first, second = (dict(it) for it in servers.outcomes(lines))
     assert second == {"test_blocks[llama]": "passed", "test_blocks[tp]": "skipped"}
     assert first
+
+
+def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch) -> None:
+    """From their files, where it refuses some of its own flags."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
+    from test_cuda_servers import CASES
+
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    specs = [ServerSpec(model=tmp_path, options=case.options) for case in CASES.values()]
+    for spec in [*specs, *servers.pair([tmp_path, tmp_path])]:
+        *_, option, file = spec.words(tmp_path)
+        args = ConfigArgumentMerger(parser).merge_config_with_args([option, file])
+        assert parser.parse_args(args).page_size == spec.options["page-size"]
 
 
 def test_the_first_token_is_timed_once_the_prefix_is_on_offer() -> None:

@@ -56,7 +56,8 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        more = {} if self.has_graphs else {"disable-cuda-graph": True}
+        eager = {f"cuda-graph-backend-{it}": "disabled" for it in ("decode", "prefill")}
+        more = {} if self.has_graphs else eager
         return {**OPTIONS, "attention-backend": self.attention, "tp-size": self.num_ranks, **more}
 
 
