@@ -146,7 +146,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     corrected = [it for it in profile.frontier if it.e_map is not None]
     assert corrected, "on this pair a map stays closer to full prefill than none"
     assert any(it.e_map is None for it in profile.frontier)
-    assert "E by " in run("show", str(out))[1]
+    assert "E corrected" in run("show", str(out))[1]
     maps = read_corrections(profile, out)
     assert len(maps) == len(profile.e_maps) > 0
 
