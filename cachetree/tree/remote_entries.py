@@ -54,10 +54,21 @@ class RemoteEntries:
                 entry.set_e(entry.e_layers)
         self._listeners.noted((node.remote[key] for node in nodes), added=True)
 
-    def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
-        """How many of `pages` it has, from the root."""
-        key = (location, model)
-        return depth_of(self._trie.deepest(None, pages, lambda node: key in node.remote))
+    def reach(
+        self,
+        location: Location,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> int:
+        """How many of `pages` it has, from the root, with E at all of these layers."""
+        key, layers = (location, model), set(e_layers)
+
+        def has(node: Node) -> bool:
+            entry = node.remote.get(key)
+            return entry is not None and layers.issubset(entry.e_reach.whole)
+
+        return depth_of(self._trie.deepest(None, pages, has))
 
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         key = (location, model)

@@ -303,10 +303,17 @@ class CacheTree:
         with self._lock:
             self._remote.limit(location, max_pages)
 
-    def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
-        """How many leading `pages` are noted at `location`. Not a use, unlike `match`."""
+    def reach(
+        self,
+        location: Location,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int] = (),
+    ) -> int:
+        """How many leading `pages` are noted at `location`, with E at all of `e_layers`. Not a use,
+        unlike `match`."""
         with self._lock:
-            return self._remote.reach(location, model, pages)
+            return self._remote.reach(location, model, pages, e_layers)
 
     def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""

@@ -59,6 +59,9 @@ class ActivatedAdapters:
         told = self._told(batch)
         if told is not batch:
             manager.fetch_new_loras({*told.lora_ids, None})
+            if batch.forward_mode.is_extend():
+                lengths, lens = told.extend_seq_lens_cpu, batch.extend_seq_lens
+                told.extend_seq_lens = async_h2d(lengths, dtype=lens.dtype, device=lens.device)
         original(manager, told)
 
     def _fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
@@ -66,7 +69,7 @@ class ActivatedAdapters:
         return original(manager, self._told(batch))
 
     def _told(self, batch: ForwardBatch) -> ForwardBatch:
-        """With two requests where one is before its invocation first, and then after."""
+        """On the host: with two requests where one is before its invocation first, then after."""
         reqs = [self._reqs.get(rid) for rid in batch.rids or ()]
         starts = [None if req is None else prefixes.invoked_at(req) for req in reqs]
         if not any(starts):
@@ -75,9 +78,7 @@ class ActivatedAdapters:
         told = copy(batch)
         told.rids, told.lora_ids, told.batch_size = None, lora_ids, len(lora_ids)
         if batch.forward_mode.is_extend():
-            lens = batch.extend_seq_lens
             told.extend_seq_lens_cpu = lengths
-            told.extend_seq_lens = async_h2d(lengths, dtype=lens.dtype, device=lens.device)
         return told
 
 

@@ -154,6 +154,5 @@ class PoolIndex:
         return node, slots[plan.pages.start * self._page_size :]
 
     def _has_e(self, plan: Plan, pages: Sequence[PageHash]) -> bool:
-        found = {(it.location, it.model): it.e_pages for it in self._tree.match(pages)}
-        e_pages = found.get((plan.location, plan.sender), {})
-        return min(e_pages.values(), default=0) >= plan.pages.stop
+        asked = plan.location, plan.sender, pages[: plan.pages.stop], self._e_layers
+        return bool(self._e_layers) and self._tree.reach(*asked) == plan.pages.stop

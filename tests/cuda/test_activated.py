@@ -81,3 +81,9 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
     activated._prepare(prepare, manager(num_slots), batch)
     is_replayed = activated._fits_graph(fits, manager(num_slots), batch)
     assert refreshed == [is_replayed] == [num_slots == 2]
+
+
+def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated) -> None:
+    batch = prefill()
+    batch.extend_seq_lens = None  # What is on the device is not looked at.
+    assert activated._fits_graph(LoRAManager.can_use_prefill_cuda_graph, manager(2), batch)

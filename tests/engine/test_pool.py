@@ -113,6 +113,13 @@ def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> Non
     assert shelf.noted(pages) == 6
 
 
+def test_to_look_for_e_is_no_use_of_it(shelf: Shelf, monkeypatch) -> None:
+    pages = pages_of(6)
+    shelf.insert(pages)
+    monkeypatch.setattr(shelf.tree, "match", lambda *_: pytest.fail("it counts as a use"))
+    assert shelf.index.find(shelf.plan(6, Span(2, 4)), pages, None, None) is not None
+
+
 def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
     """Nor, as far as anybody could use it, what was computed behind it."""
     pages = pages_of(6)
