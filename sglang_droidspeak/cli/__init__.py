@@ -16,7 +16,8 @@ from profiles import cli as profiler
 from sglang_droidspeak.cli import ask, demo, doctor, serve
 from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
-from sglang_droidspeak.fleet.servers import running, terminable
+from sglang_droidspeak.fleet.servers import running
+from sglang_droidspeak.fleet.signals import terminable
 
 INTERRUPTED = 130
 

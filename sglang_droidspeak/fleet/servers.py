@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import requests
 import yaml
 
 from cachetree import CacheTreeError
+from sglang_droidspeak.fleet.signals import terminable, uninterrupted
 from sglang_droidspeak.start.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
@@ -359,7 +359,7 @@ def running(
         servers: list[Process] = []
         stack.callback(_stop_all, servers)
         for spec in specs:
-            with _uninterrupted():
+            with uninterrupted():
                 servers.append(spec.start(folder, env))
             if spec.is_on_gpu(env):
                 _wait_for(servers[-1:])
@@ -380,52 +380,10 @@ def _wait_for(waiting: Sequence[Process]) -> None:
         time.sleep(_LOOK_S)
 
 
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as Ctrl-C does, unless it has a handler already. In the
-    main thread alone."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _stop_all(servers: Sequence[Process]) -> None:
     """All at once; each of them ends even where another one's end fails."""
-    with _uninterrupted(), contextlib.ExitStack() as stack:
+    with uninterrupted(), contextlib.ExitStack() as stack:
         for server in servers:
             server.terminate()
         for server in servers:
             stack.callback(server.stop)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM, so that no process is started or ended by halves.
-
-    Python's handlers are not inherited by a new process, which a signal mask would be.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _frame: arrived.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for number in arrived[:1]:
-            signal.raise_signal(number)
