@@ -9,11 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import inspect
-import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,29 +20,17 @@ from cachetree import ConfigError
 from sglang_droidspeak.engine import release
 
 _HASH_DIGITS: Final = 12
-_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINES: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def require_supported() -> None:
-    """Raise ConfigError where SGLang is another one, or lacks a function that is used."""
+    """Raise ConfigError where SGLang is another one."""
     found = version("sglang")
     if found.split("+")[0] != release.VERSION:
         raise ConfigError(
             f"sglang-droidspeak supports SGLang {release.VERSION}, found {found}; "
             f"install 'sglang=={release.VERSION}' (`droidspeak doctor --sglang` says what moved)"
         )
-    # As it is loaded: here the server is about to import all of it, which reading would not spare.
-    for target, recorded in release.USED.items():
-        _, *used = recorded.split()
-        try:
-            loaded = inspect.unwrap(pkgutil.resolve_name(target))
-            there = inspect.signature(loaded).parameters if used else ()
-        except (ImportError, AttributeError) as exc:
-            raise ConfigError(f"SGLang {found} has no {target}; reinstall SGLang") from exc
-        if missing := [name for name in used if name not in there]:
-            raise ConfigError(
-                f"SGLang {found}: {target} has no parameter {', '.join(missing)}; reinstall SGLang"
-            )
 
 
 def installed() -> Path:
@@ -57,26 +42,27 @@ def installed() -> Path:
 
 
 def lacking(root: Path) -> Iterator[str]:
-    """Names that are used and that the SGLang in that folder does not have, one sentence each."""
-    needed = [(it, "parameters", told.split()[1:]) for it, told in release.USED.items()]
-    needed += [(it, "fields", names.split()) for it, names in release.FIELDS.items()]
-    for target, kind, names in needed:
+    """What is used and the SGLang in that folder does not have, one sentence each."""
+    for target in release.USED:
         try:
-            there = getattr(definition(root, target), kind)
+            source_hash(root, target)
+        except NotThere as exc:
+            yield str(exc)
+    for target, names in release.FIELDS.items():
+        try:
+            there = fields(root, target)
         except NotThere as exc:
             yield str(exc)
             continue
-        if missing := [name for name in names if name not in there]:
-            what = "parameter " if kind == "parameters" else ""
-            yield f"{target} has no {what}{', '.join(missing)}"
+        if missing := [it for it in names.split() if it not in there]:
+            yield f"{target} has no {', '.join(missing)}"
 
 
 def changed(root: Path) -> Iterator[str]:
     """Functions and classes that are there and whose source is not the one that was read."""
-    for target, told in release.USED.items():
-        recorded, *_ = told.split()
+    for target, recorded in release.USED.items():
         with suppress(NotThere):
-            if (found := definition(root, target).hash) != recorded:
+            if (found := source_hash(root, target)) != recorded:
                 yield f"{target} has another source: {found}, and {recorded} in {release.VERSION}"
 
 
@@ -84,127 +70,49 @@ class NotThere(LookupError):
     """No such module, class or function."""
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """A function or a class."""
-
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    module: Module
-
-    @property
-    def hash(self) -> str:
-        """Of the lines of its source, without those that are empty or comments."""
-        start = min([self.node.lineno, *(it.lineno for it in self.node.decorator_list)])
-        lines = [it.strip() for it in self.module.lines[start - 1 : self.node.end_lineno]]
-        text = "\n".join(it for it in lines if it and not it.startswith("#"))
-        return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
-
-    @property
-    def parameters(self) -> list[str]:
-        """Of the call; of a class without an initialiser its fields."""
-        if isinstance(self.node, ast.ClassDef):
-            return sorted(self.fields)
-        args = self.node.args
-        return [it.arg for it in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Names in the class's body, or given to `self`, here and in the classes that it extends
-        and that can be read."""
-        assert isinstance(self.node, ast.ClassDef)
-        found = {name for it in self.node.body for name in _bound(it)}
-        for it in ast.walk(self.node):
-            match it:
-                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                    found.add(name)
-        for base in self.bases():
-            found |= base.fields
-        return frozenset(found)
-
-    def bases(self) -> Iterator[Definition]:
-        for base in getattr(self.node, "bases", ()):
-            if isinstance(base, ast.Name):
-                try:
-                    definition = self.module.find(base.id)
-                except NotThere:
-                    continue  # Of a library.
-                if isinstance(definition.node, ast.ClassDef):
-                    yield definition
+def source_hash(root: Path, target: str) -> str:
+    """Of the lines of a definition, without those that are empty or comments; raises NotThere."""
+    node, lines = _definition(root, target)
+    start = min([node.lineno, *(it.lineno for it in node.decorator_list)])
+    found = [it.strip() for it in lines[start - 1 : node.end_lineno]]
+    text = "\n".join(it for it in found if it and not it.startswith("#"))
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
-@dataclass(frozen=True)
-class Module:
-    """One file of a package that lies in `root`."""
+def fields(root: Path, target: str) -> set[str]:
+    """Names in a class's own body, or given to `self` in it; raises NotThere."""
+    node, _ = _definition(root, target)
+    found = set()
+    for it in (*node.body, *(it for it in ast.walk(node) if isinstance(it, ast.Attribute))):
+        match it:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
 
-    name: str
-    root: Path
-    lines: Sequence[str]
-    names: Mapping[str, ast.stmt]
-    """By name what binds it at the top of the module, under conditions too: the last one, and a
-    definition before an assignment."""
 
-    def find(self, name: str) -> Definition:
-        """Raises NotThere; follows imports from other modules of the package."""
-        found = self.names.get(name)
-        if isinstance(found, (*_Function, ast.ClassDef)):
-            return Definition(found, self)
-        if isinstance(found, ast.ImportFrom) and found.module and not found.level:
-            original = next(it.name for it in found.names if (it.asname or it.name) == name)
-            return module(self.root, found.module).find(original)
-        raise NotThere(f"{self.name} has no {name}")
+def _definition(root: Path, target: str) -> tuple[ast.ClassDef, Sequence[str]]:
+    """Of `package.module.name` or `package.module.Class.name`, where it is defined, and the lines
+    of its file."""
+    *above, name = target.split(".")
+    num_modules = next((i for i, it in enumerate(above) if it[0].isupper()), len(above))
+    try:
+        node, lines = _module(root.joinpath(*above[:num_modules]))
+    except OSError:
+        raise NotThere(f"there is no {target}") from None
+    for each in (*above[num_modules:], name):
+        # The outermost of them: not one within another function or class.
+        defined = (it for it in ast.walk(node) if isinstance(it, _DEFINES) and it.name == each)
+        if (node := next(defined, None)) is None:
+            raise NotThere(f"there is no {target}")
+    return node, lines
 
 
 @functools.lru_cache(maxsize=256)
-def module(root: Path, name: str) -> Module:
-    """Raises NotThere."""
-    base = root.joinpath(*name.split("."))
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            text = path.read_text()
-            statements = sorted(
-                _statements(ast.parse(text)),
-                key=lambda it: isinstance(it, (*_Function, ast.ClassDef)),
-            )
-            bound = {name: it for it in statements for name in _bound(it)}
-            return Module(name, root, text.splitlines(), bound)
-    raise NotThere(f"there is no module {name}")
-
-
-def definition(root: Path, target: str) -> Definition:
-    """Of `package.module.name` or `package.module.Class.name`; raises NotThere."""
-    above, _, name = target.rpartition(".")
-    if not above.rpartition(".")[2][:1].isupper():
-        return module(root, above).find(name)
-    return _member(definition(root, above), name, target)
-
-
-def _member(owner: Definition, name: str, target: str) -> Definition:
-    for it in owner.node.body:
-        if isinstance(it, _Function) and it.name == name:
-            return Definition(it, owner.module)
-    for base in owner.bases():
-        try:
-            return _member(base, name, target)
-        except NotThere:
-            continue
-    raise NotThere(f"there is no {target}")
-
-
-def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """At the top of a module, and in its conditions."""
-    for field in ("body", "orelse", "handlers", "finalbody"):
-        for it in getattr(node, field, ()):
-            if isinstance(it, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-                yield from _statements(it)
-            else:
-                yield it
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    if isinstance(statement, (*_Function, ast.ClassDef)):
-        yield statement.name
-    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-        yield from (it.asname or it.name for it in statement.names)
-    elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        yield from (it.id for it in targets if isinstance(it, ast.Name))
+def _module(path: Path) -> tuple[ast.Module, Sequence[str]]:
+    file = path.with_suffix(".py")
+    text = (file if file.is_file() else path / "__init__.py").read_text()
+    return ast.parse(text), text.splitlines()

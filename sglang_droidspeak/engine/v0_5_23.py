@@ -62,61 +62,53 @@ _STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
 _STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
 
 USED: Mapping[str, str] = {
-    # what is hooked, called or done in its place: hash of its source, the parameters relied on
+    # what is hooked, called or done in its place: hash of its source, where it is defined
     CHECK_SERVER_ARGS: "276dad463132",
-    ALLOC_MEMORY_POOL: "137d126a5372 memory_pool_config",
-    CELL_SIZE: "dde0e084641d kvc num_layers",
-    AVAILABLE_BYTES: "f24122e2e55f pre_model_load_memory",
-    GENERATE: "ece7e86e4de3 obj request",
-    FORWARD: "587f48042174 batch forward_batch",
-    NEW_PREFILL: "9eb870ca66bd prefill_delayer_single_pass running_batch",
-    REPLAY_LEN: "de5d2dd3bf21 req prefix_len",
-    MATCH: "8899b550249a key req result",
-    CHECKPOINT: "e02e3cb069e4 req up_to",
+    ALLOC_MEMORY_POOL: "137d126a5372",
+    CELL_SIZE: "dde0e084641d",
+    AVAILABLE_BYTES: "f24122e2e55f",
+    GENERATE: "ece7e86e4de3",
+    FORWARD: "587f48042174",
+    NEW_PREFILL: "9eb870ca66bd",
+    REPLAY_LEN: "de5d2dd3bf21",
+    MATCH: "8899b550249a",
+    CHECKPOINT: "e02e3cb069e4",
     TAKE_EVENTS: "da36681d48c4",
     f"{_EVENTS}.BlockStored": "7bc3f8b2dde0",
     f"{_EVENTS}.BlockRemoved": "e8542884a77c",
-    f"{_EVENTS}.kv_event_namespace_seed": "ac315f522f10 extra_key cache_salt",
-    f"{_EVENTS}.namespaced_block_hash": "230cd7f870d8 block_hash namespace_seed",
-    REPORT: "d201d904f804 reqs return_logprob skip_req",
-    REPORT_ABORT: "970832854ce1 abort_req req",
-    REQUEST_LEVEL: "723097c2a9ab key",
-    INTERNAL_STATE: "3ea0012568df recv_req",
+    f"{_EVENTS}.kv_event_namespace_seed": "ac315f522f10",
+    f"{_EVENTS}.namespaced_block_hash": "230cd7f870d8",
+    REPORT: "d201d904f804",
+    REPORT_ABORT: "970832854ce1",
+    REQUEST_LEVEL: "723097c2a9ab",
+    INTERNAL_STATE: "3ea0012568df",
     SLEEP_ON_IDLE: "7b4ae7392209",
-    LOAD_LORA: "6369b10627d1 lora_ref",
-    UNLOAD_LORA: "014090d3f36c lora_ref",
-    PREPARE_LORA: "fd8e07ca37f2 forward_batch",
-    FITS_LORA_GRAPH: "7f649d5d8ea6 forward_batch",
-    CAN_SCHEDULE_LORA: "01d82aee17c4 req running_loras",
-    NATIVE_HASH: "bfd2899789f5 token_ids prior_digest page_size",
+    LOAD_LORA: "6369b10627d1",
+    UNLOAD_LORA: "014090d3f36c",
+    PREPARE_LORA: "fd8e07ca37f2",
+    FITS_LORA_GRAPH: "7f649d5d8ea6",
+    CAN_SCHEDULE_LORA: "01d82aee17c4",
+    "sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash": "bfd2899789f5",
     f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
-    f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460 model_path load_format",
-    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e named_tensors",
-    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6 named_tensors load_format",
-    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0 recv_req",
-    f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76 waiting_queue running_batch",
-    f"{_FORWARD_BATCH}.init_new": (
-        "53f9f0da3b38 batch model_runner capture_hidden_mode return_hidden_states_before_norm"
-    ),
-    f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396 forward_batch",
-    f"{_RUNNER}.forward": "a9579bc20fe6 forward_batch",
+    f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460",
+    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e",
+    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6",
+    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0",
+    f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76",
+    f"{_FORWARD_BATCH}.init_new": "53f9f0da3b38",
+    f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396",
+    f"{_RUNNER}.forward": "a9579bc20fe6",
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
-    "._build_backend_from_str": "1c1999c3ea92 model_runner backend_str init_new_workspace",
-    "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.bind_and_verify_backends": (
-        "729d481ab4e6 backends"
-    ),
-    f"{_BATCH}.ScheduleBatch.init_new": (
-        "d6a2e1be3af9 reqs req_to_token_pool token_to_kv_pool_allocator tree_cache model_config "
-        "enable_overlap spec_algorithm"
-    ),
-    "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare": (
-        "2d4ed99d0cb8 hidden_states forward_batch"
-    ),
-    f"{_STREAM}.set_written": "623684bac1ab hidden_states forward_batch",
-    f"{_STREAM}.start": "9a6bd2ccd13c forward_batch",
-    f"{_STREAM}.clear": "6f53a759b0ce forward_batch",
-    "sglang.srt.mem_cache.utils.get_storage_hash_str": "935ba38bc914 key prior_hash page_size",
-    f"{_TREE}.match_prefix": "de3b1bba99db params",
+    "._build_backend_from_str": "1c1999c3ea92",
+    "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
+    ".bind_and_verify_backends": "729d481ab4e6",
+    f"{_BATCH}.ScheduleBatch.init_new": "d6a2e1be3af9",
+    "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare": "2d4ed99d0cb8",
+    f"{_STREAM}.set_written": "623684bac1ab",
+    f"{_STREAM}.start": "9a6bd2ccd13c",
+    f"{_STREAM}.clear": "6f53a759b0ce",
+    "sglang.srt.mem_cache.utils.get_storage_hash_str": "935ba38bc914",
+    f"{_TREE}.match_prefix": "de3b1bba99db",
     f"{_TREE}.path_device_indices": "1d4dfdec35ff",
     f"{_TREE}.lock": "2b4e6dcdd0f8",
     f"{_TREE}.unlock": "5d69668e0592",
@@ -125,27 +117,20 @@ USED: Mapping[str, str] = {
     f"{_LINKER}.UnifiedCacheLinker": "3e9927cdd47d",
     f"{_LINKER}.UnifiedCacheLinkerWrapper": "6d14b33d924c",
     f"{_LINKER}.LayerWiseLoadCounter": "0862a44133ca",
-    f"{_HICACHE}.HiCacheStorageConfig": (
-        "2e963b98c778 tp_rank tp_size is_mla_model is_page_first_layout model_name extra_config"
-    ),
-    f"{_HICACHE}.HiCacheStorage.batch_exists": "564ad146112e keys",
-    f"{_HICACHE}.HiCacheStorage.batch_get": "718afb90aa2a keys target_locations",
-    f"{_HICACHE}.HiCacheStorage.batch_set": "901f4dffb2b8 keys values",
-    f"{_HICACHE}.HiCacheStorage.batch_get_v1": "e4833bf7b35d keys host_indices",
-    f"{_HICACHE}.HiCacheStorage.batch_set_v1": "3b6ded2bb457 keys host_indices",
-    f"{_HICACHE}.HiCacheStorage.register_mem_pool_host": "6f5568119578 mem_pool_host",
-    "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend": (
-        "829a1c15017b backend_name storage_config mem_pool_host"
-    ),
-    "sglang.srt.model_executor.encoder_swa_replay._build_replay_batch": (
-        "2a9514cbe7a5 batch runner rows"
-    ),
-    "sglang.srt.model_executor.encoder_swa_replay.run_encoder_swa_replay": (
-        "6678ec61cd40 worker batch"
-    ),
+    f"{_HICACHE}.HiCacheStorageConfig": "2e963b98c778",
+    f"{_HICACHE}.HiCacheStorage.batch_exists": "564ad146112e",
+    f"{_HICACHE}.HiCacheStorage.batch_get": "718afb90aa2a",
+    f"{_HICACHE}.HiCacheStorage.batch_set": "901f4dffb2b8",
+    f"{_HICACHE}.HiCacheStorage.batch_get_v1": "e4833bf7b35d",
+    f"{_HICACHE}.HiCacheStorage.batch_set_v1": "3b6ded2bb457",
+    f"{_HICACHE}.HiCacheStorage.register_mem_pool_host": "6f5568119578",
+    "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
+    ".create_backend": "829a1c15017b",
+    "sglang.srt.model_executor.encoder_swa_replay._build_replay_batch": "2a9514cbe7a5",
+    "sglang.srt.model_executor.encoder_swa_replay.run_encoder_swa_replay": "6678ec61cd40",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": "896c2fd0838b",
-    f"{_STATS}.trace_slice": "a6619f570a83 stage start_time end_time attrs",
-    f"{_TRACE}.TraceReqContext.trace_set_thread_attrs": "f674873d9d8f attrs",
+    f"{_STATS}.trace_slice": "a6619f570a83",
+    f"{_TRACE}.TraceReqContext.trace_set_thread_attrs": "f674873d9d8f",
     f"{_TRACE}.get_global_tracing_enabled": "fae878f2e990",
 }
 
@@ -192,8 +177,9 @@ FIELDS: Mapping[str, str] = {
     f"{_POLICY}.PrefillAdder": ("rem_chunk_tokens can_run_list running_batch ceil_paged_tokens"),
     _TREE: ("page_size"),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
-        "k_buffer v_buffer dtype size page_size layer_num kv_cache_layout post_capture_active"
+        "k_buffer v_buffer size kv_cache_layout post_capture_active"
     ),
+    "sglang.srt.mem_cache.memory_pool.KVCache": "dtype page_size layer_num",
     "sglang.srt.mem_cache.cache_init_params.CacheInitParams": (
         "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group "
         "enable_kv_cache_events"

@@ -10,11 +10,11 @@ import pytest
 
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.engine import probe, release
-from sglang_droidspeak.engine import probe as sources
-from sglang_droidspeak.engine.probe import NotThere, definition
+from sglang_droidspeak.engine.probe import NotThere, fields, source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 OF = "sglang.srt.managers.schedule_batch"
+STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
 CLASSES = {
     # name of a variable in the extension: whose fields are read there
     "req": ("Req",),
@@ -41,7 +41,7 @@ def test_the_installed_release_is_the_recorded_one() -> None:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """A folder with what is recorded of the installed SGLang's batches, in two files."""
-    for target in (OF, "sglang.srt.layers.layer_boundary.residual.batch"):
+    for target in (OF, STREAM):
         path = Path(*target.split(".")).with_suffix(".py")
         (tmp_path / path).parent.mkdir(parents=True)
         shutil.copy(probe.installed() / path, tmp_path / path)
@@ -63,19 +63,17 @@ def test_what_moved_is_told_in_a_line_each(
     text = text.replace("self.cache_salt =", "self.salt =")
     text = text.replace("def refresh_fill_ids(self", "def refresh_fill_ids(self, more=()")
     file.write_text(text)
-    stream = other / "sglang/srt/layers/layer_boundary/residual/batch.py"
-    stream.write_text(stream.read_text().replace("def clear(forward_batch)", "def clear(batch)"))
-    sources.module.cache_clear()
+    (other / "sglang/srt/layers/layer_boundary/residual/batch.py").unlink()
+    probe._module.cache_clear()
     capsys.readouterr()
     assert main(["doctor", "--sglang", str(other)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "sglang.srt.layers.layer_boundary.residual.batch.clear has no parameter forward_batch",
+        *(f"there is no {STREAM}.{it}" for it in ("set_written", "start", "clear")),
         f"there is no {OF}.Req._compute_max_prefix_len",
         f"{OF}.Req has no cache_salt",
-        "sglang.srt.layers.layer_boundary.residual.batch.clear has another source",
         f"{OF}.Req.refresh_fill_ids has another source",
-        "3 missing, 2 changed since SGLang 0.5.23, of 5 functions and classes, and the fields of 1",
+        "5 missing, 1 changed since SGLang 0.5.23, of 5 functions and classes, and the fields of 1",
     ]
 
 
@@ -103,15 +101,17 @@ def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
 def test_a_name_is_found_where_it_is_defined(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p/a.py").write_text(
-        "from p.b import Base\nif True:\n    from p.b import f as g\n"
-        "class A(Base):\n    x: int = 0\n    def __init__(self):\n        self.y = 1\n"
+        "if True:\n    class A:\n        x: int = 0\n        y = 1\n"
+        "        def f(self):\n            def g(): pass\n            z = self.w = 2\n"
+        "def g(): return 1\n"
     )
-    (tmp_path / "p/b.py").write_text(
-        "class Base:\n    def run(self, *, now): ...\n    z = 2\ndef f(a, /, b): ...\n"
-    )
-    assert definition(tmp_path, "p.a.g").parameters == ["a", "b"]
-    assert definition(tmp_path, "p.a.A.run").parameters == ["self", "now"]
-    assert definition(tmp_path, "p.a.A").fields == {"__init__", "run", "x", "y", "z"}
-    for missing in ("p.a.h", "p.a.A.h", "p.c.h"):
+    (tmp_path / "p/b.py").write_text("# Moved.\n\n@once\ndef g():\n    return 1\n")
+    assert fields(tmp_path, "p.a.A") == {"f", "w", "x", "y"}
+    assert source_hash(tmp_path, "p.a.g") != source_hash(tmp_path, "p.b.g")
+    before = source_hash(tmp_path, "p.b.g")
+    (tmp_path / "p/b.py").write_text("@once\n\n# Of what?\ndef g():\n    return 1\n")
+    probe._module.cache_clear()
+    assert source_hash(tmp_path, "p.b.g") == before
+    for missing in ("p.a.h", "p.a.A.h", "p.a.B.f", "p.c.h"):
         with pytest.raises(NotThere):
-            definition(tmp_path, missing)
+            source_hash(tmp_path, missing)
