@@ -3,31 +3,26 @@
     E of the block's input = E + E · matrix + bias        E: [tokens, hidden], the sender's
 
 A profile names each map by its layer, dtype and digest; the tensors lie in a safetensors file
-beside the profile, which says whose they are.
+beside the profile.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cachetree.errors import ProfileError, written
 from cachetree.planning import EMap, PairProfile
 
 __all__ = ["Correction", "maps_path", "read_corrections", "write_corrections"]
-
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_HEADER_BYTES: Final = 64 << 10
-"""More than names, shapes and the pair's identity take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,16 +74,15 @@ def write_corrections(
         for name, tensor in zip(_names(it), corrections[it.sha256].tensors, strict=True)
     }
     fresh = file.with_name(f".{file.name}.tmp")
-    save_file(tensors, fresh, metadata=_pair(profile))
+    save_file(tensors, fresh)
     fresh.replace(file)
 
 
 def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
     """All maps that the profile read from `path` names, by digest, in host memory.
 
-    Raises ProfileError naming the field, its value and the remedy for maps that are not there, of
-    another pair, or not of the stated shapes, dtype and content. A file larger than these need is
-    not read.
+    Raises ProfileError naming the field, its value and the remedy for maps that are not there or
+    not of the stated shapes, dtype and content.
     """
     if not profile.e_maps:
         return {}
@@ -97,40 +91,28 @@ def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
         if it.e_map is not None and it.e_map.layer != it.start:
             block = f"the layer of the map of block {it.start}:{it.stop}"
             raise _refused(file, block, str(it.e_map.layer), str(it.start))
-    most = _HEADER_BYTES + 4 * hidden * (1 + hidden) * len(profile.e_maps)
     try:
-        size = file.stat().st_size
-        if size > most:
-            raise _refused(file, "size", f"{size} bytes", f"at most {most} by its profile")
-        raw = file.read_bytes()
-        tensors, pair = load(raw), _metadata(raw)
+        with safe_open(file, "pt") as opened:
+            return {it.sha256: _read(file, opened, it, hidden) for it in profile.e_maps}
     except OSError as exc:
         raise ProfileError(
-            f"maps {written(file)} of profile {path.name} cannot be read: {exc.strerror}; copy "
+            f"maps {written(file)} of profile {path.name} cannot be read: {exc}; copy "
             "them beside the profile, or set e_correction: off"
         ) from exc
-    except (SafetensorError, ValueError, KeyError) as exc:
-        raise _refused(file, "format", str(exc), "safetensors") from exc
-    for side, model in _pair(profile).items():
-        if pair.get(side) != model:
-            raise _refused(file, side, str(pair.get(side)), model)
-    return {it.sha256: _checked(file, it, hidden, tensors) for it in profile.e_maps}
+    except SafetensorError as exc:
+        raise _refused(file, "format", str(exc), "safetensors with its maps") from exc
 
 
-def _checked(file: Path, it: EMap, hidden: int, tensors: Mapping[str, Tensor]) -> Correction:
-    found = []
-    for name, shape in zip(_names(it), ((hidden,), (hidden, hidden)), strict=True):
-        tensor = tensors.get(name)
-        if tensor is None:
-            raise _refused(file, name, "missing", f"one of shape {list(shape)}")
-        if tensor.shape != shape:
-            raise _refused(file, f"shape of {name}", str(list(tensor.shape)), str(list(shape)))
-        if tensor.dtype != DTYPES.get(it.dtype):
-            raise _refused(file, f"dtype of {name}", str(tensor.dtype), it.dtype)
-        found.append(tensor)
-    correction = Correction(*found)
-    if (sha256 := correction.named(it.layer).sha256) != it.sha256:
-        raise _refused(file, f"sha256 of {it.name}", sha256, it.sha256)
+def _read(file: Path, opened: Any, it: EMap, hidden: int) -> Correction:
+    names, needed = _names(it), [[hidden], [hidden, hidden]]
+    shapes = [opened.get_slice(name).get_shape() for name in names]
+    if shapes != needed:
+        raise _refused(file, f"shape of {it.name}", str(shapes), str(needed))
+    # Copies: what is checked here must not change with the file.
+    correction = Correction(*(opened.get_tensor(name).clone() for name in names))
+    if (found := correction.named(it.layer)) != it:
+        told = (f"{each.dtype} of sha256 {each.sha256}" for each in (found, it))
+        raise _refused(file, it.name, *told)
     return correction
 
 
@@ -139,16 +121,6 @@ def _refused(file: Path, field: str, value: str, needed: str) -> ProfileError:
         f"maps {written(file)}: {field} is {value}, and the profile needs {needed}; copy profile "
         "and maps together, make both again with `droidspeak profile`, or set e_correction: off"
     )
-
-
-def _pair(profile: PairProfile) -> dict[str, str]:
-    return {"sender": profile.sender.model_id, "receiver": profile.receiver.model_id}
-
-
-def _metadata(raw: bytes) -> dict[str, str]:
-    length = int.from_bytes(raw[:8], "little")
-    found: dict[str, str] = json.loads(raw[8 : 8 + length]).get("__metadata__", {})
-    return found
 
 
 def _names(it: EMap) -> tuple[str, str]:

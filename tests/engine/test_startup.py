@@ -493,10 +493,11 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     off = load_this_server(server_args(model, without))
     assert off.profiles == (replace(plain, recommended=plain.blocks[0]),)
     assert not off.corrections, "nobody would use them"
-    write_corrections(replace(paired, sender=own), {best.e_map.sha256: it}, path)
+    other_it = Correction(2 * torch.ones(width), torch.zeros(width, width))
+    write_corrections(paired, {best.e_map.sha256: other_it}, path)
     read_server.cache_clear()
     line = refusal(model, extra)
-    assert f"{maps_path(path)}: sender is {own.model_id}, and the profile needs" in line
+    assert f"{maps_path(path)}: layer 1 is float32 of sha256 " in line
     assert "set e_correction: off" in line
     write_profile(replace(paired, blocks=(best,)), path)
     read_server.cache_clear()
