@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,28 +44,54 @@ class Forecast:
         """Of a whole run, but for a smaller model. Corrected E is taken to try each block again."""
         num_layers = self.costs.num_layers
         plans, others = typical_plans(num_layers, settings.plans)
-        swept_s = sum(
-            self.steps(train, sweep_steps(train, blocks, num_layers, pruned=settings.pruned))
-        )
+        sweep = sweep_steps(train, blocks, num_layers, pruned=settings.pruned)
+        swept = {it.place for it in sweep}
+        whole_s = sum(self.steps(train, sweep))
         if settings.e_correction:
-            swept_s *= 2
-            swept_s += sum(self.fitting(train).values())
+            whole_s += self._rest_s(train, sweep, swept) + sum(self.fitting(train).values())
             plans = [*plans, *plans]
-        choosing = self.steps(train, judging_steps(train, plans, num_layers))
+        whole_s += self._rest_s(train, judging_steps(train, plans, num_layers), swept)
         judging = judging_steps(held_out, plans, num_layers, others)
-        return swept_s + sum(choosing) + sum(self.steps(held_out, judging))
+        return whole_s + sum(self.steps(held_out, judging))
 
-    def steps(self, documents: Sequence[Document], steps: Sequence[Step]) -> list[float]:
-        """Of each, in turn."""
-        return [self._step_s(documents[it.place], it) for it in steps]
+    def _rest_s(
+        self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
+    ) -> float:
+        """Of steps of which those documents have their first one."""
+        found = {it for it in steps if not it.plans and it.place in swept}
+        seconds = zip(steps, self.steps(documents, steps, found), strict=True)
+        return sum(step_s for step, step_s in seconds if step not in found)
+
+    def steps(
+        self, documents: Sequence[Document], steps: Sequence[Step], found: Collection[Step] = ()
+    ) -> list[float]:
+        """Of each, in turn. Where a document's first step was found and another was not, both
+        passes are made again, with the first that was not, and what plans are compared with."""
+        seconds, is_again = [], False
+        for step in steps:
+            document = documents[step.place]
+            seconds.append(self._step_s(document, step))
+            if not step.plans:
+                is_again = step in found
+            elif is_again and step not in found:
+                seconds[-1] += self._passes_s(document) + self._own_s(document)
+                is_again = False
+        return seconds
 
     def fitting(self, documents: Sequence[Document]) -> dict[int, float]:
         """Of each document that maps of E are fitted on, by its place."""
-        num_layers = self.costs.num_layers
         return {
-            place: 2 * self.costs.pass_s(len(documents[place].prefix), num_layers)
+            place: self._passes_s(documents[place])
             for place in first_of_each_task(documents, NUM_FITTED)
         }
+
+    def _passes_s(self, document: Document) -> float:
+        """Of the sender's and the receiver's over the prefix."""
+        return 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
+
+    def _own_s(self, document: Document) -> float:
+        """Of the distributions that plans are compared with."""
+        return self._forced_s(document, self.costs.num_layers, 1)
 
     def _step_s(self, document: Document, step: Step) -> float:
         num_prefix, num_layers = len(document.prefix), self.costs.num_layers
@@ -78,10 +104,10 @@ class Forecast:
             return passes_s + share * self.costs.layers_s(num_prefix, num_layers) + mixtures_s
         # Both passes; the sender's answers, some as long as the own ones and some as long as they
         # may be; the own ones, of which there are drafts, and what plans are compared with.
-        passes_s = 2 * self.costs.pass_s(num_prefix, num_layers)
+        passes_s = self._passes_s(document)
         free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
-        own_s = self._decoded_s(document, 1 + DECODED_SHARE)
-        return passes_s + free_s + own_s + self._forced_s(document, num_layers, 1) + mixtures_s
+        own_s = self._decoded_s(document, 1 + DECODED_SHARE) + self._own_s(document)
+        return passes_s + free_s + own_s + mixtures_s
 
     def _mixtures_s(
         self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool

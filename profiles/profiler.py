@@ -13,7 +13,6 @@ import datetime
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Final
 
 import torch
@@ -168,10 +167,11 @@ class Watched:
         self, title: str, split: str, documents: Sequence[Document], steps: Sequence[Step]
     ) -> Measured:
         journal = self.bench.journal
-        seconds = self.forecast.steps(documents, steps)
-        found = [journal.get(split, it.place, it.name) is not None for it in steps]
+        found = {it for it in steps if journal.get(split, it.place, it.name) is not None}
+        seconds = self.forecast.steps(documents, steps, found)
+        found_s = sum(it for step, it in zip(steps, seconds, strict=True) if step in found)
         each = iter(seconds)
-        with shown(self.console, title, sum(seconds), sum(compress(seconds, found))) as done:
+        with shown(self.console, title, sum(seconds), found_s) as done:
 
             def tick(_: Entry, is_new: bool) -> None:
                 done(next(each) * is_new)

@@ -63,6 +63,20 @@ def test_judging_grows_with_the_documents_and_with_the_plans():
     assert shown < 49 * (judging_s(1, plans, others) - one)
 
 
+def test_where_a_document_was_swept_both_passes_are_made_again():
+    documents, (plans, _) = [document(32)] * 2, typical_plans(6, 4)
+    steps = judging_steps(documents, plans, 6)
+    of_one = len(steps) // 2
+    plain = FORECAST.steps(documents, steps)
+    swept = {it for it in steps if not it.plans and it.place == 1}
+    again = FORECAST.steps(documents, steps, swept)
+    passes_s = 2 * COSTS.pass_s(32, 6)
+    assert passes_s < again[of_one + 1] - plain[of_one + 1] < 1.5 * passes_s
+    again[of_one + 1] = plain[of_one + 1]
+    assert again == plain
+    assert FORECAST.steps(documents, steps, set(steps)) == plain, "nothing is made"
+
+
 def test_a_run_that_corrects_e_is_forecast_to_try_its_plans_too():
     settings = Settings(out=Path())
     documents, blocks = [document(32)] * 8, grid(6, 1)
