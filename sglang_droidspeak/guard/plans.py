@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -104,16 +104,18 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
     """How far the answer of one request was from an exact run."""
 
     plan: PlanId
-    tv: float
-    """Total variation, 0 to 1."""
+    tv: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Total variation."""
 
 
 class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the front end and an operator tell; without either, only how things are is asked."""
 
     shadow: Shadow | None = None
-    missed: dict[str, int] = {}
-    """Shadows that came to nothing, by what became of them: `dropped` or `failed`."""
+    missed: dict[
+        Literal["dropped", "failed"], Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+    ] = {}
+    """Shadows that came to nothing, by what became of them."""
     reset: str | None = None
     """The id of a sender whose pairs begin anew, or `all`."""
 

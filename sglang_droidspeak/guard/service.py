@@ -60,11 +60,8 @@ class PairsInService:
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def answer(self, question: str) -> dict[str, Any]:
-        """As JSON says it; `error` where that was no question."""
-        try:
-            asked = msgspec.json.decode(question or "{}", type=GuardQuestion)
-        except msgspec.MsgspecError as exc:
-            return {"error": str(exc)}
+        """As JSON says it; raises MsgspecError or LookupError where that was no question."""
+        asked = msgspec.json.decode(question or "{}", type=GuardQuestion)
         for result, num in asked.missed.items():
             self._metrics.shadows.labels(result).inc(num)
         if asked.shadow is not None:
@@ -79,8 +76,12 @@ class PairsInService:
 
     def _hear(self, shadow: Shadow) -> None:
         plan = shadow.plan
-        self._metrics.shadows.labels("compared").inc()
         before = self._pairs.get((plan.sender, plan.receiver))
+        if before is not None and plan.block is not None:
+            num_layers = self._profiles[plan.sender, plan.receiver].receiver.num_layers
+            if not 0 <= plan.block[0] < plan.block[1] <= num_layers:
+                raise LookupError(f"block {plan.block} is not within 0:{num_layers}")
+        self._metrics.shadows.labels("compared").inc()
         pair = None if before is None else after(before, plan, shadow.tv)
         if pair is None or before is None or pair is before:
             return

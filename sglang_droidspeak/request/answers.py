@@ -113,18 +113,16 @@ class Answers:
     _labels: Labels
     _lora_refs: Mapping[str, LoRARef]
     _page_size: int
-    _guard: Callable[[str], Mapping[str, Any]]
-    """What the drift guard answers to a question, in JSON."""
+    _guard: Callable[[str], dict[str, Any]]
+    """What the drift guard answers to a question in JSON, or raises as for any other question."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
         page, asked = asking.asked(recv_req)
-        if not page:
+        if page:
+            output.internal_state = {KEY: self._answer(page, asked, scheduler)}
+        else:
             output.internal_state[KEY] = msgspec.to_builtins(self._state())
-        elif page == asking.EXPLAIN:
-            output.internal_state = {KEY: self._answer(asked, scheduler)}
-        elif page == asking.GUARD:
-            output.internal_state = {KEY: self._guard(asked)}
 
     def _state(self) -> ServerState:
         peers = self._cache.sources()
@@ -157,8 +155,10 @@ class Answers:
             price=None if plan is None else self._planner.price(plan),
         )
 
-    def _answer(self, asked: str, scheduler: Scheduler) -> dict[str, Any]:
+    def _answer(self, page: str, asked: str, scheduler: Scheduler) -> dict[str, Any]:
         try:
+            if page == asking.GUARD:
+                return self._guard(asked)
             question = msgspec.json.decode(asked, type=Question)
             return msgspec.to_builtins(self._explain(question, scheduler), str_keys=True)
         except (msgspec.MsgspecError, LookupError) as exc:

@@ -40,12 +40,16 @@ SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 def answers(labels: Labels) -> Answers:
     planner = SimpleNamespace(profiles=PROFILES)
     cache = SimpleNamespace(sources=lambda: ())
-    return Answers(cache, planner, labels, {}, PAGE, None)  # type: ignore[arg-type]
+
+    def guard(_question: str) -> dict[str, Any]:
+        raise ArithmeticError("a test")
+
+    return Answers(cache, planner, labels, {}, PAGE, guard)  # type: ignore[arg-type]
 
 
-def ask(labels: Labels, **question: Any) -> dict[str, Any]:
+def ask(labels: Labels, page: str = asking.EXPLAIN, **question: Any) -> dict[str, Any]:
     output = SimpleNamespace(internal_state={"sglang": "its own"})
-    asked = SimpleNamespace(rid=f"{asking.EXPLAIN}: {json.dumps(question)}")
+    asked = SimpleNamespace(rid=f"{page}: {json.dumps(question)}")
     answers(labels).add(output, SimpleNamespace(), asked)
     assert output.internal_state.keys() == {KEY}
     return json.loads(json.dumps(output.internal_state[KEY]))
@@ -110,6 +114,11 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     (holding,) = it.holdings
     assert (holding.num_pages, holding.e_pages[3]) == (10, 10)
     assert list(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
+
+
+@pytest.mark.parametrize("page", [asking.EXPLAIN, asking.GUARD])
+def test_what_goes_wrong_with_a_question_is_its_answer(labels: Labels, page: str) -> None:
+    assert "the server's log has more" in ask(labels, page, input_ids=[1])["error"]
 
 
 def test_the_last_thousand_are_known(labels: Labels) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from test_policy import PROFILE
 from cachetree import ConfigError
 from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.cli.ask import guard_lines
+from sglang_droidspeak.engine import asking
 from sglang_droidspeak.guard.plans import (
     NOISE,
     GuardQuestion,
@@ -26,6 +28,8 @@ from sglang_droidspeak.guard.plans import (
 from sglang_droidspeak.guard.record import check_record, read_record, write_record
 from sglang_droidspeak.guard.service import PairsInService
 from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.request.answers import Answers
+from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import Settings
 
 NUM_LAYERS = PROFILE.receiver.num_layers
@@ -198,6 +202,31 @@ def test_an_operator_begins_anew(tmp_path: Path) -> None:
     (pair,) = tell(guard, reset=SENDER).pairs
     assert pair == watched(PAIR) and planner.profiles[SENDER, RECEIVER] == PAIR
     assert read_record(tmp_path / "guard.json") == (pair,)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"missed": {"dropped": -1}},
+        {"missed": {"dropped": int("9" * 400)}},
+        {"missed": {"stolen": 1}},
+        {"shadow": {"plan": msgspec.to_builtins(plan(LEAST)), "tv": 1e308}},
+        {"shadow": {"plan": msgspec.to_builtins(plan(LEAST)), "tv": -0.1}},
+        {"shadow": {"plan": {**msgspec.to_builtins(plan(LEAST)), "block": [0, 2**70]}, "tv": 0}},
+        {"florp": 1},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_answered_with_what_is_wrong(
+    tmp_path: Path, question: dict[str, Any]
+) -> None:
+    guard = guard_of(Planner(), tmp_path / "guard.json")
+    before = guard.answer("")
+    answers = Answers(None, None, None, {}, 16, guard.answer)  # type: ignore[arg-type]
+    asked = SimpleNamespace(rid=f"{asking.GUARD}: {json.dumps(question)}")
+    answers.add(output := SimpleNamespace(), SimpleNamespace(), asked)  # type: ignore[arg-type]
+    assert output.internal_state[KEY].keys() == {"error"}
+    assert guard.answer("") == before and not (tmp_path / "guard.json").exists()
 
 
 def test_evidence_of_before_a_restart_counts(tmp_path: Path) -> None:
