@@ -20,6 +20,7 @@ from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
 from profiles.profiler import Watched, answerers, load_documents, open_journal, open_pair
+from profiles.report import words
 from profiles.settings import Settings
 from profiles.stats.artifact import Data, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
@@ -32,7 +33,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     split: Split
     plans: tuple[FrontierPoint, ...]
-    """The profile's frontier, on these data."""
+    """The profile's frontier, on these data, but corrected plans whose map was not kept."""
     passed: bool
     """The gate, on these data."""
     reason: str
@@ -75,22 +76,31 @@ class Again:
                 f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the "
                 "profile's own; verify on others"
             )
-        candidates = [_candidate(it) for it in profile.frontier]
+        plans = kept_plans(profile)
+        if left := [words.plan(it) for it in profile.frontier if _candidate(it) not in plans]:
+            self._console.print(
+                f"not judged, for their maps were not kept: {', '.join(left)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        tried = [profile.recommended or profile.frontier[it] for it in profile.order]
+        # Without a recommended plan the first that was tried: the verdict holds where that fails.
+        asked = [it for it in map(_candidate, tried) if it in plans][:1]
+        if tried and not asked:
+            raise ProfileError(
+                "every plan that was tried corrects E, and only proven ones' maps are kept, so none "
+                "can be computed again; profile the pair anew, and give --held-out these data"
+            )
         with temporary_journal() as journal:
-            judged = self._judge("judging", documents, candidates, journal)
+            judged = self._judge("judging", documents, [*plans], journal)
         data = Data(files=data_files(self._sources, documents), documents=documents)
         split = split_of(data, judged)
-        plans = {}
-        for point, candidate in zip(profile.frontier, candidates, strict=True):
+        for candidate, point in plans.items():
             qualities = qualities_of(judged.candidates[candidate])
             tasks = losses_of(documents, judged.full_prefill, qualities, profile.tolerance)
             held_out = interval(qualities)
             plans[candidate] = msgspec.structs.replace(point, held_out=held_out, tasks=tasks)
-        if profile.recommended is not None:
-            asked = [plans[_candidate(profile.recommended)]]
-        else:  # The first that was tried: the verdict holds where that one fails.
-            asked = [plans[candidates[place]] for place in profile.order[:1]]
-        passed, reason = verdict(asked, split, profile.tolerance)
+        passed, reason = verdict([plans[it] for it in asked], split, profile.tolerance)
         return Verification(
             split=split,
             plans=tuple(plans.values()),
@@ -141,6 +151,12 @@ class Again:
         forecast = Forecast(self._profile.costs, receiver.model.head_layers)
         steps = judging_steps(documents, plans, bench.num_layers)
         return Watched(bench, forecast, self._console).measure(title, HELD_OUT, documents, steps)
+
+
+def kept_plans(profile: MeasuredProfile) -> dict[Candidate, FrontierPoint]:
+    """Of the frontier what can be computed again: maps lie beside a profile of proven plans only."""
+    kept = {None, *profile.e_maps}
+    return {_candidate(it): it for it in profile.frontier if it.e_map in kept}
 
 
 def _candidate(it: BlockQuality | FrontierPoint) -> Candidate:

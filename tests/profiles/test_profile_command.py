@@ -27,6 +27,7 @@ from profiles.compute.models import load_pair
 from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
+from profiles.report import words
 from sglang_droidspeak.cli import main, parser
 from tools.pairs.questions import make_records, read_documents
 
@@ -181,6 +182,44 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
         before is None or it.tv_bound < before - 0.1
         for it, before in zip(tighter, bounds, strict=False)
     )
+
+
+@pytest.fixture(scope="module")
+def unproven(few, tmp_path_factory) -> Path:
+    """A profile that failed and has a corrected plan, whose map was not kept."""
+    folder = tmp_path_factory.mktemp("unproven")
+    fit, out = folder / "fit.jsonl", folder / "pair.json"
+    write_records(read_records(DATA / "train.jsonl")[9:27], fit)
+    args = ["--plans", "4", "--tolerance", "0.5", "--e-correction", "--fit-data", str(fit)]
+    status, said = run(*few, *args, "--out", str(out))
+    assert status == FAILED_GATE, said
+    assert read_measured(out).e_maps == (), "nothing is proven"
+    return out
+
+
+def test_corrected_plans_that_were_not_proven_are_left_out_and_the_others_judged(unproven, capsys):
+    data, profile = unproven.with_name("some.jsonl"), read_measured(unproven)
+    write_records(read_records(DATA / "held_out.jsonl")[9:18], data)
+    args = ["verify", str(unproven), *flags(FINE_TUNES), *FAST, "--data", str(data), "--json"]
+    assert main(["profile", *args]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    plain = [(it.start, it.stop) for it in profile.frontier if it.e_map is None]
+    (corrected,) = (words.plan(it) for it in profile.frontier if it.e_map is not None)
+    assert f"not judged, for their maps were not kept: {corrected}\n" in said.err
+    assert [(it["start"], it["stop"]) for it in found["plans"]] == plain
+    assert (found["passed"], found["holds"]) == (False, True)
+
+
+def test_a_profile_of_which_no_plan_can_be_computed_again_is_refused(unproven, tmp_path, capsys):
+    profile = read_measured(unproven)
+    corrected = tuple(it for it in profile.frontier if it.e_map is not None)
+    write_profile(msgspec.structs.replace(profile, frontier=corrected, order=(0,)), tmp_path / "p")
+    data = tmp_path / "some.jsonl"
+    write_records(read_records(DATA / "held_out.jsonl")[9:18], data)
+    args = ["verify", str(tmp_path / "p"), *flags(FINE_TUNES), *FAST, "--data", str(data)]
+    assert main(["profile", *args]) == 1
+    assert "give --held-out" in capsys.readouterr().err
 
 
 def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):

@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from shipped import DATA, SHIPPED, WEIGHTS
+from shipped import DATA, PAIRS, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
 
 from cachetree.checkpoint.identity import read_model_identity
+from cachetree.corrections import read_corrections
 from cachetree.planning.profile import read_profile
 from profiles.data.datasets import load_sources
 from profiles.data.documents import data_files, make_documents
 from profiles.data.records import read_records, write_records
 from profiles.evidence import DataFile, read_measured
+from profiles.verification import kept_plans
 from tools.pairs.prompts import by_context, context_prompt, prompt_of
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
 from tools.pairs.train import RECIPE
@@ -147,3 +149,12 @@ def test_the_drift_guard_is_told_what_each_plan_may_differ_by(path):
     plans = [it for it in profile.blocks if len(it.block) < profile.receiver.num_layers]
     assert profile.recommended in plans
     assert all(0 < it.tv_bound < 0.1 for it in plans)
+
+
+@pytest.mark.parametrize("path", sorted(PAIRS.glob("../real/*.json")), ids=lambda it: it.stem)
+def test_what_is_verified_needs_no_map_that_is_not_shipped(path):
+    profile = read_measured(path)
+    needed = {it.map_sha256 for it in kept_plans(profile)} - {""}
+    assert needed <= read_corrections(profile, path).keys()
+    corrected = [it.block for it in profile.blocks if it.e_map is not None]
+    assert {*corrected} <= {it.block for it in kept_plans(profile)}, "and of those none is left out"
