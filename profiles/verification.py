@@ -88,8 +88,8 @@ class Again:
         asked = [it for it in map(_candidate, tried) if it in plans][:1]
         if tried and not asked:
             raise ProfileError(
-                "every plan that was tried corrects E, and only proven ones' maps are kept, so none "
-                "can be computed again; profile the pair anew, and give --held-out these data"
+                "every plan that was tried corrects E, and maps of unproven ones are not kept, so "
+                "none can be computed again; profile the pair anew, and give --held-out these data"
             )
         with temporary_journal() as journal:
             judged = self._judge("judging", documents, [*plans], journal)
@@ -154,7 +154,7 @@ class Again:
 
 
 def kept_plans(profile: MeasuredProfile) -> dict[Candidate, FrontierPoint]:
-    """Of the frontier what can be computed again: maps lie beside a profile of proven plans only."""
+    """Of the frontier what can be computed again: only proven plans' maps lie beside a profile."""
     kept = {None, *profile.e_maps}
     return {_candidate(it): it for it in profile.frontier if it.e_map in kept}
 
