@@ -19,7 +19,7 @@ A miss is not an error: `match` returns no entry, `lease` and `reserve` return N
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 UNREADABLE: Final = (ValueError, RecursionError)
 """What decoders raise of a file that is not what it should be: another form (all errors of
@@ -73,6 +73,15 @@ class StaleEntry(FetchError):
 
 class ProtocolError(FetchError):
     """A peer broke the protocol: unknown message, wrong size, wrong checksum, too large."""
+
+
+_Error = TypeVar("_Error", bound=CacheTreeError)
+
+
+def without_frames(error: _Error) -> _Error:
+    """The same error, to be kept: the frames that it came through would keep what they view."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def written(path: Path) -> str:

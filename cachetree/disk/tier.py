@@ -156,6 +156,7 @@ class DiskTier:
                 read()
             except Exception:
                 log.exception("reading from disk failed")
+            del read
 
     def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         begun_at_s = self._clock()

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from cachetree.clock import Deadline
-from cachetree.errors import Cancelled, DeadlineExceeded, FetchError
+from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, without_frames
 from cachetree.ids import Span, Step
 from cachetree.memory.copying import copy, cut, scatter
 from cachetree.memory.slab import Blocks, Pool
@@ -107,7 +107,7 @@ class Staging:
         """End the fetch early; the first error wins, and one after the last step is ignored."""
         with self._changed:
             if self.error is None and not self.is_complete:
-                self.error = error
+                self.error = without_frames(error)
                 self._changed.notify_all()
 
     def cancel(self) -> None:
@@ -142,7 +142,7 @@ class Staging:
                 raise DeadlineExceeded(f"{_name(step)} did not arrive within the wait")
             self.fail(DeadlineExceeded(f"{_name(step)} did not arrive in time"))
             assert self.error is not None
-            raise self.error
+            raise type(self.error)(*self.error.args)  # Whose frames only its reader keeps.
 
     def release(self) -> None:
         """The reader reads no more; what has not completed is cancelled. Idempotent."""

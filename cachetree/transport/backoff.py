@@ -8,7 +8,7 @@ from collections import deque
 from typing import Final
 
 from cachetree.clock import Clock
-from cachetree.errors import CacheTreeError
+from cachetree.errors import CacheTreeError, without_frames
 from cachetree.transport.config import PeerConfig
 
 
@@ -75,7 +75,7 @@ class Breaker:
         """Count an error of the worker or of the link. While open it is an old story."""
         if self.is_open:
             return
-        self.error = error
+        self.error = without_frames(error)
         now_s = self._clock()
         if self._probe_at_s is not None:
             self._open(now_s)

@@ -22,6 +22,7 @@ from cachetree.errors import (
     FamilyMismatch,
     FetchError,
     ProtocolError,
+    without_frames,
 )
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import ArenaReader, Staging
@@ -342,7 +343,7 @@ class Peer:
         self._stores.interrupt(error)
         if self._is_closing:
             self._ends_at_s = -math.inf
-        self.error = error
+        self.error = without_frames(error)
         self._set_state(state)
         failure = error if isinstance(error, FetchError) else FetchError(str(error))
         if state is PeerState.CONNECTING:

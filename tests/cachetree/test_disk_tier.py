@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import random
 import subprocess
@@ -177,7 +178,9 @@ def test_a_killed_process_leaves_what_it_had_written(tmp_path: Path) -> None:
             fetch(cache, prompt(number), Span(0, 8))
 
 
-def test_damage_is_a_stale_entry_and_no_longer_matches(tmp_path: Path) -> None:
+def test_damage_is_a_stale_entry_and_no_longer_matches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_cache(tmp_path, host_bytes=PROMPT_BYTES) as cache:
         for number in range(3):
             store_and_wait(cache, prompt(number))
@@ -186,13 +189,25 @@ def test_damage_is_a_stale_entry_and_no_longer_matches(tmp_path: Path) -> None:
         with file.open("r+b") as raw:
             raw.seek(at)
             raw.write(bytes([needle[0] ^ 1]))
+        caplog.set_level(logging.ERROR)  # pytest keeps records, and with them what was logged.
         with pytest.raises(StaleEntry):
             fetch(cache, prompt(0), Span(0, 8))
         assert cache.match(prompt(0)) == []
+        eventually(lambda: cache._arriving.held_bytes == 0, 2)
         fetch(cache, prompt(1), Span(0, 8))
         assert cache.status().staging_bytes_in_use == 0
         store_and_wait(cache, prompt(0))
         fetch(cache, prompt(0), Span(0, 8))
+
+
+def test_a_reader_of_the_disk_keeps_no_fetch_that_is_over(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(10))
+        assert staging is not None
+        wait_all(staging)
+        del staging
+        eventually(lambda: cache.status().staging_bytes_in_use == 0, 2)
 
 
 def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:

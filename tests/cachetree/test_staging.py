@@ -90,7 +90,7 @@ def test_a_failure_wakes_every_reader_and_the_first_one_counts() -> None:
     staging.fail(Cancelled("too late"))
     for thread, outcome in waits:
         thread.join(60)
-        assert outcome == [first]
+        assert [(type(it), it.args) for it in outcome] == [(ProtocolError, ("broken",))]
     assert staging.error is first
 
 
@@ -165,6 +165,35 @@ def test_bytes_that_cross_a_border_of_runs_come_to_their_places() -> None:
     staging.write(KV0, 3, payload("345"))
     assert staging.is_complete
     assert [bytes(view) for view in staging.views(KV0)] == [b"01", b"2345"]
+
+
+def test_no_error_that_is_kept_keeps_a_view() -> None:
+    pool = Arena(40)
+    staging = staged(pool, {KV0: Blocks(2, 10), KV1: Blocks(2, 10)}, Deadline.after(30))
+
+    def write() -> None:
+        room = staging.room(KV1, 0, 10)
+        raise OSError(f"no {room.nbytes} bytes")
+
+    def read() -> None:
+        views = staging.views(KV0)
+        staging.wait(KV1)
+        assert not views
+
+    try:
+        try:
+            write()
+        except OSError as exc:
+            raise ProtocolError("broken", 2) from exc
+    except FetchError as exc:
+        staging.fail(exc)
+    for _ in range(2):
+        with pytest.raises(ProtocolError) as caught:
+            read()
+        assert caught.value.args == ("broken", 2)
+        del caught
+    staging.release()
+    assert pool.held_bytes == 0
 
 
 def test_memory_goes_back_with_the_last_view_of_a_released_fetch() -> None:

@@ -29,11 +29,13 @@ from transport_parts import (
 )
 
 from cachetree import (
+    Deadline,
     DeadlineExceeded,
     FetchError,
     PeerState,
     ProtocolError,
 )
+from cachetree.memory import Arena, Blocks, staged
 from cachetree.transport import frames, wire
 from cachetree.transport.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Frame, Unsealed
 
@@ -145,6 +147,22 @@ def test_a_broken_protocol_ends_the_connection_and_another_is_made(script: Scrip
         assert peer.status.num_protocol_errors == 1
         assert peer.status.num_losses == 1
         assert peer.wait_ready(20)
+
+
+@pytest.mark.parametrize("breaker_errors", [1, 9])
+def test_what_ended_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
+    """The peer remembers why, until the next error; the first one may end the session too."""
+    config = msgspec.structs.replace(ONCE, breaker_errors=breaker_errors, cooldown_s=0.1)
+    arena = Arena(len(STEPS) * SIZE)
+    with ScriptedWorker(flipped_bit) as worker, peer_of(worker.address, new_tree(), config) as peer:
+        parts = dict.fromkeys(STEPS, Blocks(16, PAGE_BYTES))
+        staging = staged(arena, parts, Deadline.after(10))
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: isinstance(staging.error, ProtocolError))
+        staging.release()
+        eventually(lambda: arena.held_bytes == 0, 2)
+        eventually(lambda: peer.state is PeerState.READY)
+        assert peer.status.num_losses == (breaker_errors == 1)
 
 
 def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -> None:
