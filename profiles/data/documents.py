@@ -94,24 +94,30 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """Documents to choose on and to judge on, each in their order.
 
-    By context, so that no context is in both, and the same share of every task. Equal arguments
-    give equal splits. Raises ConfigError where one of the two would be empty.
+    By context, so that no context is in both, and the same share of every task; the smallest
+    decides first about those that several tasks have. Equal arguments give equal splits. Raises
+    ConfigError where one of the two would be empty.
     """
     if not 0.0 < held_out_share < 1.0:
         raise ConfigError(f"held-out share is {held_out_share}; it lies between 0 and 1")
     tasks = by_task(documents)
-    held_out: set[int] = set()
-    for task, indices in tasks.items():
-        num_held_out = min(max(round(held_out_share * len(indices)), 1), len(indices) - 1)
-        held_out.update(Random(f"{seed} {task.name}").sample(indices, num_held_out))
-    if not held_out:
+    is_held_out: dict[str, bool] = {}
+    for task, indices in sorted(tasks.items(), key=lambda it: len(it[1])):
+        contexts = list(dict.fromkeys(documents[it].context for it in indices))
+        wanted = min(max(round(held_out_share * len(contexts)), 1), len(contexts) - 1)
+        wanted -= sum(is_held_out.get(it, False) for it in contexts)
+        new = [it for it in contexts if it not in is_held_out]
+        num_held_out = min(max(wanted, 0), len(new))
+        chosen = set(Random(f"{seed} {task.name}").sample(new, num_held_out))
+        is_held_out |= {it: it in chosen for it in new}
+    if not any(is_held_out.values()):
         raise ConfigError(
             f"{len(documents)} contexts of {len(tasks)} tasks cannot be split, because no task "
             "has two; give more data, or held-out data of its own"
         )
     return (
-        [it for index, it in enumerate(documents) if index not in held_out],
-        [it for index, it in enumerate(documents) if index in held_out],
+        [it for it in documents if not is_held_out[it.context]],
+        [it for it in documents if is_held_out[it.context]],
     )
 
 

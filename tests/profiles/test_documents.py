@@ -342,6 +342,17 @@ def test_a_split_is_by_context_and_deterministic():
     assert split_documents(documents, held_out_share=0.3, seed=2) != (train, held_out)
 
 
+def test_a_context_of_two_tasks_or_in_two_forms_is_on_one_side():
+    other = Task(name="other", template="{context} {input}", metric=Metric.F1, max_new=4)
+    documents = [*make_many(20), *make_many(24, other)]
+    wide = [(words(4 + i, 8).replace(" ", "  "), "w4", "w5") for i in range(8)]
+    documents += make(*wide)
+    train, held_out = split_documents(documents, held_out_share=0.5, seed=0)
+    assert not {it.context for it in train} & {it.context for it in held_out}
+    assert len({it.context for it in held_out if it.task == WORDS}) == 10
+    assert len([it for it in held_out if it.task == other]) == 12
+
+
 @pytest.mark.parametrize(("share", "sizes"), [(0.01, (3, 1)), (0.99, (1, 3))])
 def test_no_side_of_a_split_is_empty(share, sizes):
     train, held_out = split_documents(make_many(4), held_out_share=share, seed=0)
