@@ -49,8 +49,9 @@ from profiles.data.documents import Document
 from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
 from profiles.data.tasks import TaskOptions
-from profiles.profiler import answerers, load_documents, open_pair
+from profiles.profiler import answerers, open_pair
 from profiles.settings import Settings
+from profiles.splits import load_documents
 from profiles.stats.gate import interval
 
 ROOT: Final = Path(__file__).resolve().parent.parent

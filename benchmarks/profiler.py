@@ -53,8 +53,9 @@ from profiles.compute.study import TRAIN, Bench
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
-from profiles.profiler import answerers, load_documents
+from profiles.profiler import answerers
 from profiles.settings import Settings
+from profiles.splits import load_documents
 from profiles.stats.choice import grid
 from profiles.stats.measured import Measured, Score
 

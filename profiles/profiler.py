@@ -10,9 +10,11 @@ same command goes on where an earlier one was stopped.
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,24 +30,25 @@ from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Entry, Journal, Timed
 from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.measuring import judging_steps, measure, screening_steps, sweep_steps
-from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
+from profiles.compute.models import (
+    ModelSource,
+    Pair,
+    load_model,
+    load_pair,
+    load_tokenizer,
+    look_at_pair,
+)
 from profiles.compute.room import Sizes, bounds_of, make_room
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
 from profiles.costs import Repeats, choose_lengths, measure_costs
-from profiles.data.datasets import Source, load_sources
-from profiles.data.documents import (
-    Document,
-    data_files,
-    make_documents,
-    mean_lengths,
-    split_documents,
-)
+from profiles.data.documents import Document, mean_lengths
 from profiles.environment import read_environment
 from profiles.evidence import Baseline, BaselineKind, CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast
 from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
+from profiles.splits import load_fitted_on, load_held_out_of_small, load_splits
 from profiles.stats.artifact import Data, Findings, build
 from profiles.stats.choice import (
     baselines,
@@ -71,14 +74,14 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     Raises CacheTreeError or RecordError with a message for a person.
     """
     began = time.monotonic()
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    _require_place(settings.out)
+    settings.devices()
+    _, ours = look_at_pair(*settings.pair)
+    tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
+    train, held_out = load_splits(settings, tokenizer, positions)
+    fitted_on = load_fitted_on(settings, train, held_out, tokenizer, positions)
+    asked_of_small = load_held_out_of_small(settings, held_out)
     pair = open_pair(settings)
-    positions = pair.receiver.config.max_position_embeddings
-    train, held_out = load_splits(settings, pair.tokenizer, positions)
-    fitted_on = train.documents
-    if settings.fit_data:
-        _, fitted_on = load_documents(settings, settings.fit_data, pair.tokenizer, positions)
-        _require_apart(fitted_on, held_out.documents, "in --fit-data and among those that judge")
     documents = [*train.documents, *held_out.documents]
     group = settings.group or default_group(pair.num_layers)
     blocks = grid(pair.num_layers, group)
@@ -126,7 +129,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     judged = watched.measure("judging", HELD_OUT, held_out.documents, steps)
     small = None
     if settings.small is not None:
-        small = measure_small(settings, held_out, journal.costs, console)
+        small = measure_small(settings, held_out, asked_of_small, journal.costs, console)
     corrections = watched.bench.corrections
     found = Findings(
         sender=pair.sender_identity,
@@ -212,59 +215,22 @@ def correct(
     return watched, closest({it: screened.candidates[it] for it in plans}, settings.plans)
 
 
+def _require_place(out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out is {out}; it has to be a file in a folder that can be written to")
+
+
 def open_pair(settings: Settings) -> Pair:
     """Both models, loaded as the settings say."""
     transformers.utils.logging.disable_progress_bar()
+    device, sender_device = settings.devices()
     return load_pair(
         *settings.pair,
         dtype=getattr(torch, settings.dtype),
-        device=choose_device(settings.device),
-        sender_device=choose_device(settings.sender_device or settings.device),
+        device=device,
+        sender_device=sender_device,
     )
-
-
-def load_splits(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int
-) -> tuple[Data, Data]:
-    """What the plans are chosen on, and what they are judged on. They share no context."""
-    sources, train = load_documents(settings, settings.data, tokenizer, positions)
-    judged_sources = sources
-    if settings.held_out:
-        judged_sources, held_out = load_documents(settings, settings.held_out, tokenizer, positions)
-    else:
-        train, held_out = split_documents(
-            train, held_out_share=settings.held_out_share, seed=settings.seed
-        )
-    _require_apart(train, held_out, "in --data and in --held-out")
-    if unjudged := {it.task.name for it in train} - {it.task.name for it in held_out}:
-        raise ConfigError(
-            f"no held-out context is of {', '.join(sorted(unjudged))}; give some of each task"
-        )
-    return (
-        Data(files=data_files(sources, train), documents=train),
-        Data(files=data_files(judged_sources, held_out), documents=held_out),
-    )
-
-
-def _require_apart(documents: Sequence[Document], judging: Sequence[Document], where: str) -> None:
-    if shared := {it.context for it in documents} & {it.context for it in judging}:
-        raise ConfigError(
-            f"{len(shared)} contexts are both {where}; plans have to be judged on others than they "
-            "were chosen and fitted on"
-        )
-
-
-def load_documents(
-    settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
-) -> tuple[list[Source], list[Document]]:
-    """Prompts are cut to what is asked for, and to what the model's positions leave for them."""
-    sources = load_sources(specs, settings.options, data_dir=settings.data_dir)
-    longest = max(it.task.max_new for source in sources for it in source.records)
-    most = min(settings.max_prompt_tokens or positions, positions - longest)
-    documents = make_documents(
-        sources, tokenizer, page_size=settings.page_size, max_prompt_tokens=most
-    )
-    return sources, documents
 
 
 def answerers(
@@ -324,18 +290,17 @@ def time_costs(
 
 
 def measure_small(
-    settings: Settings, held_out: Data, costs: CostModel, console: Console
+    settings: Settings,
+    held_out: Data,
+    documents: Sequence[Document],
+    costs: CostModel,
+    console: Console,
 ) -> Baseline:
-    """A smaller model's answers to the held-out questions, by full prefill; `costs` are the
-    receiver's."""
+    """A smaller model's answers to these documents' questions, the held-out ones, by full prefill;
+    `costs` are the receiver's."""
     source, device = ModelSource(path=settings.small), choose_device(settings.device)
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)
-    names = {question.name for it in held_out.documents for question in it.questions}
-    positions = model.config.max_position_embeddings
-    specs = settings.held_out or settings.data
-    _, documents = load_documents(settings, specs, tokenizer, positions)
-    documents = [it for it in documents if it.questions[0].name in names]
     answerer = answerer_of(model, tokenizer, documents, memory_gb=settings.memory_gb)
     own = time_costs(answerer.model, documents, settings, console)
     seconds = [own.full_prefill_s(len(it.prefix), 0) for it in documents]

@@ -123,6 +123,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
+        share = self.held_out_share
+        _require(0.0 < share < 1.0, "held-out-share", share, "between 0 and 1")
         _require(self.group is None or self.group >= 1, "group", self.group, "at least 1 layer")
         _require(self.plans >= 2, "plans", self.plans, "at least 2")
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
@@ -155,6 +157,12 @@ class Settings:
             ModelSource(path=self.receiver, adapter=self.receiver_lora),
         )
 
+    def devices(self) -> tuple[torch.device, torch.device]:
+        """The receiver's and the sender's; raises ConfigError for one that is not there."""
+        ours = choose_device(self.device)
+        theirs = self.sender_device
+        return ours, ours if theirs is None else choose_device(theirs, "sender-device")
+
 
 def add_flags(parser: argparse.ArgumentParser, *groups: str) -> None:
     """Flags of settings; of those that are not given the arguments have None."""
@@ -183,7 +191,7 @@ def _require(holds: bool, flag: str, value: object, need: str) -> None:
         raise ConfigError(f"--{flag} is {value}; it has to be {need}")
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, flag: str = "device") -> torch.device:
     """`auto` is an accelerator where there is one; ConfigError for a device that is not there."""
     import torch
 
@@ -193,5 +201,5 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as exc:
-        raise ConfigError(f"--device {name} cannot be used: {exc}; try auto or cpu") from exc
+        raise ConfigError(f"--{flag} {name} cannot be used: {exc}; try auto or cpu") from exc
     return device

@@ -19,9 +19,10 @@ from profiles.compute.study import HELD_OUT, Bench
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
-from profiles.profiler import Watched, answerers, load_documents, open_journal, open_pair
+from profiles.profiler import Watched, answerers, open_journal, open_pair
 from profiles.report import words
 from profiles.settings import Settings
+from profiles.splits import load_documents
 from profiles.stats.artifact import Data, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
 from profiles.stats.gate import interval, verdict

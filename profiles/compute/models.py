@@ -73,7 +73,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Supported:
+class Supported:
     """A source that was looked at and may be loaded."""
 
     source: ModelSource
@@ -103,8 +103,7 @@ def load_pair(
     ConfigError naming the field, its values and the remedy where one of the two is not supported
     or they are no pair.
     """
-    theirs, ours = map(_look_at, (sender, receiver))
-    _require_one_family(theirs, ours)
+    theirs, ours = look_at_pair(sender, receiver)
     differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
     weights = theirs.read_weights(dtype)
     sending = _build(theirs, weights, dtype, sender_device or device)
@@ -125,7 +124,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device)
 
     Raises ConfigError where it is not supported.
     """
-    model = _look_at(source)
+    model = look_at(source)
     return _build(model, model.read_weights(dtype), dtype, device)
 
 
@@ -140,7 +139,14 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         ) from exc
 
 
-def _look_at(source: ModelSource) -> _Supported:
+def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported, Supported]:
+    """What `load_pair` finds, and raises, before it reads weights."""
+    found = look_at(sender), look_at(receiver)
+    _require_one_family(*found)
+    return found
+
+
+def look_at(source: ModelSource) -> Supported:
     """Everything that can be known without reading weights; raises ConfigError."""
     _require_plain_folder(source.path)
     identity = read_model_identity(source.path, adapter=source.adapter)
@@ -160,7 +166,7 @@ def _look_at(source: ModelSource) -> _Supported:
         check_quantization(file, quantization)
     if source.adapter is not None:
         read_scale(source.adapter)
-    return _Supported(source=source, identity=identity, config=config, quantization=quantization)
+    return Supported(source=source, identity=identity, config=config, quantization=quantization)
 
 
 def _require_plain_folder(path: Path) -> None:
@@ -188,7 +194,7 @@ def _require_plain_layers(file: Path, config: PretrainedConfig) -> None:
         )
 
 
-def _require_one_family(theirs: _Supported, ours: _Supported) -> None:
+def _require_one_family(theirs: Supported, ours: Supported) -> None:
     for field in _FAMILY_FIELDS:
         their_value, our_value = (getattr(it.identity, field) for it in (theirs, ours))
         if their_value != our_value:
@@ -199,7 +205,7 @@ def _require_one_family(theirs: _Supported, ours: _Supported) -> None:
 
 
 def _build(
-    model: _Supported, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    model: Supported, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """A model of its base's weights, whose memory it may share, and of its adapter."""
     path, adapter = model.source.path, model.source.adapter

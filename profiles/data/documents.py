@@ -98,8 +98,6 @@ def split_documents(
     decides first about those that several tasks have. Equal arguments give equal splits. Raises
     ConfigError where one of the two would be empty.
     """
-    if not 0.0 < held_out_share < 1.0:
-        raise ConfigError(f"held-out share is {held_out_share}; it lies between 0 and 1")
     tasks = by_task(documents)
     is_held_out: dict[str, bool] = {}
     for task, indices in sorted(tasks.items(), key=lambda it: len(it[1])):

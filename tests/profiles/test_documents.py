@@ -359,13 +359,9 @@ def test_no_side_of_a_split_is_empty(share, sizes):
     assert (len(train), len(held_out)) == sizes
 
 
-@pytest.mark.parametrize(
-    ("num_contexts", "share", "message"),
-    [(1, 0.5, "1 contexts of 1 tasks cannot be split"), (4, 1.0, "share is 1.0"), (4, 0.0, "is 0")],
-)
-def test_a_split_that_cannot_be_is_refused(num_contexts, share, message):
-    with pytest.raises(ConfigError, match=message):
-        split_documents(make_many(num_contexts), held_out_share=share, seed=0)
+def test_a_split_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="1 contexts of 1 tasks cannot be split"):
+        split_documents(make_many(1), held_out_share=0.5, seed=0)
 
 
 def test_each_split_has_the_digest_of_its_own_records():

@@ -9,8 +9,9 @@ from profiles.compute.journal import Entry, Journal
 from profiles.compute.models import load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
-from profiles.profiler import load_documents, open_journal
+from profiles.profiler import open_journal
 from profiles.settings import Settings
+from profiles.splits import load_documents
 from profiles.stats.measured import Score
 from tools.pairs.questions import OPTIONS
 

@@ -435,6 +435,30 @@ def test_a_mistake_is_one_clear_line(args, status, says, tmp_path, capsys, monke
     assert list(tmp_path.glob("o*")) == []
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--out", "."], "--out is .; it has to be a file in a folder that can be written to"),
+        (["--small", "none"], "model folder none (relative to "),
+        (["--held-out-share", "2"], "--held-out-share is 2.0; it has to be between 0 and 1"),
+        (["--data", "longbench:hotpotqa", "--data-dir", "none"], "data folder none is no dir"),
+        (["--data", "none.jsonl"], "data 'none.jsonl' is no file"),
+        (["--held-out", TRAIN], "24 contexts are both in --data and in --held-out"),
+        (["--sender-device", "none"], "--sender-device none cannot be used"),
+    ],
+)
+def test_a_mistake_is_found_before_any_weights_are_read(args, says, tmp_path, capsys, monkeypatch):
+    def load_pair(*_: object, **__: object) -> None:
+        raise AssertionError("weights would be read")
+
+    monkeypatch.setattr("profiles.profiler.load_pair", load_pair)
+    monkeypatch.chdir(tmp_path)
+    right = [*flags(FINE_TUNES), *FAST, "--data", TRAIN, *ASKED, "--out", "o"]
+    assert main(["profile", *right, *args]) == 1
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert complaint.startswith(f"droidspeak: {says}")
+
+
 def test_a_bad_record_is_named_by_file_and_line(tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     write_records(read_records(DATA / "train.jsonl")[:3], data)

@@ -35,9 +35,10 @@ from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
 from profiles.data.tasks import TaskOptions, score
 from profiles.evidence import MeasuredBlock, MeasuredProfile, read_measured
-from profiles.profiler import load_splits, profile_pair
+from profiles.profiler import profile_pair
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.settings import DTYPES, Settings
+from profiles.splits import load_splits
 from profiles.stats.choice import grid
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]

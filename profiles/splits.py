@@ -1,0 +1,85 @@
+"""What settings name, as documents: to choose and fit on, to judge on, to ask a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from cachetree import ConfigError
+from profiles.compute.models import ModelSource, load_tokenizer, look_at
+from profiles.data.datasets import Source, load_sources
+from profiles.data.documents import Document, data_files, make_documents, split_documents
+from profiles.settings import Settings
+from profiles.stats.artifact import Data
+
+
+def load_splits(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int
+) -> tuple[Data, Data]:
+    """What the plans are chosen on, and what they are judged on. They share no context."""
+    sources, train = load_documents(settings, settings.data, tokenizer, positions)
+    judged_sources = sources
+    if settings.held_out:
+        judged_sources, held_out = load_documents(settings, settings.held_out, tokenizer, positions)
+    else:
+        train, held_out = split_documents(
+            train, held_out_share=settings.held_out_share, seed=settings.seed
+        )
+    _require_apart(train, held_out, "in --data and in --held-out")
+    if unjudged := {it.task.name for it in train} - {it.task.name for it in held_out}:
+        raise ConfigError(
+            f"no held-out context is of {', '.join(sorted(unjudged))}; give some of each task"
+        )
+    return (
+        Data(files=data_files(sources, train), documents=train),
+        Data(files=data_files(judged_sources, held_out), documents=held_out),
+    )
+
+
+def load_fitted_on(
+    settings: Settings,
+    train: Data,
+    held_out: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int,
+) -> Sequence[Document]:
+    """What maps are fitted on: what plans are chosen on, unless the settings name other data."""
+    if not settings.fit_data:
+        return train.documents
+    _, fitted_on = load_documents(settings, settings.fit_data, tokenizer, positions)
+    _require_apart(fitted_on, held_out.documents, "in --fit-data and among those that judge")
+    return fitted_on
+
+
+def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]:
+    """The held-out questions as the smaller model is asked them; none where there is no model."""
+    if settings.small is None:
+        return []
+    model = look_at(ModelSource(path=settings.small))
+    tokenizer, positions = load_tokenizer(model.source), model.config.max_position_embeddings
+    names = {question.name for it in held_out.documents for question in it.questions}
+    specs = settings.held_out or settings.data
+    _, documents = load_documents(settings, specs, tokenizer, positions)
+    return [it for it in documents if it.questions[0].name in names]
+
+
+def load_documents(
+    settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
+) -> tuple[list[Source], list[Document]]:
+    """Prompts are cut to what is asked for, and to what the model's positions leave for them."""
+    sources = load_sources(specs, settings.options, data_dir=settings.data_dir)
+    longest = max(it.task.max_new for source in sources for it in source.records)
+    most = min(settings.max_prompt_tokens or positions, positions - longest)
+    documents = make_documents(
+        sources, tokenizer, page_size=settings.page_size, max_prompt_tokens=most
+    )
+    return sources, documents
+
+
+def _require_apart(documents: Sequence[Document], judging: Sequence[Document], where: str) -> None:
+    if shared := {it.context for it in documents} & {it.context for it in judging}:
+        raise ConfigError(
+            f"{len(shared)} contexts are both {where}; plans have to be judged on others than they "
+            "were chosen and fitted on"
+        )
