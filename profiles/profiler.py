@@ -48,7 +48,7 @@ from profiles.forecast import Forecast
 from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
-from profiles.splits import load_fitted_on, load_held_out_of_small, load_splits
+from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
 from profiles.stats.artifact import Data, Findings, build
 from profiles.stats.choice import (
     baselines,
@@ -79,6 +79,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     _, ours = look_at_pair(*settings.pair)
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
     train, held_out = load_splits(settings, tokenizer, positions)
+    for line in hardly_enough(held_out, settings.tolerance):
+        console.print(line, highlight=False, soft_wrap=True)
     fitted_on = load_fitted_on(settings, train, held_out, tokenizer, positions)
     asked_of_small = load_held_out_of_small(settings, held_out)
     pair = open_pair(settings)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from cachetree import ConfigError
 from profiles.compute.models import ModelSource, load_tokenizer, look_at
 from profiles.data.datasets import Source, load_sources
-from profiles.data.documents import Document, data_files, make_documents, split_documents
+from profiles.data.documents import (
+    Document,
+    by_task,
+    data_files,
+    make_documents,
+    split_documents,
+)
 from profiles.settings import Settings
 from profiles.stats.artifact import Data
+from profiles.stats.gate import contexts_needed
 
 
 def load_splits(
@@ -62,6 +69,18 @@ def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]
     specs = settings.held_out or settings.data
     _, documents = load_documents(settings, specs, tokenizer, positions)
     return [it for it in documents if it.questions[0].name in names]
+
+
+def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
+    """A line for each task at which too few contexts judge even a plan that loses nothing."""
+    needed = contexts_needed([[1.0]], [[1.0]], tolerance) or 0
+    for task, places in by_task(held_out.documents).items():
+        if len(places) < needed:
+            yield (
+                f"{len(places)} held-out contexts of {task.name} are hardly enough to pass: a plan "
+                f"that loses nothing needs about {needed}, divided by full prefill's quality; give "
+                "more data"
+            )
 
 
 def load_documents(

@@ -18,6 +18,7 @@ import torch
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
 from stranger import SEED, write_stranger
 
+from cachetree import ConfigError
 from cachetree.corrections import read_corrections
 from cachetree.planning.profile import write_profile
 from profiles.cli import _made_as, _settings
@@ -457,6 +458,19 @@ def test_a_mistake_is_found_before_any_weights_are_read(args, says, tmp_path, ca
     assert main(["profile", *right, *args]) == 1
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith(f"droidspeak: {says}")
+
+
+def test_too_few_contexts_are_told_of_before_anything_is_measured(tmp_path, monkeypatch):
+    def load_pair(*_: object, **__: object) -> None:
+        raise ConfigError("weights would be read")
+
+    monkeypatch.setattr("profiles.profiler.load_pair", load_pair)
+    args = [*flags(FINE_TUNES), *FAST, "--data", TRAIN, *ASKED, "--out", str(tmp_path / "o")]
+    for more, is_told in ((), True), (("--tolerance", "0.5"), False):
+        status, said = run(*args, *more)
+        assert status == 1 and "weights would be read" in said
+        warning = "12 held-out contexts of biographies are hardly enough to pass: a plan that loses"
+        assert (f"{warning} nothing needs about 72," in said) is is_told
 
 
 def test_a_bad_record_is_named_by_file_and_line(tmp_path, capsys):
