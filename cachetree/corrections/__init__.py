@@ -56,7 +56,7 @@ class Correction:
 
 def maps_path(profile: Path) -> Path:
     """Where the maps lie of a profile that lies there."""
-    return profile.with_suffix(".maps.safetensors")
+    return profile.with_name(profile.name.removesuffix(".json") + ".maps.safetensors")
 
 
 def write_corrections(

@@ -86,6 +86,13 @@ def test_without_maps_nothing_is_read_and_nothing_is_left(tmp_path: Path) -> Non
     assert "e_map" not in path.read_text(), "as profiles were before there were maps"
 
 
+def test_profiles_of_different_names_have_different_maps() -> None:
+    names = "llama-3.1_to_x", "llama-3.2_to_x.json", "llama-3.3_to_x.json"
+    assert [maps_path(Path("profiles") / it).name for it in names] == [
+        f"llama-3.{i}_to_x.maps.safetensors" for i in (1, 2, 3)
+    ]
+
+
 def refusal(made: tuple[PairProfile, Path]) -> str:
     with pytest.raises(ProfileError) as refused:
         read_corrections(*made)
