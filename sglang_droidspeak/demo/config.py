@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import torch
 
-from cachetree import CacheTreeError, ModelIdentity, Span, read_profile
+from cachetree import CacheTreeError, ConfigError, ModelIdentity, Span, read_profile
 from cachetree.checkpoint import read_model_identity
-from profiles.compute.models import ModelSource, load_tokenizer
-from profiles.data.datasets import load_sources
+from profiles.compute.models import ModelSource, load_tokenizer, look_at
+from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import Document, make_documents
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
@@ -24,6 +24,10 @@ from profiles.random_models import shape, write_models
 
 PAGE_SIZE = 16
 """Tokens."""
+_LIMITS: Final = "context-length", "max-total-tokens"
+"""SGLang's options that bound a prompt together with its answer."""
+_SPARE: Final = 7
+"""SGLang refuses prompts that come closer to such a bound."""
 PAIRS: Final = ROOT / "examples/pairs"
 """The small pairs, in a clone."""
 _REAL: Final = ROOT / "build/real"
@@ -106,6 +110,13 @@ class DemoConfig:
     """Host memory for the sender's KV and E."""
     out: Path = Path("out/demo")
 
+    def __post_init__(self) -> None:
+        for name in ("num_questions", "num_documents"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}; it has to be at least 1, or not given")
+
     @classmethod
     def small(cls, instead: str = "") -> DemoConfig:
         """The small trained pair of the repository."""
@@ -159,18 +170,28 @@ class DemoConfig:
 
     def documents(self, profile: MeasuredProfile) -> list[Document]:
         """What the pair is asked, as its profile was made, in the tokens that a server would make
-        of it."""
+        of it; longer prompts than the servers take are cut as the profiler cuts them."""
         made = profile.made
+        is_one_metric = made.template and profile.metric in set(Metric)
         options = TaskOptions(
             template=made.template or None,
-            metric=Metric(profile.metric) if made.template else None,
+            metric=Metric(profile.metric) if is_one_metric else None,
             max_new=made.max_new or None,
             chat=made.chat,
         )
-        (source,) = load_sources([str(self.data)], options)
-        chosen = [replace(source, records=source.records[: self.num_questions])]
-        tokenizer = load_tokenizer(ModelSource(path=self.receiver))
-        documents = make_documents(chosen, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
+        sources = load_sources([str(self.data)], options)
+        records = tuple(it for source in sources for it in source.records)[: self.num_questions]
+        longest = max(it.task.max_new for it in records)
+        receiver = look_at(ModelSource(path=self.receiver))
+        stated = (self.server_options.get(it) for it in _LIMITS)
+        limits = receiver.config.max_position_embeddings, *filter(None, stated)
+        fitting = min(limits) - max(longest, _SPARE)
+        documents = make_documents(
+            [Source(name=str(self.data), records=records)],
+            load_tokenizer(receiver.source),
+            page_size=PAGE_SIZE,
+            max_prompt_tokens=min(made.max_prompt_tokens or fitting, fitting),
+        )
         return [
             replace(it, questions=it.questions[: self.num_questions_each])
             for it in documents[: self.num_documents]

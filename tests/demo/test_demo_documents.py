@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from profiles.evidence import read_measured
+from profiles.evidence import MeasuredProfile, read_measured
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.demo import DemoConfig
 from sglang_droidspeak.demo.results import Condition, rotated
 from sglang_droidspeak.demo.run import random_documents
@@ -35,6 +38,54 @@ def test_a_few_questions_of_a_few_documents_can_be_asked() -> None:
     whole, documents = (it.documents(read_measured(it.profile)) for it in (SMALL, few))
     assert [it.prefix for it in documents] == [it.prefix for it in whole[:2]]
     assert [it.questions for it in documents] == [it.questions[:2] for it in whole[:2]]
+
+
+def made_with(tmp_path: Path, **changes: object) -> MeasuredProfile:
+    """The small pair's profile, had it been made otherwise."""
+    found = json.loads(SMALL.profile.read_text())
+    found["made"] |= changes
+    path = tmp_path / "pair.json"
+    path.write_text(json.dumps(found))
+    return read_measured(path)
+
+
+def longest(config: DemoConfig, profile: MeasuredProfile) -> int:
+    documents = config.documents(profile)
+    return max(len(it.prefix) + len(q.suffix) for it in documents for q in it.questions)
+
+
+def test_prompts_are_cut_to_what_the_profile_and_the_servers_take(tmp_path: Path) -> None:
+    assert longest(SMALL, made_with(tmp_path)) > 128
+    assert longest(SMALL, made_with(tmp_path, max_prompt_tokens=96)) == 96
+    of_the_server = replace(SMALL, options={"context-length": 128})
+    assert longest(of_the_server, made_with(tmp_path)) == 128 - 8
+    assert longest(of_the_server, made_with(tmp_path, max_prompt_tokens=96)) == 96
+    receiver = Path(shutil.copytree(SMALL.receiver, tmp_path / "receiver"))
+    config = json.loads((receiver / "config.json").read_text())
+    positions = config | {"max_position_embeddings": 120}
+    (receiver / "config.json").write_text(json.dumps(positions))
+    assert longest(replace(SMALL, receiver=receiver), made_with(tmp_path, max_new=2)) == 120 - 7
+
+
+def test_data_may_be_a_folder_of_several_sets_with_metrics_of_their_own(tmp_path: Path) -> None:
+    record = json.loads(SMALL.data.read_text().splitlines()[0])
+    for name in ("hotpotqa", "multi_news"):
+        lines = [json.dumps(record | {"dataset": name, "_id": f"{name}{i}"}) for i in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    profile = msgspec.structs.replace(made_with(tmp_path), metric="f1+rouge_l")
+    documents = replace(SMALL, data=tmp_path, num_questions=3).documents(profile)
+    assert [(it.task.name, it.task.metric, len(it.questions)) for it in documents] == [
+        ("hotpotqa", "f1", 2),
+        ("multi_news", "rouge_l", 1),
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--num-questions", "--num-documents"])
+def test_nothing_to_ask_is_refused_before_a_server_starts(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", flag, "0"]) == 1
+    assert f"{flag} is 0; it has to be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("correction", [True, False])
