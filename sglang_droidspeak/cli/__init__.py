@@ -14,7 +14,7 @@ from cachetree import CacheTreeError
 from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
 from sglang_droidspeak.cli import ask, demo, doctor, serve
-from sglang_droidspeak.cli.terminal import complain, show, tell
+from sglang_droidspeak.cli.terminal import add_start_timeout, complain, show, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
 from sglang_droidspeak.fleet.servers import running
 from sglang_droidspeak.fleet.signals import terminable
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("out/fleet"), metavar="DIR", help="logs and configurations"
     )
     up.add_argument("--device", help="of all engines, in place of what the file says")
+    add_start_timeout(up)
     up.set_defaults(run=_up)
     ask.add_parsers(commands)
     doctor.add_parser(commands)
@@ -81,7 +82,8 @@ def _up(args: argparse.Namespace) -> int:
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
     show(f"starting {len(wanted)} processes; their logs are in {args.out}")
-    with running(*wanted, folder=args.out, env=shared_cores(wanted)) as processes:
+    env, timeout_s = shared_cores(wanted), args.start_timeout_s
+    with running(*wanted, folder=args.out, env=env, start_timeout_s=timeout_s) as processes:
         for process in processes:
             show(f"{process.name:20} {process.address}")
         show("ready; Ctrl-C ends them")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cachetree import read_yaml, settings_of
-from sglang_droidspeak.cli.terminal import complain
+from sglang_droidspeak.cli.terminal import add_start_timeout, complain
 
 _PAIR: Final = ("sender", "receiver", "profile", "data")
 
@@ -57,6 +57,7 @@ def add_parser(commands: Any) -> None:
     servers.add_argument(
         "--options", type=Path, metavar="FILE", help="YAML with SGLang's options for all servers"
     )
+    add_start_timeout(servers)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable
 
 from cachetree.cli import show, show_json
+from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
-__all__ = ["complain", "show", "tell"]
+__all__ = ["add_start_timeout", "complain", "show", "tell"]
 
 
 def tell(args: argparse.Namespace, told: object, lines: Iterable[str]) -> None:
@@ -18,6 +19,17 @@ def tell(args: argparse.Namespace, told: object, lines: Iterable[str]) -> None:
     else:
         for line in lines:
             show(line)
+
+
+def add_start_timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--start-timeout",
+        dest="start_timeout_s",
+        type=float,
+        default=START_TIMEOUT_S,
+        metavar="S",
+        help="longest that a process may take to be ready, in seconds",
+    )
 
 
 def complain(text: str) -> None:

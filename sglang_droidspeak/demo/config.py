@@ -21,6 +21,7 @@ from profiles.data.tasks import TaskOptions
 from profiles.environment import ROOT
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
 PAGE_SIZE = 16
 """Tokens."""
@@ -109,6 +110,8 @@ class DemoConfig:
     host_gb: float = 4.0
     """Host memory for the sender's KV and E."""
     out: Path = Path("out/demo")
+    start_timeout_s: float = START_TIMEOUT_S
+    """Longest that a server may take to be ready."""
 
     def __post_init__(self) -> None:
         for name in ("num_questions", "num_documents"):

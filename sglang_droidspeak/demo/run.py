@@ -113,7 +113,10 @@ def _measure(
     env = {**shared_cores(specs), **config.env}
     with contextlib.ExitStack() as stack:
         with step(console, f"Start two servers: {subject.title}"):
-            sender, receiver = stack.enter_context(running(*specs, folder=folder, env=env))
+            servers = running(
+                *specs, folder=folder, env=env, start_timeout_s=config.start_timeout_s
+            )
+            sender, receiver = stack.enter_context(servers)
         _wait_for_peer(receiver)
         try:
             with step(console, "Answer questions, four ways", total) as advance:

@@ -24,7 +24,8 @@ from cachetree import CacheTreeError
 from sglang_droidspeak.fleet.signals import terminable, uninterrupted
 from sglang_droidspeak.start.config import LINKER_MODULE
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 1800
+"""Of commands, unless one is told otherwise: a large model is read for many minutes."""
 _PORTS = range(10_000, 22_000)
 _given_out: list[contextlib.ExitStack] = []
 """Names of this machine that stand for ports; they are taken until this process ends."""
@@ -345,9 +346,10 @@ def running(
     *specs: Spec,
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
+    start_timeout_s: float = 180.0,
 ) -> Iterator[list[Any]]:
     """Start servers side by side, on a GPU one after the other, yield them ready, and end them
-    whatever happens, SIGTERM too.
+    whatever happens, SIGTERM and SIGHUP too.
 
     Raises ServerFailed.
     """
@@ -362,20 +364,21 @@ def running(
             with uninterrupted():
                 servers.append(spec.start(folder, env))
             if spec.is_on_gpu(env):
-                _wait_for(servers[-1:])
-        _wait_for(servers)
+                _wait_for(servers[-1:], start_timeout_s)
+        _wait_for(servers, start_timeout_s)
         yield servers
 
 
-def _wait_for(waiting: Sequence[Process]) -> None:
+def _wait_for(waiting: Sequence[Process], timeout_s: float) -> None:
     """Until they are ready; raises ServerFailed."""
     started_s = time.monotonic()
     while waiting := [server for server in waiting if not server.is_ready()]:
         elapsed_s = time.monotonic() - started_s
-        if elapsed_s > START_TIMEOUT_S:
+        if elapsed_s > timeout_s:
             late = waiting[0]
             raise ServerFailed(
-                f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
+                f"{late.name} is not ready after {elapsed_s:.0f} s; --start-timeout gives it more "
+                f"where it only loads:\n{end_of(late.log)}"
             )
         time.sleep(_LOOK_S)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, while processes are started and ended."""
+"""Ctrl-C, SIGTERM and the end of a terminal, while processes are started and ended."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Final
+
+_ENDS: Final = signal.SIGTERM, signal.SIGHUP
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt, as Ctrl-C does, unless it has a handler already. In the
-    main thread alone."""
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, unless they are handled or
+    ignored already. In the main thread alone."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, interrupt)
+    ours = [it for it in _ENDS if is_main and signal.getsignal(it) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM, so that no process is started or ended by halves.
+    """Hold back Ctrl-C, SIGTERM and SIGHUP, so that no process is started or ended by halves.
 
     Python's handlers are not inherited by a new process, which a signal mask would be.
     """
@@ -39,12 +42,12 @@ def uninterrupted() -> Iterator[None]:
     arrived: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _frame: arrived.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, *_ENDS)
     }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in arrived[:1]:
+        for number in arrived:  # The first that is not ignored ends this.
             signal.raise_signal(number)

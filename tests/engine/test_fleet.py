@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.cli.serve import read_config
 from cachetree.errors import ConfigError
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet import servers
 from sglang_droidspeak.fleet.fleet import Fleet, read_fleet, sglang_flags, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerSpec, WorkerSpec
+from sglang_droidspeak.fleet.signals import terminable, uninterrupted
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fleet.yaml"
@@ -125,7 +128,8 @@ def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
             started.is_ready()
 
 
-def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_what_was_started_ends_with_its_starter(tmp_path: Path, how: signal.Signals) -> None:
     program = f"""
 import sys
 from pathlib import Path
@@ -141,10 +145,32 @@ with running(ProgramSpec(command=command, port={port}), folder=Path({str(tmp_pat
     )
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
-    starter.terminate()
+    starter.send_signal(how)
     starter.communicate(timeout=60)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_closed_terminal_that_is_ignored_hides_no_other_signal() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminable():
+            signal.raise_signal(signal.SIGHUP)
+            with uninterrupted():
+                signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("nothing was raised")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_loads_longer_than_it_may_is_told_with_the_remedy(tmp_path: Path, capsys) -> None:
+    program = {"command": ["sleep", "60"], "port": servers.free_port()}
+    worker = {"family": FAMILY, "cache": {"worker": {"listen": "tcp://127.0.0.1:0"}}}
+    fleet = written(tmp_path, {"programs": {"one": program}, "workers": {"two": worker}})
+    assert main(["up", str(fleet), "--out", str(tmp_path), "--start-timeout", "0"]) == 1
+    assert "one is not ready after 0 s; --start-timeout gives it more" in capsys.readouterr().err
 
 
 def test_anchors_have_a_place(tmp_path):
