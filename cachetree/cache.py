@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Final, TypeVar
 from weakref import WeakSet
 
@@ -65,7 +66,7 @@ class Cache:
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: dict[Location, WeakSet[Staging]] = defaultdict(WeakSet)
         """Fetches by where they read; some may be over."""
-        self._under_way_lock = threading.Lock()
+        self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
@@ -178,19 +179,19 @@ class Cache:
                 raise FetchError(f"the plan takes pages {plan.pages} of {len(pages)}")
             if plan.location == LOCAL:
                 return self._in_place(plan, wanted, deadline)
-            staging = staged(self._arriving, parts, deadline, note_end)
-        except NoRoom:
-            if self._arriving.lent_bytes + sum(sizes.values()) > self._staging_bytes:
-                return None
-            # The writer of a fetch that was released has not let go of it yet.
-            staging = Staging(sizes, deadline, note_end=note_end)
         except FetchError as exc:
             staging = Staging(sizes, deadline, {}, note_end)
             staging.fail(exc)
             return staging
-        staging.traceparent = traceparent
         with self._under_way_lock:
+            if self._bytes_under_way() + sum(sizes.values()) > self._staging_bytes:
+                return None
+            try:
+                staging = staged(self._arriving, parts, deadline, note_end)
+            except NoRoom:  # The writer of a fetch that was released has not let go of it yet.
+                staging = Staging(sizes, deadline, note_end=note_end)
             self._under_way[plan.location].add(staging)
+        staging.traceparent = traceparent
         source = self._tiers.get(plan.location) or self._peers.now.get(plan.location)
         if source is None:
             staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
@@ -225,6 +226,12 @@ class Cache:
         for step, size in sizes.items():
             staging.land(step, size)
         return staging
+
+    def _bytes_under_way(self) -> int:
+        """That fetches have, in the arena or beside it, until they are released."""
+        with self._under_way_lock:
+            stagings = chain.from_iterable(self._under_way.values())
+            return sum(it.num_bytes for it in stagings if not it.is_released)
 
     def link(self, location: Location) -> Link | None:
         """What a fetch from a location takes beside those under way; None where that is unknown."""
@@ -263,7 +270,7 @@ class Cache:
             held_bytes=self.tree.held_bytes,
             num_pages=self.tree.num_pages,
             num_evictions=self.tree.num_evictions,
-            staging_bytes_in_use=self._arriving.lent_bytes,
+            staging_bytes_in_use=self._bytes_under_way(),
             staging_bytes=self._staging_bytes,
             fetches=self._fetch_log.counts(),
             peers=tuple(peer.status for peer in self._peers.now.values()),

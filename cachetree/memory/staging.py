@@ -152,6 +152,11 @@ class Staging:
         if note_end is not None:
             note_end(self)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether its reader has let go of it."""
+        return self._note_end is None
+
     def __enter__(self) -> Staging:
         return self
 

@@ -196,6 +196,13 @@ def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
         np.frombuffer(late, np.uint8)[:] = 1
         np.frombuffer(view, np.uint8)[:] = 2
         assert bytes(late[:1]) == b"\1", "they share memory"
+        assert fetch() is None, "what lies elsewhere is in no budget"
+        assert cache.status().staging_bytes_in_use == FETCH_BYTES
+        del late
+        assert fetch() is None, "there is room, which the budget does not have"
+        again.release()
+        assert cache.status().staging_bytes_in_use == 0
+        assert fetch() is not None
 
 
 class Device:
