@@ -122,6 +122,14 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Contexts like these that would show it to be within the tolerance; None where none would."""
 
 
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """The contexts of the held-out split that stand for all where the gate does not ask."""
+
+    num_contexts: int
+    full_prefill: float
+    """Full prefill's quality on their questions."""
+
+
 class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     """No block of at most its size is as good on the training split, or none stays as close to
     full prefill there."""
@@ -132,8 +140,9 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     train_quality: float
     held_out: Interval
     tasks: tuple[TaskLoss, ...]
-    """In the order of the held-out split's; none where the gate does not ask about the plan, which
-    is then measured on some of the contexts."""
+    """In the order of the held-out split's; none where the gate does not ask about the plan."""
+    shown: Shown | None = None
+    """On which it was measured where the gate does not ask; old profiles do not say."""
     fidelity: Fidelity
     """On the held-out split."""
     ttft_s: float
@@ -169,6 +178,9 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: Fidelity | None
     """None for another model, which has another distribution to follow."""
     ttft_s: float
+    shown: Shown | None = None
+    """On which it was measured; None for a smaller model, which answers all questions, and in old
+    profiles, which do not say."""
 
 
 class CostModel(LayerTimes, frozen=True, kw_only=True):

@@ -21,13 +21,11 @@ from cachetree import Span
 from profiles.compute.journal import Entry
 from profiles.compute.study import Bench, Step, Study, longest_runs
 from profiles.data.documents import Document, first_of_each_task
-from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Score
+from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
 NUM_SWEPT: Final = 12
 """Contexts of each task that tell blocks apart by their KL. On two real pairs the best block of a
 size on any 12 of 24 contexts has 0.1 and 2 % more KL on all 24 than the one that is best there."""
-NUM_SHOWN: Final = 8
-"""Contexts of each task on which is measured what the gate does not ask about."""
 
 
 def sweep_steps(

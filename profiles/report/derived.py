@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.evidence import Fidelity, FrontierPoint, Interval, MeasuredBlock, MeasuredProfile
+from profiles.evidence import (
+    BaselineKind,
+    Fidelity,
+    FrontierPoint,
+    Interval,
+    MeasuredBlock,
+    MeasuredProfile,
+)
 from profiles.report import words
 
 CRITICAL_SHARE: Final = 0.25
@@ -68,6 +75,8 @@ class Way:
     name: str
     """By which it is told from others of its kind and size."""
     quality: Interval
+    full: float | None
+    """Full prefill's on the same questions, where that is known."""
     layers: float | None
     """Compute, in layers of the receiver."""
     ttft_s: float | None
@@ -79,11 +88,20 @@ def ways(profile: MeasuredProfile) -> Iterator[Way]:
     """What bounds the frontier, and what one could do instead of its plans."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
     reuse_s = profile.costs.ttft_s((), *split.mean_lengths)
-    full, reuse = "full prefill", "full reuse"
-    yield Way(full, full, split.full_prefill, num_layers, full_prefill_s(profile))
-    yield Way(reuse, reuse, split.full_reuse, 0, reuse_s)
-    yield Way("sender", "sender alone", split.sender, None, None)
+    full, reuse, mean = "full prefill", "full reuse", split.full_prefill.mean
+    yield Way(full, full, split.full_prefill, mean, num_layers, full_prefill_s(profile))
+    yield Way(reuse, reuse, split.full_reuse, mean, 0, reuse_s)
+    yield Way("sender", "sender alone", split.sender, mean, None, None)
     for it in profile.baselines:
         kind, layers = words.BASELINES[it.kind], it.recomputed_layers
         name = words.baseline(it)
-        yield Way(kind, name, it.quality, layers, it.ttft_s, it.runs, it.fidelity)
+        is_small = it.kind is BaselineKind.SMALL_MODEL
+        same = mean if is_small else it.shown and it.shown.full_prefill
+        yield Way(kind, name, it.quality, same, layers, it.ttft_s, it.runs, it.fidelity)
+
+
+def shown_on(profile: MeasuredProfile) -> str:
+    """On how many contexts was measured what the gate does not ask about."""
+    shown = (it.shown for it in profile.baselines if it.shown)
+    number, whole = next((it.num_contexts for it in shown), "few"), profile.held_out.num_contexts
+    return f"{number} of the {whole:,} held-out contexts"

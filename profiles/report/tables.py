@@ -111,8 +111,9 @@ def frontier(profile: MeasuredProfile) -> Table:
             "[first, end): layers that the receiver recomputes, while it loads the sender's KV for "
             "the others. At most: share of full prefill's quality that is lost with "
             f"{words.percent(1 - ERROR_RATE)} confidence, at the task least sure, where the gate "
-            "may ask. Moved: KV and E in per cent of all KV, where they come from elsewhere, as "
-            "TTFT expects. Served: what a server may use" + ("; * recommended" if marked else "")
+            f"may ask; the other plans were measured on {derived.shown_on(profile)}. Moved: KV and "
+            "E in per cent of all KV, where they come from elsewhere, as TTFT expects. Served: "
+            "what a server may use" + ("; * recommended" if marked else "")
         ),
     )
 
@@ -148,7 +149,6 @@ def tasks(profile: MeasuredProfile) -> Table:
 
 def baselines(profile: MeasuredProfile) -> Table:
     """What one could do instead, after what bounds it: full prefill, full reuse, the sender."""
-    full = profile.held_out.full_prefill.mean
 
     def known(value: Row | None, say: Callable[[Row], str]) -> str:
         return words.ABSENT if value is None else say(value)
@@ -161,12 +161,16 @@ def baselines(profile: MeasuredProfile) -> Table:
         "layers": lambda it: known(it.layers, lambda number: f"{number:.3g}"),
         "runs": lambda it: words.runs(it.runs),
         "held-out [95 %]": lambda it: words.quality_interval(it.quality),
-        "loss": lambda it: words.points(full - it.quality.mean),
+        "loss": lambda it: known(it.full, lambda full: words.points(full - it.quality.mean)),
         "KL": lambda it: known(it.fidelity, lambda found: words.small(found.kl)),
         "TTFT": lambda it: known(it.ttft_s, words.seconds),
         "of full": lambda it: known(it.ttft_s, of_full),
     }
-    caption = "layers: compute, in layers of the receiver; loss: in points, as above"
+    caption = (
+        "layers: compute, in layers of the receiver; loss: in points, from full prefill on the "
+        "same questions, where that is known; recomputes of a part were measured on "
+        f"{derived.shown_on(profile)}"
+    )
     return _table("What one could do instead", derived.ways(profile), columns, caption=caption)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from cachetree import ModelIdentity, Span
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality
-from profiles.data.documents import Document, by_task, mean_lengths
+from profiles.data.documents import Document, by_task, first_of_each_task, mean_lengths
 from profiles.evidence import (
     Baseline,
     CostModel,
@@ -22,6 +22,7 @@ from profiles.evidence import (
     Making,
     MeasuredBlock,
     MeasuredProfile,
+    Shown,
     Split,
     TaskLoss,
     TaskScores,
@@ -37,7 +38,7 @@ from profiles.stats.gate import (
     proven,
     verdict,
 )
-from profiles.stats.measured import Candidate, Measured, Scores
+from profiles.stats.measured import NUM_SHOWN, Candidate, Measured, Scores
 
 T = TypeVar("T")
 
@@ -194,7 +195,7 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
 
 
 def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> FrontierPoint:
-    scores = found.judged.candidates[it]
+    scores, is_asked = found.judged.candidates[it], it in found.choice.order
     plan, full, documents = (
         qualities_of(scores),
         found.judged.full_prefill,
@@ -206,7 +207,8 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
         e_map=it.e_map,
         train_quality=quality_of(found.tried.candidates[it]),
         held_out=interval(plan),
-        tasks=losses_of(documents, full, plan, tolerance) if it in found.choice.order else (),
+        tasks=losses_of(documents, full, plan, tolerance) if is_asked else (),
+        shown=None if is_asked else _shown(found),
         fidelity=_fidelity(scores),
         ttft_s=_seconds(it, found.costs, split),
     )
@@ -228,9 +230,16 @@ def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
                 quality=interval(qualities_of(scores)),
                 fidelity=_fidelity(scores),
                 ttft_s=_seconds(candidate, found.costs, split),
+                shown=_shown(found),
             )
     if found.small is not None:
         yield found.small
+
+
+def _shown(found: Findings) -> Shown:
+    places = first_of_each_task(found.held_out.documents, NUM_SHOWN)
+    full = _mean(_at(places, found.judged.full_prefill))
+    return Shown(num_contexts=len(places), full_prefill=full)
 
 
 def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:

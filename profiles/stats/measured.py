@@ -14,6 +14,8 @@ from profiles.evidence import BaselineKind
 
 MOST_SIZES: Final = 6
 """What there is of every size is measured at so many of them at most."""
+NUM_SHOWN: Final = 8
+"""Contexts of each task on which is measured what the gate does not ask about."""
 
 T = TypeVar("T")
 

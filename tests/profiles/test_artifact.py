@@ -1,0 +1,83 @@
+"""What a profile keeps of what was measured on some of the held-out contexts only."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from sample_profile import sample_profile
+from test_evidence import COSTS
+from test_room import make_document
+
+from cachetree.ids import Span
+from profiles.evidence import BaselineKind, Shown
+from profiles.report import tables
+from profiles.stats.artifact import Data, Findings, build
+from profiles.stats.choice import Choice
+from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
+
+OLD = sample_profile()
+TRIED, UNASKED = (Candidate(runs=(Span(start, 5),)) for start in (0, 3))
+BLEND = Candidate(kind=BaselineKind.CACHEBLEND, share=0.5)
+QUALITIES = [1.0] * NUM_SHOWN + [0.0] * NUM_SHOWN
+"""Full prefill's, by context: the first ones are easy."""
+
+
+def measured(*plans: Candidate, some: tuple[Candidate, ...] = ()) -> Measured:
+    """All of them as good as full prefill; of `some` the contexts that are shown."""
+    scores = [[Score(kl=0.0, agreement=1.0, own_nll=0.0, quality=it)] for it in QUALITIES]
+    return Measured(
+        sender=[[0.0]] * len(QUALITIES),
+        full_prefill=[[it] for it in QUALITIES],
+        candidates=dict.fromkeys([FULL_REUSE, *plans], scores)
+        | dict.fromkeys(some, scores[:NUM_SHOWN]),
+    )
+
+
+@pytest.fixture(scope="module")
+def profile():
+    data = Data(files=(), documents=[make_document(32, 1)] * len(QUALITIES))
+    found = Findings(
+        sender=OLD.sender,
+        receiver=OLD.receiver,
+        first_difference=0,
+        train=data,
+        held_out=data,
+        costs=COSTS,
+        swept=measured(),
+        tried=measured(TRIED, UNASKED),
+        choice=Choice(frontier=[UNASKED, TRIED], order=(TRIED,), expected=TRIED),
+        judged=measured(TRIED, some=(UNASKED, BLEND)),
+        small=OLD.baselines[-1],
+    )
+    return build(found, 0.05, OLD.made)
+
+
+def losses(profile) -> dict[str, str]:
+    table = tables.baselines(profile)
+    place = table.headers.index("loss")
+    return {row[0]: row[place] for row in table.rows}
+
+
+def test_what_equals_full_prefill_loses_nothing_on_whichever_contexts_it_was_measured(profile):
+    """There full prefill is better than on all of them."""
+    found = losses(profile)
+    assert (found["full prefill"], found["CacheBlend"]) == ("0.0", "0.0")
+    lost = 100 * (0.5 - OLD.baselines[-1].quality.mean)
+    assert found["smaller model"] == f"{lost:.1f}", "it was asked everything"
+
+
+def test_what_the_gate_does_not_ask_about_says_on_what_it_stands(profile):
+    shown = Shown(num_contexts=NUM_SHOWN, full_prefill=1.0)
+    assert [it.shown for it in profile.frontier] == [shown, None]
+    assert [it.shown for it in profile.baselines] == [shown, None]
+    for table in (tables.frontier(profile), tables.baselines(profile)):
+        assert "measured on 8 of the 16 held-out contexts" in table.caption
+
+
+def test_an_old_profile_says_no_loss_of_what_stands_on_other_questions():
+    baselines = tuple(replace(it, shown=None) for it in OLD.baselines)
+    found = losses(replace(OLD, baselines=baselines))
+    kinds = "token selection", "critical layers alone", "block in 2 runs"
+    assert [found[it] for it in kinds] == ["–"] * len(kinds)
+    assert "–" not in (found["full reuse"], found["sender alone"], found["smaller model"])
+    assert "few of the 96 held-out contexts" in tables.baselines(OLD).caption
