@@ -13,7 +13,8 @@ next sum over all ranks, and it cannot take part for form's sake: how many sums 
 SGLang's layers alone, which join some of them to the kernel after, as sizes and devices have it. A
 sum too many or too few would be taken for the next one's.
 
-SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told.
+SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told, as
+long as all make the same uses of the trees: what one rank asks alone counts as none.
 """
 
 from __future__ import annotations

@@ -73,16 +73,24 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
     return pages_of(req, req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)), page_size)
 
 
-def slots_of(
+def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
+    """How many of the first pages, of the same tokens and tenant, the device holds in a namespace.
+
+    SGLang evicts by uses, and this is none: each rank may ask when it likes.
+    """
+    key = _key(req, namespace, num_pages * tree.page_size)
+    num_tokens, _node, _num_pinned = tree.tree_core.match_full_device_prefix(key)
+    return num_tokens // tree.page_size
+
+
+def use(
     req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache
 ) -> tuple[NodeId, torch.Tensor]:
-    """What the device holds of the same tokens and tenant in a namespace: the last node of SGLang's
-    tree, which keeps all of it, and the slots."""
-    found = tree.match_prefix(
-        MatchPrefixParams(key=_key(req, namespace, num_pages * tree.page_size))
-    )
-    length = found.device_prefix_len // tree.page_size * tree.page_size
-    return found.last_device_node, tree.path_device_indices(found.last_device_node)[:length]
+    """Of pages that are held the last node of SGLang's tree, which keeps all of them, and the
+    slots. All ranks have to make the same uses, in the same order."""
+    key = _key(req, namespace, num_pages * tree.page_size)
+    node = tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    return node, tree.path_device_indices(node)
 
 
 def namespace_of(req: Req) -> str:

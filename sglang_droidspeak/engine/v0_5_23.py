@@ -53,7 +53,8 @@ _POLICY = "sglang.srt.managers.schedule_policy"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+_CORE = "sglang.srt.mem_cache.unified_cache"
+_LINKER = f"{_CORE}.unified_cache_linker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _EVENTS = "sglang.srt.disaggregation.kv_events"
@@ -109,6 +110,9 @@ USED: Mapping[str, str] = {
     f"{_STREAM}.clear": "6f53a759b0ce",
     "sglang.srt.mem_cache.utils.get_storage_hash_str": "935ba38bc914",
     f"{_TREE}.match_prefix": "de3b1bba99db",
+    f"{_CORE}.unified_tree_core.UnifiedTreeCore.match_full_device_prefix": "af53c0d58366",
+    "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore"
+    ".match_full_device_prefix": "b928d768b7fb",
     f"{_TREE}.path_device_indices": "1d4dfdec35ff",
     f"{_TREE}.lock": "2b4e6dcdd0f8",
     f"{_TREE}.unlock": "5d69668e0592",
@@ -175,7 +179,7 @@ FIELDS: Mapping[str, str] = {
         "grammar_queue has_waiting_grammars get_ready_grammar_requests"
     ),
     f"{_POLICY}.PrefillAdder": ("rem_chunk_tokens can_run_list running_batch ceil_paged_tokens"),
-    _TREE: ("page_size"),
+    _TREE: ("page_size tree_core"),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
         "k_buffer v_buffer size kv_cache_layout post_capture_active"
     ),

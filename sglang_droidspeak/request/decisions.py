@@ -175,7 +175,7 @@ class Decisions:
         try:
             request.pages = prefixes.reusable_pages(request.req, self._page_size)
             index = self._sources.pool_index
-            if is_pool(plan.location) and not index.find(plan, request.pages, request.req, tree):
+            if is_pool(plan.location) and not index.has(plan, request.pages, request.req, tree):
                 raise FetchError("the pool has none of it")
             self._fetch(request, tree)
         except Exception as exc:

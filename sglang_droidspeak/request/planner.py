@@ -189,7 +189,7 @@ class Planner:
                 return Declined(plan.reason.value, plan.detail, considered)
             if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
-            if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
+            if not is_pool(plan.location) or self._pool.has(plan, pages, req, tree):
                 break
             matches = self._matches(req, pages)  # The note was wrong and is mended.
         if self._server.settings.gate == "off":

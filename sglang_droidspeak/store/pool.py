@@ -18,7 +18,7 @@ from cachetree import POOL_PREFIX, Location, ModelId, PageHash
 from cachetree.planning import Plan
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 
 
 def pool_of(namespace: str) -> Location:
@@ -115,43 +115,34 @@ class PoolIndex:
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
         """What SGLang would find of the request's first pages in either namespace."""
-        namespace = prefixes.namespace_of(req)
-        exact = self._num_held(req, namespace, num_pages, tree)
+        exact = prefixes.num_held(req, prefixes.namespace_of(req), num_pages, tree)
         if not self.has_approximate:
             return Held(exact, 0)
-        approximate = self._num_held(req, prefixes.approximate_of(req), num_pages, tree)
+        approximate = prefixes.num_held(req, prefixes.approximate_of(req), num_pages, tree)
         return Held(exact, approximate)
-
-    def _num_held(self, req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
-        _node, slots = prefixes.slots_of(req, namespace, num_pages, tree)
-        return len(slots) // self._page_size
 
     def lock(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
-        """As `find`, and SGLang evicts none of them before they are released."""
-        found = self.find(plan, pages, req, tree)
-        if found is None:
+        """The plan's pages, of which SGLang evicts none before they are released; None where `has`
+        says so. All ranks do this for the same requests, in the same order."""
+        if not self.has(plan, pages, req, tree):
             return None
-        node, slots = found
+        namespace = plan.location.removeprefix(POOL_PREFIX)
+        node, slots = prefixes.use(req, namespace, plan.pages.stop, tree)
         lock = tree.lock(node)
+        slots = slots[plan.pages.start * self._page_size :]
         return PoolPages(slots, lambda: tree.unlock(lock), self._has_e(plan, pages))
 
-    def find(
-        self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
-    ) -> tuple[NodeId, torch.Tensor] | None:
-        """The last node and the slots of the plan's pages; None where SGLang has not all of them
-        any more, which is noted then, or E that the plan needs is not there. Asks the device for
-        nothing."""
+    def has(self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache) -> bool:
+        """Whether SGLang has all of the plan's pages still, and they the E that it needs; what is
+        gone is noted. Asks the device for nothing."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
-        node, slots = prefixes.slots_of(req, namespace, plan.pages.stop, tree)
-        num_there = len(slots) // self._page_size
+        num_there = prefixes.num_held(req, namespace, plan.pages.stop, tree)
         if num_there < plan.pages.stop:
             self._tree.drop_remote(plan.location, plan.sender, pages[num_there:])
-            return None
-        if plan.transition_layers and not self._has_e(plan, pages):
-            return None
-        return node, slots[plan.pages.start * self._page_size :]
+            return False
+        return not plan.transition_layers or self._has_e(plan, pages)
 
     def _has_e(self, plan: Plan, pages: Sequence[PageHash]) -> bool:
         asked = plan.location, plan.sender, pages[: plan.pages.stop], self._e_layers

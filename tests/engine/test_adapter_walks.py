@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -140,7 +141,8 @@ class Walk:
         self.plans: list[tuple[Plan, Prompt]] = []
         """Of requests that wait for their slots."""
         self.num_loads = self.num_hits = self.num_local_hits = self.num_with_e = 0
-        monkeypatch.setattr(pool_module.prefixes, "slots_of", self._slots_of)
+        for name, of in (("num_held", self._num_held), ("use", self._use)):
+            monkeypatch.setattr(pool_module.prefixes, name, of)
         monkeypatch.setattr(
             models_module,
             "read_adapter",
@@ -149,7 +151,10 @@ class Walk:
             ),
         )
 
-    def _slots_of(self, req, namespace, num_pages, _tree):
+    def _num_held(self, req, namespace, num_pages, _tree):
+        return len(self.engine.held(namespace or None, req.pages[:num_pages]))
+
+    def _use(self, req, namespace, num_pages, _tree):
         held = self.engine.held(namespace or None, req.pages[:num_pages])
         slots = [page * PAGE + i for page in held for i in range(PAGE)]
         return 0, torch.tensor(slots, dtype=torch.int64)
@@ -256,10 +261,10 @@ class Walk:
             self._check(*self.plans.pop(self.rng.randrange(len(self.plans))))
 
     def _check(self, plan: Plan, prompt: Prompt) -> None:
-        found = self.index.find(plan, prompt.pages, prompt, None)
+        found = self.index.lock(plan, prompt.pages, prompt, MagicMock())
         if found is None:
             return
-        _, slots = found
+        slots = found.slots
         for at, page in enumerate(prompt.pages[: plan.pages.stop]):
             (slot_page,) = set((slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
             content = self.engine.contents[slot_page]

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 
@@ -20,15 +19,14 @@ from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
 from sglang_droidspeak.start.config import Settings
-from sglang_droidspeak.store.pool import Held, pool_of
+from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 PAGE = 16
 TREE = SimpleNamespace(
     page_size=PAGE,
-    match_prefix=lambda _params: SimpleNamespace(device_prefix_len=0, last_device_node=0),
-    path_device_indices=lambda _node: torch.empty(0),
+    tree_core=SimpleNamespace(match_full_device_prefix=lambda _key: (0, 0, 0)),
 )
-"""SGLang's, with nothing in it."""
+"""SGLang's, with nothing in it, and no way to use it."""
 
 
 def plan(*args: Any, **kw: Any) -> Any:
@@ -76,7 +74,7 @@ def planned(
         models=MagicMock(
             owner_of=lambda _req: Owner(R, None, None), first_differences=lambda _lora_id: {}
         ),
-        pool=MagicMock(held=lambda *_: SimpleNamespace(exact=0, approximate=None)),
+        pool=PoolIndex(MagicMock(), (), PAGE, 0),
     )
     req = SimpleNamespace(
         rid="r1",
@@ -204,10 +202,7 @@ def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
     notes = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (here, there)]
     planner._cache.match = lambda _pages: list(notes)
 
-    def find(*_: Any) -> None:
-        notes.pop(0)
-
-    planner._pool.find = find
+    planner._pool.has = lambda *_: not notes.pop(0)
     pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     assert planner.plan(planner.asked, pages, TREE, 0).plan.location == there
     assert not notes[1:]

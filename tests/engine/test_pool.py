@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from engine_parts import PAGE, family_of
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from benchmarks.random_adapters import write_adapter
 from cachetree.errors import ConfigError
@@ -28,7 +34,6 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.source import InPool
-from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
@@ -45,6 +50,19 @@ def model(tmp_path_factory) -> Path:
 
 def pages_of(num_pages: int, seed: int = 0) -> list[PageHash]:
     return page_hashes(random_prompt(num_pages * PAGE, seed), PAGE)
+
+
+def request(num_pages: int, seed: int) -> Any:
+    return SimpleNamespace(
+        lora_id=None,
+        extra_key=None,
+        cache_salt=None,
+        full_untruncated_fill_ids=array("q", random_prompt(num_pages * PAGE, seed)),
+        multimodal_inputs=None,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        session=None,
+    )
 
 
 @dataclass
@@ -85,10 +103,11 @@ def shelf(model: Path, monkeypatch) -> Shelf:
     tree = CacheTree(family_of(model), host_bytes=0)
     made = Shelf(PoolIndex(tree, (2,), PAGE, NUM_SLOTS), tree)
 
-    def slots_of(_req, _lora_id, num_pages, _tree) -> tuple[int, torch.Tensor]:
-        return 7, torch.arange(min(num_pages, made.num_there) * PAGE)
-
-    monkeypatch.setattr(pool_module.prefixes, "slots_of", slots_of)
+    for name, of in (
+        ("num_held", lambda _req, _lora_id, num_pages, _tree: min(num_pages, made.num_there)),
+        ("use", lambda _req, _lora_id, num_pages, _tree: (7, torch.arange(num_pages * PAGE))),
+    ):
+        monkeypatch.setattr(prefixes, name, of)
     return made
 
 
@@ -98,15 +117,15 @@ def test_what_is_noted_is_found(shelf: Shelf) -> None:
     shelf.insert(pages, num_there=4)
     (match,) = shelf.tree.match(pages)
     assert (match.location, match.num_pages, match.e_pages) == (pool_of(""), 6, {2: 6})
-    found = shelf.index.find(shelf.plan(5), pages, None, None)
-    assert found[1].tolist() == list(range(PAGE, 5 * PAGE))
+    found = shelf.index.lock(shelf.plan(5), pages, None, MagicMock())
+    assert found.slots.tolist() == list(range(PAGE, 5 * PAGE))
 
 
 def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
     pages = pages_of(6)
     shelf.insert(pages)
     shelf.num_there = 3
-    assert shelf.index.find(shelf.plan(6), pages, None, None) is None
+    assert not shelf.index.has(shelf.plan(6), pages, None, None)
     assert shelf.noted(pages) == 3
     shelf.num_there = 6
     shelf.insert(pages, num_there=3)
@@ -117,7 +136,7 @@ def test_to_look_for_e_is_no_use_of_it(shelf: Shelf, monkeypatch) -> None:
     pages = pages_of(6)
     shelf.insert(pages)
     monkeypatch.setattr(shelf.tree, "match", lambda *_: pytest.fail("it counts as a use"))
-    assert shelf.index.find(shelf.plan(6, Span(2, 4)), pages, None, None) is not None
+    assert shelf.index.has(shelf.plan(6, Span(2, 4)), pages, None, None)
 
 
 def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
@@ -137,12 +156,12 @@ def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> N
     shelf.insert(pages)
     assert shelf.e_pages(pages) == 6
     recompute, copy = shelf.plan(6, Span(2, 4)), shelf.plan(6)
-    assert shelf.index.find(recompute, pages, None, None) is not None
+    assert shelf.index.has(recompute, pages, None, None)
     shelf.insert(pages, num_there=3, num_loaded=5)
     assert shelf.e_pages(pages) == 3
-    assert shelf.index.find(recompute, pages, None, None) is None
-    assert shelf.index.find(shelf.plan(3, Span(2, 4)), pages, None, None) is not None
-    assert shelf.index.find(copy, pages, None, None) is not None
+    assert not shelf.index.has(recompute, pages, None, None)
+    assert shelf.index.has(shelf.plan(3, Span(2, 4)), pages, None, None)
+    assert shelf.index.has(copy, pages, None, None)
     shelf.insert(pages, num_there=3)
     assert shelf.e_pages(pages) == 6
 
@@ -178,6 +197,60 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
     assert found.tolist() == list(range(PAGE, 2 * PAGE))
 
 
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> None:
+    """Each rank asks when it likes, and all have to evict the same."""
+    sglangs = UnifiedRadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=SimpleNamespace(
+                page_size=PAGE, device="cpu", free_segment=lambda _slots, *, start_pos: None
+            ),
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=core,
+        )
+    )
+    index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS)
+    index.is_read = index.has_approximate = True
+    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    insertions = Insertions(models, index, None, PAGE)  # type: ignore[arg-type]
+    older, newer = (request(6, seed) for seed in range(2))
+    plan = Plan(
+        sender=BASE,
+        receiver=ADAPTED,
+        location=pool_of(""),
+        pages=Span(1, 4),
+        block=Span(2, 4),
+        num_layers=4,
+    )
+
+    def insert(_tree: object, req: Any, *, up_to: int) -> None:
+        tokens, start = req.full_untruncated_fill_ids[:up_to], NUM_SLOTS * (req is newer)
+        slots = torch.arange(start, start + up_to)
+        sglangs.insert(InsertParams(key=RadixKey(tokens), value=slots))
+
+    for req in (older, newer):
+        insertions.checkpoint(insert, sglangs, req, up_to=6 * PAGE)
+    pages = prefixes.pages_of(older, 6 * PAGE, PAGE)
+    assert index.has(plan, pages, older, sglangs)
+    assert index.held(older, 3, sglangs) == Held(3, 0)
+    insertions.checkpoint(lambda *_, **__: None, sglangs, older, up_to=5 * PAGE)
+    # Neither refreshed nor split.
+    assert sglangs.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 6 * PAGE
+    assert [index.held(it, 6, sglangs) for it in (older, newer)] == [Held(0, 0), Held(6, 0)]
+
+    insertions.checkpoint(insert, sglangs, older, up_to=6 * PAGE)
+    pages = prefixes.pages_of(newer, 6 * PAGE, PAGE)
+    index.lock(plan, pages, newer, sglangs).release()
+    assert sglangs.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 6 * PAGE
+    locked = index.lock(plan, pages, newer, sglangs)
+    sglangs.evict(EvictParams(num_tokens=NUM_SLOTS))
+    assert [index.held(it, 6, sglangs) for it in (older, newer)] == [Held(0, 0), Held(4, 0)]
+    assert locked.slots.tolist() == list(range(NUM_SLOTS + PAGE, NUM_SLOTS + 4 * PAGE))
+
+
 @pytest.mark.parametrize(
     ("num_loaded", "is_read", "e_pages"),
     [(0, True, 6), (2, True, 6), (4, True, 2), (0, False, 2)],
@@ -185,18 +258,8 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
 def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     shelf: Shelf, num_loaded: int, is_read: bool, e_pages: int
 ) -> None:
-    tokens = array("q", random_prompt(6 * PAGE, 1))
-    req: Any = SimpleNamespace(
-        lora_id=None,
-        extra_key=None,
-        cache_salt=None,
-        full_untruncated_fill_ids=tokens,
-        multimodal_inputs=None,
-        input_embeds=None,
-        positional_embed_overrides=None,
-        session=None,
-    )
-    pages = prefixes.pages_of(req, len(tokens), PAGE)
+    req = request(6, seed=1)
+    pages = prefixes.pages_of(req, 6 * PAGE, PAGE)
     shelf.insert(pages[:2])
     shelf.num_there, shelf.index.is_read = 2, is_read
     if num_loaded:
@@ -207,7 +270,7 @@ def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     def insert(_tree: object, _req: object, *, up_to: int) -> None:
         shelf.num_there = up_to // PAGE
 
-    insertions.checkpoint(insert, None, req, up_to=len(tokens))
+    insertions.checkpoint(insert, None, req, up_to=6 * PAGE)
     (match,) = shelf.tree.match(pages)
     assert (match.num_pages, match.e_pages[2]) == (6 if is_read else 2, e_pages)
 
@@ -434,11 +497,10 @@ def test_a_generation_reads_no_approximate_kv_of_another(lora_id: str | None) ->
 
 def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
     monkeypatch.setattr(
-        pool_module.prefixes,
-        "slots_of",
-        lambda _req, place, most, _tree: (
-            0,
-            torch.arange(min(most, 5 if place.startswith(prefixes.APPROXIMATE) else 3) * PAGE),
+        prefixes,
+        "num_held",
+        lambda _req, place, most, _tree: min(
+            most, 5 if place.startswith(prefixes.APPROXIMATE) else 3
         ),
     )
     req: Any = SimpleNamespace(lora_id=None)

@@ -37,6 +37,7 @@ from cachetree.config import CacheConfig
 from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning import BlockQuality, write_profile
+from sglang_droidspeak.fleet import servers
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.start.config import at_rank
 from tools.merge import merge_folder
@@ -363,3 +364,35 @@ def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path
         log = server.log.read_text()
     assert "rank 1 failed within a layer, where the other ranks wait for it" in log
     assert "this rank has no memory for a layer" in log
+
+
+@pytest.mark.slow
+def test_no_rank_touches_sglangs_tree_alone(tmp_path: Path) -> None:
+    """As SGLang itself sees it, which ends a server whose ranks call its tree differently: while
+    requests wait for slots that others have, and what they are to read is evicted."""
+    models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
+    spec = servers.ServerSpec(
+        model=models.whole[BASE],
+        options=TP | WITH_LORA | {"tp-size": NUM_RANKS, "max-total-tokens": 1536},
+        adapters=models.adapters,
+        droidspeak={
+            "gate": "off",
+            "capture_layers": [2],
+            "host_gb": 0,
+            "http": f"127.0.0.1:{free_port()}",
+        },
+    )
+    tokens = [prompt(300, seed=800 + i) for i in range(4)]
+    controls = models.controls(BASE, Span(2, 5))
+    env = ENV_OF_RANKS | {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+    with running(spec, folder=tmp_path, env=env) as (server,), ThreadPoolExecutor(8) as pool:
+        for it in tokens:
+            answer(server, it, max_new_tokens=1)
+        asked = [
+            pool.submit(answer, server, it, lora_path="wide", droidspeak=controls)
+            for it in (*tokens, *tokens)
+        ]
+        outcomes = {it.result().provenance["outcome"] for it in asked}
+        assert "reused" in outcomes, outcomes
+        assert answer(server, prompt(100, seed=810)).provenance["outcome"] == "no_match"
+        assert "Rank consensus checker is enabled" in server.log.read_text()

@@ -379,7 +379,7 @@ def test_a_rank_whose_pool_has_none_of_it_fails(
     for number, req in enumerate(reqs):
         pool = SimpleNamespace(
             has_approximate=False,
-            find=lambda *args: asked.append(args) or (object() if has_it else None),
+            has=lambda *args: asked.append(args) or has_it,
         )
         waiting, told = waiting_with(
             Asked(),
