@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
@@ -28,6 +30,8 @@ from sglang_droidspeak.request.source import Sources
 
 log = logging.getLogger(__name__)
 
+NUM_NEXT: Final = 4
+"""Requests that one step may take at most, as a rule: so many are looked at once more."""
 _RATE_S: Final = 0.2
 """How long a fetch has to run before its rate tells when it will end."""
 _ANSWER_S: Final = 0.1
@@ -42,23 +46,29 @@ class Arrivals:
     _meter: Meter
     _planner: Planner
 
-    def look(self, request: Request, tree: UnifiedRadixCache) -> Phase:
-        """How far it is on this rank, SETTLED where it has failed; with its fetch begun, if it
-        could not be before.
+    def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
+        """How far those with a plan are on this rank, SETTLED where they have failed.
 
-        What could be admitted is planned again: with what has come, and what the device has.
+        What has just come is planned again, with what the device has. So are the next that could
+        be admitted, in each step; and their fetch is begun, if it could not be before.
         """
-        if not request.failure and request.source is None:
-            request.fetch(self._sources, tree)
-        phase = self._arrival(request)
+        following = [*islice((it for it in queue if it.phase is not Phase.FETCHING), NUM_NEXT)]
+        for request in following:
+            if not request.failure and request.source is None:
+                request.fetch(self._sources, tree)
+        phases = [self._arrival(it) for it in queue]
+        for number, request in enumerate(queue):
+            is_asked = phases[number] is not request.phase or request in following
+            if phases[number] is Phase.READY and is_asked and not self._saves(request, tree):
+                request.failure, phases[number] = Reason.SLOWER.value, Phase.SETTLED
+        return phases
+
+    def _saves(self, request: Request, tree: UnifiedRadixCache) -> bool:
         planned = request.planned
-        if phase != Phase.READY or planned.demand is None:
-            return phase
+        if planned.demand is None:
+            return True
         held = self._sources.pool_index.held(request.req, len(request.pages), tree)
-        if self._planner.still_saves(planned.plan, planned.demand, held):
-            return phase
-        request.failure = Reason.SLOWER.value
-        return Phase.SETTLED
+        return self._planner.still_saves(planned.plan, planned.demand, held)
 
     def _arrival(self, request: Request) -> Phase:
         if request.failure:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Final
 
 import torch
 
@@ -19,7 +18,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import traces
-from sglang_droidspeak.request.arrivals import Arrivals
+from sglang_droidspeak.request.arrivals import NUM_NEXT, Arrivals
 from sglang_droidspeak.request.decisions import Decisions
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels
@@ -27,9 +26,6 @@ from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.request import Phase, Request
 from sglang_droidspeak.request.source import Sources
-
-NUM_NEXT: Final = 4
-"""Requests that one step may take at most, as a rule: so many are looked at once more."""
 
 
 class WaitingRequests:
@@ -67,7 +63,7 @@ class WaitingRequests:
         if seen:
             self._decisions.decide(seen, tree, num_waiting=len(queue) - 1)
         planned = [it for it in requests if it.is_waiting]
-        phases = self._ranks.least([self._arrivals.look(it, tree) for it in planned])
+        phases = self._ranks.least(self._arrivals.look(planned, tree))
         for request, phase in zip(planned, map(Phase, phases), strict=True):
             prefixes.move(request.req, approximate=request.planned.is_approximate)
             if phase is Phase.SETTLED:

@@ -189,6 +189,46 @@ def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
     assert asked == [Held(2, 0)]
 
 
+def test_of_those_that_could_run_only_the_next_are_planned_again() -> None:
+    """Each step of the scheduler would be longer by all that wait."""
+    cache, queue = Asked(), [request(f"r{i}") for i in range(10)]
+    planner = planner_of(
+        **WANTED | {"is_experiment": False, "patience": Patience(saving_s=1e3)},
+        considered=SimpleNamespace(demand=object()),
+    )
+    planner.still_saves = lambda *_: cache.has.exact < NUM_PAGES
+    waiting, told = waiting_with(cache, planner=planner)
+    look(waiting, *queue)
+    cache.land()
+    assert not look(waiting, *queue)
+    asked = [rid for rid, _, _ in cache.where]
+    assert asked == [f"r{i}" for i in range(10)], "it has just come"
+    look(waiting, *queue)
+    assert [rid for rid, _, _ in cache.where[10:]] == asked[:4]
+    cache.has = Held(NUM_PAGES, 0)
+    look(waiting, *queue)
+    assert {rid: it.outcome for rid, it in told.by_rid.items()} == dict.fromkeys(
+        asked[:4], "slower"
+    )
+    look(waiting, *queue)
+    assert len(told.by_rid) == 8, "they are the next now"
+
+
+def test_of_those_without_memory_only_the_next_ask_for_it_again() -> None:
+    cache, queue = Asked(), [request(f"r{i}") for i in range(10)]
+    asked: list[Any] = []
+    cache.fetch = lambda *_: asked.append(_)  # type: ignore[assignment,method-assign]
+    waiting, _ = waiting_with(cache)
+    look(waiting, *queue)
+    asked.clear()
+    look(waiting, *queue)
+    assert len(asked) == 4
+    del cache.fetch
+    held = [look(waiting, *queue) for _ in range(3)]
+    assert [len(it) for it in held] == [4, 8, 10]
+    assert held[0] == {"r0", "r1", "r2", "r3"}
+
+
 # What a store that does not advertise is asked for.
 
 
