@@ -24,7 +24,6 @@ NAMES = {
     "transport": [],
     "tree": [],
     "disk": [],
-    "profiler": ["--num-documents", "8"],
     "compression": [],
     "fleet_size": [],
     "shared_tier": [],

@@ -162,23 +162,6 @@ def disk(found: Any) -> str:
     )
 
 
-def profiler(found: Any) -> str:
-    columns = {
-        "": "{name}",
-        "passes over a context": "{passes_per_context[0]}",
-        "seconds": "{wall_s:.1f}",
-        "× the sweep": "{times_the_sweep:.2f}",
-        "by CPU time": "{times_the_sweep_cpu:.2f}",
-    }
-    rows = [{"name": name, **it} for name, it in found["contenders"].items()]
-    return of_rows(rows, columns) + told(
-        "\n{num_contexts} contexts, {num_questions} questions, {num_layers} layers, {dtype}; at "
-        "least {times_demanded:.1f} is demanded of the second row. KL and likelihoods differ by "
-        "{largest:.1e} nats at most. With pruning the sweep takes {pruned_sweep_s:.1f} s.\n",
-        found | {"largest": max(it["largest"] for it in found["comparisons"].values())},
-    )
-
-
 def compression(found: Any) -> str:
     columns = {
         "codec": "{codec}",
@@ -279,7 +262,7 @@ SOAKS: Final = {
 
 _NAMED: Final = (
     *(link_sweep, never_slower, lora, overhead, serving, transport, shared_tier, tree),
-    *(fleet_size, disk, compression, profiler, simulate),
+    *(fleet_size, disk, compression, simulate),
 )
 
 
