@@ -127,7 +127,6 @@ def measure_costs(
         kv_bytes=model.kv_bytes,
         e_bytes=model.e_bytes,
         num_layers=model.num_layers,
-        fitted_on=tuple(lengths),
         held_out=(),
     )
     held_out = tuple(

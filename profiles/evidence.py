@@ -37,10 +37,6 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
     """KL divergence of full prefill's next-token distribution from this one's, nats per token, on
     the own answer."""
-    agreement: float
-    """Share of tokens of the own answer that are the most likely ones here too."""
-    own_nll: float
-    """Negative log-likelihood of the own answer, nats per token."""
 
 
 class DataFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +105,6 @@ class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
     """Over as many questions as it was measured on."""
     quality: float | None
     """None where its answers were not decoded: others stay closer and take no more work."""
-    num_questions: int
 
 
 class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,8 +199,6 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
     e_bytes: int
     """Bytes of one token's E."""
     num_layers: int
-    fitted_on: tuple[int, ...]
-    """Prefix lengths in tokens."""
     held_out: tuple[HeldOutTime, ...]
     """Plans at other lengths, predicted and measured."""
 

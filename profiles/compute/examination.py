@@ -91,9 +91,9 @@ class Examination:
         questions = self._document.questions
         missing = [
             (i, question)
-            for i, (*_, is_same) in enumerate(measured)
+            for i, (*_, differs) in enumerate(measured)
             for question in range(len(questions))
-            if is_decoded and not is_same[question]
+            if is_decoded and differs[question]
         ]
         asked = [
             Asked(mixtures[i], questions[question].suffix, self._answers[question])
@@ -108,14 +108,12 @@ class Examination:
             tuple(
                 Score(
                     kl=kl[question],
-                    agreement=agreement[question],
-                    own_nll=nll[question],
-                    quality=qualities.get((i, question), same) if is_decoded else None,
                     tv=tv[question],
+                    quality=qualities.get((i, question), same) if is_decoded else None,
                 )
                 for question, same in enumerate(self.qualities)
             )
-            for i, (kl, nll, agreement, tv, _) in enumerate(measured)
+            for i, (kl, tv, _) in enumerate(measured)
         ]
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
@@ -126,12 +124,11 @@ class Examination:
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """`[mixtures, 5, questions]`: KL, negative log-likelihood, agreement and total variation,
-        means over the tokens, of the last over the first ones; and whether every token is the most
-        likely one."""
+        """`[mixtures, 3, questions]`: means of KL over the tokens and of total variation over the
+        first ones; and the share of tokens that are not the most likely ones."""
         model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]
-        values = torch.empty(num_mixtures, 4, num_tokens)
+        values = torch.empty(num_mixtures, 3, num_tokens)
         positions = self._answerer.room.positions
         for tokens in torch.arange(num_tokens).split(positions):
             expected = model.logits(self._own[tokens]).log_softmax(-1)
@@ -140,16 +137,10 @@ class Examination:
                 got = model.logits(streams[part][:, tokens]).log_softmax(-1)
                 kl = (likely * (expected - got)).sum(-1).clamp(min=0)
                 tv = (likely - got.exp()).abs().sum(-1) / 2
-                nll = -got.gather(-1, targets.expand(len(part), -1)[..., None])[..., 0]
-                same = (got.argmax(-1) == targets).float()
-                found = torch.stack([kl, nll, same, tv], 1).cpu()
-                values[part[:, None, None], torch.arange(4)[:, None], tokens] = found
-        sums = torch.zeros(num_mixtures, 4, len(lengths))
+                differs = (got.argmax(-1) != targets).float()
+                found = torch.stack([kl, tv, differs], 1).cpu()
+                values[part[:, None, None], torch.arange(3)[:, None], tokens] = found
+        values[:, 1, self._place_in >= FIRST_TOKENS] = 0
+        sums = torch.zeros(num_mixtures, 3, len(lengths))
         sums.index_add_(2, self._question_of, values)
-        is_first = self._place_in < FIRST_TOKENS
-        first = torch.zeros(num_mixtures, len(lengths))
-        first.index_add_(1, self._question_of[is_first], values[:, 3, is_first])
-        means = sums / lengths
-        means[:, 3] = first / lengths.clamp(max=FIRST_TOKENS)
-        is_same = sums[:, 2].round() == lengths
-        return torch.cat([means, is_same[:, None]], 1)
+        return sums / torch.stack([lengths, lengths.clamp(max=FIRST_TOKENS), lengths])

@@ -61,8 +61,12 @@ class Journal:
 
     @classmethod
     def beside(cls, out: Path, *decisive: object) -> Journal:
-        """Of what will be written to `out`, for a run of which those values decide everything."""
-        digest = hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:12]
+        """Of what will be written to `out`, for a run of which those values decide everything.
+
+        Scores are read by their place: where these are others, it is another journal.
+        """
+        named = decisive, Score.__struct_fields__
+        digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]
         return cls(out.with_name(f".{out.name}.{digest}.jsonl"))
 
     def _read(self) -> None:

@@ -183,14 +183,12 @@ def _mean(values: Qualities) -> float:
 
 
 def _measured(block: Span, scores: Scores) -> MeasuredBlock:
-    answered = [score for score in _flat(scores) if score.quality is not None]
-    is_known = len(answered) == len(_flat(scores))
+    is_known = all(score.quality is not None for score in _flat(scores))
     return MeasuredBlock(
         start=block.start,
         stop=block.stop,
         fidelity=_fidelity(scores),
         quality=quality_of(scores) if is_known else None,
-        num_questions=len(answered),
     )
 
 
@@ -251,8 +249,7 @@ def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
 
 
 def _fidelity(scores: Scores) -> Fidelity:
-    flat, names = _flat(scores), Fidelity.__struct_fields__
-    return Fidelity(**{it: round(fmean(getattr(score, it) for score in flat), 6) for it in names})
+    return Fidelity(kl=round(kl_of(scores), 6))
 
 
 def _flat(contexts: Iterable[Sequence[T]]) -> list[T]:

@@ -21,16 +21,14 @@ T = TypeVar("T")
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
-    """One question over one mixture; see `profiles.evidence.Fidelity` for the means of these."""
+    """One question over one mixture."""
 
     kl: float
-    agreement: float
-    own_nll: float
+    """See `profiles.evidence.Fidelity` for its mean."""
+    tv: float
+    """Total variation, at the own answer's first tokens."""
     quality: float | None
     """None where it was not to be decoded."""
-    tv: float = 0.0
-    """Total variation, at the own answer's first tokens; 0 in journals of before it was
-    measured."""
 
 
 Scores = list[Sequence[Score]]

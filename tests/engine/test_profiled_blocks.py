@@ -9,16 +9,18 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from engine_parts import CPU, ENV, PAGE, Watcher, answer, oracle
+from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, oracle
 from forked import ServerSpec
 from test_mixtures import oracle_logits
+from torch import Tensor
 
-from benchmarks.oracle import Generated, partial_prefill
+from benchmarks.oracle import Generated, partial_prefill, prefill
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.layered import LayeredModel
@@ -62,8 +64,8 @@ class Profiled:
     """Greedy, over the block."""
     own: Tokens
     """What the receiver answers by itself."""
-    own_nll: float
-    """Of `own` over the block."""
+    kl: float
+    """Of full prefill's distributions from those over the block, on `own`; nats per token."""
 
     @property
     def prompt(self) -> list[int]:
@@ -169,7 +171,7 @@ def profile(pair: Pair, document: Document, blocks: list[Span]) -> Iterator[Prof
                 block=block,
                 answer=answers[i],
                 own=own[i],
-                own_nll=by_question[i].own_nll,
+                kl=by_question[i].kl,
             )
 
 
@@ -221,33 +223,54 @@ def test_decoded_answers_are_the_servers_and_the_oracles(
         assert reply.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE), name
 
 
-def test_likelihoods_of_given_answers_are_the_servers_and_the_oracles(
+def test_distances_from_full_prefill_are_the_servers_and_the_oracles(
     pair: Pair, receiver: Server, profiled: list[Profiled]
 ) -> None:
     for it in profiled:
         name = (it.question.name, it.block)
         tokens, start = [*it.prompt, *it.own], len(it.prompt)
-        reply = reused(receiver, it, tokens, max_new_tokens=1, logprob_start_len=start - 1)
-        given = [entry[:2] for entry in reply.meta["input_token_logprobs"][-len(it.own) :]]
-        assert [token for _, token in given] == list(it.own)
-        served = -sum(logprob for logprob, _ in given) / len(given)
+        asked = {"max_new_tokens": 1, "logprob_start_len": start - 1}
+        asked["top_logprobs_num"] = pair.receiver.config.vocab_size
+        receiver.flush()
+        full = given(answer(receiver, tokens, droidspeak={"mode": "off"}, **asked), it.own)
+        served = given(reused(receiver, it, tokens, **asked), it.own)
+        assert it.kl == pytest.approx(distance(full, served), abs=TOLERANCE), name
         prefix_ids = torch.tensor([it.document.prefix])
-        prefix = partial_prefill(pair.receiver, pair.sender, prefix_ids, it.block)
-        ids = torch.tensor([tokens[len(it.document.prefix) : -1]])
-        logprobs = oracle_logits(pair.receiver, prefix, ids)[-len(it.own) :].log_softmax(-1)
-        expected = -logprobs[torch.arange(len(it.own)), list(it.own)].mean()
-        assert it.own_nll == pytest.approx(float(expected), abs=TOLERANCE), name
-        assert it.own_nll == pytest.approx(served, abs=TOLERANCE), name
+        suffix_ids = torch.tensor([tokens[len(it.document.prefix) : -1]])
+        full, expected = (
+            oracle_logits(pair.receiver, kv, suffix_ids)[-len(it.own) :].log_softmax(-1)
+            for kv in (
+                prefill(pair.receiver, prefix_ids).kv,
+                partial_prefill(pair.receiver, pair.sender, prefix_ids, it.block),
+            )
+        )
+        assert it.kl == pytest.approx(distance(full, expected), abs=TOLERANCE), name
+
+
+def given(reply: Answer, tokens: Tokens) -> Tensor:
+    """`[tokens, vocabulary]`: what the server predicted each of the last tokens of a prompt by."""
+    entries = reply.meta["input_token_logprobs"][-len(tokens) :]
+    assert [token for _, token, *_ in entries] == list(tokens)
+    rows = reply.meta["input_top_logprobs"][-len(tokens) :]
+    by_token = [sorted(row, key=itemgetter(1)) for row in rows]
+    found = torch.tensor([[logprob for logprob, *_ in row] for row in by_token])
+    own = found[torch.arange(len(tokens)), list(tokens)].tolist()
+    assert own == pytest.approx([logprob for logprob, *_ in entries])
+    return found
+
+
+def distance(full: Tensor, other: Tensor) -> float:
+    return float((full.exp() * (full - other)).sum(-1).mean())
 
 
 def test_every_two_blocks_differ_by_more_than_the_tolerance(
     drawn: Drawn, profiled: list[Profiled]
 ) -> None:
     """Without this the equalities above could hold for a server that ignores the block."""
-    own_nll: dict[Span, list[float]] = {block: [] for block in drawn.blocks}
+    kl: dict[Span, list[float]] = {block: [] for block in drawn.blocks}
     for it in profiled:
-        own_nll[it.block].append(it.own_nll)
-    assert {len(values) for values in own_nll.values()} == {3 * NUM_DOCUMENTS}
-    for one, other in itertools.combinations(own_nll, 2):
-        distances = [abs(a - b) for a, b in zip(own_nll[one], own_nll[other], strict=True)]
+        kl[it.block].append(it.kl)
+    assert {len(values) for values in kl.values()} == {3 * NUM_DOCUMENTS}
+    for one, other in itertools.combinations(kl, 2):
+        distances = [abs(a - b) for a, b in zip(kl[one], kl[other], strict=True)]
         assert max(distances) > 2 * TOLERANCE, (one, other)

@@ -14,7 +14,7 @@ FULL = 0.916
 
 
 def scores(kl: float, quality: float | None = None) -> Scores:
-    score = Score(kl=kl, agreement=1.0, own_nll=0.0, quality=quality)
+    score = Score(kl=kl, tv=0.0, quality=quality)
     return [(score,) * 3] * 12
 
 

@@ -104,7 +104,6 @@ def test_costs_are_those_of_the_model() -> None:
     assert costs.num_layers == NUM_LAYERS
     assert costs.kv_bytes == 2 * 2 * 8 * 4
     assert costs.e_bytes == 32 * 4
-    assert costs.fitted_on == LENGTHS
 
 
 def test_held_out_plans_are_measured_at_other_lengths_and_predicted_by_the_fit() -> None:

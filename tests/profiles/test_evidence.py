@@ -22,7 +22,6 @@ COSTS = CostModel(
     kv_bytes=4,
     e_bytes=8,
     num_layers=6,
-    fitted_on=(10,),
     held_out=(),
 )
 N, M = 20, 5

@@ -253,7 +253,7 @@ def point_of(
         train_quality=quality,
         held_out=Interval(mean=quality, low=quality, high=quality),
         tasks=(TaskLoss(quality=quality, bound=bound, needed=needed),),
-        fidelity=Fidelity(kl=1.0, agreement=0.6, own_nll=1.0),
+        fidelity=Fidelity(kl=1.0),
         ttft_s=0.01,
     )
 

@@ -1,8 +1,10 @@
 """What a run has measured survives a kill, at whatever byte it strikes."""
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 from shipped import DATA, SHIPPED
 
 from profiles.compute.journal import Entry, Journal
@@ -15,7 +17,7 @@ from profiles.splits import load_documents
 from profiles.stats.measured import Score
 from tools.pairs.questions import OPTIONS
 
-SCORE = Score(kl=0.1, agreement=1.0, own_nll=0.2, quality=None)
+SCORE = Score(kl=0.1, tv=0.2, quality=None)
 
 
 def entry(document: int, step: str, passes: int = 1, split: str = "train") -> Entry:
@@ -68,6 +70,18 @@ def test_a_finished_run_leaves_nothing(tmp_path):
     journal.put(entry(0, "references"))
     journal.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_scores_whose_fields_were_others_are_not_read(tmp_path):
+    """The same run's, of when the layout was not in a journal's name."""
+    out, run = tmp_path / "pair.json", ("models", "documents")
+    name = hashlib.sha256(msgspec.json.encode(run)).hexdigest()[:12]
+    before = tmp_path / f".{out.name}.{name}.jsonl"
+    line = msgspec.to_builtins(entry(0, "references"))
+    line["scores"] = [[[0.1, 1.0, 0.2, None, 0.3]]]
+    before.write_bytes(msgspec.json.encode(line) + b"\n")
+    assert Journal(before).get("train", 0, "references") is not None, "it would be read"
+    assert Journal.beside(out, *run).get("train", 0, "references") is None
 
 
 def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():
