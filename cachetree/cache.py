@@ -90,14 +90,14 @@ class Cache:
                     note_served=note_served,
                 )
             self._peers = Peers(self.tree, self._worker, clock)
+            # A directory may name workers that are listed too, and these stay.
             for address in map(Location, config.peers):
-                how = config.peer_at(address)
-                if is_directory(address):
-                    self._peers.watch(address, how)
-                else:
-                    self._peers.add(address, how)
+                if not is_directory(address):
+                    self._peers.add(address, config.peer_at(address))
             for address in self._stores:
                 self._peers.now[address].push()
+            for url in filter(is_directory, config.peers):
+                self._peers.watch(url, config.peer_at(url))
         except ConfigError:
             self.close()
             raise

@@ -65,7 +65,7 @@ class Peers:
         self.now: Mapping[Location, Peer] = {}
 
     def add(self, address: Location, config: PeerConfig) -> None:
-        """A worker that stays; raises ConfigError."""
+        """A worker that stays; before any `watch`. Raises ConfigError."""
         peer = Peer(self._tree, address, config, own_epoch=self._own_epoch, clock=self._clock)
         self.now = {**self.now, address: peer}
 

@@ -17,7 +17,15 @@ from redis_parts import FakeRedis, fake_redis
 from security_parts import new_party
 from transport_parts import FAMILY, FAST, eventually, new_tree, pages_of, store, worker_of
 
-from cachetree import ConfigError, Deadline, Location, PeerConfig, WorkerConfig
+from cachetree import (
+    Cache,
+    CacheConfig,
+    ConfigError,
+    Deadline,
+    Location,
+    PeerConfig,
+    WorkerConfig,
+)
 from cachetree.transport import Peers, Worker
 from cachetree.transport.address import Address
 from cachetree.transport.directory import (
@@ -29,6 +37,7 @@ from cachetree.transport.directory import (
     resolved,
 )
 from cachetree.transport.peers import GONE_S
+from cachetree.transport.status import PeerState
 
 PAGES = pages_of(4)
 NAME = "dns://cachetree:7001"
@@ -149,6 +158,31 @@ def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
         clock.ahead_s += GONE_S
         look(peers)
         assert list(peers.now) == [address]
+
+
+def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None:
+    """One peer, to read and to store, also once both the worker and its name are gone."""
+    clock = Clock()
+    with worker_of(new_tree(PAGES)) as worker:
+        at, url = worker.address, worker.address.replace("tcp:", "dns:")
+        # Adding those takes longer than the answer of a resolver.
+        others = [f"tcp://127.0.0.1:{port}" for port in (9, 10, 11)]
+        config = CacheConfig(
+            host_bytes=1 << 20, peer=FAST, serves=False, peers=(url, *others, at), stores=(at,)
+        )
+        with Cache(FAMILY, config, clock=clock) as cache:
+            peers = cache._peers
+            assert peers._rounds[0].has_gone_well.wait(20)
+            assert [it.name for it in threading.enumerate()].count(f"cachetree-peer {at}") == 1
+            peer = peers.now[at]
+            worker.close()
+            eventually(lambda: peer.state is not PeerState.READY)
+            for _ in range(3):
+                peers.look(url, list, FAST, ())
+                clock.ahead_s += GONE_S
+            assert peers.now[at] is peer
+            assert cache.status().stores == (peer.push_status,)
+    assert f"cachetree-peer {at}" not in [it.name for it in threading.enumerate()]
 
 
 @pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "tcp://0.0.0.0:0"])
