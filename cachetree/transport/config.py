@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from cachetree.errors import ConfigError
@@ -142,5 +144,5 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def _check_positive(config: msgspec.Struct, fields: str) -> None:
     for field in fields.split():
         value = getattr(config, field)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{field} is {value}; it must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{field} is {value}; give a finite number above 0")

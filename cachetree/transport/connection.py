@@ -23,8 +23,12 @@ _RETRY_MS: Final = 10
 """A worker that wants a key and sees first that there is none just hangs up: try until we do."""
 
 
+_MOST_S: Final = 3600.0
+"""What a poll takes is bounded; whoever waits for longer looks again."""
+
+
 def poll(poller: zmq.Poller, most_s: float) -> None:
-    poller.poll(round(1000 * most_s))
+    poller.poll(round(1000 * min(most_s, _MOST_S)))
 
 
 def answer_of(
@@ -105,7 +109,7 @@ class Connection:
 
     def wait(self, timeout_s: float) -> None:
         """Until something arrives or ends, the wakeup is woken, or the time is over."""
-        self._poller.poll(round(timeout_s * 1000))
+        poll(self._poller, timeout_s)
         self._wakeup.drain()
 
     def new_id(self) -> int:

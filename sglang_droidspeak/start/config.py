@@ -14,6 +14,7 @@ In SGLang's own `--config server.yaml`:
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,17 +163,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ConfigError(
+                    f"{field} is {getattr(self, field)}; give a finite number, 0 or more"
+                )
         if self.http is not None:
             parse_http(self.http, field="http")
         if not 0 <= self.shadow_share <= 1:
             raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
-        for field in (*positive, "max_stall_ms", "shadow_deadline_s"):
+        for field in (*positive, "max_stall_ms", "max_link_mb_s", "shadow_deadline_s"):
             value = getattr(self, field)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{field} is {value}; give a positive number")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{field} is {value}; give a finite positive number")
         Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -162,6 +163,8 @@ def test_the_cooldown_doubles_to_its_bound_and_a_success_resets_it() -> None:
         ({"breaker_errors": 0}, "breaker_errors is 0"),
         ({"breaker_window_s": 0.0}, "breaker_window_s is 0"),
         ({"cooldown_s": 0.0}, "cooldown_s is 0"),
+        ({"cooldown_s": math.inf}, "cooldown_s is inf; give a finite"),
+        ({"connect_s": math.nan}, "connect_s is nan; give a finite"),
     ],
 )
 def test_settings_are_checked(changed: dict[str, float], message: str) -> None:
@@ -247,6 +250,23 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
         eventually(lambda: peer.state is PeerState.RESTING)
         assert (peer.status.probe_in_s or 0) > STRICT.cooldown_s
         assert worker.num_hellos == 2
+
+
+def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Which is longer than a poll can take, as its other waits are."""
+    patient = msgspec.structs.replace(
+        STRICT, cooldown_s=1e8, connect_s=1e8, heartbeat_s=1e8, silence_s=1e9
+    )
+    clock = Ahead()
+    with MoodyWorker() as worker, peer_of(worker.address, new_tree(), patient, clock=clock) as peer:
+        for _ in range(3):
+            failed_fetch(peer.fetch)
+        eventually(lambda: peer.state is PeerState.RESTING)
+        clock.set_forward(patient.cooldown_s, peer)
+        eventually(lambda: peer.state is PeerState.READY)
+    assert "internal error" not in caplog.text
 
 
 def test_stale_entries_and_what_the_reader_gives_up_are_no_errors() -> None:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"ttl_s": 0}, ["ttl_s is 0", "positive"]),
         ({"max_pinned_share": 2}, ["max_pinned_share is 2", "0 to 1"]),
         ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
+        ({"staging_gb": inf}, ["staging_gb is inf", "finite"]),
+        ({"fetch_deadline_s": inf}, ["fetch_deadline_s is inf", "finite"]),
+        ({"peer_cooldown_s": nan}, ["peer_cooldown_s is nan", "finite"]),
+        ({"max_link_mb_s": inf}, ["max_link_mb_s is inf", "finite"]),
         ({"listen": "127.0.0.1:7001"}, ["listen", "127.0.0.1:7001", "tcp://"]),
         ({"listen": "tcp://0.0.0.0:7001"}, ["listen", "tcp://0.0.0.0:7001", "insecure"]),
         ({"listen": "tcp://0.0.0.0:7001"}, ["key_file", "allowed_peers", "cachetree keygen"]),
