@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import msgspec
 
 from cachetree.errors import ConfigError
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
+
+_MAX_SILENCE_S: Final = 65_534
+"""Half of it, which `channel` tells the kernel, is Linux's MAX_TCP_KEEPIDLE."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +84,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self,
             "max_streams max_stores max_peers max_pending_changes silence_s max_bytes_per_s",
         )
+        if self.silence_s > _MAX_SILENCE_S:
+            raise ConfigError(
+                f"silence_s is {self.silence_s}; the kernel looks after a silent connection for "
+                f"{_MAX_SILENCE_S} s at most: give that or less"
+            )
 
 
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -372,6 +372,16 @@ def test_a_name_that_stands_for_several_hosts_leads_to_one(monkeypatch: pytest.M
             assert peer.status.num_losses == 0
 
 
+def test_a_worker_is_as_patient_as_the_kernel_can_be() -> None:
+    with (
+        worker_of(new_tree(), silence_s=65_534) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        assert peer.status.num_losses == 0
+    with pytest.raises(ConfigError, match=r"silence_s is 86400; .* 65534 s at most"):
+        WorkerConfig(silence_s=86_400)
+
+
 def test_a_taken_or_foreign_address_stops_the_start() -> None:
     with worker_of(new_tree()) as worker, pytest.raises(ConfigError, match="cannot be bound"):
         Worker(new_tree(), WorkerConfig(listen=worker.address))
