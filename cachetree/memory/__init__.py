@@ -8,7 +8,7 @@ Staging  the loan of one fetch, which fills it step by step
 
 from cachetree.memory.arena import Arena, ArenaReader, Register, unregistered
 from cachetree.memory.copying import checksum, checksum_of_parts, cut, scatter
-from cachetree.memory.slab import ArenaFile, Blocks, Layout, Loan, NoRoom, Pool, Slab
+from cachetree.memory.slab import ArenaFile, Blocks, Layout, Loan, NoRoom, Pool, Slab, Torn
 from cachetree.memory.staging import Staging, staged
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Register",
     "Slab",
     "Staging",
+    "Torn",
     "checksum",
     "checksum_of_parts",
     "cut",

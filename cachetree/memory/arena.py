@@ -4,7 +4,8 @@
     [1 page, ..)  loans and free runs
 
 It is as long as its budget, so that nothing is allocated later. A loan lies in one run where one is
-long enough, else in as few as may be, so that there is room as long as there are bytes.
+long enough, else in as few as may be, so that there is room as long as there are bytes. Small
+blocks lie where no large one fits, so that those find holes too.
 
 Seals keep everybody from changing its size under its readers and its owner.
 
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
 from cachetree.memory.copying import copy_in_pieces
-from cachetree.memory.slab import ArenaFile, Blocks, Loan, NoRoom
+from cachetree.memory.slab import ArenaFile, Blocks, Loan, NoRoom, Torn
 
 NONCE_BYTES: Final = 16
 _CHUNK_BYTES: Final = 1 << 20
@@ -211,21 +212,26 @@ def _num_bytes(runs: Sequence[Run]) -> int:
 
 def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[Span]], list[Run]]:
     """For each part, and what is free then: in the shortest free run that takes all of them, else
-    in the longest ones; raises NoRoom."""
+    in the longest ones; raises NoRoom, or Torn."""
     num_bytes = sum(part.num * part.size for part in parts)
+    if num_bytes > _num_bytes(free):
+        raise NoRoom(f"{num_bytes} bytes where {_num_bytes(free)} are free")
     by_size = sorted(free, key=lambda run: run[1] - run[0])
     first = next((at for at, (a, b) in enumerate(by_size) if b - a >= num_bytes), None)
     holes = by_size[::-1] if first is None else [by_size.pop(first)]
     others = [] if first is None else by_size
     found: list[list[Span]] = [[] for _ in parts]
     # Large blocks first: what they leave of a hole takes small ones.
-    for size in sorted({part.size for part in parts}, reverse=True):
+    sizes = sorted({part.size for part in parts}, reverse=True)
+    for size in sizes:
+        if size < sizes[0]:  # First where no large block fits.
+            holes.sort(key=lambda run: run[1] - run[0] >= sizes[0])
         at = 0
         for number, part in enumerate(parts):
             num = part.num if part.size == size else 0
             while num:
                 if at == len(holes):
-                    raise NoRoom(f"{num_bytes} bytes where {_num_bytes(free)} are free")
+                    raise Torn(num * size)
                 start, stop = holes[at]
                 num_here = min(num, (stop - start) // size)
                 if num_here:

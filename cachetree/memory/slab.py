@@ -31,6 +31,14 @@ class NoRoom(MemoryError):
     """Memory within the budget cannot be had now."""
 
 
+class Torn(NoRoom):
+    """There are enough bytes, but no hole takes a block of what needs `num_bytes` more at least."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"{num_bytes} bytes where all that is free is torn")
+        self.num_bytes: Final = num_bytes
+
+
 class Blocks(NamedTuple):
     """One part of a loan: `num` blocks of `size` bytes. No block is torn apart."""
 
@@ -64,7 +72,7 @@ class Pool(Protocol):
     """Where slabs lie. Thread-safe."""
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
-        """Writable bytes for each part; raises NoRoom."""
+        """Writable bytes for each part; raises NoRoom, or Torn."""
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         """These bytes of the loan are needed no more. They are lent again once nobody has a view
@@ -160,7 +168,8 @@ class Slab:
         self._loan = Loan()
 
     def fill(self) -> None:
-        """Get the memory; may block, so it is called without the tree's lock. Raises NoRoom."""
+        """Get the memory; may block, so it is called without the tree's lock. Raises NoRoom, or
+        Torn."""
         self._loan = self._pool.take(self.layout.parts)
 
     @property

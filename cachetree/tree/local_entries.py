@@ -73,6 +73,11 @@ class LocalEntries:
         self._trie.prune(evicted)
         return before - self.num_bytes
 
+    def evict_bytes(self, num_bytes: int) -> int:
+        """So many at least, those to go first first; less only where no more can go."""
+        enough = self.num_bytes - num_bytes
+        return self.evict(self._eviction.victims(), lambda: self.num_bytes <= enough)
+
     def _publish(self, reservation: Reservation) -> list[Span]:
         """Make entries of the reserved pages; returns which of them are kept, in order."""
         change = reservation.change
@@ -139,7 +144,7 @@ class LocalEntries:
             return True
         if not self._holds.leave(self._host_bytes):
             return False
-        self.evict(self._eviction.victims(), lambda: self.num_bytes + num_bytes <= self._host_bytes)
+        self.evict_bytes(self.num_bytes + num_bytes - self._host_bytes)
         return True
 
     def _take_out(self, entry: LocalEntry) -> None:

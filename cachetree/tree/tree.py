@@ -12,7 +12,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab
+from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Node
 from cachetree.tree.eviction import ByValue, Eviction, Lru, Retention
@@ -151,7 +151,7 @@ class CacheTree:
             if not self._local.begin(reservation):
                 return None
         try:
-            slab.fill()
+            self._fill(slab)
         except NoRoom:
             reservation.release()
             return None
@@ -159,6 +159,17 @@ class CacheTree:
             reservation.release()
             raise
         return reservation
+
+    def _fill(self, slab: Slab) -> None:
+        """Evicts more where what is free is torn, as long as anything can go; raises NoRoom."""
+        while True:
+            try:
+                slab.fill()
+                return
+            except Torn as torn:
+                with self._lock:
+                    if not self._local.evict_bytes(torn.num_bytes):
+                        raise
 
     def lease(
         self,

@@ -115,6 +115,18 @@ def test_a_loan_lies_in_the_shortest_run_that_takes_it() -> None:
     assert places_of(again)[0].start == holes[0].start
 
 
+def test_what_no_large_block_fits_in_takes_the_small_ones() -> None:
+    arena = Arena(150)
+    loans = [take(arena, (num, 10)) for num in (2, 1, 2, 1, 9)]
+    for loan in loans[::2]:
+        arena.give_back(loan, places_of(loan))
+    del loan, loans[::2]
+    take(arena, (4, 10), (2, 30))
+    take(arena, (1, 30))
+    with pytest.raises(NoRoom):
+        take(arena, (1, 10))
+
+
 def test_memory_that_somebody_views_is_neither_lent_nor_changed() -> None:
     arena = Arena(8 * UNIT)
     loan = take(arena, (8, UNIT))

@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import pytest
 from tree_parts import (
     FAMILY,
     FAR,
+    KV,
     PAGE,
     A,
     B,
@@ -191,6 +193,33 @@ def test_value_keeps_the_deeper_of_two_that_are_used_alike() -> None:
     store(tree, A, "0123456789")  # more than is left by 2 pages: the youngest but one went
     assert num_pages(tree, A, deep + "f") == 52
     assert num_pages(tree, A, "xyz") == 0
+
+
+def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
+    """A page of E is as large as four of KV, and what goes first leaves holes of one."""
+    tree = CacheTree(msgspec.structs.replace(FAMILY, hidden_size=16), host_bytes=12 * PAGE)
+
+    def put(text: str, *e_layers: int) -> bool:
+        reservation = tree.reserve(A, None, path(text), e_layers)
+        if reservation is not None:
+            reservation.commit()
+        return reservation is not None
+
+    for text in ("ax", "bx", "cx", "ay", "by", "cy", "d", "e", "f"):
+        assert put(text)
+    for text in ("ay", "by", "cy"):
+        tree.match(path(text))
+    lease = tree.lease(A, path("d"), "test", far_future())
+    assert lease is not None
+    # Three tails give enough bytes, d is read, and only e and f lie side by side.
+    assert put("g", 1)
+    assert tree.num_evictions == 5
+    assert [num_pages(tree, A, it) for it in ("ay", "by", "cy", "d", "g")] == [2, 2, 2, 1, 1]
+    leases = [tree.lease(A, path(it), "test", far_future()) for it in ("ay", "by", "cy", "g")]
+    assert all(leases)
+    assert not put("h", 1)
+    assert tree.num_evictions == 5
+    assert tree.num_bytes == 8 * PAGE + 4 * KV
 
 
 def test_a_bad_policy_is_refused_with_the_names() -> None:
