@@ -30,7 +30,9 @@ def merge_folder(base: Path, adapter: Path, out: Path) -> None:
     )
     for file in files:
         tensors = {name: weights[name].contiguous() for name in load_file(file)}
-        save_file(tensors, out / file.name, metadata={"format": "pt"})
+        part = out / f"{file.name}.part"  # A full disk leaves no shard that looks whole.
+        save_file(tensors, part, metadata={"format": "pt"})
+        part.replace(out / file.name)
 
 
 def main() -> int:

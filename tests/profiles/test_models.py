@@ -130,6 +130,18 @@ def test_a_merged_folder_is_the_model_that_was_merged_in_memory(tmp_path):
     )
 
 
+def test_a_full_disk_leaves_no_weights_that_look_whole(tmp_path, monkeypatch):
+    def save_file(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("tools.merge.save_file", save_file)
+    with pytest.raises(OSError, match="no space left"):
+        merge_folder(SHIPPED / "foundation", SHIPPED / "receiver_lora", tmp_path)
+    assert (tmp_path / "config.json").exists()
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_a_pair_says_who_it_is_of():
     paths = [SHIPPED / name for name in ("sender", "receiver")]
     pair = pair_of(*(ModelSource(path=path) for path in paths))
