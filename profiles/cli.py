@@ -34,6 +34,20 @@ _VERDICT: Final = (
 )
 
 
+class _Actions(argparse._SubParsersAction):
+    """Refuses flags before the action: argparse would forget them for the action's own."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
+    ) -> None:
+        flags = {it.dest: it.option_strings for it in parser._actions if it.option_strings}
+        stated = (name for name, it in vars(namespace).items() if it is not None)
+        given = [flags[it][0] for it in stated if it in flags]
+        if given:
+            parser.error(f"give {', '.join(given)} after {values[0]}")
+        super().__call__(parser, namespace, values)
+
+
 def add_commands(commands: Any) -> None:
     """Add `profile` and `report` to the subparsers of `droidspeak`."""
     profile = commands.add_parser(
@@ -49,7 +63,9 @@ def add_commands(commands: Any) -> None:
     add_flags(profile, "models", "data", "out", "choice")
     profile.set_defaults(run=_profile)
 
-    actions = profile.add_subparsers(dest="action", metavar="show|verify|calibrate")
+    actions = profile.add_subparsers(
+        action=_Actions, dest="action", metavar="show|verify|calibrate"
+    )
     show = actions.add_parser("show", help="print a profile", allow_abbrev=False)
     show.add_argument("profile", type=Path, metavar="FILE")
     show.add_argument("--json", action="store_true", help="the verdict as one line of JSON")

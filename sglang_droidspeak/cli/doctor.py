@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from cachetree import CacheTreeError, ConfigError, read_yaml
+from cachetree import CacheTreeError, ConfigError, read_yaml, settings_of
 from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_directory
 from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, server_of
@@ -146,7 +146,7 @@ def installation() -> Iterator[Check]:
 def configuration(path: Path) -> Iterator[Check]:
     """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
     try:
-        options = read_yaml(path, "config") or {}
+        options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
         extra = _extra_of(options, path)
         server = server_of(extra, str(options.get("model-path")), [*as_flags(options)])
     except CacheTreeError as exc:
@@ -162,7 +162,7 @@ def configuration(path: Path) -> Iterator[Check]:
         yield _peer(address, settings)
 
 
-def _extra_of(options: Any, path: Path) -> dict[str, Any]:
+def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
     if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
         raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")

@@ -142,6 +142,9 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("model-path: m\n")
     (found,) = checks.configuration(tmp_path / "server.yaml")
     assert "does not configure droidspeak" in found.found
+    (tmp_path / "server.yaml").write_text("- model-path: x")
+    (found,) = checks.configuration(tmp_path / "server.yaml")
+    assert "server.yaml: Expected `object`, got `array`" in found.found
     path = configured(tmp_path)
     path.write_text(path.read_text().replace("page-size: 16", ""))
     (found,) = checks.configuration(path)
