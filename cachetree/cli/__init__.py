@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+from functools import partial
 from importlib.metadata import version
 
 from cachetree.cli import ask, bench, keygen, serve
 from cachetree.cli.serve import parse_config
-from cachetree.cli.show import show, show_json
-from cachetree.errors import CacheTreeError
+from cachetree.cli.show import show, show_json, status_of
 
-__all__ = ["main", "parse_config", "parser", "show", "show_json"]
+__all__ = ["main", "parse_config", "parser", "show", "show_json", "status_of"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,11 +28,4 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        args.run(args)
-    except CacheTreeError as exc:
-        print(f"cachetree: {exc}", file=sys.stderr)  # noqa: T201
-        return 1
-    except BrokenPipeError:  # Whoever read this has what they wanted.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return status_of("cachetree", partial(args.run, args))

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from cachetree.errors import CacheTreeError
+
+
+def status_of(program: str, run: Callable[[], int | None]) -> int:
+    """The exit status of a command, which tells what is wrong in one line."""
+    try:
+        return run() or 0
+    except BrokenPipeError:  # Whoever read this has what they wanted.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (CacheTreeError, OSError) as exc:
+        print(f"{program}: {exc}", file=sys.stderr, flush=True)  # noqa: T201
+        return 1
 
 
 def show(line: str) -> None:

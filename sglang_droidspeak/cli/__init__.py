@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from cachetree import CacheTreeError
 from cachetree.checkpoint import read_model_identity
+from cachetree.cli import status_of
 from profiles import cli as profiler
 from sglang_droidspeak.cli import ask, demo, doctor, serve
 from sglang_droidspeak.cli.terminal import add_start_timeout, complain, show, tell
@@ -26,13 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     with terminable():
         try:
-            return args.run(args)
+            return status_of("droidspeak", partial(args.run, args))
         except KeyboardInterrupt:
             complain("interrupted; nothing was left running")
             return INTERRUPTED
-        except CacheTreeError as exc:
-            complain(str(exc))
-            return 1
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,31 @@ def test_identity_of_no_model_is_one_line(capsys, tmp_path: Path) -> None:
     assert code == 1
     assert err.startswith("droidspeak: model folder")
     assert err.count("\n") == 1
+
+
+def test_who_reads_no_further_is_told_of_no_error() -> None:
+    command = [sys.executable, "-m", "sglang_droidspeak.cli", "identity", str(SMALL.sender)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+
+
+def test_what_cannot_be_written_is_one_line(capsys, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    into = str(tmp_path / "file" / "folder")
+    code, _, err = run(capsys, "report", str(SMALL.profile), "--out", into)
+    assert code == 1
+    assert err.startswith("droidspeak: ") and into in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("action", ["show", "verify", "calibrate"])
+def test_flags_before_an_action_are_refused_and_not_forgotten(capsys, action: str) -> None:
+    flags = ["--dtype", "float32", "--data", "x", "--no-prune"]
+    with pytest.raises(SystemExit) as stop:
+        main(["profile", *flags, action, str(SMALL.profile)])
+    assert stop.value.code == 2
+    assert f"give --dtype, --data, --no-prune after {action}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["demo", "--bogus"], ["demo", "--num-doc", "3"], []])
