@@ -53,10 +53,12 @@ def allowed_blocks(
     if profile is None and not lossless:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
     passed = profile is not None and (profile.passed or is_free)
-    proven = profile.blocks if profile is not None and passed else ()
+    measured = profile.blocks if profile is not None and passed else ()
+    free = {it.block for it in lossless}
+    proven = [it for it in measured if it.block not in free]
     num_tokens = demand.num_pages * demand.page_size
     is_covered = is_free or profile is None or profile.covers(num_tokens)
-    allowed = lossless + list(proven if is_covered else ())
+    allowed = lossless + (proven if is_covered else [])
     if not allowed and proven and profile is not None:
         return NoReuse(
             reason=Reason.LONGER_THAN_MEASURED,

@@ -302,6 +302,17 @@ def test_a_lossless_block_stands_beside_the_measured_ones() -> None:
     assert plan_for(match(S), demand=busy, profiles=profiles).block == Span(9, 10), "fewest layers"
 
 
+def test_a_block_that_is_lossless_and_proven_is_one_way() -> None:
+    upper = BlockQuality(start=9, stop=10, quality=0.97)
+    profile = msgspec.structs.replace(PROFILE, first_difference=9, blocks=(RECOMMENDED, upper))
+    ways = [*weigh(Considered(DEMAND, [match(S, e={3: 10, 9: 10})], UNKNOWN), {(S, R): profile})]
+    assert [(it.block, it.quality) for it in ways] == [
+        ((3, 10), 1.0),
+        ((9, 10), 1.0),
+        ((3, 6), 0.96),
+    ]
+
+
 def test_the_larger_saving_wins() -> None:
     own, other = match(R, 3), match(S, 10)
     assert plan_for(own, other).sender == S  # 3 x 10 layers saved against 10 x 7
