@@ -7,15 +7,20 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Final
 
 import msgspec
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 """Of the repository, in an editable installation."""
+
+_GROUPS: Final = Path("/sys/fs/cgroup")
+_GROUP: Final = Path("/proc/self/cgroup")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +53,25 @@ def read_environment(packages: Iterable[str]) -> Environment:
         load_before=round(os.getloadavg()[0], 2),
         commit=_commit(),
     )
+
+
+def free_memory_bytes() -> int:
+    """Of the host, or of the container where that is given less."""
+    return min([psutil.virtual_memory().available, *_left_of_limits()])
+
+
+def _left_of_limits() -> Iterator[int]:
+    """Of each control group (version 2) around this process; pages of files can be dropped."""
+    with contextlib.suppress(OSError):
+        own = _GROUP.read_text().rpartition("0::/")[2].strip()
+        for group in (_GROUPS / own, *(_GROUPS / own).parents):
+            # "max" is no number, and the outermost group has no such files.
+            with contextlib.suppress(OSError, ValueError):
+                limit, used = (
+                    int((group / it).read_text()) for it in ("memory.max", "memory.current")
+                )
+                stat = dict(it.split() for it in (group / "memory.stat").read_text().splitlines())
+                yield limit - used + int(stat["active_file"]) + int(stat["inactive_file"])
 
 
 def _processor() -> str:

@@ -21,13 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-import psutil
 import torch
 from transformers import PretrainedConfig
 
 from cachetree import ConfigError
 from profiles.compute.layered import LayeredModel
 from profiles.data.documents import Document
+from profiles.environment import free_memory_bytes
 
 GIB: Final = 1 << 30
 FREE_SHARE: Final = 0.8
@@ -59,7 +59,7 @@ class Bounds:
 
 def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.device) -> Bounds:
     """What is stated, in GiB; where nothing is, most of what is free now."""
-    free = psutil.virtual_memory().available
+    free = free_memory_bytes()
     host = int(FREE_SHARE * free if host_gb is None else host_gb * GIB)
     if device.type == "cpu":
         return Bounds(host=host)

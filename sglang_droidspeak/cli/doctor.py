@@ -172,7 +172,9 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _room(settings: Settings) -> Iterator[Check]:
-    wanted, free = settings.host_gb + settings.staging_gb, psutil.virtual_memory().available / GIB
+    from profiles.environment import free_memory_bytes
+
+    wanted, free = settings.host_gb + settings.staging_gb, free_memory_bytes() / GIB
     found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
     yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
     if settings.disk_path is not None:

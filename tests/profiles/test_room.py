@@ -33,6 +33,7 @@ from profiles.compute.study import Bench
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
+from profiles.environment import free_memory_bytes
 from profiles.profiler import answerers
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.stats.choice import grid
@@ -130,6 +131,30 @@ def test_what_is_not_stated_is_most_of_what_is_there():
     found = bounds_of(None, None, torch.device("cpu"))
     assert found.device is None and 0 < found.host < free
     assert bounds_of(2.0, None, torch.device("cpu")) == Bounds(host=2 * GIB)
+
+
+def test_a_container_has_what_is_left_of_its_limits(tmp_path, monkeypatch):
+    """The least of all groups around it; what is kept of files is free."""
+
+    def write(folder: Path, limit: str, used: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 7\ninactive_file 20\nactive_file 10\n")
+
+    monkeypatch.setattr("profiles.environment._GROUPS", tmp_path)
+    monkeypatch.setattr("profiles.environment._GROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("4:memory:/other\n0::/pod/own\n")
+    without = free_memory_bytes()
+    assert without > 1000
+    write(tmp_path / "pod", "1000", 100)
+    write(tmp_path / "pod" / "own", "max", 50)
+    assert free_memory_bytes() == 1000 - 100 + 30
+    assert bounds_of(None, None, torch.device("cpu")).host == int(0.8 * 930)
+    write(tmp_path / "pod" / "own", "500", 50)
+    assert free_memory_bytes() == 500 - 50 + 30
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert free_memory_bytes() > 1000
 
 
 class Measured(msgspec.Struct, frozen=True):
