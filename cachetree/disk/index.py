@@ -179,6 +179,8 @@ class DiskIndex:
         while at < len(pages) and (entry := of_model.get(pages[at])) is not None:
             theirs = entry.record.pages
             start = theirs.index(pages[at])
+            if at and pages[at - 1] != (theirs[start - 1] if start else entry.record.parent):
+                break
             pairs = zip(theirs[start:], pages[at:], strict=False)
             num = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             found.append((entry, Span(start, start + num)))

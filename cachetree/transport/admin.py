@@ -77,7 +77,9 @@ class AdminService:
             case verbs.StatusRequest():
                 answer(self._status())
             case verbs.Find():
-                answer(verbs.Found(holdings=tuple(self._tree.match(pages_of(asked.pages)))))
+                pages = pages_of(asked.pages)
+                found = self._tree.match(pages[: self._tree.num_there(pages)])
+                answer(verbs.Found(holdings=tuple(found)))
             case verbs.Evict():
                 self._evict(_model(asked.model), pages_of(asked.pages), answer)
             case verbs.Pin():

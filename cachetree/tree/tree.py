@@ -21,7 +21,7 @@ from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
-from cachetree.tree.trie import PageTrie, depth_of, find_matches
+from cachetree.tree.trie import PageTrie, depth_of, find_matches, num_pages_of
 
 _LRU: Final = Retention()
 OfNode = Callable[[Node], Iterator[Change]]
@@ -187,7 +187,7 @@ class CacheTree:
         """
         with self._lock:
             places = self._trie.path_anywhere(pages)
-            if sum(place.stop - place.start for place in places) < len(pages):
+            if num_pages_of(places) < len(pages):
                 return None
             if places and model not in places[-1].node.local:
                 return None
@@ -289,6 +289,11 @@ class CacheTree:
             for entry in noted:
                 entry.use()
         return found
+
+    def num_there(self, pages: Sequence[PageHash]) -> int:
+        """How many leading `pages` anybody has. Each is compared: they need not be a prompt's."""
+        with self._lock:
+            return num_pages_of(self._trie.path(None, pages))
 
     # Remote entries: what workers have advertised.
 

@@ -194,7 +194,8 @@ class PageTrie:
         self, model: ModelId, place: Place | None, pages: Sequence[PageHash]
     ) -> Place | None:
         """The end of the leading `pages` after `place` that the model has; `place` where none."""
-        return self.deepest(place, pages, lambda node: model in node.local) or place
+        places = [it for it in self.path(place, pages) if model in it.node.local]
+        return places[-1] if places else place
 
     def last_with(
         self,
@@ -220,10 +221,10 @@ class PageTrie:
 
         As it goes on, any of them may be taken out.
         """
-        place = self.deepest(None, pages)
-        if depth_of(place) < len(pages):
+        places = self.path(None, pages)
+        if num_pages_of(places) < len(pages):
             return
-        top = self.root if place is None else place.node
+        top = places[-1].node if places else self.root
         pending = [(top, False)]
         while pending:
             node, is_next = pending.pop()
@@ -291,6 +292,10 @@ class PageTrie:
             self._index.remove(node)
 
 
+def num_pages_of(places: Sequence[Place]) -> int:
+    return sum(it.stop - it.start for it in places)
+
+
 def depth_of(place: Place | None) -> int:
     """How many pages there are from the root to the end of `place`."""
     return 0 if place is None else place.node.start + place.stop
@@ -309,7 +314,7 @@ def find_matches(
     top = trie.root.children[pages[0]]
     node, num_pages = place.node, depth_of(place)
     # Upwards: whoever has an entry in a node has one in every node above it.
-    while True:
+    while node.parent is not None:
         if len(node.local) > len(used):
             for model, entry in node.local.items():
                 if model not in used:
@@ -321,9 +326,9 @@ def find_matches(
                     known[key] = remote
                     found.append(_match(*key, num_pages, remote.e_reach))
         if len(used) == len(top.local) and len(known) == len(top.remote):
-            return found, used.values(), known.values()
-        assert node.parent is not None
+            break
         node, num_pages = node.parent, node.start
+    return found, used.values(), known.values()
 
 
 def _match(location: Location, model: ModelId, num_pages: int, e_reach: EReach) -> Match:

@@ -53,3 +53,11 @@ def test_letting_go_of_many_entries_looks_at_each_once(is_everything: bool) -> N
     assert len(index) == index.num_pages == 0
     # About 0.1 s; 10 s where each entry looks at all others for what stands on it.
     assert seconds < 2
+
+
+def test_pages_that_are_no_prompt_let_nothing_of_another_go() -> None:
+    index = DiskIndex(lambda change: None)
+    for number, parent in ((1, None), (2, None), (3, page(2))):
+        assert index.publish(entry_of(number, [page(number)], parent)) == []
+    assert index.drop_from(None, [page(1), page(3)]) == []
+    assert [each.number for each in index.drop_from(None, [page(2), page(3)])] == [3, 2]

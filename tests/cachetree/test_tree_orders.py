@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from tree_parts import PAGE, A, B, far_future, make_tree, num_pages, path, store
+from tree_parts import (
+    PAGE,
+    A,
+    B,
+    far_future,
+    make_tree,
+    num_pages,
+    path,
+    store,
+)
 
-from cachetree.ids import DISK, ModelId
+from cachetree.ids import DISK, ModelId, PageHash
 from cachetree.tree.entries import Change
 
 
@@ -35,6 +44,38 @@ def test_what_begins_with_a_prefix_is_evicted_of_one_model_or_of_all(
     assert freed == before - tree.num_bytes
     assert freed == (2 * num_evictions if text else 4 * num_evictions // 3) * PAGE
     assert tree.num_evictions == num_evictions
+
+
+def test_of_pages_that_are_no_prompt_each_is_compared() -> None:
+    tree = make_tree()
+    for model, text in ((A, "ax"), (A, "by"), (B, "by")):
+        store(tree, model, text)
+    mixed = [path("b")[0], path("ax")[1]]
+    assert tree.num_there(mixed) == 1
+    assert tree.evict(None, mixed) == 0
+    tree.match(mixed)  # It may find too many, and raises nothing.
+    assert tree.num_pages == 6
+
+
+def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
+    """Also where its pages are elsewhere by the time it ends, with less E."""
+    tree = make_tree()
+    store(tree, A, "a", e_layers=[1])
+    store(tree, A, "ax", start=1)
+    wrong = [PageHash(b"g" * 16), path("ax")[1]]
+    known = tree.reserve(A, None, wrong, [1])
+    assert known is not None
+    assert known.skipped == 0
+    open_one = tree.reserve(A, None, [PageHash(b"h" * 16), path("cy")[1]], [1])
+    assert open_one is not None
+    store(tree, A, "c")
+    store(tree, A, "cy", start=1)
+    for reservation in (known, open_one):
+        reservation.commit()
+    assert [num_pages(tree, A, text) for text in ("ax", "cy")] == [2, 2]
+    assert tree.held_bytes == 0
+    tree.evict()
+    assert tree.num_bytes == 0
 
 
 def test_what_is_kept_is_not_evicted_and_frees_nothing() -> None:

@@ -29,9 +29,19 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import FetchError, Kind, Location, OrderDenied, Peer, PeerState, Step
+from cachetree import (
+    FetchError,
+    Kind,
+    Location,
+    ModelId,
+    OrderDenied,
+    Peer,
+    PeerState,
+    Step,
+)
 from cachetree.memory.arena import Arena
-from cachetree.transport import wire
+from cachetree.transport import ask as ask_worker
+from cachetree.transport import verbs, wire
 from cachetree.tree import join_hashes
 
 PAGES = pages_of(16)
@@ -155,6 +165,19 @@ def test_an_answer_that_is_too_long_for_a_message_ends_no_session() -> None:
         worker._admin._status = lambda: status
         with pytest.raises(OrderDenied, match="exceeds"):
             ask_status(worker.address, timeout_s=5)
+        assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
+
+
+def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
+    source = new_tree(PAGES[:2])
+    for model in (MODEL, ModelId("other")):
+        reservation = source.reserve(model, None, PAGES[2:4], [])
+        assert reservation is not None
+        reservation.commit()
+    with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
+        find = verbs.Find(pages=join_hashes([PAGES[2], PAGES[1]]))
+        found = ask_worker(worker.address, find, verbs.Found, timeout_s=5)
+        assert [(it.model, it.num_pages) for it in found.holdings] == [(MODEL, 1), ("other", 1)]
         assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
 
 
