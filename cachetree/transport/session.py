@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +44,6 @@ class Service:
     config: WorkerConfig
     counts: verbs.Status
     scheduler: SendScheduler
-    call_soon_threadsafe: Callable[[Callable[[], object]], None]
-    """Has something done in the worker's thread; called from any."""
     note_served: NoteServed
     clock: Clock
 
@@ -67,6 +66,9 @@ class Session:
         self._stores = StoreReceiver(service, self.tell)
         self._waiting: set[Fetch | Store] = set()
         """Those that wait for pages to be read from disk."""
+        self._read: deque[Callable[[], None]] = deque()
+        """What goes on with those that waited; filled by any thread."""
+        self._wake = wake
         self._last_id = 0
 
     def take(self) -> None:
@@ -77,6 +79,11 @@ class Session:
                 self._handle(wire.decode_to_worker(arrival.message))
             else:
                 self._stores.mark_received(arrival)
+
+    def go_on(self) -> None:
+        """With what no longer waits; raises as `take`."""
+        while self._read:
+            self._read.popleft()()
 
     def tell(self, message: wire.ToPeer) -> None:
         """Dropped where the channel is over."""
@@ -219,8 +226,12 @@ class Session:
                 self._waiting.discard(request)
                 go_on()
 
+        def read() -> None:
+            self._read.append(resume)
+            self._wake()
+
         self._waiting.add(request)
-        if not disk.promote(model, last, deadline, lambda: service.call_soon_threadsafe(resume)):
+        if not disk.promote(model, last, deadline, read):
             resume()
 
     def _cancel(self, id: int) -> None:

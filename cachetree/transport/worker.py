@@ -73,7 +73,6 @@ class Worker:
             config=config,
             counts=counts,
             scheduler=SendScheduler(counts, config.max_bytes_per_s, clock),
-            call_soon_threadsafe=self.call_soon_threadsafe,
             note_served=note_served,
             clock=clock,
         )
@@ -224,20 +223,18 @@ class Worker:
             try:
                 if more:
                     raise ProtocolError("a message has more than one frame")
-                message = wire.decode_to_worker(header.buffer)
-            except ProtocolError as exc:
-                self._service.counts.num_protocol_errors += 1
-                self._warn(f"a peer at {host} was cut off: {exc}", f"cut off {host}")
-                send(wire.Bye(reason=wire.reason(exc)))
-                continue
-            match message:
-                case wire.Hello():
-                    send(self._greeting(message, f"peer {identity.bytes.hex()} at {host}", host))
-                case _ if isinstance(message, verbs.ToWorker):
-                    answer = partial(self._send_soon, identity.bytes)
-                    self._admin.serve(message, answer, is_admin=self._gate.is_admin(header))
-                case _:
-                    send(wire.Bye(reason="there is no session here; say hello"))
+                match message := wire.decode_to_worker(header.buffer):
+                    case wire.Hello():
+                        who = f"peer {identity.bytes.hex()} at {host}"
+                        send(self._greeting(message, who, host))
+                    case _ if isinstance(message, verbs.ToWorker):
+                        answer = partial(self._send_soon, identity.bytes)
+                        self._admin.serve(message, answer, is_admin=self._gate.is_admin(header))
+                    case _:
+                        send(wire.Bye(reason="there is no session here; say hello"))
+            except Exception as exc:  # noqa: BLE001  # It is counted and logged.
+                why = self._cut_off(exc, f"a peer at {host}", f"cut off {host}")
+                send(wire.Bye(reason=why))
 
     def _send(self, identity: bytes, message: wire.ToPeer) -> None:
         """Over ZMQ; dropped where that peer is gone, or does not read."""
@@ -249,7 +246,8 @@ class Worker:
 
     def _send_soon(self, identity: bytes, message: wire.ToPeer) -> None:
         """From any thread."""
-        self.call_soon_threadsafe(partial(self._send, identity, message))
+        self._callbacks.append(partial(self._send, identity, message))
+        self._wakeup.wake()
 
     def _greeting(self, hello: wire.Hello, who: str, host: str) -> wire.Hello | wire.Bye:
         it, arena, ticket = self._service, None, None
@@ -280,23 +278,27 @@ class Worker:
 
     def _serve(self, session: Session, *, is_ready: bool) -> None:
         try:
+            session.go_on()
             if is_ready:
                 session.take()
             session.advertise()
-        except ProtocolError as exc:
-            self._service.counts.num_protocol_errors += 1
-            self._warn(f"{session.name} was cut off: {exc}", "cut off")
-            self._end_session(session, wire.reason(exc))
+        except Exception as exc:  # noqa: BLE001  # It is counted and logged.
+            self._end_session(session, self._cut_off(exc, session.name, "cut off"))
+
+    def _cut_off(self, error: Exception, who: str, about: str) -> str:
+        """Count a message that could not be served, and log why; what to say to who sent it."""
+        self._service.counts.num_protocol_errors += 1
+        if isinstance(error, ProtocolError):
+            self._warn(f"{who} was cut off: {error}", about)
+            return wire.reason(error)
+        if self._log_limiter.may(f"failed {about}"):
+            log.error("worker %s: internal error with %s", self.address, who, exc_info=error)
+        return "the worker failed; greet again"
 
     def _warn(self, line: str, about: str = "") -> None:
         """Once a minute, of each that it is about."""
         if self._log_limiter.may(about or line):
             log.warning("worker %s: %s", self.address, line)
-
-    def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
-        """From any thread: have it done in this one."""
-        self._callbacks.append(callback)
-        self._wakeup.wake()
 
     def _end_session(self, session: Session, reason: str) -> None:
         if session in self._sessions:

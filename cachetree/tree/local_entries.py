@@ -49,12 +49,16 @@ class LocalEntries:
             return
         self._holds.open.discard(reservation)
         num_pages, at = len(reservation.pages), 0
-        kept = self._publish(reservation) if is_commit else []
-        self.let_go(reservation)
-        for span in (*kept, Span(num_pages, num_pages)):
-            if at < span.start:
-                self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))
-            at = span.stop
+        kept: list[Span] = []
+        try:
+            if is_commit:
+                self._publish(reservation, kept)
+        finally:
+            self.let_go(reservation)
+            for span in (*kept, Span(num_pages, num_pages)):
+                if at < span.start:
+                    self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))
+                at = span.stop
 
     def let_go(self, hold: Hold) -> None:
         for entry in hold.clear():
@@ -78,8 +82,8 @@ class LocalEntries:
         enough = self.num_bytes - num_bytes
         return self.evict(self._eviction.victims(), lambda: self.num_bytes <= enough)
 
-    def _publish(self, reservation: Reservation) -> list[Span]:
-        """Make entries of the reserved pages; returns which of them are kept, in order."""
+    def _publish(self, reservation: Reservation, kept: list[Span]) -> None:
+        """Make entries of the reserved pages; `kept` is told which of them, in order."""
         change = reservation.change
         place = None if change.parent is None else self._trie.find(change.parent)
         last = self._trie.last_with(change.model, place, change.pages, change.e_layers)
@@ -88,17 +92,17 @@ class LocalEntries:
         nodes = self._trie.cover(new.parent, new.pages)
         while self._remote.give_way(new.pages[sum(node.num_pages for node in nodes) :]):
             nodes = self._trie.cover(new.parent, new.pages)
-        kept = self._put(nodes, change.model, reservation.slab, first)
+        self._put(nodes, change.model, reservation.slab, first, kept)
         for span in kept:
             self._listeners.published(change.part(span))
-        return kept
 
-    def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:
+    def _put(
+        self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int, kept: list[Span]
+    ) -> None:
         """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
 
-        Returns which of its pages they took, in order; no two of the spans touch.
+        `kept` is told which of its pages they took, in order; no two of the spans touch.
         """
-        kept: list[Span] = []
         gained: list[LocalEntry] = []
         added: list[LocalEntry] = []
         for node in nodes:
@@ -127,7 +131,6 @@ class LocalEntries:
             self._eviction.add(added)
         elif gained:
             self._eviction.use(gained[-1:])
-        return kept
 
     def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
         """These, of one path, top first, have more E than before."""

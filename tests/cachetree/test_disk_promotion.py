@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,14 @@ from cachetree import (
     FetchError,
     Kind,
     Location,
+    ModelId,
+    PageHash,
     StaleEntry,
     Step,
     WorkerConfig,
 )
 from cachetree.transport import wire
-from cachetree.tree import join_hashes
+from cachetree.tree import Lease, join_hashes
 
 PAGES = pages_of(64)
 ROOM = 64 * PAGE_TOTAL
@@ -184,6 +186,24 @@ def test_the_worker_answers_while_its_disk_is_slow(
             eventually(lambda: worker.tree.num_pages == 64)
             assert peer.ask(wire.Ping()) == wire.Pong()
             assert not peer.frames, "a cancelled fetch went on"
+
+
+def test_what_fails_once_it_was_read_ends_no_session_but_its_own(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
+        lease = worker.tree.lease
+
+        def fail(model: ModelId, pages: Sequence[PageHash], owner: str, *args: object) -> Lease:
+            if owner.startswith("peer "):
+                raise RuntimeError("broken here")
+            return lease(model, pages, owner, *args)  # type: ignore[arg-type, return-value]
+
+        worker.tree.lease = fail  # type: ignore[method-assign, assignment]
+        with RawPeer(address) as peer:
+            bye = peer.ask(A_FETCH)
+            assert isinstance(bye, wire.Bye)
+            assert "the worker failed" in bye.reason
+        (status,) = cache.status().peers
+        assert (status.state, status.num_losses) == ("ready", 0)
 
 
 def test_a_store_and_a_fetch_of_one_number_wait_for_the_disk_each_for_itself(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 from tree_parts import (
+    KV,
     PAGE,
     A,
     B,
+    content,
     far_future,
     make_tree,
     num_pages,
     path,
+    read_kv,
     store,
 )
 
@@ -73,6 +76,25 @@ def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
     for reservation in (known, open_one):
         reservation.commit()
     assert [num_pages(tree, A, text) for text in ("ax", "cy")] == [2, 2]
+    assert tree.held_bytes == 0
+    tree.evict()
+    assert tree.num_bytes == 0
+
+
+def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
+    tree = make_tree()
+    store(tree, A, "a", e_layers=[1])
+
+    def listen(change: Change) -> None:
+        raise RuntimeError("a listener that is broken")
+
+    _, leave = tree.subscribe(listen)
+    with pytest.raises(RuntimeError):
+        store(tree, A, "ab")
+    leave()
+    assert num_pages(tree, A, "ab") == 2
+    expected = b"".join(content(A, page, 0, "kv", KV) for page in path("ab"))
+    assert read_kv(tree, A, path("ab"), 0) == expected
     assert tree.held_bytes == 0
     tree.evict()
     assert tree.num_bytes == 0

@@ -37,6 +37,7 @@ from cachetree import (
     OrderDenied,
     Peer,
     PeerState,
+    ProtocolError,
     Step,
 )
 from cachetree.memory.arena import Arena
@@ -179,6 +180,32 @@ def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
         found = ask_worker(worker.address, find, verbs.Found, timeout_s=5)
         assert [(it.model, it.num_pages) for it in found.holdings] == [(MODEL, 1), ("other", 1)]
         assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
+
+
+@pytest.mark.parametrize("attribute", ["lease", "match"])
+def test_what_fails_for_one_peer_ends_no_session_but_its_own(
+    attribute: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = new_tree(PAGES)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("broken here")
+
+    setattr(source, attribute, fail)
+    with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
+        if attribute == "lease":
+            with RawPeer(worker.address) as other:
+                bye = other.ask(a_fetch())
+                assert isinstance(bye, wire.Bye)
+                assert "the worker failed" in bye.reason
+        else:
+            with pytest.raises(ProtocolError, match="Bye"):
+                find = verbs.Find(pages=join_hashes(PAGES))
+                ask_worker(worker.address, find, verbs.Found, timeout_s=5)
+        eventually(lambda: worker.status().num_peers == 1)
+        assert worker.status().num_protocol_errors == 1
+        assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
+    assert "RuntimeError: broken here" in caplog.text
 
 
 def test_what_is_located_and_never_let_go_of_is_bounded() -> None:
