@@ -148,6 +148,24 @@ def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
         assert len(peers.now) == 1
 
 
+def test_a_worker_that_was_refused_is_met_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """Another release may run at its address, once it has; and a minute has one line of it."""
+    other = msgspec.structs.replace(FAMILY, tokenizer="old")
+    with peers_of() as (peers, clock):
+        with worker_of(new_tree(family=other)) as old:
+            look(peers, old.address)
+            eventually(lambda: states(peers) == ["refused"])
+            for _ in range(6):
+                look(peers, old.address)
+                clock.ahead_s += GONE_S - 1
+        assert states(peers) == ["refused"]
+        assert sum("is refused" in it for it in caplog.messages) == 1
+        with worker_of(new_tree(PAGES), listen=old.address):
+            clock.ahead_s += 2 * GONE_S
+            look(peers, old.address)
+            eventually(lambda: states(peers) == ["ready"])
+
+
 def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
     with peers_of() as (peers, clock):
         address = Location("tcp://127.0.0.1:9")
