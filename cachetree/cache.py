@@ -150,9 +150,12 @@ class Cache:
         """Asks whether all who read from here know by now what is stored at this call."""
         return self._worker.knowing() if self._worker is not None else lambda: True
 
-    def match(self, pages: Sequence[PageHash]) -> list[Match]:
-        """The longest prefix per model and location: a local walk, also for what peers have."""
-        return self.tree.match(pages)
+    def match(self, pages: Sequence[PageHash], *, is_use: bool = True) -> list[Match]:
+        """The longest prefix per model and location: a local walk, also for what peers have.
+
+        It counts as a use of them where `is_use`.
+        """
+        return self.tree.match(pages, is_use=is_use)
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
         """Ask the tiers that do not advertise; once all are over, `match` knows what they have."""

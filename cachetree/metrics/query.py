@@ -125,7 +125,7 @@ class Queries:
 
     def _instance(self, model: ModelId, tokens: Sequence[int]) -> Instance:
         page_size = self.usual.page_size
-        matches = self.cache.match(page_hashes(tokens, page_size))
+        matches = self.cache.match(page_hashes(tokens, page_size), is_use=False)
         own = {it.location: it.num_pages for it in matches if it.model == model}
         gpu = max((num for at, num in own.items() if is_pool(at)), default=0)
         # A prompt's last token is computed in any case.

@@ -78,7 +78,7 @@ class AdminService:
                 answer(self._status())
             case verbs.Find():
                 pages = pages_of(asked.pages)
-                found = self._tree.match(pages[: self._tree.num_there(pages)])
+                found = self._tree.match(pages[: self._tree.num_there(pages)], is_use=False)
                 answer(verbs.Found(holdings=tuple(found)))
             case verbs.Evict():
                 self._evict(_model(asked.model), pages_of(asked.pages), answer)

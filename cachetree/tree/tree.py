@@ -276,18 +276,20 @@ class CacheTree:
 
     # All entries.
 
-    def match(self, pages: Sequence[PageHash]) -> list[Match]:
+    def match(self, pages: Sequence[PageHash], *, is_use: bool = True) -> list[Match]:
         """The longest prefix of `pages` per (model, location), found in one walk.
 
-        A page hash covers all pages before it, so one that is found speaks for those.
+        A page hash covers all pages before it, so one that is found speaks for those. It is a use
+        of what is found, unless nobody means to read that.
         """
         if not pages or pages[0] not in self._trie.root.children:
             return []  # A miss waits for nobody; one look into a dict is atomic.
         with self._lock:
             found, used, noted = find_matches(self._trie, pages)
-            self._eviction.use(used)
-            for entry in noted:
-                entry.use()
+            if is_use:
+                self._eviction.use(used)
+                for entry in noted:
+                    entry.use()
         return found
 
     def num_there(self, pages: Sequence[PageHash]) -> int:

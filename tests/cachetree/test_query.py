@@ -18,13 +18,15 @@ import pytest
 from push_parts import cache_of
 from test_policy import DEMAND, FAR, MEASURED, PROFILE, PROFILES, UNKNOWN, R, S, match
 from transport_parts import FAMILY, MODEL, eventually, store
+from tree_parts import FakeTime
 
-from cachetree import DISK, LOCAL, Cache, ConfigError, Location
+from cachetree import DISK, LOCAL, Cache, CacheConfig, ConfigError, Location
 from cachetree.cli.serve import parse_config
 from cachetree.metrics import Queries, StatusPage
 from cachetree.metrics.query import MAX_BODY_BYTES, MAX_TOKENS
 from cachetree.planning import Costs, write_profile
-from cachetree.tree import page_hashes
+from cachetree.transport import ask, verbs
+from cachetree.tree import join_hashes, page_hashes
 
 PAGE = FAMILY.page_size
 TOKENS = list(range(8 * PAGE + 1))
@@ -32,7 +34,9 @@ TOKENS = list(range(8 * PAGE + 1))
 
 def queries(*matches: Any, costs: Costs = MEASURED, **told: Any) -> Queries:
     """Of ten layers and pages of 16 tokens, as in `test_policy`."""
-    cache = SimpleNamespace(match=lambda _pages: list(matches), family=SimpleNamespace(tp_size=2))
+    cache = SimpleNamespace(
+        match=lambda _pages, is_use: list(matches), family=SimpleNamespace(tp_size=2)
+    )
     told = {"profiles": PROFILES, **told}
     return Queries(cache=cache, name="me", usual=DEMAND, costs=lambda _at: costs, **told)  # type: ignore[arg-type]
 
@@ -131,10 +135,10 @@ def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     return found
 
 
-def page_of(cache: Cache) -> StatusPage:
+def queries_of(cache: Cache) -> Queries:
     usual = replace(DEMAND, num_layers=FAMILY.num_layers, page_size=PAGE, min_pages=1)
     costs = Costs(kv_page_bytes=1, e_page_bytes=1)
-    asked = Queries(
+    return Queries(
         cache=cache,
         name="me",
         usual=usual,
@@ -142,7 +146,10 @@ def page_of(cache: Cache) -> StatusPage:
         profiles={},
         names={"m": MODEL},
     )
-    return StatusPage("127.0.0.1", 0, cache.status, asked)
+
+
+def page_of(cache: Cache) -> StatusPage:
+    return StatusPage("127.0.0.1", 0, cache.status, queries_of(cache))
 
 
 def test_a_cache_answers_of_itself_its_disk_and_its_peers(tmp_path: Path) -> None:
@@ -165,6 +172,26 @@ def test_a_cache_answers_of_itself_its_disk_and_its_peers(tmp_path: Path) -> Non
     (sender,) = there["senders"]
     assert (sender["location"], sender["exact"]) == (worker.address, True)
     assert (sender["matched_tokens"], sender["bytes"]) == (8 * PAGE, 8 * FAMILY.num_layers)
+
+
+def test_questions_keep_nothing_in_memory() -> None:
+    """Neither a router's nor an operator's: of what the cache has, and of what it knows of."""
+    time, pages = FakeTime(), page_hashes(TOKENS, PAGE)
+    with Cache(FAMILY, CacheConfig(host_bytes=1 << 20, ttl_s=1), clock=time) as cache:
+        assert cache.address
+        store(cache.tree, pages)
+        cache.tree.limit_remote(FAR, 2 * len(pages))
+        for far in (pages, page_hashes(TOKENS[1:], PAGE)):
+            cache.tree.add_remote(FAR, MODEL, None, far, ())
+        router, question = queries_of(cache), verbs.Find(pages=join_hashes(pages))
+        for cpu in (8 * PAGE, 8 * PAGE, 0):
+            cache.tree.sweep()
+            assert answer(router, TOKENS, "m")["default"]["me"]["CPU"] == cpu
+            found = ask(cache.address, question, verbs.Found, timeout_s=5).holdings
+            assert len(found) == 1 + (cpu > 0)
+            time.now_s += 0.5
+        cache.tree.add_remote(FAR, MODEL, None, page_hashes(TOKENS[2:], PAGE), ())
+        assert cache.tree.reach(FAR, MODEL, pages) == 0
 
 
 def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_read() -> None:
