@@ -17,6 +17,7 @@ from cachetree.transport.address import Address
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Ticket
 from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.receiver import NOT_ASKED
+from cachetree.transport.verbs import Order
 from cachetree.transport.wakeup import Wakeup
 
 _RETRY_MS: Final = 10
@@ -68,7 +69,8 @@ def answer_of(
                 if not until_up or isinstance(failure, AuthenticationError):
                     raise failure
             if deadline.has_passed:
-                raise DeadlineExceeded(f"no worker answered at {to.url} in time")
+                busy = "; one that is busy may still do it" if isinstance(question, Order) else ""
+                raise DeadlineExceeded(f"no worker answered at {to.url} in time{busy}")
             wait(poller, deadline.remaining_s())
         header = socket.recv(copy=False)
         if header.more:
