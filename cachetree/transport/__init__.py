@@ -29,9 +29,11 @@ from cachetree.transport.peers import Peers, check_peer
 from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
 from cachetree.transport.tracing import serve_spans, untraced
 from cachetree.transport.verbs import Source, Status, StatusRequest
+from cachetree.transport.wire import MAX_REQUEST_S
 from cachetree.transport.worker import Worker
 
 __all__ = [
+    "MAX_REQUEST_S",
     "Backoff",
     "Credentials",
     "LogLimiter",

@@ -22,7 +22,7 @@ import msgspec
 
 from cachetree import CacheConfig, ConfigError, ModelId, read_yaml, settings_of
 from cachetree.checkpoint import Codec
-from cachetree.transport import PeerConfig, WorkerConfig, parse_http
+from cachetree.transport import MAX_REQUEST_S, PeerConfig, WorkerConfig, parse_http
 from cachetree.tree import Retention
 
 LINKER_MODULE = "sglang_droidspeak.linker"
@@ -116,8 +116,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     one step (`chunked-prefill-size`), so that nobody who decodes waits longer than beside SGLang's
     own prefill."""
     fetch_deadline_s: float = 10.0
-    """After this a fetch is given up and its request does a full prefill. A request that names no
-    block gives up sooner: once its fetch is as late as reuse would save."""
+    """After this, at most 60, a fetch is given up and its request does a full prefill. A request
+    that names no block gives up sooner: once its fetch is as late as reuse would save."""
     peer_cooldown_s: float = 30.0
     """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
     times this, each time that the one fetch which then tries it fails."""
@@ -176,6 +176,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{field} is {value}; give a finite positive number")
+        if self.fetch_deadline_s > MAX_REQUEST_S:
+            raise ConfigError(
+                f"fetch_deadline_s is {self.fetch_deadline_s}; give at most {MAX_REQUEST_S}, after "
+                "which a worker ends a fetch"
+            )
         Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(

@@ -106,7 +106,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
                 "peers": [gate.address],
                 "gate": "off",
                 "host_gb": 0,
-                "fetch_deadline_s": 300.0,
+                "fetch_deadline_s": 60.0,
             },
         )
         with running(server, folder=folder / "logs", env=ENV) as (started,):

@@ -89,6 +89,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
         ({"staging_gb": inf}, ["staging_gb is inf", "finite"]),
         ({"fetch_deadline_s": inf}, ["fetch_deadline_s is inf", "finite"]),
+        ({"fetch_deadline_s": 90}, ["fetch_deadline_s is 90", "at most 60"]),
         ({"peer_cooldown_s": nan}, ["peer_cooldown_s is nan", "finite"]),
         ({"max_link_mb_s": inf}, ["max_link_mb_s is inf", "finite"]),
         ({"listen": "127.0.0.1:7001"}, ["listen", "127.0.0.1:7001", "tcp://"]),
