@@ -185,10 +185,9 @@ class PendingFetches:
 
     def resume(self) -> None:
         """Ask for the rest of what was interrupted."""
-        broken, self._broken = self._broken, []
-        for receiver in broken:
+        while self._broken:
             self._counts.num_retries += 1
-            self._ask(receiver)
+            self._ask(self._broken.pop(0))
 
     def interrupt(self, error: FetchError) -> None:
         """The connection is gone, and all requests with it."""
@@ -206,22 +205,26 @@ class PendingFetches:
         receiver.num_requests += 1
         receiver.since_s = self._clock()
         receiver.asked_at_bytes = self._carried_bytes
-        fetch = wire.Fetch(
-            id=receiver.id,
-            model=receiver.model,
-            pages=join_hashes(receiver.pages),
-            steps=tuple((step.kind, step.layer) for step in staging.steps),
-            first_byte=staging.num_landed_bytes,
-            frame_bytes=self._config.frame_bytes,
-            reads_arena=link.arena is not None,
-            timeout_ms=int(staging.deadline.remaining_s() * 1000),
-            traceparent=staging.traceparent,
-        )
         try:
+            fetch = wire.Fetch(
+                id=receiver.id,
+                model=receiver.model,
+                pages=join_hashes(receiver.pages),
+                steps=tuple((step.kind, step.layer) for step in staging.steps),
+                first_byte=staging.num_landed_bytes,
+                frame_bytes=self._config.frame_bytes,
+                reads_arena=link.arena is not None,
+                timeout_ms=int(staging.deadline.remaining_s() * 1000),
+                traceparent=staging.traceparent,
+            )
             link.send(fetch)
         except ProtocolError as exc:  # More pages than a header takes.
             receiver.id = NOT_ASKED
             self._end(receiver, exc)
+        except Exception as exc:
+            receiver.id = NOT_ASKED
+            self._end(receiver, FetchError(f"internal error: {exc}"))
+            raise
         else:
             self._asked[receiver.id] = receiver
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -277,6 +278,21 @@ def test_a_deadline_ends_both_sides() -> None:
         eventually(lambda: worker.status().num_streams == 0)
         eventually(lambda: peer.status.num_failed_fetches == 1)
         assert peer.status.bytes_per_s == pytest.approx(1e6, rel=0.5)
+
+
+def test_what_cannot_be_asked_for_fails_at_once_and_nothing_else_does() -> None:
+    """No message has a time without end."""
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=5e6) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        other, endless = new_staging(256), new_staging(256, seconds=math.inf)
+        for staging in (other, endless):
+            peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: endless.error is not None, 5)
+        assert "internal error" in str(endless.error)
+        wait_all(other)
+        check_content(other, PAGES)
 
 
 def test_two_fetches_share_the_link_evenly() -> None:
