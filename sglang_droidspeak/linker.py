@@ -206,6 +206,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         for lora_id, ref in adapters.items():
             self._models.add(lora_id, folder_of(ref.lora_path))
             self._activated.loaded(lora_id)
+        if adapters:
+            self._activated.require_room(runner.lora_manager)
         log.info(
             "droidspeak: model %s, E kept of layers %s, %d profiles, serves at %s, peers: %s",
             server.identity.model_id,
@@ -285,8 +287,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
         lora_id = lora_ref.lora_id
-        folder = folder_of(lora_ref.lora_path)
-        self._models.load(lora_id, folder, lambda: original(manager, lora_ref))
+
+        def load() -> None:
+            self._activated.require_room(manager, lora_ref)
+            original(manager, lora_ref)
+
+        self._models.load(lora_id, folder_of(lora_ref.lora_path), load)
         self._activated.loaded(lora_id)
 
     def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:

@@ -19,7 +19,8 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import HookType, prefixes, release
 from sglang_droidspeak.engine.asking import num_answered
-from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler, async_h2d
+from sglang_droidspeak.engine.names import ForwardBatch, LoRARef, Req, Scheduler, async_h2d
+from sglang_droidspeak.start import refuse
 
 
 class ActivatedAdapters:
@@ -39,9 +40,16 @@ class ActivatedAdapters:
             {
                 release.PREPARE_LORA: (self._prepare, HookType.AROUND),
                 release.FITS_LORA_GRAPH: (self._fits_graph, HookType.AROUND),
-                release.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
+                release.CAN_SCHEDULE_LORA: (self._can_schedule, HookType.AROUND),
             }
         )
+
+    def require_room(self, manager: Any, *loading: LoRARef) -> None:
+        """Of SGLang's LoRAManager, beside what it has loaded; raises ConfigError."""
+        refs = (*manager.lora_refs.values(), *loading)
+        left = manager.max_loras_per_batch - sum(bool(it.pinned) for it in refs)
+        unpinned = (it for it in refs if not it.pinned)
+        refuse.slots(left, [it.lora_name for it in unpinned if self._models.invocation(it.lora_id)])
 
     def meet(self, req: Req) -> None:
         """Find where the adapter acts, before SGLang first looks for the request's prefix."""
@@ -67,6 +75,20 @@ class ActivatedAdapters:
     def _fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
         """Asked by what prepares a batch and by what runs it: graphs have room for so many."""
         return original(manager, self._told(batch))
+
+    def _can_schedule(
+        self, original: Any, scheduler: Scheduler, req: Req, running_loras: set[str | None]
+    ) -> bool:
+        """A batch with such an adapter needs the base as one of the adapters that it can hold."""
+        together = (req.lora_id, *running_loras)
+        if req.lora_id is None or not any(map(self._models.invocation, together)):
+            return original(scheduler, req, running_loras)
+        # SGLang's loader beside does not count what lies in a slot already.
+        has_base = (
+            not scheduler.enable_lora_overlap_loading
+            or scheduler.lora_overlap_loader.try_overlap_load_lora(None, running_loras)
+        )
+        return has_base and original(scheduler, req, {*running_loras, None})
 
     def _told(self, batch: ForwardBatch) -> ForwardBatch:
         """On the host: with two requests where one is before its invocation first, then after."""
@@ -95,13 +117,6 @@ def _segments(
         parts += [(None, num_before), (lora_id, length - num_before)]
     kept = [part for part in parts if part[1]]
     return [lora_id for lora_id, _ in kept], [length for _, length in kept]
-
-
-def _count_the_base(
-    original: Any, scheduler: Scheduler, req: Req, running_loras: set[str | None]
-) -> bool:
-    """Every batch may need the base as one of the adapters that it can hold."""
-    return original(scheduler, req, {*running_loras, None})
 
 
 def _last(wanted: list[int], tokens: list[int]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -127,17 +128,16 @@ class Models:
         self._differences.clear()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
-        """Have `load` read the adapter, and a thread find out which one it is."""
+        """Have `load` read the adapter, and a thread find out which one it is; raises ConfigError
+        and OSError before where it cannot be told where the adapter acts."""
         before = _stamp(folder)
+        self._invocations[lora_id] = read_invocation(folder)
         self._reading[lora_id] = reading = _Reading(
             self._reader.submit(lambda: (self._read(folder), _stamp(folder)))
         )
         load()
-        try:
-            self._invocations[lora_id] = read_invocation(folder)
+        with contextlib.suppress(OSError):  # Which the thread finds, too.
             reading.stamps = (before, _stamp(folder))
-        except (ConfigError, OSError) as exc:
-            log.warning("adapter %s: %s", lora_id, exc)
 
     def settle(self, ranks: Ranks) -> None:
         """Know those that all ranks have read, and read alike; all ranks call it at once."""

@@ -58,6 +58,7 @@ _LINKER = f"{_CORE}.unified_cache_linker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _EVENTS = "sglang.srt.disaggregation.kv_events"
+_LORA = "sglang.srt.lora.lora_overlap_loader"
 _TRACE = "sglang.srt.observability.trace"
 _STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
 _STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
@@ -89,6 +90,7 @@ USED: Mapping[str, str] = {
     PREPARE_LORA: "fd8e07ca37f2",
     FITS_LORA_GRAPH: "7f649d5d8ea6",
     CAN_SCHEDULE_LORA: "01d82aee17c4",
+    f"{_LORA}.LoRAOverlapLoader.try_overlap_load_lora": "7a5d1bb04e66",
     "sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash": "bfd2899789f5",
     f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
     f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460",
@@ -173,7 +175,8 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{SCHEDULER_MODULE}.Scheduler": (
         "waiting_queue chunked_req grammar_manager tree_cache policy "
-        "enable_priority_scheduling _add_request_to_queue"
+        "enable_priority_scheduling _add_request_to_queue enable_lora_overlap_loading "
+        "lora_overlap_loader"
     ),
     "sglang.srt.constrained.grammar_manager.GrammarManager": (
         "grammar_queue has_waiting_grammars get_ready_grammar_requests"
@@ -189,6 +192,6 @@ FIELDS: Mapping[str, str] = {
         "enable_kv_cache_events"
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
-    "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path"),
-    "sglang.srt.lora.lora_manager.LoRAManager": ("lora_refs fetch_new_loras"),
+    "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path pinned"),
+    "sglang.srt.lora.lora_manager.LoRAManager": ("lora_refs fetch_new_loras max_loras_per_batch"),
 }

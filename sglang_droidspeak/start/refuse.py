@@ -6,7 +6,7 @@ and the remedy, or does nothing. What contradicts itself within the settings, `S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -198,6 +198,15 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
         )
     if pool.post_capture_active:
         raise ConfigError("the KV pool is resized after graph capture; disable that option")
+
+
+def slots(num_unpinned: int, activated: Sequence[str]) -> None:
+    """How many one batch has beside those of pinned adapters, for activated ones of these names."""
+    if activated and num_unpinned < 2:
+        raise ConfigError(
+            f"activated LoRA {activated[0]} takes two slots of a batch, its own and the base's, "
+            f"and --max-loras-per-batch leaves {num_unpinned} beside pinned adapters; raise it"
+        )
 
 
 def tree_components(names: set[str]) -> None:

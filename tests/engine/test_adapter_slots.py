@@ -1,0 +1,171 @@
+"""Which adapters SGLang puts into a batch together, where one of them acts from somewhere on."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_overlap_loader import LoRAOverlapLoader
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.scheduler import Scheduler
+
+from benchmarks.random_adapters import write_adapter
+from cachetree import ConfigError, ModelId
+from profiles.random_models import shape, write_models
+from sglang_droidspeak.adapters.activated import ActivatedAdapters
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.linker import DroidSpeakLinker
+
+MAX_LORAS = 5
+LATE = "judge"
+PLAIN = ("a", "b", "c", "d", "e", "f")
+
+
+def ref(name: str, pinned: bool = False) -> LoRARef:
+    return LoRARef(lora_id=name, lora_name=name, lora_path=name, pinned=pinned)
+
+
+class Slots:
+    """Stands for SGLang's LoRAManager and the slots of its pool, of which any may be evicted that
+    a batch does not need."""
+
+    validate_lora_batch = LoRAManager.validate_lora_batch
+
+    def __init__(self, rng: random.Random, *pinned: str) -> None:
+        self._rng = rng
+        self.max_loras_per_batch, self.num_pinned_loras = MAX_LORAS, len(pinned)
+        self.lora_refs = {it: ref(it, it in pinned) for it in (*PLAIN, LATE)}
+        self.uid_to_buffer_id: dict[str | None, int] = {}
+        self.memory_pool = self
+
+    def fetch_new_loras(self, new: set[Any], running: set[Any] = frozenset()) -> None:  # type: ignore[assignment]
+        needed = new | running
+        assert len(needed) <= MAX_LORAS
+        for uid in needed - self.uid_to_buffer_id.keys():
+            if len(self.uid_to_buffer_id) == MAX_LORAS:
+                others = self.uid_to_buffer_id.keys() - needed
+                free = [it for it in others if it is None or not self.lora_refs[it].pinned]
+                del self.uid_to_buffer_id[self._rng.choice(sorted(free, key=str))]
+            self.uid_to_buffer_id[uid] = 0
+
+
+def scheduler_of(slots: Slots, *, is_overlapped: bool) -> Any:
+    loader: Any = LoRAOverlapLoader.__new__(LoRAOverlapLoader)
+    loader.lora_manager, loader.lora_to_overlap_load_event = slots, {}
+    event = SimpleNamespace(query=lambda: True, record=lambda _stream: None)
+    stream = SimpleNamespace(wait_event=lambda _event: None)
+    loader.device_module = SimpleNamespace(Event=lambda: event, current_stream=lambda: stream)
+    loader.load_stream, loader.load_stream_context = stream, nullcontext()
+    runner = SimpleNamespace(lora_manager=slots)
+    return SimpleNamespace(
+        lora_drainer=None,
+        enable_lora_overlap_loading=is_overlapped,
+        lora_overlap_loader=loader,
+        tp_worker=SimpleNamespace(model_runner=runner),
+    )
+
+
+def of_one() -> ActivatedAdapters:
+    models: Any = SimpleNamespace(invocation=lambda lora_id: (7,) if lora_id == LATE else ())
+    return ActivatedAdapters(models)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped: bool) -> None:
+    """They ran before the first one was loaded that acts from somewhere on."""
+    slots, running = Slots(random.Random(0)), set(PLAIN[:MAX_LORAS])
+    slots.fetch_new_loras(running)
+    scheduler, req = scheduler_of(slots, is_overlapped=is_overlapped), SimpleNamespace(lora_id=None)
+    can = Scheduler.can_schedule_lora_req
+    assert not of_one()._can_schedule(can, scheduler, req, running)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pinned", [(), ("a", "b", "c"), (LATE, "a", "b", "c")], ids=len)
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_no_batch_has_more_than_it_can_hold_and_nobody_waits_for_ever(
+    is_overlapped: bool, pinned: tuple[str, ...]
+) -> None:
+    rng = random.Random(len(pinned))
+    slots = Slots(rng, *pinned)
+    scheduler = scheduler_of(slots, is_overlapped=is_overlapped)
+    activated = of_one()
+    running: list[str | None] = []
+    num_most = 0
+    for _ in range(3000):
+        lora_id = rng.choice([None, LATE, *PLAIN])
+        req: Any = SimpleNamespace(lora_id=lora_id)
+        if activated._can_schedule(Scheduler.can_schedule_lora_req, scheduler, req, set(running)):
+            running.append(lora_id)
+        else:
+            assert running, "a request alone has room"
+        needed = {*running, None} if LATE in running else set(running)
+        if is_overlapped:
+            assert needed <= slots.uid_to_buffer_id.keys()
+        else:
+            slots.fetch_new_loras(set(running))
+            slots.fetch_new_loras(needed)
+        num_most += len(needed) == MAX_LORAS
+        while len(running) > rng.randrange(1, 12):
+            running.remove(rng.choice(running))
+        if rng.random() < 0.05:
+            running.clear()
+    assert num_most > 100
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An activated one."""
+    folder = tmp_path_factory.mktemp("adapters")
+    (model,) = write_models(folder, shape("llama", layers=4, hidden=64, heads=2, kv_heads=1), ["m"])
+    made = write_adapter(folder / "a", model)
+    config = made / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [7]}))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "pinned", "is_pinned", "is_refused"),
+    [(1, 0, False, True), (2, 1, False, True), (2, 0, True, False), (3, 1, False, False)],
+)
+def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
+    adapter: Path, num_slots: int, pinned: int, is_pinned: bool, is_refused: bool
+) -> None:
+    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
+    activated = ActivatedAdapters(models)
+    activated._has_hooks = True
+    linker: Any = SimpleNamespace(_models=models, _activated=activated)
+    refs = [ref(f"p{i}", pinned=True) for i in range(pinned)]
+    manager = SimpleNamespace(
+        max_loras_per_batch=num_slots, lora_refs={it.lora_id: it for it in refs}
+    )
+    late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
+    loaded: list[LoRARef] = []
+
+    def load(_manager: Any, lora_ref: LoRARef) -> None:
+        loaded.append(lora_ref)
+
+    if is_refused:
+        with pytest.raises(ConfigError, match=f"{LATE} .* --max-loras-per-batch leaves 1"):
+            DroidSpeakLinker._load_lora(linker, load, manager, late)
+        assert not loaded
+    else:
+        DroidSpeakLinker._load_lora(linker, load, manager, late)
+        assert loaded == [late]
+        manager.lora_refs["x"] = late
+        activated.require_room(manager)
+
+
+def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> None:
+    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
+    models.add("x", adapter)
+    activated = ActivatedAdapters(models)
+    manager = SimpleNamespace(max_loras_per_batch=3, lora_refs={"x": ref("x"), "p": ref("p", True)})
+    activated.require_room(manager)
+    with pytest.raises(ConfigError, match="--max-loras-per-batch leaves 1"):
+        activated.require_room(manager, ref("q", True))
