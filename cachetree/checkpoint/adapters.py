@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -49,16 +48,11 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
     """Read the PEFT folder `path`, every byte of it; raises ConfigError as `first_difference` of
     `cachetree.checkpoint.identity` does."""
     stated = applying(path)
-    invocation = _invocation(stated, path)
+    invocation = read_invocation(path)
     digests: dict[int, hashlib._Hash] = {}
     for name, tensor in sorted(adapter_tensors(path).items()):
         layer = min(layer_of(name, num_layers), num_layers)
         if layer == num_layers:  # What follows the layers leaves no trace in KV.
-            if invocation and "lm_head" in name.split("."):
-                raise ConfigError(
-                    f"{path} is an activated LoRA with {name}, which SGLang applies to whole "
-                    "prompts; train it without lm_head"
-                )
             continue
         digest = digests.setdefault(layer, hashlib.sha256())
         digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
@@ -73,15 +67,18 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
 
 
 def read_invocation(path: Path) -> tuple[int, ...]:
-    """`Adapter.invocation` of the PEFT folder `path`, of which only the configuration is read."""
-    return _invocation(applying(path), path)
-
-
-def _invocation(stated: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    tokens = stated.get("alora_invocation_tokens", [])
+    """`Adapter.invocation` of the PEFT folder `path`, of whose tensors only the names are read;
+    raises ConfigError as `read_adapter` does."""
+    tokens = applying(path).get("alora_invocation_tokens", [])
     if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):
         raise ConfigError(
             f"{path / 'adapter_config.json'} has alora_invocation_tokens = {tokens!r}; a list of "
             "token ids is needed"
         )
+    for name in adapter_tensors(path) if tokens else ():
+        if "lm_head" in name.split("."):
+            raise ConfigError(
+                f"{path} is an activated LoRA with {name}, which SGLang applies to whole prompts; "
+                "train it without lm_head"
+            )
     return tuple(tokens)

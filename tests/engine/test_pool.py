@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from engine_parts import PAGE, family_of
+from safetensors.torch import load_file, save_file
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -330,6 +331,18 @@ def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
     assert models.of("other") is None
     with pytest.raises(ConfigError):
         models.add("other", folder)
+
+
+def test_an_activated_adapter_of_the_head_is_not_loaded(model: Path, tmp_path: Path) -> None:
+    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    folder = write_adapter(tmp_path / "a", model)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [7]}))
+    save_file({**load_file(weights), "lm_head.lora_A.weight": torch.zeros(1, 1)}, weights)
+    loaded: list[None] = []
+    with pytest.raises(ConfigError, match="which SGLang applies to whole prompts"):
+        models.load("a", folder, lambda: loaded.append(None))
+    assert not loaded and not models.is_reading("a") and not models.invocation("a")
 
 
 def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) -> None:
