@@ -152,8 +152,11 @@ class Models:
             try:
                 found = reading.result()
                 model = found.model_id
-            except (ConfigError, OSError) as exc:
-                log.warning("adapter %s shares with no other model: %s", lora_id, exc)
+            except Exception as exc:
+                is_known = isinstance(exc, ConfigError | OSError)
+                log.warning(
+                    "adapter %s shares with no other model: %s", lora_id, exc, exc_info=not is_known
+                )
             is_agreed = ranks.share(model, ModelId | None) == model
             if all(ranks.least([is_agreed])) and found is not None:
                 self._loaded[lora_id] = found

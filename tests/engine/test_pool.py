@@ -369,6 +369,18 @@ def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) ->
     assert (models.of("kept"), models.of("dropped")) == ("a", None)
 
 
+def test_an_adapter_that_cannot_be_read_is_unknown(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def identify(_folder: Path) -> ModelId:
+        return sorted(["q_proj", 1])[0]  # type: ignore[list-item, return-value]
+
+    models = Models(BASE, 4, identify)
+    load(models, "a", write_adapter(tmp_path / "a", model), lambda: None)
+    assert models.of("a") is None
+    assert "adapter a shares with no other model: '<' not supported" in caplog.text
+
+
 def test_an_adapter_that_two_ranks_read_differently_is_unknown(model: Path, tmp_path: Path) -> None:
     models = Models(BASE, 4, lambda folder: ModelId(folder.name))
     ranks: Any = SimpleNamespace(least=lambda values: values, share=lambda *_: "another")
