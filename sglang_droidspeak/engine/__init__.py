@@ -30,6 +30,7 @@ __all__ = [
     "HookType",
     "Hooks",
     "Quantization",
+    "is_rust",
     "place_hooks",
     "quantization",
     "release",
@@ -47,6 +48,13 @@ def resolved(server_args: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
+
+
+def is_rust() -> bool:
+    """Whether the front end is the one in Rust, which runs no hook."""
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_RUST_SERVER.get()
 
 
 def step_tokens(server_args: Any) -> int:

@@ -84,20 +84,27 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "enable_hierarchical_cache": (_OFF, "both would own what leaves the device"),
     "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
     "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
+    "tokenizer_worker_num": (_one_of(1), "its workers have no drift guard, and explain nothing"),
 }
 
 
 # Before anything is loaded.
 
 
-def arguments(args: Any, hip: str | None) -> None:
-    """Those of SGLang, as it resolved them; `hip` is torch's version of ROCm."""
+def arguments(args: Any, hip: str | None, *, is_rust: bool) -> None:
+    """Those of SGLang, as it resolved them, and whether its front end is the one in Rust; `hip` is
+    torch's version of ROCm."""
     for field, (accepts, why) in _ACCEPTED.items():
         value = getattr(args, field)
         if not accepts(value):
             raise ConfigError(
                 f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
             )
+    if is_rust:
+        raise ConfigError(
+            "SGLANG_RUST_SERVER is set: that front end has no drift guard, answers no page and is "
+            "not tested here; start the server without it or without droidspeak"
+        )
     if hip is not None:
         raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
     if (args.page_size or 1) < MIN_PAGE_SIZE:

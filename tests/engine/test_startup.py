@@ -239,6 +239,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "rl_on_policy_target": ("fsdp",),
     "rl_quant_profile": ("profile.json",),
     "speculative_algorithm": ("EAGLE", "NGRAM"),
+    "tokenizer_worker_num": (2,),
 }
 
 
@@ -246,7 +247,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 def accepted(model: Path) -> Any:
     """Arguments as SGLang resolved them."""
     args = engine.resolved(server_args(model, {}))
-    refuse.arguments(args, hip=None)
+    refuse.arguments(args, None, is_rust=False)
     return args
 
 
@@ -255,12 +256,12 @@ def accepted(model: Path) -> Any:
 )
 def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
-        refuse.arguments(Altered(accepted, field, value), hip=None)
+        refuse.arguments(Altered(accepted, field, value), None, is_rust=False)
 
 
 def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
     seen = Altered(accepted, "", None)
-    refuse.arguments(seen, hip=None)
+    refuse.arguments(seen, None, is_rust=False)
     assert seen.asked == set(REFUSED)
 
 
@@ -296,6 +297,11 @@ def test_only_full_attention_has_a_tree_that_is_read() -> None:
     refuse.tree_components({"FULL"})
     with pytest.raises(ConfigError, match="tree components FULL, SWA are not supported"):
         refuse.tree_components({"SWA", "FULL"})
+
+
+def test_the_front_end_in_rust_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert "SGLANG_RUST_SERVER is set" in refusal(model, {})
 
 
 def test_rocm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
