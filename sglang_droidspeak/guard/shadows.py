@@ -183,6 +183,8 @@ class _Answer:
     served: list[LogProbs] = field(default_factory=list)
     """and the distributions they are from."""
     told: Mapping[str, Any] = field(default_factory=dict)
+    asked: Any = None
+    """As SGLang was asked, and has resolved its adapter."""
     deadline_s: float = 0.0
     """On monotonic time."""
 
@@ -196,7 +198,7 @@ class _Answer:
         return PlanId(told["sender"], told["receiver"], block, told["e_corrected"])
 
     def request(self) -> Any:
-        asked = copy(self.obj)
+        self.asked = asked = copy(self.obj)
         asked.return_logprob, asked.top_logprobs_num = True, TOP
         asked.return_text_in_logprobs = False
         asked.return_prompt_token_ids = True
@@ -224,7 +226,7 @@ class _Answer:
 
     def keep(self, deadline_s: float) -> None:
         """No more of it than its comparison needs, until then."""
-        self.obj = copy(self.obj)
+        self.obj = copy(self.asked)
         self.obj.text = self.obj.input_ids = None
         self.prompt_ids = array("q", self.prompt_ids)
         self.deadline_s = deadline_s
@@ -241,7 +243,8 @@ async def exact_run(
     GenerateReqInput `like`: what approximate KV has given nobody finds there, and what it leaves,
     later requests with that prompt find in place of the approximate KV. No metric and no
     explanation of droidspeak's counts it. Cancelled, it aborts its request; raises RuntimeError
-    where somebody else has, and what SGLang raises of a request that it refuses.
+    where somebody else has, or other weights have the name of those of `like` by now, and what
+    SGLang raises of a request that it refuses.
     """
     asked = type(like)(
         input_ids=[*prompt_ids, *served_ids],
@@ -262,6 +265,8 @@ async def exact_run(
         meta: Mapping[str, Any] = (await anext(replies))["meta_info"]
     if meta["finish_reason"]["type"] == "abort":
         raise RuntimeError(f"the exact run was aborted: {meta['finish_reason']}")
+    if asked.lora_id != like.lora_id or meta[KEY][0]["outcome"] != "off":
+        raise RuntimeError("the weights that gave the answer were replaced before the exact run")
     served = meta["input_token_logprobs"][1:]
     tops = meta["input_top_logprobs"][1:]
     return [

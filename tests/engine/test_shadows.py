@@ -51,6 +51,10 @@ class Manager:
         self.heard: list[GuardQuestion] = []
         self.asked: list[Any] = []
         self.suspects: tuple[PlanId, ...] = ()
+        self.lora_ids = ["id"]
+        """What the name of an adapter means, one request after another."""
+        self.outcome = "off"
+        """Of exact runs."""
         self.fails = False
         self.is_deaf = False
 
@@ -60,6 +64,8 @@ class Manager:
     async def _plain(self, obj: Any, request: Any) -> AsyncGenerator[Any, None]:
         obj.normalize_batch_and_arguments()
         self.asked.append(obj)
+        if obj.lora_path:
+            obj.lora_id = self.lora_ids.pop(0)
         await asyncio.sleep(0)
         meta: dict[str, Any] = {"id": obj.rid, "finish_reason": {"type": "length"}}
         if ANSWERED in (obj.sampling_params.get("custom_params") or {}):
@@ -67,6 +73,7 @@ class Manager:
                 raise ValueError("no room")
             num = len(obj.input_ids) - len(PROMPT)
             meta |= {
+                KEY: [{"outcome": self.outcome}],
                 "input_token_logprobs": [None, *[entries(EXACT)[0]] * num],
                 "input_top_logprobs": [None, *[entries(EXACT)] * num],
             }
@@ -240,6 +247,22 @@ def test_a_comparison_that_fails_is_counted_with_the_next(caplog: Any) -> None:
     manager.fails = False
     served(manager, asked("r2"))
     assert [it.missed for it in manager.heard] == [{"failed": 1}]
+
+
+@pytest.mark.parametrize(
+    ("lora_ids", "outcome"), [(["v1", "v2"], "off"), (["v1", "v1"], "weights_updated")]
+)
+def test_an_answer_of_replaced_weights_is_not_compared(
+    lora_ids: list[str], outcome: str, caplog: Any
+) -> None:
+    manager = Manager(REUSED, guard())
+    manager.lora_ids, manager.outcome = [*lora_ids, "v2", "v2"], outcome
+    served(manager, asked("r1", lora_path="x"))
+    assert manager.heard == [] and "were replaced before the exact run" in caplog.text
+    manager.outcome = "off"
+    served(manager, asked("r2", lora_path="x"))
+    (heard,) = manager.heard
+    assert heard.shadow is not None and heard.missed == {"failed": 1}
 
 
 def test_what_no_scheduler_heard_of_is_told_again(caplog: Any) -> None:
