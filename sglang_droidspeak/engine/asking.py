@@ -84,10 +84,11 @@ def unsent(
 
 def is_own(req: Req) -> bool:
     """Whether no user has sent it."""
-    return ANSWERED in (req.sampling_params.custom_params or {})
+    custom = req.sampling_params.custom_params
+    return isinstance(custom, dict) and ANSWERED in custom
 
 
 def num_answered(req: Req) -> int:
     """How many tokens at the end of the prompt are of the answer; 0 for a number that cannot be."""
-    num = (req.sampling_params.custom_params or {}).get(ANSWERED, 0)
+    num = req.sampling_params.custom_params[ANSWERED] if is_own(req) else 0
     return num if isinstance(num, int) and 0 < num < len(req.origin_input_ids) else 0

@@ -11,8 +11,7 @@ SGLang carries only scalars here, which is why a block is text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -52,6 +51,10 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Span(int(start), int(stop))
 
 
+class _CustomParams(msgspec.Struct):
+    droidspeak: Controls = Controls()
+
+
 _ACCEPTED: Final = (
     "mode: 'auto' or 'off'; sender: a model id; block: 'start:stop', 'none' or 'all'; "
     "ttft_target_ms: a number; publish: 'before_reply'; strategy: "
@@ -59,9 +62,10 @@ _ACCEPTED: Final = (
 )
 
 
-def parse_controls(custom_params: Mapping[str, Any] | None) -> Controls:
-    """Raises ValueError naming the field; the request then does a full prefill."""
+def parse_controls(custom_params: object) -> Controls:
+    """Of what a user gave, whatever that is; raises ValueError naming the field, and the request
+    then does a full prefill."""
     try:
-        return msgspec.convert((custom_params or {}).get("droidspeak", {}), Controls)
+        return msgspec.convert(custom_params or {}, _CustomParams).droidspeak
     except msgspec.ValidationError as exc:
-        raise ValueError(f"custom_params['droidspeak']: {exc}; accepted: {_ACCEPTED}") from exc
+        raise ValueError(f"custom_params: {exc}; accepted in droidspeak: {_ACCEPTED}") from exc

@@ -247,6 +247,10 @@ def test_bad_controls_cost_the_reuse_only(pair: Pair) -> None:
         assert reply.provenance["outcome"] == "bad_controls"
         assert next(iter(controls)) in reply.provenance["detail"]
         assert same(reply, alone)
+    params = {"max_new_tokens": 1, "custom_params": 5}
+    odd = Answer(pair.receiver.post("/generate", input_ids=tokens, sampling_params=params))
+    assert odd.provenance["outcome"] == "bad_controls"
+    assert "Expected `object`, got `int`" in odd.provenance["detail"]
 
 
 def test_deadline(pair: Pair) -> None:

@@ -112,6 +112,18 @@ def test_the_servers_own_requests_are_told_and_not_counted(labels: Labels, count
     assert (counts.outcomes, dict(labels.told)) == ({}, {})
 
 
+@pytest.mark.parametrize("custom", [5, "x", [1], None], ids=str)
+def test_a_users_request_is_counted_whatever_its_custom_params(
+    labels: Labels, counts: Counts, custom: Any
+) -> None:
+    req = request()
+    req.sampling_params.custom_params = custom
+    labels.note(req, RequestProvenance(outcome="off"))
+    labels.report([req])
+    assert counts.outcomes == {"off": 1} and "r1" in labels.told
+    assert asking.num_answered(req) == 0
+
+
 @pytest.mark.parametrize("num", [0, -1, 2, 99, "2", None])
 def test_a_number_of_answered_tokens_that_cannot_be_is_none(num: Any) -> None:
     """Anybody can write `custom_params`."""

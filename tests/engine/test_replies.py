@@ -69,6 +69,14 @@ def test_an_answer_waits_until_its_pages_are_stored_and_known() -> None:
     assert streamer.labelled == streamer.sent, "of what it has read until it is sent"
 
 
+@pytest.mark.parametrize("custom", [5, "x", [1], {"droidspeak": 5}], ids=str)
+def test_custom_params_of_another_type_do_not_end_the_scheduler(custom: Any) -> None:
+    streamer, odd = Streamer(), request("odd")
+    odd.sampling_params.custom_params = custom
+    streamer.stream(odd)
+    assert streamer.sent == ["odd"]
+
+
 def test_what_is_published_already_waits_for_nothing() -> None:
     streamer = Streamer()
     streamer.num_done, streamer.is_known = 2, True
