@@ -7,6 +7,8 @@ that question's id. What the server itself sends says so in `custom_params`.
 
 from __future__ import annotations
 
+import os
+import secrets
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
 EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
-ANSWERED: Final = "droidspeak_answered"
-"""Of the server's own requests: how many tokens at the end of the input are of an answer."""
+_SECRET: Final = os.environ.setdefault("DROIDSPEAK_SECRET", secrets.token_hex(16))
+"""Of a server's first process, which those that it starts inherit."""
+ANSWERED: Final = f"droidspeak_answered_{_SECRET}"
+"""Of the server's own requests: how many tokens at the end of the input are of an answer. No user
+can name it."""
 
 
 def add_pages(key: str) -> None:
@@ -84,11 +89,10 @@ def unsent(
 
 def is_own(req: Req) -> bool:
     """Whether no user has sent it."""
-    custom = req.sampling_params.custom_params
-    return isinstance(custom, dict) and ANSWERED in custom
+    return num_answered(req) > 0
 
 
 def num_answered(req: Req) -> int:
-    """How many tokens at the end of the prompt are of the answer; 0 for a number that cannot be."""
-    num = req.sampling_params.custom_params[ANSWERED] if is_own(req) else 0
-    return num if isinstance(num, int) and 0 < num < len(req.origin_input_ids) else 0
+    """How many tokens at the end of the prompt are of the answer; 0 of a user's request."""
+    custom = req.sampling_params.custom_params
+    return custom.get(ANSWERED, 0) if isinstance(custom, dict) else 0
