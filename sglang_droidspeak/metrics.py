@@ -32,6 +32,7 @@ class Metrics:
     """
 
     def __init__(self, *, enabled: bool) -> None:
+        self._are_off = False
         registry = REGISTRY if enabled else None
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
@@ -121,9 +122,10 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool = False) -> None:
-        """Which of them may be reused; none where they are off."""
+        """Which of them may be reused; none from when they are off."""
+        self._are_off |= are_off
         for (sender, receiver), profile in profiles.items():
-            self.pair_usable.labels(sender, receiver).set(profile.is_usable and not are_off)
+            self.pair_usable.labels(sender, receiver).set(profile.is_usable and not self._are_off)
 
     def tell_guard(self, pair: WatchedPair) -> None:
         names = (pair.sender, pair.receiver)

@@ -146,6 +146,8 @@ def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:
     assert (sample(on), sample(off)) == (1, 0)
     metrics.tell_pairs(profiles, are_off=True)
     assert (sample(on), sample(off)) == (0, 0)
+    metrics.tell_pairs(profiles)
+    assert sample(on) == 0, "the drift guard puts nothing in service that is off"
 
 
 def sample(metric: Any) -> float:
