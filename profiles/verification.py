@@ -23,7 +23,7 @@ from profiles.profiler import Watched, answerers, open_journal, open_pair
 from profiles.report import words
 from profiles.settings import Settings
 from profiles.splits import load_documents
-from profiles.stats.artifact import Data, losses_of, split_of, tv_bound
+from profiles.stats.artifact import Data, fidelity_of, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
 from profiles.stats.gate import interval, verdict
 from profiles.stats.measured import Candidate, Measured
@@ -34,7 +34,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     split: Split
     plans: tuple[FrontierPoint, ...]
-    """The profile's frontier, on these data, but corrected plans whose map was not kept."""
+    """The profile's frontier on these data, but corrected plans whose map was not kept; what it
+    says of the training split stays."""
     passed: bool
     """The gate, on these data."""
     reason: str
@@ -97,10 +98,16 @@ class Again:
         data = Data(files=data_files(self._sources, documents), documents=documents)
         split = split_of(data, judged)
         for candidate, point in plans.items():
-            qualities = qualities_of(judged.candidates[candidate])
-            tasks = losses_of(documents, judged.full_prefill, qualities, profile.tolerance)
-            held_out = interval(qualities)
-            plans[candidate] = msgspec.structs.replace(point, held_out=held_out, tasks=tasks)
+            scores = judged.candidates[candidate]
+            qualities = qualities_of(scores)
+            plans[candidate] = msgspec.structs.replace(
+                point,
+                held_out=interval(qualities),
+                tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
+                shown=None,
+                fidelity=fidelity_of(scores),
+                ttft_s=profile.costs.ttft_s(candidate.runs, *split.mean_lengths),
+            )
         passed, reason = verdict([plans[it] for it in asked], split, profile.tolerance)
         return Verification(
             split=split,

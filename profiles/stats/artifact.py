@@ -113,7 +113,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         layers=tuple(
             LayerSensitivity(
                 layer=layer,
-                fidelity=_fidelity(scores),
+                fidelity=fidelity_of(scores),
                 kl_by_context=tuple(round(kl_of([context]), 6) for context in scores),
             )
             for layer, scores in enumerate(swept.layers)
@@ -187,7 +187,7 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
     return MeasuredBlock(
         start=block.start,
         stop=block.stop,
-        fidelity=_fidelity(scores),
+        fidelity=fidelity_of(scores),
         quality=quality_of(scores) if is_known else None,
     )
 
@@ -207,7 +207,7 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
         held_out=interval(plan),
         tasks=losses_of(documents, full, plan, tolerance) if is_asked else (),
         shown=None if is_asked else _shown(found),
-        fidelity=_fidelity(scores),
+        fidelity=fidelity_of(scores),
         ttft_s=_seconds(it, found.costs, split),
     )
 
@@ -226,7 +226,7 @@ def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
                 recomputed_layers=round(candidate.recomputed_layers(found.costs.num_layers), 4),
                 runs=tuple((run.start, run.stop) for run in candidate.runs),
                 quality=interval(qualities_of(scores)),
-                fidelity=_fidelity(scores),
+                fidelity=fidelity_of(scores),
                 ttft_s=_seconds(candidate, found.costs, split),
                 shown=_shown(found),
             )
@@ -248,7 +248,7 @@ def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
     return compute_s + costs.ttft_s((), *split.mean_lengths)
 
 
-def _fidelity(scores: Scores) -> Fidelity:
+def fidelity_of(scores: Scores) -> Fidelity:
     return Fidelity(kl=round(kl_of(scores), 6))
 
 

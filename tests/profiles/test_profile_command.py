@@ -27,7 +27,7 @@ from profiles.compute.layered import LayeredModel
 from profiles.compute.models import load_pair
 from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
-from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
+from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, Shown, Split, read_measured
 from profiles.report import words
 from sglang_droidspeak.cli import main, parser
 from tools.pairs.questions import make_records, read_documents
@@ -199,17 +199,29 @@ def unproven(few, tmp_path_factory) -> Path:
 
 
 def test_corrected_plans_that_were_not_proven_are_left_out_and_the_others_judged(unproven, capsys):
+    """Anew, each number of them: on other contexts of other lengths."""
     data, profile = unproven.with_name("some.jsonl"), read_measured(unproven)
-    write_records(read_records(DATA / "held_out.jsonl")[9:18], data)
+    write_records(read_records(DATA / "held_out.jsonl")[9:15], data)
+    stale = {"shown": Shown(num_contexts=1, full_prefill=0.5), "fidelity": Fidelity(kl=9.0)}
+    points = tuple(msgspec.structs.replace(it, **stale) for it in profile.frontier)
+    profile = msgspec.structs.replace(profile, frontier=points)
+    write_profile(profile, unproven)
     args = ["verify", str(unproven), *flags(FINE_TUNES), *FAST, "--data", str(data), "--json"]
     assert main(["profile", *args]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    plain = [(it.start, it.stop) for it in profile.frontier if it.e_map is None]
+    kept = [it for it in profile.frontier if it.e_map is None]
+    plain = [(it.start, it.stop) for it in kept]
     (corrected,) = (words.plan(it) for it in profile.frontier if it.e_map is not None)
     assert f"not judged, for their maps were not kept: {corrected}\n" in said.err
     assert [(it["start"], it["stop"]) for it in found["plans"]] == plain
     assert (found["passed"], found["holds"]) == (False, True)
+    split = msgspec.convert(found["split"], Split)
+    assert split.mean_lengths != profile.held_out.mean_lengths
+    for it, before in zip(found["plans"], kept, strict=True):
+        expected = profile.costs.ttft_s((before.block,), *split.mean_lengths)
+        assert it["ttft_s"] == pytest.approx(expected) and expected != before.ttft_s
+        assert it["fidelity"]["kl"] < 1.0 and "shown" not in it
 
 
 def test_a_profile_of_which_no_plan_can_be_computed_again_is_refused(unproven, tmp_path, capsys):
