@@ -284,6 +284,8 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     """Longest answer in tokens."""
     max_prompt_tokens: int | None = None
     """To which prompts were cut; None for what the model takes."""
+    fitted: tuple[str, ...] = ()
+    """Digests of the contexts of `--fit-data` that maps were fitted on."""
     pruned: bool
     """Whether only plans on the frontier of the fast measure were decoded."""
     prefix_passes: int

@@ -152,6 +152,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         group,
         elapsed_s=before_s + time.monotonic() - began,
         sweep_passes=len({it.start for it in blocks}) + 1 + len(corrections),
+        fitted=[fitted_on[it].context for it in forecast.fitting(fitted_on)],
     )
     profile = build(found, settings.tolerance, made)
     write_corrections(profile, corrections, settings.out)
@@ -332,7 +333,13 @@ def open_journal(settings: Settings, *measured: object) -> Journal:
 
 
 def _making(
-    settings: Settings, journal: Journal, group: int, *, elapsed_s: float, sweep_passes: int
+    settings: Settings,
+    journal: Journal,
+    group: int,
+    *,
+    elapsed_s: float,
+    sweep_passes: int,
+    fitted: Sequence[str],
 ) -> Making:
     environment = read_environment(PACKAGES)
     return Making(
@@ -350,6 +357,7 @@ def _making(
         chat=settings.chat,
         max_new=settings.max_new or 0,
         max_prompt_tokens=settings.max_prompt_tokens,
+        fitted=tuple(fitted) if settings.fit_data else (),
         pruned=settings.pruned,
         prefix_passes=journal.num_passes,
         sweep_passes_per_context=sweep_passes,

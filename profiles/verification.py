@@ -72,7 +72,7 @@ class Again:
         Raises ProfileError where a context is the profile's.
         """
         profile, documents = self._profile, self._documents
-        known = {*profile.train.contexts, *profile.held_out.contexts}
+        known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
         if seen := sum(it.context in known for it in documents):
             raise ProfileError(
                 f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the "
@@ -183,7 +183,8 @@ def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> N
 
 def _begun(profile: MeasuredProfile, found: Sequence[Document]) -> list[Document]:
     """Those that nothing was chosen on, of whose answers only the beginning is asked."""
-    chosen_on, held_out = {*profile.train.contexts}, {*profile.held_out.contexts}
+    chosen_on = {*profile.train.contexts, *profile.made.fitted}
+    held_out = {*profile.held_out.contexts}
     documents = [
         replace(it, task=replace(it.task, max_new=min(FIRST_TOKENS, it.task.max_new)))
         for it in found

@@ -162,9 +162,10 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
         (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)
         for one, other in zip(found.tensors, expected.tensors, strict=True):
             assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
-    if fit_data:
-        return
     held_out = few[few.index("--held-out") + 1]
+    if fit_data:
+        assert_what_maps_were_fitted_on_judges_nothing(out, data, held_out)
+        return
     before = tuple(msgspec.structs.replace(it, tv_bound=None) for it in profile.blocks)
     best = msgspec.structs.replace(profile.recommended, tv_bound=None)
     write_profile(msgspec.structs.replace(profile, blocks=before, recommended=best), out)
@@ -233,6 +234,17 @@ def test_a_profile_of_which_no_plan_can_be_computed_again_is_refused(unproven, t
     args = ["verify", str(tmp_path / "p"), *flags(FINE_TUNES), *FAST, "--data", str(data)]
     assert main(["profile", *args]) == 1
     assert "give --held-out" in capsys.readouterr().err
+
+
+def assert_what_maps_were_fitted_on_judges_nothing(out: Path, fitted_on: Path, held_out: str):
+    """Not those three contexts either that did not choose too."""
+    write_records(read_records(fitted_on)[9:], fitted_on)
+    profile, args = read_measured(out), [str(out), *flags(FINE_TUNES), *FAST, "--data"]
+    status, said = run("verify", *args, str(fitted_on))
+    assert status == 1 and "3 of 3 contexts (100%) are the profile's own" in said, said
+    assert run("calibrate", *args, held_out, "--data", str(fitted_on))[0] == 0
+    bounds, found = ([it.tv_bound for it in of.blocks] for of in (profile, read_measured(out)))
+    assert found == [pytest.approx(it, abs=1e-4) if it else None for it in bounds]
 
 
 def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
