@@ -63,8 +63,8 @@ from profiles.stats.gate import interval
 from profiles.stats.measured import Candidate, Measured
 
 SAMPLE_TOKENS: Final = 64
-_DECISIVE: Final = ("dtype", "device", "sender_device", "group", "pruned")
-"""Settings that change what is measured, beside models and documents."""
+_DECISIVE: Final = ("dtype", "group", "pruned")
+"""Settings that change what is measured, beside models, documents and devices."""
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
@@ -328,6 +328,7 @@ def measure_small(
 def open_journal(settings: Settings, *measured: object) -> Journal:
     """Named by all that decides what is measured: documents as they are asked, whose models'."""
     chosen = [getattr(settings, it) for it in _DECISIVE]
+    chosen += map(str, settings.devices())
     versions = VERSION, str(torch.__version__), transformers.__version__
     return Journal.beside(settings.out, measured, chosen, versions)
 

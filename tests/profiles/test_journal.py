@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
+import torch
 from shipped import DATA, SHIPPED
 
 from profiles.compute.journal import Entry, Journal
@@ -101,3 +102,11 @@ def test_another_way_to_ask_has_another_journal(tmp_path):
         documents = make_documents(sources, tokenizer, page_size=page_size, max_prompt_tokens=most)
         open_journal(settings, "models", documents).close()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_run_that_goes_on_on_another_device_measures_and_times_anew(tmp_path, monkeypatch):
+    """Where nothing is said that is the GPU, if there is one."""
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        open_journal(Settings(out=tmp_path / "pair.json"), "models").close()
+    assert len(list(tmp_path.iterdir())) == 2
