@@ -24,7 +24,7 @@ QUALITIES = [1.0] * NUM_SHOWN + [0.0] * NUM_SHOWN
 
 def measured(*plans: Candidate, some: tuple[Candidate, ...] = ()) -> Measured:
     """All of them as good as full prefill; of `some` the contexts that are shown."""
-    scores = [[Score(kl=0.0, agreement=1.0, own_nll=0.0, quality=it)] for it in QUALITIES]
+    scores = [[Score(kl=0.0, tv=0.0, quality=it)] for it in QUALITIES]
     return Measured(
         sender=[[0.0]] * len(QUALITIES),
         full_prefill=[[it] for it in QUALITIES],
