@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -100,7 +101,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Of all its fields; equal on every machine."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32]
+        return _digest_of(self)
 
     @property
     def kv_page_bytes(self) -> int:
@@ -143,18 +144,17 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def _vector_bytes(self, dtype: str) -> int:
         return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[dtype])
 
-    def difference(self, other: Family) -> str:
-        """The first field in which `other` differs and both values, in words; empty for none."""
+    def require_equal(self, other: Family, *, who: str) -> None:
+        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
         for field in self.__struct_fields__:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
-                return f"{field} is {theirs!r} there and {ours!r} here"
-        return ""
+                raise FamilyMismatch(
+                    f"{who} cannot exchange caches with this server: {field} is {theirs!r} there "
+                    f"and {ours!r} here; use models of one family with equal server settings"
+                )
 
-    def require_equal(self, other: Family, *, who: str) -> None:
-        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
-        if difference := self.difference(other):
-            raise FamilyMismatch(
-                f"{who} cannot exchange caches with this server: {difference}; use models of one "
-                "family with equal server settings"
-            )
+
+@lru_cache(maxsize=16)
+def _digest_of(family: Family) -> str:
+    return hashlib.sha256(msgspec.json.encode(family, order="sorted")).hexdigest()[:32]

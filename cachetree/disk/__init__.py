@@ -7,7 +7,7 @@
     read    fetch, or a promotion into memory ─► tier, reader's thread ─► index: which files, which
             of their pages ─► entry_file: pread of one layer's pages, checksums ─► staging or memory
 
-    restart directory: lock, manifest, sweep temporary files ─► entry_file: headers ─► index ─► tree
+    restart directory: lock, names, sweep temporary files ─► entry_file: headers ─► index ─► tree
 
 An entry is a span of pages that were stored together, of one model, with all its layers: a file of
 megabytes, within which a layer is one range. Where another branch begins in its middle the tree
@@ -16,7 +16,7 @@ nothing is copied, one file may be behind several nodes, and it goes when nothin
 of its pages. Pages that gain E are written again, KV too, to a file that takes their place.
 
     config      what an operator may set, and what a store says of itself
-    directory   whose it is: a manifest with the family, a lock, names of files
+    directory   whose it is: a lock, and names of files that tell the family and the format
     entry_file  one entry as bytes: what lies where, and which bytes each checksum covers
     index       which entry has which page, what stands on it, and which was used last
     store       entries within a budget: write, find, read, evict, recover

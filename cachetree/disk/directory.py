@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from cachetree.checkpoint import Family
-from cachetree.errors import UNREADABLE, ConfigError
+from cachetree.errors import ConfigError
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """Of everything in the directory; a release that changes any of it counts up."""
 
 TEMPORARY: Final = ".new"
@@ -29,28 +25,11 @@ FOLDER_MODE: Final = 0o700
 
 log = logging.getLogger(__name__)
 
-_MANIFEST: Final = "manifest.json"
-_LOCK: Final = "lock"
-_OWN_FILES: Final = (_LOCK, _MANIFEST + TEMPORARY)
+_LOCK: Final = "cachetree.lock"
 _DIGITS: Final = 12
+_ENTRY: Final = rf"entry-.+-\d{{{_DIGITS}}}"
+"""Of any family and release."""
 _REMEDY: Final = "name another directory, or remove this one"
-
-
-@cache
-def family_digest(family: Family) -> bytes:
-    """16 bytes."""
-    return hashlib.sha256(msgspec.json.encode(family)).digest()[:16]
-
-
-class _Version(msgspec.Struct, frozen=True):
-    """Read before the rest, which another version may have written differently."""
-
-    format: int
-
-
-class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    format: int
-    family: Family
 
 
 class Directory:
@@ -58,18 +37,17 @@ class Directory:
 
     def __init__(self, path: Path, family: Family) -> None:
         self.path: Final = path
-        # So that an entry of another family that somebody puts here is none of ours.
-        self._prefix: Final = f"entry-{family_digest(family)[:4].hex()}-"
+        self._prefix: Final = f"entry-{FORMAT}-{family.digest[:8]}-"
+        self._lock = -1
         try:
             for folder in [it for it in (*reversed(path.parents), path) if not it.exists()]:
                 folder.mkdir(FOLDER_MODE, exist_ok=True)
+            if not (path / _LOCK).exists():
+                self._check()  # Before there is a lock, which would make it ours.
             self._lock = _lock(path)
-        except OSError as exc:
-            raise ConfigError(f"disk path is {str(path)!r}: {exc}; {_REMEDY}") from exc
-        try:
-            self._check_manifest(family)
+            self._check()
             self._tighten()
-            self.num_bytes: Final = sum((path / it).stat().st_size for it in (_MANIFEST, _LOCK))
+            self.num_bytes: Final = (path / _LOCK).stat().st_size
         except OSError as exc:
             self.close()
             raise ConfigError(f"disk path is {str(path)!r}: {exc}; {_REMEDY}") from exc
@@ -82,17 +60,19 @@ class Directory:
 
     def entries(self) -> list[tuple[int, str]]:
         """Number and path of those that are there, in the order in which they were written."""
-        return sorted((int(path[-_DIGITS:]), path) for path in self._own(""))
+        ours = self._files(rf"{self._prefix}\d{{{_DIGITS}}}")
+        return sorted((int(path[-_DIGITS:]), path) for path in ours)
 
     def sweep(self) -> int:
         """Delete what processes that died had begun to write; how many files those were."""
-        begun = self._own(TEMPORARY)
+        begun = self._files(_ENTRY + re.escape(TEMPORARY))
         for path in begun:
             Path(path).unlink()
         return len(begun)
 
-    def _own(self, ending: str) -> list[str]:
-        name = re.compile(rf"{self._prefix}\d{{{_DIGITS}}}{re.escape(ending)}")
+    def _files(self, pattern: str) -> list[str]:
+        """The paths of those whose names match."""
+        name = re.compile(pattern)
         with os.scandir(self.path) as there:
             return [it.path for it in there if name.fullmatch(it.name) and it.is_file()]
 
@@ -110,35 +90,18 @@ class Directory:
             self.path.chmod(FOLDER_MODE)
             log.info("%s could be read by others; now only by this user", self.path)
 
-    def _check_manifest(self, family: Family) -> None:
-        path = self.path / _MANIFEST
-        if path.exists():
-            self._check(path, path.read_bytes(), family)
-            return
-        others = [it.name for it in self.path.iterdir() if it.name not in _OWN_FILES]
-        if others:
+    def _check(self) -> None:
+        theirs = self._files(rf"(?!{self._prefix}){_ENTRY}")
+        if theirs:
             raise ConfigError(
-                f"disk path is {str(self.path)!r}, which has no {_MANIFEST} but other files "
-                f"({min(others)}); name an empty directory"
+                f"disk path is {str(self.path)!r}, which holds {Path(min(theirs)).name} of another "
+                f"family or release, where ours begin with {self._prefix}; {_REMEDY}"
             )
-        made = _Manifest(format=FORMAT, family=family)
-        with new_file(path, is_synced=True) as handle:
-            os.write(handle, msgspec.json.format(msgspec.json.encode(made)))
-
-    @staticmethod
-    def _check(path: Path, text: bytes, family: Family) -> None:
-        try:
-            version = msgspec.json.decode(text, type=_Version).format
-            if version != FORMAT:
-                raise ConfigError(
-                    f"{path} is of another release: format is {version} there and {FORMAT} here; "
-                    f"{_REMEDY}"
-                )
-            manifest = msgspec.json.decode(text, type=_Manifest)
-        except UNREADABLE as exc:
-            raise ConfigError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
-        if difference := family.difference(manifest.family):
-            raise ConfigError(f"{path} is of another family: {difference}; {_REMEDY}")
+        if not (self.path / _LOCK).exists() and (others := list(self.path.iterdir())):
+            raise ConfigError(
+                f"disk path is {str(self.path)!r}, which has no {_LOCK} but other files "
+                f"({min(others).name}); name an empty directory"
+            )
 
 
 @contextlib.contextmanager

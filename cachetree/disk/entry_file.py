@@ -23,7 +23,7 @@ from typing import Annotated, Final
 import msgspec
 
 from cachetree.checkpoint import Family
-from cachetree.disk.directory import FORMAT, family_digest
+from cachetree.disk.directory import FORMAT
 from cachetree.errors import UNREADABLE
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span, Step
 from cachetree.memory import Layout, checksum, checksum_of_parts, cut
@@ -56,8 +56,8 @@ Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=P
 class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An entry without its payload."""
 
-    family: bytes
-    """Digest; the family itself is in the directory's manifest."""
+    family: str
+    """Its digest."""
     model: ModelId
     num_before: Annotated[int, msgspec.Meta(ge=0)]
     """How many pages stand before the first."""
@@ -237,7 +237,7 @@ def _is_whole(record: Record, family: Family, payload_bytes: int) -> bool:
     """Whether it is an entry of this family, with so much behind it."""
     layers = record.layout.e_layers
     return (
-        record.family == family_digest(family)
+        record.family == family.digest
         and len(record.pages) > 0
         and (record.parent is None) == (record.num_before == 0)
         and all(0 <= layer < family.num_layers for layer in layers)

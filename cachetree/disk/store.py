@@ -15,7 +15,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
-from cachetree.disk.directory import Directory, family_digest, new_file
+from cachetree.disk.directory import Directory, new_file
 from cachetree.disk.entry_file import Record, Views, largest_fitting, most_bytes
 from cachetree.disk.index import DiskEntry, DiskIndex
 from cachetree.errors import ConfigError, StaleEntry
@@ -123,7 +123,7 @@ class DiskStore:
                 span = Span(start, start + layout.num_pages)
                 part = change.part(span)
                 record = Record(
-                    family=family_digest(self.family),
+                    family=self.family.digest,
                     model=part.model,
                     num_before=num_before,
                     parent=part.parent,

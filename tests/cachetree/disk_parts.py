@@ -152,7 +152,7 @@ def files_bytes(path: Path) -> int:
 
 def data_files(path: Path) -> list[Path]:
     """Those that hold entries, in the order in which they were begun."""
-    return sorted(it for it in path.iterdir() if it.name not in ("manifest.json", "lock"))
+    return sorted(it for it in path.iterdir() if it.name != "cachetree.lock")
 
 
 def place_of(path: Path, bytes_there: bytes) -> tuple[Path, int]:

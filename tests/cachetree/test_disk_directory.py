@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
@@ -15,12 +14,13 @@ from disk_parts import (
     FAMILY,
     A,
     config_of,
+    data_files,
+    files_bytes,
     num_right,
     open_store,
     write,
 )
 
-from cachetree.checkpoint import Family
 from cachetree.disk import DiskStore
 from cachetree.errors import ConfigError
 
@@ -60,45 +60,62 @@ def test_what_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
     assert stat.S_IMODE(other.stat().st_mode) == 0o755
 
 
-def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        write(store, A, "abc")
-    other = Family(**(msgspec.structs.asdict(FAMILY) | {"kv_dtype": "bfloat16"}))
-    with pytest.raises(ConfigError, match=r"kv_dtype is 'float16' there and 'bfloat16' here; name"):
-        DiskStore(other, config_of(tmp_path))
-    with open_store(tmp_path) as store:
+REMEDY = "name another directory, or remove this one$"
+
+
+def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(FAMILY, kv_dtype="bfloat16")
+    open_store(tmp_path).close()
+    with DiskStore(other, config_of(tmp_path)) as store:
+        assert write(store, A, "abc")
+        (theirs,) = data_files(tmp_path)
+        with pytest.raises(ConfigError, match="is using"):
+            open_store(tmp_path)
+    named = f"{theirs.name} of another family or release, where ours begin with entry-6-[0-9a-f]+-"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"{named}; {REMEDY}"):
+            open_store(tmp_path)
+    with DiskStore(other, config_of(tmp_path)) as store:
         assert num_right(store, A, "abc") == 3
 
 
-@pytest.mark.parametrize(
-    ("manifest", "named"),
-    [
-        (
-            {"format": 4},
-            "format is 4 there and 5 here; name another directory, or remove this one$",
-        ),
-        ({"format": 6}, "format is 6 there and 5 here"),
-        ({"family": {"page_size": "many"}}, "family"),
-        ("nonsense", "cannot be read"),
-        ({"format": None}, "format"),
-    ],
-)
-def test_a_manifest_that_is_not_ours_is_refused(
-    tmp_path: Path, manifest: object, named: str
+@pytest.mark.parametrize("has_lock", [True, False])
+@pytest.mark.parametrize("release", ["", "5-", "7-"])
+def test_entries_of_another_release_are_refused(
+    tmp_path: Path, release: str, has_lock: bool
 ) -> None:
+    if has_lock:
+        open_store(tmp_path).close()
+    theirs = tmp_path / f"entry-{release}{FAMILY.digest[:8]}-000000000001"
+    theirs.write_bytes(b"theirs")
+    there = sorted(tmp_path.iterdir())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"holds {theirs.name} of .* release.*; {REMEDY}"):
+            open_store(tmp_path)
+        assert sorted(tmp_path.iterdir()) == there
+    theirs.unlink()
     open_store(tmp_path).close()
-    file = tmp_path / "manifest.json"
-    if isinstance(manifest, dict):
-        manifest = json.dumps(json.loads(file.read_text()) | manifest)
-    file.write_text(str(manifest))
-    with pytest.raises(ConfigError, match=named):
-        open_store(tmp_path)
+
+
+def test_what_dead_processes_had_begun_is_swept_whose_ever_it_is(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc")
+        number = int(data_files(tmp_path)[0].name[-12:])
+    for name in (f"entry-6-{FAMILY.digest[:8]}-{number + 1:012d}", "entry-5-01234567-000000000009"):
+        (tmp_path / f"{name}.new").write_bytes(b"half")
+    with open_store(tmp_path) as store:
+        assert store.status().counts.num_torn_writes == 2
+        assert store.status().num_bytes == files_bytes(tmp_path)
+        assert num_right(store, A, "abc") == 3
+        assert len(data_files(tmp_path)) == 1
 
 
 def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(ConfigError, match=r"letter\.txt"):
-        open_store(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"\(letter\.txt\); name an empty directory$"):
+            open_store(tmp_path)
+        assert [it.name for it in tmp_path.iterdir()] == ["letter.txt"]
     file = tmp_path / "file"
     file.write_text("")
     for path in (file, file / "below"):

@@ -36,6 +36,7 @@ from disk_parts import (
 
 from cachetree.disk import DiskStore
 from cachetree.disk.entry_file import read_head, read_pages
+from cachetree.errors import ConfigError
 from cachetree.ids import Kind, ModelId, Step
 
 PARTS = Path(__file__).with_name("disk_parts.py")
@@ -191,27 +192,37 @@ def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:
     assert not copy.exists()
 
 
-def test_what_is_not_ours_is_left_alone(small: Path, tmp_path: Path) -> None:
-    """Files of other names, and a sound one of another family."""
-    other = msgspec.structs.replace(FAMILY, tokenizer="another")
-    with DiskStore(other, config_of(tmp_path / "other")) as store:
-        assert write(store, A, "other")
-    (theirs,) = data_files(tmp_path / "other")
+def test_what_is_not_ours_is_left_alone(small: Path) -> None:
+    """Files of other names."""
     name = data_files(small)[-1].name
-    placed = small / theirs.name
-    shutil.copy(theirs, placed)
     (small / "letter.txt").write_text("dear")
     (small / f"{name}.bak").write_text("dear")
     (small / "folder").mkdir()
     with open_store(small) as store:
         assert right_in(store) == [2, 3, 2]
-        assert num_right(store, A, "other") == 0
         assert store.status().counts.num_damaged_entries == 0
         assert write(store, A, "abcdef")
-    assert placed.read_bytes() == theirs.read_bytes()
     assert (small / "letter.txt").read_text() == (small / f"{name}.bak").read_text() == "dear"
     with open_store(small) as store:
         assert num_right(store, A, "abcdef") == 6
+
+
+def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_path: Path) -> None:
+    other = msgspec.structs.replace(FAMILY, tokenizer="another")
+    with DiskStore(other, config_of(tmp_path / "other")) as store:
+        assert write(store, A, "other")
+    (theirs,) = data_files(tmp_path / "other")
+    ours, placed = data_files(small)[-1].name, small / theirs.name
+    shutil.copy(theirs, placed)
+    with pytest.raises(ConfigError, match=f"{theirs.name} of another family"):
+        open_store(small)
+    assert placed.read_bytes() == theirs.read_bytes()
+    placed.rename(small / f"{ours[:-12]}{'9' * 12}")
+    with open_store(small) as store:
+        assert right_in(store) == [2, 3, 2]
+        assert num_right(store, A, "other") == 0
+        assert store.status().counts.num_damaged_entries == 1
+        assert store.status().num_bytes == files_bytes(small)
 
 
 def test_every_flipped_bit_of_a_payload_and_of_a_head_is_detected(tmp_path: Path) -> None:

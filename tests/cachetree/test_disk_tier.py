@@ -311,9 +311,11 @@ def test_bad_settings_stop_the_start(tmp_path: Path, config: dict[str, object], 
 
 def test_a_directory_of_another_family_or_process_stops_the_start(tmp_path: Path) -> None:
     other = msgspec.structs.replace(FAMILY, tokenizer="other")
-    with open_cache(tmp_path), pytest.raises(ConfigError, match="is using"):
-        open_cache(tmp_path)
-    with pytest.raises(ConfigError, match="tokenizer is 't' there and 'other' here"):
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+        with pytest.raises(ConfigError, match="is using"):
+            open_cache(tmp_path)
+    with pytest.raises(ConfigError, match="of another family or release"):
         open_cache(tmp_path, other)
     with pytest.raises(ConfigError, match="nonsense"):
         open_cache(tmp_path, peers=("nonsense",))

@@ -18,7 +18,6 @@ from transport_parts import E_LAYER, FAMILY, MODEL
 
 from cachetree import LOCAL, Match
 from cachetree.disk import entry_file as files
-from cachetree.disk.directory import FORMAT, family_digest
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
@@ -98,7 +97,7 @@ def _record() -> tuple[bytes, bytes]:
     """A header, and the payload of zeros that its checksums are not of."""
     layout = Layout.of(FAMILY, 2, (E_LAYER,))
     blank = files.Record(
-        family=family_digest(FAMILY),
+        family=FAMILY.digest,
         model=MODEL,
         num_before=1,
         parent=PAGES[0],
@@ -159,10 +158,6 @@ def _sound() -> dict[str, list[bytes]]:
         "pages": [join_hashes(PAGES), b"short"],
         "record": _records(),
         "entry_file": [sealed(_record()[0]) + _record()[1]],
-        "manifest": [
-            msgspec.json.encode({"format": FORMAT, "family": FAMILY}),
-            b'{"x":' + deep,
-        ],
         "public_key": [public_text],
         "secret_key": [secret_text],
         "profile": [made, b'{"x":' + deep, b'{"version":4,"\xff":1}'],

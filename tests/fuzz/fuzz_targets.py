@@ -24,7 +24,6 @@ from cachetree import Deadline, Kind, Location, Staging, Step
 from cachetree.checkpoint.safetensors_files import read_tensors
 from cachetree.cli.serve import read_config
 from cachetree.disk import entry_file as files
-from cachetree.disk.directory import Directory
 from cachetree.errors import UNREADABLE, CacheTreeError, ConfigError, ProfileError, ProtocolError
 from cachetree.memory.copying import checksum
 from cachetree.planning.profile import read_profile
@@ -226,10 +225,6 @@ def entry_file(data: bytes) -> None:
     assert found is None or found[1] == len(data)
 
 
-def manifest(data: bytes) -> None:
-    Directory._check(Path("manifest.json"), data, FAMILY)
-
-
 def public_key(data: bytes) -> None:
     keys.read_public_keys([str(_file(data))], field="allowed_peers")
 
@@ -299,9 +294,8 @@ TARGETS = {
     "family": Target(family, (ProtocolError,), 0.09),
     "adverts": Target(adverts, (ProtocolError,), 0.01),
     "pages": Target(pages, (ProtocolError,), 0.11),
-    "record": Target(record, (), 0.12),
+    "record": Target(record, (), 0.16),
     "entry_file": Target(entry_file, (), 0.04),
-    "manifest": Target(manifest, (ConfigError,), 0.04),
     "public_key": Target(public_key, (ConfigError,), 0.04),
     "secret_key": Target(secret_key, (ConfigError,), 0.04),
     "profile": Target(profile, (ProfileError,), 0.04),
