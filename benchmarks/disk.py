@@ -3,7 +3,7 @@
     python -m benchmarks.disk [--mib 256] [--repetitions 7] [--path DIRECTORY]
 
 Physics: a buffered write copies each byte into the page cache, a warm read copies it out, and a
-cold read waits for the device. The store adds one checksum per 256 KiB (while the chunk is in the
+cold read waits for the device. The store adds one checksum per page and layer (while it is in the
 second-level cache), a header per entry, and one `open` per step. The baseline writes
 the same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory,
 1 MiB at a time, without checksums. "synced" ends with an fdatasync on both sides. Cold is after

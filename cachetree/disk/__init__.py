@@ -17,7 +17,7 @@ of its pages. Pages that gain E are written again, KV too, to a file that takes 
 
     config      what an operator may set, and what a store says of itself
     directory   whose it is: a lock, and names of files that tell the family and the format
-    entry_file  one entry as bytes: what lies where, and which bytes each checksum covers
+    entry_file  one entry as bytes: what lies where, and a checksum of each page
     index       which entry has which page, what stands on it, and which was used last
     store       entries within a budget: write, find, read, evict, recover
     tier        a tree's entries written behind its back, and read again

@@ -4,9 +4,8 @@
     header    msgpack: a `Record`
     payload   the steps of its layout, one after the other; of each all pages in order
 
-Where a layer lies follows from the layout, so that any pages of it are read alone. A checksum
-covers one chunk: consecutive pages of one layer, `CHUNK_BYTES` or one page, so little more is read
-than was asked.
+Where a layer lies follows from the layout, and each page of it has a checksum, so that any pages
+of it are read alone.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
+from xxhash import xxh3_64_digest
 
 from cachetree.checkpoint import Family
 from cachetree.disk.directory import FORMAT
 from cachetree.errors import UNREADABLE
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span, Step
-from cachetree.memory import Layout, checksum, checksum_of_parts, cut
+from cachetree.memory import Layout, checksum
 
 Views = Callable[[Step, Span], Sequence[memoryview]]
-"""These pages of a step, in order, in as many runs of bytes as they lie in; as `Lease.views`.
+"""These pages of a step, in order, in as many runs of whole pages as they lie in; as `Lease.views`.
 
 It is called for every step, and once more before the entry counts; it raises where the bytes have
 been taken away, and what was written is removed."""
 
-CHUNK_BYTES: Final = 256 << 10
+_PIECE_BYTES: Final = 256 << 10
 """Fits the second-level cache, so that bytes are checked where the copy left them."""
 
 _MAGIC: Final = b"ctree-e%d" % FORMAT
@@ -48,7 +47,7 @@ _MAX_HEADER_BYTES: Final = 16 << 20
 _FIRST_READ_BYTES: Final = 4096
 """Takes the whole head of most entries."""
 _MAX_PARTS: Final = 512
-"""Of one `writev`; the kernel takes 1024."""
+"""Of one `pwritev`; the kernel takes 1024."""
 
 Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=PAGE_HASH_BYTES)]
 
@@ -65,8 +64,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The last of these; None at the root."""
     pages: tuple[Page, ...]
     layout: Layout
-    checksums: tuple[bytes, ...] = ()
-    """Of each step: 8 bytes per chunk, little-endian."""
+    checksums: bytes = b""
+    """XXH3-64 of each page of each step."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -75,11 +74,9 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 def most_bytes(model: ModelId, layout: Layout) -> int:
     """No file of this layout is larger."""
-    num_steps = layout.num_layers + len(layout.e_layers)
-    text = 4 * len(model)  # UTF-8 at its longest.
-    per_page = layout.page_bytes + _WRITTEN_PAGE_BYTES + num_steps * _CHECKSUM_BYTES
-    around = _PREFIX.size + _HEADER_BYTES + text + num_steps * 2 * _CHECKSUM_BYTES
-    return around + layout.num_pages * per_page
+    per_page = layout.page_bytes + _WRITTEN_PAGE_BYTES
+    around = _PREFIX.size + _HEADER_BYTES + 4 * len(model) + 9 * len(layout.e_layers)
+    return around + layout.num_pages * per_page + _checksums_bytes(layout)
 
 
 def largest_fitting(model: ModelId, layout: Layout, limit_bytes: int) -> Layout:
@@ -127,25 +124,20 @@ def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
 
 def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memoryview) -> None:
     """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
-    page_bytes = record.layout.bytes_of(step, 1)
-    expected = record.checksums[record.layout.part_of(step)]
+    layout, part = record.layout, record.layout.part_of(step)
+    page_bytes = layout.bytes_of(step, 1)
+    first = _CHECKSUM_BYTES * (part * layout.num_pages + pages.start)
+    expected = record.checksums[first : first + _CHECKSUM_BYTES * len(pages)]
+    found = bytearray()
     with path.open("rb", buffering=0) as file:
-        handle = file.fileno()
-        payload = os.lseek(handle, 0, os.SEEK_END) - record.layout.num_bytes
-        first = payload + _offset_of(record.layout, step)
-        for number, chunk in _chunks_of(record.layout, step, pages):
-            part = chunk.intersection(pages)
-            to = into[
-                (part.start - pages.start) * page_bytes : (part.stop - pages.start) * page_bytes
-            ]
-            is_whole = part == chunk
-            read = to if is_whole else memoryview(bytearray(len(chunk) * page_bytes))
-            _read(handle, read, first + chunk.start * page_bytes)
-            if checksum(read) != int.from_bytes(expected[8 * number : 8 * number + 8], "little"):
-                raise OSError("the bytes do not have the checksum that they were written with")
-            if not is_whole:
-                skipped = (part.start - chunk.start) * page_bytes
-                to[:] = read[skipped : skipped + to.nbytes]
+        offset = os.lseek(file.fileno(), 0, os.SEEK_END) - layout.num_bytes
+        offset += sum(num * size for num, size in layout.parts[:part]) + pages.start * page_bytes
+        for piece in _pieces([into], page_bytes):
+            _read(file.fileno(), piece, offset)
+            offset += piece.nbytes
+            found += _checksums(piece, page_bytes)
+    if found != expected:
+        raise OSError("the bytes do not have the checksum that they were written with")
 
 
 # Writing.
@@ -158,61 +150,47 @@ def write_record(handle: int, new: Record, views: Views, pages: Span) -> Record:
 
     Raises OSError, and whatever `views` raises.
     """
-    blank = msgspec.structs.replace(new, checksums=_no_checksums(new.layout))
-    checksums = _write_payload(
-        handle, new.layout, lambda step: views(step, pages), len(head_of(blank))
-    )
-    made = msgspec.structs.replace(new, checksums=checksums)
-    _write(handle, [memoryview(head_of(made))], 0)
-    views(new.layout.steps[0], pages)
-    return made
-
-
-def _write_payload(
-    handle: int, layout: Layout, views: Callable[[Step], Sequence[memoryview]], offset: int
-) -> tuple[bytes, ...]:
-    checksums: list[bytes] = []
+    layout = new.layout
+    checksums = bytearray()
     batch: list[memoryview] = []
-    num_bytes = 0
-    everything = Span(0, layout.num_pages)
+    blank = msgspec.structs.replace(new, checksums=bytes(_checksums_bytes(layout)))
+    offset = len(head_of(blank))
     for step in layout.steps:
-        whole = views(step)
+        whole = views(step, pages)
         page_bytes = layout.bytes_of(step, 1)
         num_given, num_due = sum(view.nbytes for view in whole), layout.num_pages * page_bytes
         if num_given != num_due:
             raise ValueError(f"{step} has {num_given} bytes where {num_due} belong")
-        values: list[int] = []
-        for _, chunk in _chunks_of(layout, step, everything):
-            parts = cut(whole, Span(chunk.start * page_bytes, chunk.stop * page_bytes))
-            values.append(checksum_of_parts(parts))
-            batch += parts
-            num_bytes += len(chunk) * page_bytes
-            if num_bytes >= CHUNK_BYTES or len(batch) > _MAX_PARTS:
-                _write(handle, batch, offset)
-                offset += num_bytes
-                batch, num_bytes = [], 0
-        checksums.append(struct.pack(f"<{len(values)}Q", *values))
+        for piece in _pieces(whole, page_bytes):
+            checksums += _checksums(piece, page_bytes)
+            batch.append(piece)
+            if len(batch) * piece.nbytes >= _PIECE_BYTES or len(batch) == _MAX_PARTS:
+                offset = _write(handle, batch, offset)
     _write(handle, batch, offset)
-    return tuple(checksums)
+    made = msgspec.structs.replace(new, checksums=bytes(checksums))
+    _write(handle, [memoryview(head_of(made))], 0)
+    views(layout.steps[0], pages)
+    return made
 
 
-# What lies where.
+# Pages and their checksums.
 
 
-def _offset_of(layout: Layout, step: Step) -> int:
-    """Where in the payload a step begins; raises StaleEntry where there is no such E."""
-    return sum(num * size for num, size in layout.parts[: layout.part_of(step)])
+def _pieces(views: Sequence[memoryview], page_bytes: int) -> Iterator[memoryview]:
+    """The views in pieces of whole pages, of which they consist."""
+    size = max(1, _PIECE_BYTES // page_bytes) * page_bytes
+    for view in views:
+        for at in range(0, view.nbytes, size):
+            yield view[at : at + size]
 
 
-def _chunk_pages(layout: Layout, step: Step) -> int:
-    return max(1, CHUNK_BYTES // layout.bytes_of(step, 1))
+def _checksums(pages: memoryview, page_bytes: int) -> bytes:
+    each = range(0, pages.nbytes, page_bytes)
+    return b"".join([xxh3_64_digest(pages[at : at + page_bytes]) for at in each])
 
 
-def _chunks_of(layout: Layout, step: Step, pages: Span) -> Iterator[tuple[int, Span]]:
-    """The number of each chunk with any of `pages` of one layer, and which pages it has."""
-    size = _chunk_pages(layout, step)
-    for number in range(pages.start // size, -(-pages.stop // size)):
-        yield number, Span(number * size, min((number + 1) * size, layout.num_pages))
+def _checksums_bytes(layout: Layout) -> int:
+    return _CHECKSUM_BYTES * layout.num_pages * (layout.num_layers + len(layout.e_layers))
 
 
 # The head.
@@ -244,15 +222,7 @@ def _is_whole(record: Record, family: Family, payload_bytes: int) -> bool:
         and all(a < b for a, b in itertools.pairwise(layers))
         and record.layout == Layout.of(family, len(record.pages), layers)
         and record.layout.num_bytes == payload_bytes
-        and tuple(map(len, record.checksums)) == tuple(map(len, _no_checksums(record.layout)))
     )
-
-
-@lru_cache
-def _no_checksums(layout: Layout) -> tuple[bytes, ...]:
-    """Zeros in place of those of each step."""
-    nums = [-(-layout.num_pages // _chunk_pages(layout, step)) for step in layout.steps]
-    return tuple([bytes(_CHECKSUM_BYTES * num) for num in nums])
 
 
 def _read(handle: int, into: memoryview, offset: int) -> None:
@@ -264,14 +234,16 @@ def _read(handle: int, into: memoryview, offset: int) -> None:
         done += num
 
 
-def _write(handle: int, parts: Sequence[memoryview], offset: int) -> None:
-    """All of the parts; a write may stop short, at the latest after 2 GiB."""
-    left = [part for part in parts if part.nbytes]
-    while left:
-        num = os.pwritev(handle, left, offset)
+def _write(handle: int, parts: list[memoryview], offset: int) -> int:
+    """Write the parts and take them off the list; returns where they end.
+
+    A write may stop short, at the latest after 2 GiB.
+    """
+    while parts:
+        num = os.pwritev(handle, parts, offset)
         offset += num
-        while left and num >= left[0].nbytes:
-            num -= left[0].nbytes
-            del left[0]
+        while parts and num >= parts[0].nbytes:
+            num -= parts.pop(0).nbytes
         if num:
-            left[0] = left[0][num:]
+            parts[0] = parts[0][num:]
+    return offset

@@ -35,7 +35,7 @@ from disk_parts import (
 from cachetree.checkpoint import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step
+from cachetree.ids import Kind, Span, Step, entry_steps
 from cachetree.tree import Change
 
 
@@ -71,39 +71,40 @@ def test_some_pages_of_one_layer_are_read_alone(tmp_path: Path, span: Span) -> N
 
 
 def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> None:
-    """Pages of 128 KiB, so that a chunk is two of them."""
+    """Pages of KV of 128 KiB, of which two are read at once, and smaller ones of E."""
     family = Family(**(msgspec.structs.asdict(FAMILY) | {"head_dim": 1024, "page_size": 32}))
-    assert family.kv_page_bytes == 128 << 10
+    steps = entry_steps(family.num_layers, (0, 2))
+    kv = Step(Kind.KV, 1)
+    size_of = {step: page_bytes(step, family) for step in steps}
+    assert (size_of[kv], size_of[steps[-1]]) == (128 << 10, 512)
     pages = path_of("abcdefg")
-    kv = {
-        layer: np.random.default_rng(layer).integers(0, 256, 7 << 17, dtype=np.uint8)
-        for layer in range(3)
-    }
+    rng = np.random.default_rng(0)
+    written = {it: rng.integers(0, 256, 7 * size_of[it], dtype=np.uint8).data for it in steps}
     config = DiskConfig(path=str(tmp_path), num_bytes=1 << 30)
 
-    def read(store: DiskStore, layer: int, span: Span) -> bytes:
-        into = memoryview(bytearray(len(span) << 17))
-        store.read(only(store, "abcdefg"), Step(Kind.KV, layer), span, into)
-        assert into == kv[layer][span.start << 17 : span.stop << 17].tobytes()
-        return bytes(into)
+    def views(step: Step, span: Span) -> list[memoryview]:
+        return [written[step][span.start * size_of[step] : span.stop * size_of[step]]]
+
+    def read(store: DiskStore, step: Step, span: Span) -> None:
+        into = memoryview(bytearray(len(span) * size_of[step]))
+        store.read(only(store, "abcdefg"), step, span, into)
+        assert [into] == views(step, span)
 
     with DiskStore(family, config) as store:
-        assert store.write(
-            change_of(A, pages),
-            lambda step, span: [kv[step.layer][span.start << 17 : span.stop << 17].data],
-        )
-        for start in range(7):
-            for stop in range(start, 8):
-                read(store, 1, Span(start, stop))
-        file, at = place_of(tmp_path, kv[1][4 << 17 :].tobytes()[:64])
+        assert store.write(change_of(A, pages, None, (0, 2)), views)
+        for step in steps:
+            for start in range(7):
+                for stop in range(start, 8):
+                    read(store, step, Span(start, stop))
+        file, at = place_of(tmp_path, bytes(views(kv, Span(4, 5))[0][:64]))
         with file.open("r+b") as raw:
             raw.seek(at)
             raw.write(bytes(64))
-        read(store, 0, Span(0, 7))
-        read(store, 1, Span(0, 4))
-        read(store, 1, Span(6, 7))
+        read(store, steps[0], Span(0, 7))
+        read(store, kv, Span(0, 4))
+        read(store, kv, Span(5, 7))
         with pytest.raises(StaleEntry, match="checksum"):
-            read(store, 1, Span(5, 6))
+            read(store, kv, Span(3, 7))
         assert store.index.find(A, pages) == []
         assert store.status().counts.num_damaged_entries == 1
 
@@ -176,6 +177,33 @@ def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
         assert max(it.stat().st_size for it in data_files(tmp_path)) <= 4 << 10
     with open_store(tmp_path, num_bytes=128 << 10, file_bytes=4 << 10) as store:
         assert num_right(store, A, text) == 500
+
+
+def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
+    """More than one call of the kernel takes."""
+    num = 2 * os.sysconf("SC_IOV_MAX")
+    with open_store(tmp_path, num_bytes=16 << 20) as store:
+        assert write(store, A, "a" * num, e_layers=[1], num_runs=num)
+        assert num_right(store, A, "a" * num) == num
+        assert store.status().num_entries == 1
+
+
+def test_what_the_kernel_does_in_part_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_read = os.preadv
+
+    def write_some(handle: int, parts: list[memoryview], offset: int) -> int:
+        return os.pwrite(handle, b"".join(parts)[:37], offset)
+
+    def read_some(handle: int, parts: list[memoryview], offset: int) -> int:
+        return real_read(handle, [parts[0][:5]], offset)
+
+    monkeypatch.setattr(os, "pwritev", write_some)
+    monkeypatch.setattr(os, "preadv", read_some)
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abcdefgh", e_layers=[0, 2], num_runs=3)
+        assert num_right(store, A, "abcdefgh") == 8
 
 
 def test_what_is_removed_stays_removed(tmp_path: Path) -> None:

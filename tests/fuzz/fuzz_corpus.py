@@ -103,7 +103,7 @@ def _record() -> tuple[bytes, bytes]:
         parent=PAGES[0],
         pages=tuple(PAGES[1:3]),
         layout=layout,
-        checksums=files._no_checksums(layout),
+        checksums=bytes(files._checksums_bytes(layout)),
     )
     return files.head_of(blank)[files._PREFIX.size :], bytes(layout.num_bytes)
 
