@@ -38,7 +38,7 @@ from profiles.compute.models import (
     load_tokenizer,
     look_at_pair,
 )
-from profiles.compute.room import Sizes, bounds_of, make_room
+from profiles.compute.room import Sizes, bounds_of, make_room, require_fitting
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
 from profiles.costs import Repeats, choose_lengths, measure_costs
 from profiles.data.documents import Document, mean_lengths
@@ -88,6 +88,10 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     group = settings.group or default_group(pair.num_layers)
     blocks = grid(pair.num_layers, group)
     sender, receiver = answerers(pair, documents, *settings.memory_gb)
+    if settings.e_correction:
+        num_maps = len({it.start for it in blocks if it.start})
+        bounds = bounds_of(*settings.memory_gb, receiver.model.device)
+        require_fitting(Sizes.of(receiver.model), fitted_on, num_maps, bounds)
     models = pair.sender_identity, pair.receiver_identity
     journal = open_journal(settings, models, train.documents, held_out.documents)
     if journal.costs is None:

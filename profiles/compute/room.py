@@ -7,6 +7,7 @@ Beside the two models' weights it holds, for one document at a time,
     the residual streams of all mixtures of one starting layer           device  by suffix length
     rows that go through a layer together, with their KV of all layers   device  sized to the rest
     distributions over the vocabulary                                    device  sized to the rest
+    sums that maps of E are fitted on, of all their layers               device  while they are
 
 Where the device is the host, one bound holds for both. All but the first are freed and made again,
 layer after layer, but freed memory is not at once the system's: glibc unmaps blocks from 32 MiB on,
@@ -36,6 +37,8 @@ MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
 """Sixteen blocks that are just not unmapped: more do not exist at a time in a layer."""
+SOLVING: Final = 4
+"""What solving for one map takes, in float64, in times of its sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,8 @@ class Sizes:
     """Of one distribution over the vocabulary, with what comparing it with another needs."""
     choice: int
     """Of one distribution from which the next token is chosen."""
+    sums: int
+    """Of what one map of E is fitted on."""
 
     @classmethod
     def of(cls, model: LayeredModel) -> Sizes:
@@ -105,6 +110,7 @@ class Sizes:
             seen=2 + 2 * width,
             distribution=config.vocab_size * 4 * 6,
             choice=config.vocab_size * (4 + width),
+            sums=2 * (hidden + 1) * (2 * hidden + 1) * 4,
         )
 
 
@@ -152,27 +158,42 @@ def make_room(
         kept = sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
         held, row = held_bytes(sizes, document, num_mixtures), row_bytes(sizes, document)
         least = held + _with_holes(max(row, sizes.distribution))
-        if bounds.device is None:
-            _require(kept + least, bounds.host, "max-memory-gb", document)
-            spare = bounds.host - kept - held
-        else:
-            _require(kept, bounds.host, "max-memory-gb", document)
-            _require(least, bounds.device, "max-device-memory-gb", document)
-            spare = bounds.device - held
+        _require(kept, least, bounds, document)
+        spare = bounds.host - kept - held if bounds.device is None else bounds.device - held
         usable = max(spare / 2, spare - MOST_HOLES)  # the rest is for the holes
         rows = min(rows, int(usable / row))
         positions = min(positions, int(usable / sizes.distribution))
     return Room(rows=rows, positions=positions)
 
 
-def _require(needed: int, bound: int, flag: str, document: Document) -> None:
-    if needed > bound:
-        enough_gb = math.ceil(100 * needed / GIB) / 100
-        raise ConfigError(
-            f"--{flag} is {round(bound / GIB, 4):g}, and a context of {len(document.prefix)} "
-            f"tokens (question {document.questions[0].name}) needs {enough_gb:.2f}; "
-            "raise it, or cut contexts with --max-prompt-tokens"
-        )
+def require_fitting(
+    sizes: Sizes, documents: Iterable[Document], num_maps: int, bounds: Bounds
+) -> None:
+    """ConfigError where what maps of E from so many layers are fitted on does not fit, beside KV
+    and E of both models for the longest of the documents."""
+    document = max(documents, key=lambda it: len(it.prefix))
+    kept = 2 * len(document.prefix) * (sizes.num_layers * sizes.kv + num_maps * sizes.e)
+    held = num_maps * sizes.sums + _with_holes(SOLVING * sizes.sums)
+    held += held_bytes(sizes, document, 0)
+    _require(kept, held, bounds, document, f", with maps of E from {num_maps} layers,")
+
+
+def _require(kept: int, held: int, bounds: Bounds, document: Document, fitting: str = "") -> None:
+    """That the host has room for what is kept, and the device for what is held."""
+    if bounds.device is None:
+        needs = [("max-memory-gb", kept + held, bounds.host)]
+    else:
+        needs = [("max-memory-gb", kept, bounds.host)]
+        needs += [("max-device-memory-gb", held, bounds.device)]
+    for flag, needed, bound in needs:
+        if needed > bound:
+            enough_gb = math.ceil(100 * needed / GIB) / 100
+            raise ConfigError(
+                f"--{flag} is {round(bound / GIB, 4):g}, and a context of {len(document.prefix)} "
+                f"tokens (question {document.questions[0].name}){fitting} needs {enough_gb:.2f}; "
+                "raise it, or cut contexts with --max-prompt-tokens"
+                + (", or take a larger --group" if fitting else "")
+            )
 
 
 def _with_holes(num_bytes: int) -> int:

@@ -259,6 +259,17 @@ def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
     assert "--fit-data is given without --e-correction" in said
 
 
+def test_what_maps_are_fitted_on_has_to_fit_before_anything_is_measured(few, tmp_path):
+    records = read_records(DATA / "train.jsonl")[:3]
+    long = [msgspec.structs.replace(it, context=f"{it.context} " * 4) for it in records]
+    write_records(long, tmp_path / "long.jsonl")
+    args = [*few, "--out", str(tmp_path / "pair.json"), "--max-memory-gb", "0.022"]
+    status, said = run(*args, "--e-correction", "--fit-data", str(tmp_path / "long.jsonl"))
+    assert status == 1 and "--max-memory-gb is 0.022, and a context of 5" in said, said
+    assert "with maps of E from 3 layers, needs 0.0" in said
+    assert "timing" not in said, "nothing was computed"
+
+
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
     args = [*few, "--out", str(tmp_path / "pair.json"), "--no-prune"]
     args += ["--small", str(WEIGHTS / "foundation")]

@@ -28,6 +28,7 @@ from profiles.compute.room import (
     Sizes,
     bounds_of,
     make_room,
+    require_fitting,
 )
 from profiles.compute.study import Bench
 from profiles.data.documents import Document, Question
@@ -51,6 +52,7 @@ SIZES = Sizes(
     seen=6,
     distribution=3078144,
     choice=769536,
+    sums=268533768,
 )
 
 
@@ -155,6 +157,23 @@ def test_a_container_has_what_is_left_of_its_limits(tmp_path, monkeypatch):
     assert free_memory_bytes() == 500 - 50 + 30
     (tmp_path / "cgroup").write_text("0::/\n")
     assert free_memory_bytes() > 1000
+
+
+def test_what_maps_are_fitted_on_is_counted():
+    """Of Llama 3 8B from 15 layers: 4 GiB of sums, and what one map takes to be solved for."""
+    host, pattern = 8 * GIB, r", with maps of E from 15 layers, needs (\d\.\d\d); .* larger --group"
+    found = []
+    for bounds in (Bounds(host=host, device=GIB), Bounds(host=GIB)):
+        with pytest.raises(ConfigError, match=pattern) as caught:
+            require_fitting(SIZES, [SHORT, LONG], 15, bounds)
+        found.append(str(caught.value))
+    flags = [it.partition(" is 1, and a context of 4000 tokens (question q0), ")[0] for it in found]
+    assert flags == ["--max-device-memory-gb", "--max-memory-gb"]
+    need = float(re.search(pattern, found[0])[1])
+    assert 15 * SIZES.sums < need * GIB < 28 * SIZES.sums
+    require_fitting(SIZES, [SHORT, LONG], 15, Bounds(host=host, device=int(need * GIB)))
+    with pytest.raises(ConfigError, match=r"--max-memory-gb is 0\.5"):
+        require_fitting(SIZES, [LONG], 15, Bounds(host=GIB // 2, device=host))
 
 
 class Measured(msgspec.Struct, frozen=True):
