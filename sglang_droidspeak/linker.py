@@ -177,6 +177,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             adapters = runner.lora_manager.lora_refs
             hooks[release.LOAD_LORA] = self._load_lora, HookType.AROUND
             hooks[release.UNLOAD_LORA] = self._unload_lora, HookType.AFTER
+        if params.enable_kv_cache_events:
+            self._insertions.name = params.kv_event_lora_names.register
         if params.enable_kv_cache_events and settings.host_gb:
             events = HostEvents(self._cache, self._offloader, adapters, self._metrics)
             self._while_serving.callback(events.close)

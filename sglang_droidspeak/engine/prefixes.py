@@ -33,8 +33,8 @@ _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
 APPROXIMATE: Final = f"~droidspeak-approximate-{secrets.token_hex(16)}~"
-"""Before the adapter's id, which SGLang's events take from the end of the key. A user can give any
-extra key, but none that names this: what is read there would count as exact."""
+"""A user can give any extra key, but none that names this: what is read there would count as
+exact."""
 
 
 def page_hash(key: str) -> PageHash:

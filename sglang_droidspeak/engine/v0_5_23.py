@@ -80,6 +80,7 @@ USED: Mapping[str, str] = {
     f"{_EVENTS}.BlockRemoved": "e8542884a77c",
     f"{_EVENTS}.kv_event_namespace_seed": "ac315f522f10",
     f"{_EVENTS}.namespaced_block_hash": "230cd7f870d8",
+    "sglang.srt.mem_cache.events.KvEventLoraNames.register": "5ab5cfc99442",
     REPORT: "d201d904f804",
     REPORT_ABORT: "970832854ce1",
     REQUEST_LEVEL: "723097c2a9ab",
@@ -189,7 +190,7 @@ FIELDS: Mapping[str, str] = {
     "sglang.srt.mem_cache.memory_pool.KVCache": "dtype page_size layer_num",
     "sglang.srt.mem_cache.cache_init_params.CacheInitParams": (
         "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group "
-        "enable_kv_cache_events"
+        "enable_kv_cache_events kv_event_lora_names"
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
     "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path pinned"),

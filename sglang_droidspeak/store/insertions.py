@@ -67,9 +67,12 @@ class Insertions:
         default_factory=lambda: _untold, init=False
     )
     """What events say of some of a request's tokens."""
+    name: Callable[[Req], object] = field(default_factory=lambda: _unnamed, init=False)
+    """Has SGLang's own events name the request's adapter by the extra key that it has now."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
         """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
+        self.name(req)
         if self._pool.is_read:
             self._note(req, up_to, tree)
         self._inserting = (req, up_to)
@@ -124,6 +127,10 @@ class Insertions:
                 told=self.about(req, start, start + num_tokens),
             )
         )
+
+
+def _unnamed(_req: Req) -> None:
+    """Nobody follows events."""
 
 
 def _untold(_req: Req, _start: int, _stop: int) -> None:

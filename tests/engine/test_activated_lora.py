@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import pytest
-from engine_parts import SLOW_DEVICE, Answer, answer, prompt
+import zmq
+from engine_parts import SLOW_DEVICE, Answer, answer, eventually, prompt
 from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
+from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from benchmarks.oracle import Generated
 from cachetree.ids import EMPTY_SPAN
-from sglang_droidspeak.fleet.servers import Server, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 
@@ -30,6 +33,8 @@ def plain_prompt(num_tokens: int, seed: int) -> list[int]:
 class Pair:
     server: Server
     models: Checkpoints
+    events: zmq.Socket[bytes]
+    """SGLang's, for those who route by them."""
 
     def ask(self, tokens: list[int], **options) -> Answer:
         return answer(self.server, tokens, lora_path="judge", **options)
@@ -49,14 +54,21 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     file = models.adapters["judge"] / "adapter_config.json"
     stated = json.loads(file.read_text())
     file.write_text(json.dumps({**stated, "alora_invocation_tokens": INVOCATION}))
+    at = f"tcp://127.0.0.1:{free_port()}"
+    published = json.dumps({"publisher": "zmq", "endpoint": at, "bind": True})
     spec = ServerSpec(
         model=models.whole[BASE],
-        options=WITH_LORA | {"max-loras-per-batch": 3},
+        options=WITH_LORA | {"max-loras-per-batch": 3, "kv-events-config": published},
         adapters=models.adapters,
         droidspeak={"host_gb": 0.25},
     )
-    with running(spec, folder=folder / "logs", env=SLOW_DEVICE) as (server,):
-        yield Pair(server, models)
+    with (
+        zmq.Context.instance().socket(zmq.SUB) as events,
+        running(spec, folder=folder / "logs", env=SLOW_DEVICE) as (server,),
+    ):
+        events.subscribe(b"")
+        events.connect(at)
+        yield Pair(server, models, events)
 
 
 def test_it_acts_from_its_invocation_on(pair: Pair) -> None:
@@ -101,6 +113,23 @@ def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) ->
 def test_without_an_invocation_it_is_the_base(pair: Pair) -> None:
     tokens = plain_prompt(150, 12)
     pair.ask(tokens).assert_equals(pair.expected_of_base(tokens))
+
+
+def test_events_call_it_by_its_name(pair: Pair) -> None:
+    """The base model has none of it, whoever asks for the same tokens."""
+
+    def names() -> set[str | None]:
+        tokens = [*plain_prompt(90, 50), *INVOCATION, *plain_prompt(20, 51)]
+        pair.ask(tokens, max_new_tokens=1)
+        pair.server.flush()
+        told: set[str | None] = set()
+        while pair.events.poll(500):
+            batch = msgspec.msgpack.decode(pair.events.recv_multipart()[2], type=KVEventBatch)
+            stored = [it for it in batch.events if isinstance(it, BlockStored)]
+            told |= {it.lora_name for it in stored if it.token_ids[:16] == tokens[:16]}
+        return told
+
+    assert eventually(names) == {"judge"}
 
 
 def test_others_in_the_batch_are_not_touched(pair: Pair) -> None:

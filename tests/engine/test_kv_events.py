@@ -19,6 +19,7 @@ import tree_parts
 import zmq
 from engine_parts import CPU, ENV, PAGE, answer, eventually, page_hashes, prompt
 from forked import ServerSpec
+from radix_parts import request_of, sglang_tree
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -28,16 +29,18 @@ from sglang.srt.disaggregation.kv_events import (
     ZmqEventPublisher,
 )
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from cachetree import Cache, CacheConfig, ModelId, PageHash
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.fleet.servers import free_port, running
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.store import events as store_events
 from sglang_droidspeak.store.events import HostEvents
-from sglang_droidspeak.store.insertions import EventTokens, Offload
+from sglang_droidspeak.store.insertions import EventTokens, Insertions, Offload
 
 FAMILY = msgspec.structs.replace(tree_parts.FAMILY, page_size=PAGE)
 MODEL = ModelId("0" * 32)
@@ -217,6 +220,44 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
     fields = ("block_size", "medium", "lora_id", "lora_name", "cache_salt")
     for it in (first, second):
         assert [getattr(it, of) for of in fields] == [getattr(stored, of) for of in fields]
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("is_dynamos", [False, True])
+def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamos: bool) -> None:
+    """And not the base model, whose the same tokens would be gone when the adapter's are."""
+    names, tokens = KvEventLoraNames(), prompt(2 * PAGE, seed=1)
+    names.register(lora_id=ADAPTER.lora_id, lora_name=ADAPTER.lora_name)
+    tree = sglang_tree(
+        core,
+        enable_kv_cache_events=True,
+        kv_event_lora_names=names,
+        dynamo_kv_event_format=is_dynamos,
+    )
+    insertions = Insertions(None, SimpleNamespace(is_read=False), None, PAGE)  # type: ignore[arg-type]
+    insertions.name = names.register
+
+    def insert(_tree: object, req: Any, *, up_to: int) -> None:
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
+        tree.insert(InsertParams(key=key, value=torch.arange(up_to)))
+
+    def stored(req: Any) -> set[int]:
+        tree.take_events()
+        insertions.checkpoint(insert, tree, req, up_to=len(tokens))
+        (event,) = tree.take_events()
+        assert event.lora_name == (req.lora_id and "sql")
+        return {*event.block_hashes}
+
+    reqs = [request_of(tokens, ADAPTER.lora_id) for _ in range(4)]
+    prefixes.move(reqs[1], approximate=True)
+    prefixes.invoke(reqs[2], at=17)
+    prefixes.invoke(reqs[3], at=17)
+    prefixes.move(reqs[3], approximate=True)
+    told = [stored(req) for req in (*reqs, request_of(tokens))]
+    assert len(set.union(*told)) == 5 * len(told[0])
+    tree.evict(EvictParams(num_tokens=4 * len(tokens)))
+    gone = {block for event in tree.take_events() for block in event.block_hashes}
+    assert gone == set.union(*told[:4])
 
 
 def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:

@@ -16,12 +16,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from engine_parts import PAGE, family_of
+from radix_parts import request_of, sglang_tree
 from safetensors.torch import load_file, save_file
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from benchmarks.random_adapters import write_adapter
 from cachetree.errors import ConfigError
@@ -51,19 +49,6 @@ def model(tmp_path_factory) -> Path:
 
 def pages_of(num_pages: int, seed: int = 0) -> list[PageHash]:
     return page_hashes(random_prompt(num_pages * PAGE, seed), PAGE)
-
-
-def request(num_pages: int, seed: int) -> Any:
-    return SimpleNamespace(
-        lora_id=None,
-        extra_key=None,
-        cache_salt=None,
-        full_untruncated_fill_ids=array("q", random_prompt(num_pages * PAGE, seed)),
-        multimodal_inputs=None,
-        input_embeds=None,
-        positional_embed_overrides=None,
-        session=None,
-    )
 
 
 @dataclass
@@ -201,23 +186,12 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
 @pytest.mark.parametrize("core", ["python", "rust"])
 def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> None:
     """Each rank asks when it likes, and all have to evict the same."""
-    sglangs = UnifiedRadixCache(
-        CacheInitParams(
-            disable=False,
-            req_to_token_pool=None,
-            token_to_kv_pool_allocator=SimpleNamespace(
-                page_size=PAGE, device="cpu", free_segment=lambda _slots, *, start_pos: None
-            ),
-            page_size=PAGE,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend=core,
-        )
-    )
+    sglangs = sglang_tree(core)
     index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS)
     index.is_read = index.has_approximate = True
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     insertions = Insertions(models, index, None, PAGE)  # type: ignore[arg-type]
-    older, newer = (request(6, seed) for seed in range(2))
+    older, newer = (request_of(random_prompt(6 * PAGE, seed)) for seed in range(2))
     plan = Plan(
         sender=BASE,
         receiver=ADAPTED,
@@ -259,7 +233,7 @@ def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> N
 def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     shelf: Shelf, num_loaded: int, is_read: bool, e_pages: int
 ) -> None:
-    req = request(6, seed=1)
+    req = request_of(random_prompt(6 * PAGE, 1))
     pages = prefixes.pages_of(req, 6 * PAGE, PAGE)
     shelf.insert(pages[:2])
     shelf.num_there, shelf.index.is_read = 2, is_read
