@@ -187,16 +187,21 @@ class Offloader:
 
     def _run(self, offloads: Iterator[tuple[Offload | None]]) -> None:
         give_way()
+        # SGLang offers their nodes again, and then what follows them and cannot be stored before.
+        failed: set[tuple[ModelId, PageHash | None]] = set()
         with torch.inference_mode(), self._device.stream(self._stream):
             for (offload,) in offloads:
                 self.storing = offload
-                stored = True
+                stored = offload is None or (offload.model, offload.parent) not in failed
                 try:
-                    if offload is not None:
+                    if offload is not None and stored:
                         self._store(offload)
                 except Exception:
                     log.exception("a new node was not stored")
                     stored = False
+                if offload is not None:
+                    pages = {(offload.model, it) for it in offload.pages}
+                    failed = failed - pages if stored else failed | pages
                 self.storing = None
                 self.num_done += 1
                 self._results.put(stored)

@@ -21,7 +21,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.waiting import WaitingRequests
-from sglang_droidspeak.store.insertions import Insertions, Offloader
+from sglang_droidspeak.store.insertions import Insertions, Offload, Offloader
 
 NUM_TOKENS = 4 * PAGE + 3
 TOKENS = list(range(NUM_TOKENS))
@@ -111,6 +111,39 @@ def test_what_comes_after_a_node_that_is_let_go_is_stored(monkeypatch: pytest.Mo
         time.sleep(0.001)
     assert [offloader.pop_result(), offloader.pop_result()] == [True, True]
     assert (stored, offloader.num_done) == ([node], 2)
+    offloader.close()
+
+
+def test_what_follows_a_node_that_failed_is_offered_again_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang offers no node once more that counts as stored."""
+    fails = [False, False, True]
+    monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / 0 if fails.pop() else None)
+    offloader = Offloader(
+        MagicMock(), SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
+    )
+    pages = page_hashes(TOKENS)
+
+    def stored(*starts: int) -> list[bool]:
+        """Two pages each."""
+        for start in starts:
+            parent = pages[start - 1] if start else None
+            node = Offload(
+                model=ModelId("m"),
+                parent=parent,
+                pages=pages[start : start + 2],
+                slots=torch.zeros(0),
+                ready=(),
+            )
+            assert offloader.put(node)
+        while offloader.num_results < len(starts):
+            time.sleep(0.001)
+        return [offloader.pop_result() for _ in starts]
+
+    assert stored(0, 2, 1) == [False, False, False], "it ends there, or within it"
+    fails[:] = [False, False]
+    assert stored(0, 2) == [True, True]
     offloader.close()
 
 
