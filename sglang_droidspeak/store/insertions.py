@@ -97,7 +97,9 @@ class Insertions:
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
         """Have new exact KV copied out, after what `ready` records; False where it is not, yet."""
-        if self._inserting is None or self._offloader.is_stopped:
+        if self._offloader.is_stopped:
+            return self._offloader.put(None)
+        if self._inserting is None:
             return False
         req, up_to = self._inserting
         owner = self._models.owner_of(req)
@@ -147,7 +149,7 @@ class Offloader:
         self._stream = self._device.Stream()
         self._results: SimpleQueue[bool] = SimpleQueue()
         self.is_stopped = False
-        """It takes nothing more."""
+        """It stores nothing more."""
         self.storing: Offload | None = None
         """What its thread stores now; read in that thread."""
         self.num_put = 0

@@ -59,9 +59,9 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
     return waiting.look([req], MagicMock(), is_decoding=False), planner
 
 
-def offered(req: Req) -> MagicMock:
+def offered(req: Req, *, is_stopped: bool = False) -> MagicMock:
     """The offloader, after SGLang has inserted the request's whole pages into its tree."""
-    models, offloader = MagicMock(), MagicMock(is_stopped=False)
+    models, offloader = MagicMock(), MagicMock(is_stopped=is_stopped)
     models.owner_of.return_value = Owner(ModelId("m"), None, None)
     insertions = Insertions(models, MagicMock(), offloader, PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
@@ -97,6 +97,10 @@ def test_what_descends_from_approximate_kv_is_let_go_in_its_turn() -> None:
     req = request()
     prefixes.move(req, approximate=True)
     offered(req).assert_called_once_with(None)
+
+
+def test_where_nothing_is_stored_a_node_is_let_go_once_and_not_offered_again() -> None:
+    offered(request(), is_stopped=True).assert_called_once_with(None)
 
 
 def test_what_comes_after_a_node_that_is_let_go_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
