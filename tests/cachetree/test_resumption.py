@@ -236,6 +236,27 @@ def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
         assert peer.status.num_failed_fetches == 0
 
 
+def test_one_that_cannot_be_asked_for_again_keeps_no_other_from_it() -> None:
+    first, second = new_staging(16), new_staging(16)
+    num_asked = 0
+
+    def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:
+            first.traceparent = object()  # type: ignore[assignment]
+            worker.send(identity, wire.Bye(reason="closing"))
+        for frame, payload in frames_of(fetch) if num_asked > 2 else ():
+            worker.send(identity, frame, payload)
+
+    with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), PATIENT) as peer:
+        for staging in (first, second):
+            peer.fetch(MODEL, PAGES, staging)
+        wait_all(second)
+        check_content(second, PAGES)
+        assert "internal error" in str(first.error)
+
+
 def test_a_lost_last_advert_is_missed_at_the_next_heartbeat() -> None:
     source, tree = new_tree(PAGES[:8]), new_tree()
     with (
