@@ -148,7 +148,8 @@ class Cache:
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all who read from here know by now what is stored at this call."""
-        return self._worker.knowing() if self._worker is not None else lambda: True
+        worker = self._worker  # Which `stop_serving` takes away.
+        return worker.knowing() if worker is not None else lambda: True
 
     def match(self, pages: Sequence[PageHash], *, is_use: bool = True) -> list[Match]:
         """The longest prefix per model and location: a local walk, also for what peers have.

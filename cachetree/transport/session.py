@@ -113,7 +113,7 @@ class Session:
     def close(self, reason: str) -> None:
         """End everything; the streams still have to drain."""
         self._stores.close()
-        self._waiting.clear()
+        self._stop_waiting(set(self._waiting), "lost")
         for stream in self._streams.values():
             self._service.counts.fetches_by_outcome["lost"] += not stream.is_over
             stream.end()
@@ -234,10 +234,16 @@ class Session:
         if not disk.promote(model, last, deadline, read):
             resume()
 
+    def _stop_waiting(self, requests: set[Fetch | Store], outcome: str) -> None:
+        self._waiting -= requests
+        for request in requests:
+            if isinstance(request, Fetch):
+                self._service.counts.fetches_by_outcome[outcome] += 1
+
     def _cancel(self, id: int) -> None:
         """The peer gives up what has that id, or has copied all of it."""
         self._stores.cancel(id)
-        self._waiting = {it for it in self._waiting if it.id != id}
+        self._stop_waiting({it for it in self._waiting if it.id == id}, "cancelled")
         if (stream := self._streams.get(id)) is not None:
             self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over
             stream.end()

@@ -205,6 +205,25 @@ def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
         assert fetch() is not None
 
 
+def test_who_asks_what_others_know_may_do_so_while_serving_ends() -> None:
+    class Ending(Cache):
+        """Stops serving as soon as somebody has looked at who serves."""
+
+        is_ending = False
+
+        def __getattribute__(self, name: str) -> object:
+            found = super().__getattribute__(name)
+            if name == "_worker" and self.is_ending:
+                self.is_ending = False
+                self.stop_serving()
+            return found
+
+    with Ending(FAMILY, CacheConfig(host_bytes=1 << 20)) as cache:
+        cache.is_ending = True
+        assert cache.knowing()()
+        assert cache.address is None
+
+
 class Device:
     """Knows the memory that was registered."""
 

@@ -182,10 +182,16 @@ def test_the_worker_answers_while_its_disk_is_slow(
             peer.send(A_FETCH)
             assert peer.ask(wire.Ping()) == wire.Pong()
             assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1, error="cancelled")
+            with RawPeer(worker._worker.address) as gone:
+                gone.send(A_FETCH)
+                assert gone.ask(wire.Ping()) == wire.Pong()
+            status = worker._worker.status
+            eventually(lambda: status().fetches_by_outcome == {"cancelled": 1, "lost": 1})
             goes_on.set()
             eventually(lambda: worker.tree.num_pages == 64)
             assert peer.ask(wire.Ping()) == wire.Pong()
             assert not peer.frames, "a cancelled fetch went on"
+            assert status().fetches_by_outcome == {"cancelled": 1, "lost": 1}
 
 
 def test_what_fails_once_it_was_read_ends_no_session_but_its_own(tmp_path: Path) -> None:
