@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import signal
-import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,9 +109,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    # Before any thread begins, which inherits it: an event that a handler sets can be waited for in
+    # vain, as both take its lock in this thread.
+    ends = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     with contextlib.ExitStack() as stack:
         note_served = stack.enter_context(exported(config.traces))
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
@@ -121,7 +121,7 @@ def run(config: ServeConfig) -> None:
             queries = _queries(config, cache) if config.query else None
             page = StatusPage(*parse_http(config.http, field="http"), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")
-        stop.wait()
+        signal.sigwait(ends)
 
 
 def _queries(config: ServeConfig, cache: Cache) -> Queries:
