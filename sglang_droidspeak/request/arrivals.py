@@ -49,13 +49,16 @@ class Arrivals:
     def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
         """How far those with a plan are on this rank, SETTLED where they have failed.
 
-        What has just come is planned again, with what the device has. So are the next that could
-        be admitted, in each step; and their fetch is begun, if it could not be before.
+        Fetches that found no memory are begun, up to the first for which there is still none. What
+        has just come is planned again, with what the device has; so are the next that could be
+        admitted, in each step.
         """
-        following = [*islice((it for it in queue if it.phase is not Phase.FETCHING), NUM_NEXT)]
-        for request in following:
+        for request in queue:
             if not request.failure and request.source is None:
                 request.fetch(self._sources, tree)
+                if request.source is None:
+                    break
+        following = [*islice((it for it in queue if it.phase is not Phase.FETCHING), NUM_NEXT)]
         phases = [self._arrival(it) for it in queue]
         for number, request in enumerate(queue):
             is_asked = phases[number] is not request.phase or request in following
