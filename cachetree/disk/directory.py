@@ -139,7 +139,8 @@ def _sync(folder: Path) -> None:
 
 def _lock(path: Path) -> int:
     """A handle that keeps others out while it is open."""
-    handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    handle = os.open(path / _LOCK, flags, FILE_MODE)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

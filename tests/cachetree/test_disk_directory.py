@@ -145,6 +145,16 @@ def test_sizes_that_hold_nothing_are_refused(
         open_store(tmp_path, **config)
 
 
+def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_path: Path) -> None:
+    other, folder = tmp_path / "other", tmp_path / "disk"
+    other.write_text("kept")
+    folder.mkdir()
+    (folder / "cachetree.lock").symlink_to(other)
+    with pytest.raises(ConfigError, match=r"disk path is .*; name another directory"):
+        open_store(folder)
+    assert other.read_text() == "kept"
+
+
 def test_one_process_at_a_time_has_the_directory(tmp_path: Path) -> None:
     command = [sys.executable, str(PARTS), "write", str(tmp_path), str(1 << 20), "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
