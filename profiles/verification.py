@@ -15,6 +15,7 @@ from cachetree.planning import BlockQuality
 from profiles.compute.examination import FIRST_TOKENS
 from profiles.compute.journal import Journal, temporary_journal
 from profiles.compute.measuring import judging_steps
+from profiles.compute.models import load_tokenizer, look_at_pair
 from profiles.compute.study import HELD_OUT, Bench
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
@@ -58,12 +59,13 @@ class Again:
     ) -> None:
         self._profile, self._settings, self._console = profile, settings, console
         self._corrections = corrections
-        self._pair = pair = open_pair(settings)
-        _require_same("sender", profile.sender, pair.sender_identity)
-        _require_same("receiver", profile.receiver, pair.receiver_identity)
-        positions = pair.receiver.config.max_position_embeddings
+        sender, receiver = look_at_pair(*settings.pair)
+        _require_same("sender", profile.sender, sender.identity)
+        _require_same("receiver", profile.receiver, receiver.identity)
+        tokenizer = load_tokenizer(settings.pair[1])
+        positions = receiver.config.max_position_embeddings
         self._sources, self._documents = load_documents(
-            settings, settings.data, pair.tokenizer, positions
+            settings, settings.data, tokenizer, positions
         )
 
     def verify(self) -> Verification:
@@ -152,7 +154,8 @@ class Again:
         plans: Sequence[Candidate],
         journal: Journal,
     ) -> Measured:
-        sender, receiver = answerers(self._pair, documents, *self._settings.memory_gb)
+        pair = open_pair(self._settings)
+        sender, receiver = answerers(pair, documents, *self._settings.memory_gb)
         bench = Bench(
             sender=sender, receiver=receiver, journal=journal, corrections=self._corrections
         )

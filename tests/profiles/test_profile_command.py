@@ -421,11 +421,6 @@ TRAIN = str(DATA / "train.jsonl")
         (["--sender", "x", "--receiver", "y"], 2, "profile needs --data, --out"),
         (["verify", str(FINE_TUNES.profile)], 2, "verify needs --sender, --receiver, --data"),
         (["calibrate", str(FINE_TUNES.profile)], 2, "calibrate needs --sender, --receiver, --data"),
-        (
-            ["calibrate", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", TRAIN],
-            1,
-            "96 of the profile's 96 held-out contexts are not in --data",
-        ),
         (["show", "none.json"], 1, "none.json (relative to "),
         (["--sender", "none", *OTHER, "--data", TRAIN, "--out", "o", *ASKED], 1, "none"),
         ([*flags(FINE_TUNES), "--data", "none.jsonl", "--out", "o", *ASKED], 1, "'none.jsonl'"),
@@ -449,16 +444,6 @@ TRAIN = str(DATA / "train.jsonl")
             [*flags(FINE_TUNES), "--data", TRAIN, "--out", "o", *ASKED, "--max-memory-gb", "1e-4"],
             1,
             "--max-memory-gb is 0.0001",
-        ),
-        (
-            ["verify", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", TRAIN],
-            1,
-            "24 of 24 contexts (100%) are the profile's own; verify on others",
-        ),
-        (
-            ["verify", str(FINE_TUNES.profile), *flags(SHIPPED[1]), "--data", TRAIN],
-            1,
-            "--sender is not the profile's sender: weights is",
         ),
     ],
 )
@@ -491,6 +476,27 @@ def test_a_mistake_is_found_before_any_weights_are_read(args, says, tmp_path, ca
     monkeypatch.chdir(tmp_path)
     right = [*flags(FINE_TUNES), *FAST, "--data", TRAIN, *ASKED, "--out", "o"]
     assert main(["profile", *right, *args]) == 1
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert complaint.startswith(f"droidspeak: {says}")
+
+
+@pytest.mark.parametrize(
+    ("command", "pair", "says"),
+    [
+        ("verify", FINE_TUNES, "24 of 24 contexts (100%) are the profile's own; verify on others"),
+        ("calibrate", FINE_TUNES, "96 of the profile's 96 held-out contexts are not in --data"),
+        ("verify", SHIPPED[1], "--sender is not the profile's sender: weights is"),
+    ],
+)
+def test_what_cannot_be_verified_is_told_before_any_weights_are_read(
+    command, pair, says, capsys, monkeypatch
+):
+    def load_pair(*_: object, **__: object) -> None:
+        raise AssertionError("weights would be read")
+
+    monkeypatch.setattr("profiles.profiler.load_pair", load_pair)
+    asked = [str(FINE_TUNES.profile), *flags(pair), "--data", TRAIN]
+    assert main(["profile", command, *asked]) == 1
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith(f"droidspeak: {says}")
 
