@@ -109,11 +109,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # Before any thread begins, which inherits it: an event that a handler sets can be waited for in
-    # vain, as both take its lock in this thread.
     ends = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     with contextlib.ExitStack() as stack:
+        # Before any thread begins, which inherits it: an event that a handler sets can be waited
+        # for in vain, as both take its lock in this thread.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         note_served = stack.enter_context(exported(config.traces))
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
