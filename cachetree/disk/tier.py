@@ -221,8 +221,7 @@ class DiskTier:
     ) -> None:
         offset = 0
         for entry, span in found:
-            if staging.error is not None:
-                raise staging.error
+            staging.check()
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the read from disk did not end in time")
             size = entry.record.layout.bytes_of(step, len(span))

@@ -110,6 +110,12 @@ class Staging:
                 self.error = without_frames(error)
                 self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raises what ended the fetch early, if anything, anew: only who catches it keeps its
+        frames, which may have views of memory."""
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+
     def cancel(self) -> None:
         """The reader gives up; the writer learns of it at its next `write` or `error`."""
         self.fail(_cancelled())
@@ -141,8 +147,7 @@ class Staging:
             if is_own and self.error is None:
                 raise DeadlineExceeded(f"{_name(step)} did not arrive within the wait")
             self.fail(DeadlineExceeded(f"{_name(step)} did not arrive in time"))
-            assert self.error is not None
-            raise type(self.error)(*self.error.args)  # Whose frames only its reader keeps.
+            self.check()
 
     def release(self) -> None:
         """The reader reads no more; what has not completed is cancelled. Idempotent."""

@@ -250,8 +250,7 @@ class HiCacheTier:
     def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         lane = self._reading
         for batch in lane.batches(model, pages, staging.steps):
-            if staging.error is not None:
-                raise staging.error
+            staging.check()
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the HiCache backend was not fast enough")
             try:

@@ -80,8 +80,7 @@ class Source:
         if not it.is_complete:
             if it.deadline.has_passed:
                 it.fail(DeadlineExceeded("the fetch did not end in time"))
-            if it.error is not None:
-                raise it.error
+            it.check()
 
     def admit(self) -> bool:
         """Whether all is there still, or coming; from now on until `release`."""
@@ -98,9 +97,9 @@ class Source:
             for step in it.steps:
                 it.wait(step, deadline)
         except DeadlineExceeded as exc:
-            raise it.error or ForwardWaitExceeded(str(exc)) from exc
-        if it.error is not None:  # The loader has left layers out that came late.
-            raise it.error
+            it.check()
+            raise ForwardWaitExceeded(str(exc)) from exc
+        it.check()  # The loader has left layers out that came late.
 
     def e(self, layer: int, at: Span) -> torch.Tensor:
         """`[len(at), columns of this rank]`, on the device or the host; raises FetchError without

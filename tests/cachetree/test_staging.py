@@ -255,3 +255,14 @@ def test_a_large_copy_lets_other_threads_run() -> None:
     is_over.set()
     thread.join()
     assert num_turns_meanwhile > 1
+
+
+@pytest.mark.parametrize("tell", [Staging.check, lambda it: it.wait(KV0)])
+def test_an_error_that_was_told_keeps_no_frames(tell: Callable[[Staging], None]) -> None:
+    staging = make()
+    staging.check()
+    staging.fail(ProtocolError("a test"))
+    with pytest.raises(ProtocolError, match="a test"):
+        tell(staging)
+    assert staging.error is not None
+    assert staging.error.__traceback__ is None
