@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 import requests
 import yaml
 
@@ -245,14 +246,19 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL every process of the server at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
 
     def terminate(self) -> None:
         """Ask it to end; returns at once."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        """To what is left of it, where its first process has ended too; to nobody where another
+        process was given the number of that one."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
+            if self.is_alive or not psutil.pid_exists(self.pid):
+                os.killpg(self.pid, number)
 
     def stop(self) -> None:
         """End it gently, then surely."""
@@ -349,7 +355,7 @@ def running(
     start_timeout_s: float = 180.0,
 ) -> Iterator[list[Any]]:
     """Start servers side by side, on a GPU one after the other, yield them ready, and end them
-    whatever happens, SIGTERM and SIGHUP too.
+    whatever happens, SIGTERM and SIGHUP too. What is taken out of the list is ended as well.
 
     Raises ServerFailed.
     """
@@ -366,7 +372,7 @@ def running(
             if spec.is_on_gpu(env):
                 _wait_for(servers[-1:], start_timeout_s)
         _wait_for(servers, start_timeout_s)
-        yield servers
+        yield list(servers)
 
 
 def _wait_for(waiting: Sequence[Process], timeout_s: float) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 import yaml
+from engine_parts import eventually
 
 from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
@@ -126,6 +128,37 @@ def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
         started.kill()
         with pytest.raises(servers.ServerFailed, match="program ended with"):
             started.is_ready()
+
+
+def test_what_a_program_left_when_it_ended_ends_with_the_fleet(tmp_path: Path) -> None:
+    """A wrapper that goes first; `droidspeak up` takes what has ended out of its list."""
+    left, go = tmp_path / "pid", tmp_path / "go"
+    serve = f"{sys.executable} -m http.server {(port := servers.free_port())} --bind 127.0.0.1"
+    command = ("sh", "-c", f"{serve} & echo $! > {left}; until [ -e {go} ]; do sleep 0.1; done")
+    with servers.running(servers.ProgramSpec(command=command, port=port), folder=tmp_path) as all_:
+        (program,) = all_
+        go.touch()
+        program._process.wait(20)
+        all_.remove(program)
+        os.kill(pid := int(left.read_text()), 0)
+    ended(pid)
+
+
+def ended(pid: int) -> None:
+    """Of what was not this process's own; its new parent may be late to ask how it ended."""
+    eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10)
+
+
+def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path: Path) -> None:
+    spec = servers.ProgramSpec(command=("sleep", "60"), port=servers.free_port())
+    was, other = spec.start(tmp_path, {}), spec.start(tmp_path, {})
+    was.stop()
+    was._process.pid = other.pid
+    was.stop()
+    with pytest.raises(subprocess.TimeoutExpired):
+        other._process.wait(0.5)
+    other.stop()
+    assert not other.is_alive
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
