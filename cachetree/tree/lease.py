@@ -58,8 +58,6 @@ class Lease(Hold):
 
     def runs(self, step: Step, pages: Span | None = None) -> list[tuple[Slab, memoryview]]:
         """`views`, each with the slab that it lies in."""
-        if self.is_over:
-            raise StaleEntry(f"the lease of {self.owner} has ended")
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
@@ -68,7 +66,11 @@ class Lease(Hold):
         for number, part in parts_of(sizes, wanted):
             slab, all_pages = self._parts[number]
             span = Span(all_pages.start + part.start, all_pages.start + part.stop)
-            found += [(slab, view) for view in slab.views(step, span, self._kept.get(slab))]
+            memory = slab.memory  # First: it may give way, and be kept, between these two lines.
+            views = slab.views(step, span, self._kept.get(slab, memory))
+            found += [(slab, view) for view in views]
+        if self.is_over:  # Last: until then others may have got what it kept.
+            raise StaleEntry(f"the lease of {self.owner} has ended")
         return found
 
     def keep(self, slab: Slab) -> None:

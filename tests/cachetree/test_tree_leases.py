@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from tree_parts import (
+    FAMILY,
     FAR,
     KV,
+    PAGE,
     A,
     B,
     FakeTime,
@@ -20,6 +24,9 @@ from tree_parts import (
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
 from cachetree.ids import Span
+from cachetree.memory import Arena
+from cachetree.memory.slab import Blocks, Loan
+from cachetree.tree import CacheTree
 
 
 def test_a_lease_reads_any_run_of_pages() -> None:
@@ -118,6 +125,77 @@ def test_leases_end_at_their_deadline() -> None:
     assert bytes(view) == held  # a view taken before is never overwritten
     del view
     store(tree, A, "z")
+
+
+class SlowLoan(Loan):
+    """Whoever is about to look at its memory is stopped first."""
+
+    __slots__ = ("_memory", "_stop")
+
+    def __init__(self, loan: Loan, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        super().__init__(loan.memory, loan.runs)
+
+    @property
+    def memory(self) -> memoryview:  # type: ignore[override]
+        self._stop()
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: memoryview) -> None:
+        self._memory = memory
+
+
+class SlowArena(Arena):
+    """`meanwhile` happens once, when somebody is about to look at what is lent."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def take(self, parts: Sequence[Blocks]) -> Loan:
+        return SlowLoan(super().take(parts), self._stop)
+
+    def _stop(self) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+
+
+def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
+    clock, memory = FakeTime(), SlowArena(2 * PAGE)
+    tree = CacheTree(FAMILY, host_bytes=2 * PAGE, memory=memory, clock=clock)
+    store(tree, A, "ab")
+    lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
+    assert lease is not None
+
+    def pass_on() -> None:
+        clock.now_s = 6.0
+        store(tree, A, "xy")
+
+    memory.meanwhile = pass_on
+    with pytest.raises(StaleEntry, match="slow reader"):
+        lease.kv(0)
+    assert num_pages(tree, A, "xy") == 2
+
+
+def test_views_that_are_taken_while_their_pages_gain_e_are_never_overwritten() -> None:
+    memory = SlowArena(100 * PAGE)
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=memory)
+    store(tree, A, "ab")
+    lease = tree.lease(A, path("ab"), "test", far_future())
+    assert lease is not None
+
+    def gain() -> None:
+        store(tree, A, "ab", e_layers=[1])
+
+    memory.meanwhile = gain
+    (view,) = lease.kv(0)
+    expected = b"".join(content(A, page, 0, "kv", KV) for page in path("ab"))
+    assert bytes(view) == expected
+    lease.release()
+    del lease
+    for number in range(40):
+        store(tree, B, chr(ord("0") + number) * 2)
+    assert bytes(view) == expected
 
 
 def test_an_open_reservation_keeps_its_parent() -> None:
