@@ -29,6 +29,8 @@ _STUCK_S: Final = 5.0
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """For a request to come whole."""
+_MAX_DIGITS: Final = 20
+"""Of a request's size."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,9 +143,12 @@ def _answered(environ: WSGIEnvironment, queries: Queries) -> tuple[str, bytes]:
     try:
         if environ["REQUEST_METHOD"] != "POST":
             raise ConfigError(f"the method is {environ['REQUEST_METHOD']}; give POST")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+        # Python converts no number of thousands of digits.
+        is_size = length.isdecimal() and len(length) <= _MAX_DIGITS
+        if not is_size or int(length) > MAX_BODY_BYTES:
             raise ConfigError(
-                f"Content-Length is {length!r}; give one of at most {MAX_BODY_BYTES} bytes"
+                f"Content-Length is {length[: 2 * _MAX_DIGITS]!r}; give one of at most "
+                f"{MAX_BODY_BYTES} bytes"
             )
         return "200 OK", queries.answer(environ["wsgi.input"].read(int(length)))
     except (ConfigError, TimeoutError) as exc:

@@ -201,6 +201,11 @@ def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_read() -> 
             (b"\xff", {}, "cannot be read"),
             (b"", {"Content-Length": str(MAX_BODY_BYTES + 1)}, "give one of at most"),
             (b"", {"Content-Length": "-1"}, "give one of at most"),
+            (
+                b"",
+                {"Content-Length": "1" * 5000},
+                "'1111111111111111111111111111111111111111'; give",
+            ),
             (b"", {"Content-Length": ""}, "give one of at most"),
         ):
             code, told = post(page.url, body, **headers)
