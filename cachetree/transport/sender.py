@@ -193,7 +193,7 @@ BURST: Final = 16
 class SendScheduler:
     """Streams of all peers get equal bytes, whatever their frames.
 
-    Used by the worker's thread only.
+    Used by the worker's thread only, but for `len`.
     """
 
     def __init__(self, counts: verbs.Status, max_bytes_per_s: float | None, clock: Clock) -> None:
@@ -204,7 +204,7 @@ class SendScheduler:
 
     @property
     def _sending(self) -> list[Stream]:
-        return [it for it in self._streams if not it.is_over]
+        return [it for it in tuple(self._streams) if not it.is_over]
 
     def __len__(self) -> int:
         return len(self._sending)

@@ -22,7 +22,7 @@ _PATIENCE_S: Final = 10
 
 
 class NoAnswer(CacheTreeError):
-    """A server is not there, is none of SGLang's, or runs without this extension."""
+    """A server is not there, is none of SGLang's, runs without this extension, or cannot tell."""
 
 
 def add_parsers(commands: Any) -> None:
@@ -92,6 +92,8 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
         raise _is_another(url, exc) from exc
     if not is_ours:
         raise NoAnswer(f"{url} runs without droidspeak")
+    if "error" in state[KEY]:
+        raise NoAnswer(f"{url}: {state[KEY]['error']}")
     if "Date" not in reply.headers:
         return state, 0.0
     told_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()

@@ -119,10 +119,11 @@ class Answers:
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
         page, asked = asking.asked(recv_req)
+        answer = self._answer(page, asked, scheduler)
         if page:
-            output.internal_state = {KEY: self._answer(page, asked, scheduler)}
+            output.internal_state = {KEY: answer}
         else:
-            output.internal_state[KEY] = msgspec.to_builtins(self._state())
+            output.internal_state[KEY] = answer
 
     def _state(self) -> ServerState:
         peers = self._cache.sources()
@@ -157,6 +158,8 @@ class Answers:
 
     def _answer(self, page: str, asked: str, scheduler: Scheduler) -> dict[str, Any]:
         try:
+            if not page:
+                return msgspec.to_builtins(self._state())
             if page == asking.GUARD:
                 return self._guard(asked)
             question = msgspec.json.decode(asked, type=Question)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -43,6 +44,7 @@ from cachetree import (
 from cachetree.memory.arena import Arena
 from cachetree.transport import ask as ask_worker
 from cachetree.transport import verbs, wire
+from cachetree.transport.sender import SendScheduler
 from cachetree.tree import join_hashes
 
 PAGES = pages_of(16)
@@ -324,3 +326,24 @@ def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
         peer.close()
     source.evict()
     assert source.num_pages == 0
+
+
+def test_streams_come_and_go_while_another_thread_counts_them() -> None:
+    scheduler = SendScheduler(verbs.Status(version=0, epoch=0, model=""), None, time.monotonic)
+
+    @dataclass(eq=False)
+    class Seen:
+        """Another comes as one looks at it."""
+
+        has_another: bool
+        served_bytes = 0
+
+        @property
+        def is_over(self) -> bool:
+            if self.has_another:
+                self.has_another = False
+                scheduler.add(Seen(False), lambda _: None)  # type: ignore[arg-type]
+            return False
+
+    scheduler.add(Seen(True), lambda _: None)  # type: ignore[arg-type]
+    assert [len(scheduler), len(scheduler)] == [1, 2]

@@ -121,6 +121,15 @@ def test_what_goes_wrong_with_a_question_is_its_answer(labels: Labels, page: str
     assert "the server's log has more" in ask(labels, page, input_ids=[1])["error"]
 
 
+def test_what_goes_wrong_with_a_state_is_told_beside_sglangs_own(labels: Labels) -> None:
+    output = SimpleNamespace(internal_state={"sglang": "its own"})
+    it = answers(labels)
+    del it._cache.sources
+    it.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
+    assert output.internal_state.pop("sglang") == "its own"
+    assert "the server's log has more" in output.internal_state[KEY]["error"]
+
+
 def test_the_last_thousand_are_known(labels: Labels) -> None:
     for number in range(MAX_TOLD + 1):
         answered(labels, f"r{number}", RequestProvenance(outcome="no_match"))

@@ -92,6 +92,9 @@ def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsy
     assert KEY not in info.internal_state
     assert main(["peers", info.url]) == 1
     assert capsys.readouterr().err == f"droidspeak: {info.url} runs without droidspeak\n"
+    info.internal_state[KEY] = {"error": "it broke"}
+    assert main(["peers", info.url]) == 1
+    assert capsys.readouterr().err == f"droidspeak: {info.url}: it broke\n"
     assert main(["peers", f"http://127.0.0.1:{free_port()}"]) == 1
     assert "does not answer as an SGLang server does" in capsys.readouterr().err
 
