@@ -53,6 +53,14 @@ _UNDERSTOOD: Final = (
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base as it was."""
 _REMEDY: Final = "merge it with peft itself (merge_and_unload) and give the result as the model"
+_UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
+    "bias": (None, "none"),
+    **dict.fromkeys(
+        ("alpha_pattern", "lora_bias", "modules_to_save", "rank_pattern", "use_rslora"),
+        (None, False, {}, []),
+    ),
+}
+"""Settings without effect in SGLang, by the values that PEFT does not obey either."""
 
 Scale = Callable[[str, int], float]
 """The factor of a module's product, by the module's name and the rank of its factors."""
@@ -106,6 +114,20 @@ def read_scale(adapter: Path) -> Scale:
         return alpha / (rank**0.5 if stated.use_rslora else rank)
 
     return scale
+
+
+def require_served(adapter: Path) -> None:
+    """Raise ConfigError where SGLang serves another model than `with_adapter` makes; `read_scale`
+    has read the config before."""
+    file = adapter / ADAPTER_CONFIG
+    config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    for key, idle in _UNSERVED.items():
+        if (value := config.get(key)) not in idle:
+            raise ConfigError(
+                f"{file} has {key} = {value!r}, and SGLang applies lora_alpha / r to every matrix "
+                "and nothing else; merge it (python -m tools.merge, or peft's merge_and_unload), "
+                "and profile and serve the result"
+            )
 
 
 def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:

@@ -27,7 +27,13 @@ from transformers import (
 
 from cachetree import ConfigError, Family, ModelIdentity
 from cachetree.checkpoint import first_difference, read_model_identity
-from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_adapter
+from profiles.adapters import (
+    ADAPTER_CONFIG,
+    read_scale,
+    read_weights,
+    require_served,
+    with_adapter,
+)
 from profiles.compute.quantised import Quantization, check_quantization, matrices
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
@@ -120,7 +126,7 @@ def load_pair(
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model in evaluation mode, its adapter merged in float32 and then cast.
+    """The model in evaluation mode, its adapter merged in float64 and then cast.
 
     Raises ConfigError where it is not supported.
     """
@@ -166,6 +172,7 @@ def look_at(source: ModelSource) -> Supported:
         check_quantization(file, quantization)
     if source.adapter is not None:
         read_scale(source.adapter)
+        require_served(source.adapter)
     return Supported(source=source, identity=identity, config=config, quantization=quantization)
 
 

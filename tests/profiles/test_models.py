@@ -2,8 +2,10 @@
 
 import ast
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import ConfigError
+from profiles.adapters import read_scale, require_served
 from profiles.compute.models import (
     ARCHITECTURES,
     ModelSource,
@@ -107,7 +110,7 @@ def test_a_model_is_what_transformers_loads(family, dtype, tmp_path):
 @torch.no_grad()
 def test_an_adapter_is_applied_as_peft_does(family, tmp_path):
     base = write_base(tmp_path / "base", family)
-    adapter = write_adapter(base, tmp_path / "adapter", use_rslora=True)
+    adapter = write_adapter(base, tmp_path / "adapter", lora_alpha=24)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = plain(IDS).logits
     expected = PeftModel.from_pretrained(plain, adapter)(IDS).logits
@@ -115,7 +118,7 @@ def test_an_adapter_is_applied_as_peft_does(family, tmp_path):
     assert not torch.allclose(before, expected, atol=1e-1)
 
 
-def test_an_adapter_is_merged_in_float32_and_then_cast(models):
+def test_an_adapter_is_merged_and_then_cast(models):
     base, _, adapter = models
     wide, narrow = load(base, adapter), load(base, adapter, torch.bfloat16)
     for ours, exact in zip(narrow.parameters(), wide.parameters(), strict=True):
@@ -285,6 +288,38 @@ def test_an_adapter_that_does_not_fit_is_refused(models, tmp_path):
     refused(larger, "adapter .* is of .* and the base's of .*; give the base", adapter)
     dora = write_adapter(base, tmp_path / "dora", use_dora=True, target_modules=["q_proj"])
     refused(base, "has use_dora = True", dora)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 3}},
+        {"rank_pattern": {"q_proj": 2}},
+        {"modules_to_save": ["lm_head"]},
+        {"lora_bias": True},
+        {"bias": "all"},
+    ],
+    ids=lambda it: next(iter(it)),
+)
+def test_an_adapter_that_is_served_as_another_model_is_refused(models, setting, tmp_path):
+    adapter = write_adapter(models[0], tmp_path / "adapter", target_modules=["q_proj"], **setting)
+    ((key, value),) = setting.items()
+    told = f"{adapter}/adapter_config.json has {key} = {value!r}, and SGLang applies lora_alpha"
+    refused(models[0], f"{re.escape(told)}.* merge it .* serve the result", adapter)
+
+
+def test_an_adapter_is_scaled_as_sglang_scales_it(models, tmp_path):
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_config import LoRAConfig
+
+    written = write_adapter(models[0], tmp_path / "written", r=4, lora_alpha=9)
+    for folder in (SHIPPED / "receiver_lora", SHIPPED / "tables_lora", written):
+        require_served(folder)
+        config = LoRAConfig(path=str(folder))
+        layers = SimpleNamespace(num_hidden_layers=NUM_LAYERS)
+        scaling = LoRAAdapter("one", config, layers, None, None).scaling
+        assert read_scale(folder)("model.layers.0.self_attn.q_proj", config.r) == scaling
 
 
 def test_missing_and_wrong_tensors_are_refused(base):
