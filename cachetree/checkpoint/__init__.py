@@ -6,6 +6,7 @@
 from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
 from cachetree.checkpoint.family import SCALE_BYTES, Codec, Family, ModelIdentity, vector_bytes
 from cachetree.checkpoint.identity import first_difference, read_model_identity
+from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "read_adapter",
     "read_invocation",
     "read_model_identity",
+    "varying_rope",
     "vector_bytes",
     "weight_files",
 ]

@@ -12,6 +12,7 @@ _ALIASES = {"su": "longrope", "mrope": "default"}
 _USES_ORIGINAL_LENGTH = frozenset({"dynamic", "llama3", "longrope", "yarn"})
 """Types whose frequencies depend on the context length that the model was first trained for."""
 _USES_LENGTH = frozenset({"dynamic", "longrope"})
+"""Types that rotate a token by more than its position: by how long prompts are, or may be."""
 
 
 def canonical_rope(config: Mapping[str, Any]) -> str:
@@ -29,6 +30,20 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
     if config.get("rope_local_base_freq") is not None:
         canonical["rope_local_base_freq"] = float(config["rope_local_base_freq"])
     return _encode(canonical)
+
+
+def varying_rope(rope: str) -> str:
+    """Of what `canonical_rope` gave the type that rotates a token by more than its position; empty
+    where none does. No prompt is long where a model takes no more than it was first trained for."""
+    canonical = msgspec.json.decode(rope)
+    for it in (canonical, *canonical.values()):
+        name = it.get("rope_type") if isinstance(it, dict) else None
+        if name not in _USES_LENGTH:
+            continue
+        longest, original = it["max_position_embeddings"], it["original_max_position_embeddings"]
+        if name != "longrope" or longest is None or original is None or longest > original:
+            return str(name)
+    return ""
 
 
 def _canonical(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

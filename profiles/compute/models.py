@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from cachetree import ConfigError, Family, ModelIdentity
-from cachetree.checkpoint import first_difference, read_model_identity
+from cachetree.checkpoint import first_difference, read_model_identity, varying_rope
 from profiles.adapters import (
     ADAPTER_CONFIG,
     read_scale,
@@ -162,6 +162,11 @@ def look_at(source: ModelSource) -> Supported:
             f"{', '.join(ARCHITECTURES)}"
         )
     file = source.path / "config.json"
+    if rope := varying_rope(identity.rope):
+        raise ConfigError(
+            f"{file} has rope_type {rope}, by which a token is rotated by more than its position, "
+            "and not as in SGLang; such models cannot be profiled, so give others"
+        )
     try:
         config = ARCHITECTURES[identity.architecture].config_class.from_pretrained(source.path)
     except (OSError, ValueError, TypeError, StrictDataclassError) as exc:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from cachetree import ConfigError, ProfileError
-from cachetree.checkpoint import ModelIdentity
+from cachetree.checkpoint import ModelIdentity, varying_rope
 from cachetree.planning import PairProfile
 from sglang_droidspeak.engine import Quantization
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings
@@ -139,6 +139,12 @@ def model(identity: ModelIdentity, model_path: str) -> None:
         raise ConfigError(
             f"model class {identity.architecture} of {model_path} is not supported; "
             f"supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    if varying_rope(identity.rope) == "longrope":
+        raise ConfigError(
+            f"{model_path} has rope_type longrope and takes longer prompts than its original ones: "
+            "SGLang rotates a token by what else is in its batch, so that equal prefixes have "
+            "other KV; start the server without droidspeak"
         )
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
-from cachetree.checkpoint.rope import canonical_rope
+from cachetree.checkpoint.rope import canonical_rope, varying_rope
 from cachetree.errors import ConfigError
 
 
@@ -157,6 +157,25 @@ def test_one_rotation_is_one_string_and_two_are_two() -> None:
     strings = [{canonical_rope(base | config) for config in same} for same in ROPES]
     assert [len(same) for same in strings] == [1] * len(ROPES)
     assert len(set.union(*strings)) == len(ROPES)
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("config", "varies"),
+    [
+        ({}, ""),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ""),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 64}, "longrope"),
+        ({"rope_parameters": LONG}, ""),
+        ({"rope_parameters": LONG, "max_position_embeddings": 129}, "longrope"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
+    ],
+)
+def test_rotations_by_more_than_the_position_are_told(config, varies) -> None:
+    assert varying_rope(canonical_rope({"max_position_embeddings": 128} | config)) == varies
 
 
 def test_the_tokenizers_rules_count_and_its_decorations_do_not(tmp_path: Path) -> None:

@@ -434,6 +434,19 @@ def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
     assert load_this_server(server_args(model, {"config": str(path)})).settings.host_gb == 1.5
 
 
+def test_rotations_by_the_whole_batch(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    file = copy / "config.json"
+    config = json.loads(file.read_text())
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
+    for longest, remedy in ((128, ""), (129, "start the server without droidspeak")):
+        changes = {"rope_parameters": rope, "max_position_embeddings": longest}
+        file.write_text(json.dumps(config | changes))
+        identity = read_model_identity(copy)
+        with pytest.raises(ConfigError, match=remedy) if remedy else contextlib.nullcontext():
+            refuse.model(identity, str(copy))
+
+
 def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
     own = read_model_identity(model)
     other = replace(own, weights="other")

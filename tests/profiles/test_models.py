@@ -273,6 +273,11 @@ def test_a_window_that_mistral_has_unless_it_is_stated_is_refused(tmp_path):
     refused(base, "sliding_window = 4096.* state sliding_window as null")
 
 
+def test_rotations_by_more_than_the_position_are_refused(base):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    refused(edit_config(base, rope_parameters=rope), f"{base}/config.json has rope_type dynamic")
+
+
 def test_an_adapter_in_the_wrong_place_is_refused(models, base):
     _, _, adapter = models
     refused(adapter, "holds an adapter and no model; give its base")
