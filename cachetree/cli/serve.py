@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import logging
 import signal
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,12 +111,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    ends = (signal.SIGINT, signal.SIGTERM)
     with contextlib.ExitStack() as stack:
-        # Before any thread begins, which inherits it: an event that a handler sets can be waited
-        # for in vain, as both take its lock in this thread.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        wait_for_end = stack.enter_context(_told_to_end())
         note_served = stack.enter_context(exported(config.traces))
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
@@ -122,7 +120,29 @@ def run(config: ServeConfig) -> None:
             queries = _queries(config, cache) if config.query else None
             page = StatusPage(*parse_http(config.http, field="http"), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")
-        signal.sigwait(ends)
+        wait_for_end()
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[Callable[[], object]]:
+    """Waits for Ctrl-C or SIGTERM; one that comes earlier counts, and later ones do nothing. In the
+    main thread alone.
+
+    By no signal mask, which threads that are there already do not have; and by no event, whose lock
+    a handler and who waits for it both take.
+    """
+    heard, said = socket.socketpair()
+    with heard, said:
+        said.setblocking(False)
+        woken = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
+        ends = signal.SIGINT, signal.SIGTERM
+        before = {it: signal.signal(it, lambda *_: None) for it in ends}
+        try:
+            yield lambda: heard.recv(1)
+        finally:
+            for it, handler in before.items():
+                signal.signal(it, handler or signal.SIG_DFL)
+            signal.set_wakeup_fd(woken)
 
 
 def _queries(config: ServeConfig, cache: Cache) -> Queries:

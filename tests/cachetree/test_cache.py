@@ -432,6 +432,47 @@ def test_the_command_line_serves_and_asks(
     assert "no worker answered" in capsys.readouterr().err
 
 
+SLOW_TO_CLOSE = """
+import sys, threading, time
+from cachetree import Cache
+from cachetree.cli import main
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+close = Cache.close
+
+def slowly(cache):
+    print("closing", flush=True)
+    time.sleep(1)
+    close(cache)
+    print("closed", flush=True)
+
+Cache.close = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_told_twice_to_end_closes_what_it_serves(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Whichever of its threads hears it."""
+    config = tmp_path / "cache.yaml"
+    config.write_text(
+        json.dumps({"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}})
+    )
+    command = [sys.executable, "-c", SLOW_TO_CLOSE, "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in ("serving at", "closing"):
+                assert line in process.stdout.readline()
+                process.send_signal(number)
+            assert process.communicate(timeout=60)[0] == "closed\n"
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
 FAMILY_YAML = f"family: {json.dumps(msgspec.to_builtins(FAMILY))}"
 
 
