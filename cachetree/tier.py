@@ -137,6 +137,32 @@ class Turns(Generic[T]):
         return not any(thread.is_alive() for thread in self._threads)
 
 
+class Moves:
+    """Entered while an entry moves from one place to another, by several threads at once."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_under_way = 0
+
+    def __enter__(self) -> None:
+        with self._gate, self._changed:
+            self._num_under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_under_way -= 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Once those under way have ended, and none begins meanwhile."""
+        with self._gate:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_under_way)
+            yield
+
+
 IsOver = Callable[[], bool]
 """Whether the time to write is over: nothing more should be begun."""
 
@@ -153,6 +179,8 @@ class WriteBehind:
     def __init__(self, tree: CacheTree, name: str, write: Write, clock: Clock) -> None:
         """What `write` raises is logged."""
         self.num_late = 0
+        self.moves: Final = Moves()
+        """Each entry from before it is leased until it is no more."""
         self._closes_at_s = inf
         self._tree: Final = tree
         self._name: Final = name
@@ -182,7 +210,8 @@ class WriteBehind:
         give_way()
         for change in changes:
             try:
-                self.num_late += not self._is_written(change)
+                with self.moves:
+                    self.num_late += not self._is_written(change)
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
 

@@ -90,11 +90,12 @@ class DiskTier:
         return Search(Deadline(0.0, self._clock))
 
     def evict(
-        self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int], None]
+        self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """As `CacheTree.evict`, in a thread that then calls `done` with the bytes given up."""
+        """As `CacheTree.evict`, there and here, in a thread that then calls `done` with the bytes
+        of memory and of the disk given up."""
         if not self._reads.put(partial(self._evict, model, pages, done)):
-            done(0)
+            done(0, 0)
 
     def status(self) -> DiskStatus:
         return msgspec.structs.replace(
@@ -194,17 +195,18 @@ class DiskTier:
     def _promote_entry(self, entry: DiskEntry) -> bool:
         """Have an entry in memory, whose parent is there; False where that cannot be."""
         layout, new = entry.record.layout, entry.change(added=True)
-        reservation = self._tree.reserve(new.model, new.parent, new.pages, new.e_layers)
-        if reservation is None:
-            return False
-        first = layout.num_pages - len(reservation.pages)
-        with reservation:
-            try:
-                for step in layout.steps if reservation.pages else ():
-                    self._read_into(reservation.views(step), entry, step, first)
-            except StaleEntry:
+        with self._behind.moves:
+            reservation = self._tree.reserve(new.model, new.parent, new.pages, new.e_layers)
+            if reservation is None:
                 return False
-            reservation.commit()
+            first = layout.num_pages - len(reservation.pages)
+            with reservation:
+                try:
+                    for step in layout.steps if reservation.pages else ():
+                        self._read_into(reservation.views(step), entry, step, first)
+                except StaleEntry:
+                    return False
+                reservation.commit()
         return True
 
     def _read_into(
@@ -230,13 +232,16 @@ class DiskTier:
             offset += size
 
     def _evict(
-        self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int], None]
+        self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        freed = 0
+        """What moved meanwhile would be held in one place, and come back to the other from it."""
+        num_bytes = num_disk_bytes = 0
         try:
-            freed = self._store.evict(model, pages)
+            with self._behind.moves.stopped():
+                num_bytes = self._tree.evict(model, pages)
+                num_disk_bytes = self._store.evict(model, pages)
         finally:
-            done(freed)
+            done(num_bytes, num_disk_bytes)
 
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""

@@ -97,13 +97,11 @@ class AdminService:
                 answer(verbs.Unpinned(was_pinned=self._tree.unpin(_model(asked.model), pages)))
 
     def _evict(self, model: ModelId | None, pages: Sequence[PageHash], answer: Answer) -> None:
-        num_bytes = self._tree.evict(model, pages)
-
-        def tell(num_disk_bytes: int) -> None:
+        def tell(num_bytes: int, num_disk_bytes: int) -> None:
             answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=num_disk_bytes))
 
         if self._disk is None:
-            tell(0)
+            tell(self._tree.evict(model, pages), 0)
         else:
             self._disk.evict(model, pages, tell)
 

@@ -113,12 +113,12 @@ def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
             eventually(lambda: cache.match(pages_of(1, "a marker")))
             assert seen(cache, worker.address) == [(64, {E_LAYER: 64})]
 
-            worker._disk.evict(None, (), lambda freed: None)  # type: ignore[union-attr]
+            worker._disk._store.evict(None, ())  # type: ignore[union-attr]
             eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
             store(worker.tree, PAGES)
             settle(worker, 64)
-            worker._disk.evict(None, (), lambda freed: None)  # type: ignore[union-attr]
+            worker._disk._store.evict(None, ())  # type: ignore[union-attr]
             eventually(lambda: not worker.status().disk.num_pages)  # type: ignore[union-attr]
             eventually(lambda: seen(cache, worker.address) == [(64, {E_LAYER: 64})])  # type: ignore[arg-type]
             worker.tree.evict()

@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import queue
 import random
 import subprocess
 import sys
@@ -291,6 +292,61 @@ def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
         status = cache._disk.status
         eventually(lambda: status().num_entries + status().num_late_entries == 6)
         assert status().num_late_entries > 0
+
+
+def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
+    """Set once it has been tried."""
+    done = threading.Event()
+    assert cache._disk is not None
+    assert cache._disk.promote(MODEL, pages[-1], Deadline.after(20), done.set)
+    return done
+
+
+def evict(cache: Cache) -> queue.SimpleQueue[tuple[int, int]]:
+    """Everything; gets what it freed."""
+    freed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    assert cache._disk is not None
+    cache._disk.evict(None, (), lambda *num_bytes: freed.put(num_bytes))
+    return freed
+
+
+def test_what_is_evicted_while_it_is_read_into_memory_is_gone_from_there_too(
+    tmp_path: Path,
+) -> None:
+    pages = pages_of(16)
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, pages[:8])
+        store_and_wait(cache, pages)
+        eventually(lambda: not cache.status().held_bytes)
+        cache.tree.evict()
+        file = data_files(tmp_path)[-1]
+        file.unlink()
+        os.mkfifo(file)  # Whoever opens it waits for somebody to write.
+        done = promote(cache, pages)
+        eventually(lambda: num_found(cache, pages, LOCAL) == 8 and cache.status().held_bytes)
+        freed = evict(cache)
+        with pytest.raises(queue.Empty):
+            freed.get(timeout=0.2)
+        handle = os.open(file, os.O_RDWR)
+        assert freed.get(timeout=20)[0] == PROMPT_BYTES
+        os.close(handle)
+        assert done.wait(20)
+        assert not cache.match(pages)
+        assert cache.tree.num_bytes == 0
+
+
+def test_what_is_evicted_while_it_is_written_is_gone_from_both(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        assert cache._disk is not None
+        with cache._disk._store._writing:
+            store(cache.tree, prompt(0))
+            eventually(lambda: cache.status().held_bytes)
+            freed = evict(cache)
+            with pytest.raises(queue.Empty):
+                freed.get(timeout=0.2)
+        num_bytes, num_disk_bytes = freed.get(timeout=20)
+        assert num_bytes == PROMPT_BYTES < num_disk_bytes
+        assert not cache.match(prompt(0))
 
 
 @pytest.mark.parametrize(
