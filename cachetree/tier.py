@@ -181,6 +181,7 @@ class WriteBehind:
         self.num_late = 0
         self.moves: Final = Moves()
         """Each entry from before it is leased until it is no more."""
+        self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
         self._name: Final = name
@@ -201,9 +202,20 @@ class WriteBehind:
         """As `IsOver`; any thread."""
         return self._clock() >= self._closes_at_s
 
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """What this thread commits meanwhile is written already."""
+        self._unheard.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._unheard.discard(threading.get_ident())
+
     def _note(self, change: Change) -> None:
         """Called under the tree's lock."""
-        if change.added and (self._turns.num_waiting >= MAX_WAITING or not self._turns.put(change)):
+        if not change.added or threading.get_ident() in self._unheard:
+            return
+        if self._turns.num_waiting >= MAX_WAITING or not self._turns.put(change):
             self.num_late += 1
 
     def _write_all(self, changes: Iterator[Change]) -> None:

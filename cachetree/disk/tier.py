@@ -206,7 +206,8 @@ class DiskTier:
                         self._read_into(reservation.views(step), entry, step, first)
                 except StaleEntry:
                     return False
-                reservation.commit()
+                with self._behind.unheard():
+                    reservation.commit()
         return True
 
     def _read_into(

@@ -294,6 +294,26 @@ def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
         assert status().num_late_entries > 0
 
 
+def test_what_is_read_into_memory_is_not_written_again(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        for number in range(8):
+            store_and_wait(cache, prompt(number))
+        assert cache._disk is not None
+        with cache._disk._store._writing:
+            store(cache.tree, prompt(8))
+            eventually(lambda: cache.status().held_bytes)
+            for number in range(8):
+                promote(cache, prompt(number)).wait(20)
+        store_and_wait(cache, prompt(9))
+        assert cache._disk.status().num_late_entries == 0
+    with open_cache(tmp_path, host_bytes=64 << 20) as cache:
+        eventually(lambda: num_found(cache, prompt(0), LOCAL) == 8)
+        store_and_wait(cache, prompt(10))
+        assert cache._disk is not None
+        order = [it.pages[-1] for it in cache._disk._store.index.entries()]
+        assert order == [prompt(number)[-1] for number in range(10, -1, -1)]
+
+
 def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
     """Set once it has been tried."""
     done = threading.Event()
