@@ -21,8 +21,8 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml platforms/torch_cpu/pyproject.toml
 	@echo "Installing into $(VENV): SGLang and torch are large, this takes some minutes"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$(PYTHON) is older than 3.10; run make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; run make PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar on -e '.[test,check,docs]' -e platforms/torch_cpu
 	@touch $@

@@ -30,18 +30,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from cachetree import Span
 from cachetree.planning import Strategy
 
 
-class Resource(str, Enum):
+class Resource(StrEnum):
     LINK = "link"
     DEVICE = "device"
 
 
-class Work(str, Enum):
+class Work(StrEnum):
     LOAD_E = "load_e"
     LOAD_KV = "load_kv"
     RECOMPUTE = "recompute"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final, NewType
 
 PageHash = NewType("PageHash", bytes)
@@ -89,7 +89,7 @@ def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
         at += size
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """The two kinds of state kept per layer."""
 
     KV = "kv"

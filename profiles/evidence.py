@@ -9,7 +9,7 @@ seconds. A layer's number is its place in the model, counted from 0; spans are h
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from statistics import median
 
@@ -144,7 +144,7 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     """Predicted by the cost model at the split's mean lengths, KV and E loaded from the host."""
 
 
-class BaselineKind(str, Enum):
+class BaselineKind(StrEnum):
     """What one could do instead. Values are in files and never change."""
 
     CACHEBLEND = "cacheblend"

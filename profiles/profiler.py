@@ -348,7 +348,7 @@ def _making(
 ) -> Making:
     environment = read_environment(PACKAGES)
     return Making(
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         command=settings.command,
         versions=environment.versions,
         hardware=environment.accelerator

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import metadata
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -76,6 +78,14 @@ def test_it_is_small_and_holds_the_packages_and_nothing_else(wheel):
     }
     assert {it for it in names if it.parts[0] in PACKAGES} == files
     assert not [it for it in names if it.suffix in (".safetensors", ".jsonl")]
+
+
+def test_it_needs_the_python_of_sglang_and_pages_say_so():
+    wanted = metadata("sglang")["Requires-Python"]
+    for name in ("pyproject.toml", "platforms/torch_cpu/pyproject.toml"):
+        assert tomllib.loads((ROOT / name).read_text())["project"]["requires-python"] == wanted
+    for name in ("README.md", "docs/quickstart.md"):
+        assert f"Python {wanted.removeprefix('>=')} or newer" in (ROOT / name).read_text()
 
 
 def test_its_commands_run_without_the_repository(installed, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from enum import Enum
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ SCALE_BYTES: Final = 2
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class Codec(str, Enum):
+class Codec(StrEnum):
     """How a family keeps KV and E: as they are, or in fewer bytes. `checkpoint.codecs` computes.
 
     Names are in configurations and on the wire, and never change.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from cachetree.ids import MAX_LAYERS, Kind, Location, ModelId, Span, Step
 
 
-class Strategy(str, Enum):
+class Strategy(StrEnum):
     """How loads and recompute share time (DroidSpeak, NSDI '26, section 4.3)."""
 
     EVERYTHING_FIRST = "everything_first"
@@ -107,14 +107,14 @@ class Plan:
         return (*e, *(Step(Kind.KV, layer) for layer in layers))
 
 
-class Gate(str, Enum):
+class Gate(StrEnum):
     """Whether a pair's profile decides; off is for experiments."""
 
     ENFORCE = "enforce"
     OFF = "off"
 
 
-class Reason(str, Enum):
+class Reason(StrEnum):
     """Why a request is not reused, from the least to the most that was found.
 
     The values are labels in metrics and in `meta_info`; they never change.

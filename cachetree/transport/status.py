@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
 from cachetree.transport import verbs
 
 
-class PeerState(str, Enum):
+class PeerState(StrEnum):
     """Whether a worker can be read from, and if not, why."""
 
     CONNECTING = "connecting"

@@ -34,7 +34,7 @@ socket.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -217,7 +217,7 @@ ToWorker = Hello | Learned | Fetch | Store | Cancel | Ping | Bye | verbs.ToWorke
 ToPeer = Hello | Reset | Entries | Synced | Located | StoreAnswer | Pong | Bye | verbs.ToPeer
 
 
-class Why(str, Enum):
+class Why(StrEnum):
     """Why a fetch or a store ended."""
 
     CANCELLED = "cancelled"

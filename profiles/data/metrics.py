@@ -20,7 +20,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from rapidfuzz import fuzz
@@ -35,7 +35,7 @@ _PARAGRAPH: Final = re.compile(r"Paragraph (\d+)")
 _ANSWER_MARK: Final = "####"
 
 
-class Metric(str, Enum):
+class Metric(StrEnum):
     """How an answer is judged. Values are in files and on command lines and never change."""
 
     F1 = "f1"

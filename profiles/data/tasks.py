@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from importlib.resources import files
 from string import Formatter
 from typing import Final
@@ -25,7 +25,7 @@ DEFAULT_MAX_NEW: Final = 64
 _CODE_MARKS: Final = ("`", "#", "//")
 
 
-class AnswerPart(str, Enum):
+class AnswerPart(StrEnum):
     """The part of what a model wrote that is judged."""
 
     WHOLE = "whole"

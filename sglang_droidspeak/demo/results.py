@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from statistics import fmean
 
 import msgspec
@@ -19,7 +19,7 @@ from cachetree.planning import PairProfile
 from sglang_droidspeak.request.meta_info import RequestProvenance
 
 
-class Condition(str, Enum):
+class Condition(StrEnum):
     """Names as they stand in `demo.json`."""
 
     FULL_PREFILL = "full_prefill"

@@ -16,7 +16,7 @@ from tools.reference import ROOT
 EXCEPTIONS = {
     "README.md": {
         "SGLang 0.5.23": "a version: the one that is supported",
-        "Python 3.10": "a version",
+        "Python 3.11": "a version",
         "Apache-2.0": "a licence",
     },
     "benchmarks/README.md": {},
