@@ -15,7 +15,7 @@ import psutil
 from cachetree import CacheTreeError, ConfigError, read_yaml, settings_of
 from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_directory
 from sglang_droidspeak.cli.ask import add_key, state_of
-from sglang_droidspeak.cli.serve import as_flags, server_of
+from sglang_droidspeak.cli.serve import as_flags, num_ranks, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
@@ -147,8 +147,8 @@ def configuration(path: Path) -> Iterator[Check]:
     """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
-        extra = _extra_of(options, path)
-        server = server_of(extra, str(options.get("model-path")), [*as_flags(options)])
+        extra, flags = _extra_of(options, path), [*as_flags(options)]
+        server = server_of(extra, str(options.get("model-path")), flags)
     except CacheTreeError as exc:
         yield _check("settings", False, str(exc), f"correct {path}")
         return
@@ -157,7 +157,7 @@ def configuration(path: Path) -> Iterator[Check]:
         pair = f"{it.sender.model_id} to {it.receiver.model_id}"
         yield _check(f"profile {pair}", it.is_usable, it.reason, "see `droidspeak profile show`")
     settings = server.settings
-    yield from _room(settings)
+    yield from _room(settings, num_ranks(flags))
     for address in dict.fromkeys((*settings.peers, *settings.push_to)):
         yield _peer(address, settings)
 
@@ -171,18 +171,22 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     return linker.get("linker_extra_config") or {}
 
 
-def _room(settings: Settings) -> Iterator[Check]:
+def _room(settings: Settings, ranks: int) -> Iterator[Check]:
+    """For all ranks: each takes as much as the settings say."""
     from profiles.environment import free_memory_bytes
 
-    wanted, free = settings.host_gb + settings.staging_gb, free_memory_bytes() / GIB
+    wanted, free = ranks * (settings.host_gb + settings.staging_gb), free_memory_bytes() / GIB
     found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
     yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
     if settings.disk_path is not None:
         folder = Path(settings.disk_path).absolute()
         place = next(it for it in (folder, *folder.parents) if it.exists())
+        entries = (*folder.glob("entry-*"), *folder.glob("rank*/entry-*"))
+        there = sum(it.stat().st_size for it in entries if it.exists()) / GIB
+        wanted = max(0.0, ranks * settings.disk_gb - there)
         free = psutil.disk_usage(str(place)).free / GIB
-        found = f"up to {settings.disk_gb:.1f} GiB are written, {free:.1f} GiB are free"
-        yield _check("disk", settings.disk_gb < free, found, "lower disk_gb, or make room")
+        found = f"up to {wanted:.1f} GiB more are written, {free:.1f} GiB are free"
+        yield _check("disk", wanted < free, found, "lower disk_gb, or make room")
 
 
 def _peer(address: str, settings: Settings) -> Check:

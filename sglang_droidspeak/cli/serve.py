@@ -100,6 +100,11 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
     )
 
 
+def num_ranks(flags: Sequence[str]) -> int:
+    """Of tensor parallelism."""
+    return _own_flags().parse_known_args(flags)[0].tp
+
+
 def _named(told: str) -> tuple[str, Any]:
     name, equals, value = told.partition("=")
     if not (name and equals):

@@ -119,6 +119,42 @@ def test_a_configuration_that_would_not(
     assert [it.ok for it in found.values()].count(False) == 1
 
 
+@pytest.mark.parametrize(
+    ("flag", "is_well"), [("tp-size", False), ("tensor-parallel-size", False), ("port", True)]
+)
+def test_each_rank_takes_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, is_well: bool
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: 3 << 29)
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_gb": 1.0}
+    path = configured(tmp_path, host_gb=0.5, staging_gb=0.5, **disk)
+    options = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(options | {flag: 2}))
+    monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
+    found = by_name(checks.configuration(path))
+    assert found["memory"].ok == found["disk"].ok == is_well
+    taken = 1.0 if is_well else 2.0
+    assert found["memory"].found == f"{taken} GiB are taken at start, 1.5 GiB are free"
+    assert found["disk"].found == f"up to {taken} GiB more are written, 1.5 GiB are free"
+
+
+@pytest.mark.parametrize("folder", [".", "rank0"])
+def test_what_is_on_disk_already_needs_no_more_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
+    disk = tmp_path / "disk"
+    (disk / folder).mkdir(parents=True)
+    for name, size in (("entry-1", 1 << 30), ("another", 5 << 30)):
+        with (disk / folder / name).open("wb") as file:
+            file.truncate(size)
+    path = configured(tmp_path, disk_path=str(disk), disk_gb=2.0)
+    told = by_name(checks.configuration(path))["disk"]
+    assert told.ok and told.found == "up to 1.0 GiB more are written, 1.5 GiB are free"
+
+
 def test_adapters_are_enabled_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles of adapters are then those of this server, as they are where it starts."""
     monkeypatch.chdir(ROOT)
