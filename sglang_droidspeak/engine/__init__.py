@@ -15,7 +15,7 @@ The next release gets a module of its own, a copy of this release's with what mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,12 @@ __all__ = [
     "HookType",
     "Hooks",
     "Quantization",
-    "is_rust",
     "place_hooks",
     "quantization",
     "release",
     "resolved",
     "step_tokens",
+    "switched_on",
 ]
 
 Hook = tuple[Callable[..., object], HookType]
@@ -50,11 +50,11 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
-def is_rust() -> bool:
-    """Whether the front end is the one in Rust, which runs no hook."""
+def switched_on(names: Iterable[str]) -> list[str]:
+    """Which of these of its environment variables are."""
     from sglang.srt.environ import envs
 
-    return envs.SGLANG_RUST_SERVER.get()
+    return [it for it in names if getattr(envs, it).get()]
 
 
 def step_tokens(server_args: Any) -> int:

@@ -87,30 +87,37 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "tokenizer_worker_num": (_one_of(1), "its workers have no drift guard, and explain nothing"),
 }
 
+VARIABLES: Final[Mapping[str, str]] = {
+    # of the environment, which SGLang reads: why it cannot be set
+    "SGLANG_RUST_SERVER": "that front end has no drift guard, answers no page and is not tested",
+    "SGLANG_USE_HND_KVCACHE": "its KV pool is not per-layer rows",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool is resized when E stands beside it",
+}
+
 
 # Before anything is loaded.
 
 
-def arguments(args: Any, hip: str | None, *, is_rust: bool) -> None:
-    """Those of SGLang, as it resolved them, and whether its front end is the one in Rust; `hip` is
-    torch's version of ROCm."""
+def arguments(args: Any, hip: str | None, variables: Collection[str]) -> None:
+    """Those of SGLang, as it resolved them, and which of `VARIABLES` are set; `hip` is torch's
+    version of ROCm."""
     for field, (accepts, why) in _ACCEPTED.items():
         value = getattr(args, field)
         if not accepts(value):
             raise ConfigError(
                 f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
             )
-    if is_rust:
+    for name in variables:
         raise ConfigError(
-            "SGLANG_RUST_SERVER is set: that front end has no drift guard, answers no page and is "
-            "not tested here; start the server without it or without droidspeak"
+            f"{name} is set: {VARIABLES[name]}; start the server without it or without droidspeak"
         )
     if hip is not None:
         raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
     if (args.page_size or 1) < MIN_PAGE_SIZE:
         raise ConfigError(
             f"page_size is {args.page_size}: every page is found by a key, and so small ones cost "
-            "more to find than they save; start the server with --page-size 64"
+            f"more to find than they save; start the server with --page-size {MIN_PAGE_SIZE}, as "
+            "all that share its cache"
         )
 
 
@@ -202,7 +209,7 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
     if type(pool) is not plain or layout != "nhd":
         raise ConfigError(
             f"KV pool {type(pool).__name__} with layout {layout} is not supported; use a model "
-            "with full attention in every layer and the default layout"
+            "with full attention in every layer, and leave SGLang's layout as it is by default"
         )
     if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
@@ -210,7 +217,9 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
             "bfloat16"
         )
     if pool.post_capture_active:
-        raise ConfigError("the KV pool is resized after graph capture; disable that option")
+        raise ConfigError(
+            "the KV pool is resized after graph capture; unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+        )
 
 
 def slots(num_unpinned: int, activated: Sequence[str]) -> None:

@@ -115,7 +115,7 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     """
     args = engine.resolved(server_args)
     require_supported()
-    refuse.arguments(args, torch.version.hip, is_rust=engine.is_rust())
+    refuse.arguments(args, torch.version.hip, engine.switched_on(refuse.VARIABLES))
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
     tested = parse_settings(extra).gpu_tested_weights
     refuse.weights(args.model_path, engine.quantization(server_args), tested)

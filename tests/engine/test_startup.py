@@ -178,7 +178,7 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--page-size", "8"], ["page_size", "8", "--page-size 64"]),
+        (["--page-size", "8"], ["page_size", "8", "--page-size 16"]),
         (["--disaggregation-mode", "prefill"], ["disaggregation_mode", "prefill"]),
         (["--nnodes", "2", "--tp-size", "2"], ["nnodes", "2", "one host"]),
         (["--load-format", "dummy"], ["load_format", "dummy"]),
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 def accepted(model: Path) -> Any:
     """Arguments as SGLang resolved them."""
     args = engine.resolved(server_args(model, {}))
-    refuse.arguments(args, None, is_rust=False)
+    refuse.arguments(args, None, ())
     return args
 
 
@@ -256,12 +256,12 @@ def accepted(model: Path) -> Any:
 )
 def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
-        refuse.arguments(Altered(accepted, field, value), None, is_rust=False)
+        refuse.arguments(Altered(accepted, field, value), None, ())
 
 
 def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
     seen = Altered(accepted, "", None)
-    refuse.arguments(seen, None, is_rust=False)
+    refuse.arguments(seen, None, ())
     assert seen.asked == set(REFUSED)
 
 
@@ -299,9 +299,12 @@ def test_only_full_attention_has_a_tree_that_is_read() -> None:
         refuse.tree_components({"SWA", "FULL"})
 
 
-def test_the_front_end_in_rust_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    assert "SGLANG_RUST_SERVER is set" in refusal(model, {})
+@pytest.mark.parametrize("name", refuse.VARIABLES)
+def test_what_the_environment_switches_on_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert f"{name} is set: {refuse.VARIABLES[name]}" in refusal(model, {})
 
 
 def test_rocm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
