@@ -40,6 +40,10 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     model: str
     num_bytes: int = 0
     host_bytes: int = 0
+    held_bytes: int = 0
+    """Of `num_bytes`, what cannot be evicted now, by pins or readers."""
+    num_pinned_bytes: int = 0
+    """Of those, what pins keep."""
     num_pages: int = 0
     pages_by_model: ByModel = {}
     num_peers: int = 0

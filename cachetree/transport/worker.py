@@ -143,6 +143,8 @@ class Worker:
             reads_from=self._sources(),
             num_bytes=self._tree.num_bytes,
             host_bytes=self._tree.host_bytes,
+            held_bytes=self._tree.held_bytes,
+            num_pinned_bytes=self._tree.num_pinned_bytes,
             num_pages=self._tree.num_pages,
             pages_by_model=self._tree.pages_by_model(),
             disk=it.disk.status() if it.disk else None,

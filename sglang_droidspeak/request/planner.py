@@ -44,6 +44,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
+from sglang_droidspeak.start.config import GIB
 from sglang_droidspeak.start.this_server import ThisServer
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
@@ -53,7 +54,7 @@ UNMEASURED_S: Final = 0.2
 """What a reuse is taken to save before the device's speed was measured."""
 
 _TAKES_WHAT_IS_THERE: Final = frozenset(
-    it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK)
+    ["staging_full", *(it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK))]
 )
 
 
@@ -192,6 +193,8 @@ class Planner:
             if not is_pool(plan.location) or self._pool.has(plan, pages, req, tree):
                 break
             matches = self._matches(req, pages)  # The note was wrong and is mended.
+        if too_large := self._too_large(plan, costs):
+            return Declined("staging_full", too_large, considered)
         if self._server.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
         return Planned(
@@ -255,6 +258,14 @@ class Planner:
             return work / plan.num_layers
         cost = self._meter.recompute
         return 0.0 if cost is None else work * cost.seconds(0, self._meter.step_tokens) / most_s
+
+    def _too_large(self, plan: Plan, costs: Costs) -> str:
+        """Of which the memory for fetches never has enough; empty where it may have."""
+        num_bytes, most_gb = sum(bytes_of(plan, costs)), self._server.settings.staging_gb
+        is_here = plan.location == LOCAL or is_pool(plan.location)
+        if is_here or num_bytes <= int(most_gb * GIB):
+            return ""
+        return f"the fetch takes {num_bytes / GIB:.2f} GiB, and staging_gb is {most_gb}"
 
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""

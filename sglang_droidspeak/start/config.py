@@ -87,8 +87,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttl_s: float | None = None
     """What nobody has used for so long leaves it in any case; none keeps it until room is
     needed."""
-    max_pinned_share: float = 0.5
-    """Of `host_gb`, how much pinned prefixes may keep."""
     disk_path: str | None = None
     """Folder that keeps the same also when it leaves memory or the server ends; one server at a
     time. Prompts can be read out of KV: folder and files are this user's alone, and one that others
@@ -181,7 +179,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"fetch_deadline_s is {self.fetch_deadline_s}; give at most {MAX_REQUEST_S}, after "
                 "which a worker ends a fetch"
             )
-        Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
+        Retention(eviction=self.eviction, ttl_s=self.ttl_s)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(
                 f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
@@ -245,7 +243,6 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
         host_bytes=int(settings.host_gb * GIB),
         eviction=settings.eviction,
         ttl_s=settings.ttl_s,
-        max_pinned_share=settings.max_pinned_share,
         staging_bytes=int(settings.staging_gb * GIB),
         disk_path=settings.disk_path or "",
         disk_bytes=int(settings.disk_gb * GIB),

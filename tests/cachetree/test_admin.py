@@ -211,9 +211,13 @@ def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
         store(cache.tree, PAGES)
         prefix = ("--pages", *hexes(PAGES[:16]))
         assert run("pin", cache.address, *prefix)["pages_by_model"] == {MODEL: 16}
+        told = run("status", cache.address)
+        assert told["held_bytes"] == told["num_pinned_bytes"] == 16 * PAGE_TOTAL
         cache.tree.evict()
         assert [match.num_pages for match in cache.match(PAGES)] == [16]
         assert run("unpin", cache.address, *prefix)["was_pinned"] is True
+        told = run("status", cache.address)
+        assert told["held_bytes"] == told["num_pinned_bytes"] == 0
         assert run("unpin", cache.address, *prefix)["was_pinned"] is False
         run("pin", cache.address, *prefix, "--ttl", "0.01", "--model", MODEL)
 

@@ -178,6 +178,21 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
         assert planner.still_saves(found.plan, found.demand, Held(3, 0)) == saves
 
 
+@pytest.mark.parametrize(
+    ("location", "staging_gb", "is_taken"),
+    [(FAR, 0.09, True), (FAR, 0.08, False), (LOCAL, 0.0, True)],
+)
+def test_what_no_staging_will_hold_is_not_waited_for(
+    location: Location, staging_gb: float, is_taken: bool
+) -> None:
+    """Ten pages take 70 MB of KV and 20 of E; what is here is read in place."""
+    found = plan(location=location, staging_gb=staging_gb)
+    assert hasattr(found, "plan") == is_taken
+    if not is_taken:
+        assert (found.outcome, found.may_be_approximate) == ("staging_full", True)
+        assert found.detail == "the fetch takes 0.08 GiB, and staging_gb is 0.08"
+
+
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     """Nor is its wait bounded by what it saves."""
     found = plan(controls={"block": "3:6"}, gate="off")

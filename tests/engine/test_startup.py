@@ -85,7 +85,6 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"host_gb": "much"}, ["host_gb", "float"]),
         ({"eviction": "fifo"}, ["eviction is 'fifo'", "lru, value"]),
         ({"ttl_s": 0}, ["ttl_s is 0", "positive"]),
-        ({"max_pinned_share": 2}, ["max_pinned_share is 2", "0 to 1"]),
         ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
         ({"staging_gb": inf}, ["staging_gb is inf", "finite"]),
         ({"fetch_deadline_s": inf}, ["fetch_deadline_s is inf", "finite"]),
@@ -147,10 +146,10 @@ def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
 
 
 def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
-    extra = {"eviction": "value", "ttl_s": 60, "max_pinned_share": 0.25}
+    extra = {"eviction": "value", "ttl_s": 60}
     server = load_this_server(server_args(model, extra))
     config = cache_config(server.settings, server.identity.model_id)
-    assert (config.eviction, config.ttl_s, config.max_pinned_share) == ("value", 60, 0.25)
+    assert (config.eviction, config.ttl_s) == ("value", 60)
 
 
 def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:

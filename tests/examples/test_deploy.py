@@ -45,19 +45,21 @@ def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
     told = reference.request_metrics() + reference.cache_metrics()
     ours = dict(re.findall(r"`([\w:]+)(?:\{([^}]*)\})?` \|", told))
     # Prometheus adds these; a histogram has `le`.
-    by_scrape = {"instance", "le"}
-    names = re.findall(r"[a-z]+:\w+", expression)
-    assert names
-    for name in names:
+    known = {"instance", "le"}
+    found = re.findall(r"([a-z]+:\w+)(\{[^}]*\})?", expression)
+    assert found
+    for name, braces in found:
         if name.startswith("sglang:"):
             base = name.removesuffix("_bucket")
             source = Path(sglang.__file__).parent / "srt/observability/metrics_collector.py"
             assert f'"{base}"' in source.read_text()
         else:
-            labels = set(ours[re.sub("_(bucket|sum|count)$", "", name)].split(", ")) | by_scrape
-            used = {it for by in re.findall(r"by \(([^)]*)\)", expression) for it in by.split(", ")}
-            used |= set(re.findall(r"[{,] *(\w+)=", expression))
-            assert used <= labels or len(set(names)) > 1
+            labels = set(ours[re.sub("_(bucket|sum|count)$", "", name)].split(", "))
+            chosen = re.findall(r"(\w+)[=!]~?\"", braces or "")
+            assert set(chosen) <= labels, (name, chosen)
+            known |= labels
+    by = re.findall(r"\b(?:by|ignoring|on) \(([^)]*)\)", expression)
+    assert {it for some in by for it in some.split(", ")} <= known
 
 
 def test_outcomes_in_an_expression_are_outcomes() -> None:
@@ -65,7 +67,7 @@ def test_outcomes_in_an_expression_are_outcomes() -> None:
 
     known = {it.partition(":")[0] for it in documented_outcomes.outcomes()}
     for expression in [*QUERIES, *(it["expr"] for it in RULES)]:
-        for some in re.findall(r'outcome=~?"([^"]*)"', expression):
+        for some in re.findall(r'outcome[=!]~?"([^"]*)"', expression):
             assert set(some.split("|")) <= known, expression
 
 
