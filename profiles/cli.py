@@ -67,7 +67,7 @@ def add_commands(commands: Any) -> None:
         action=_Actions, dest="action", metavar="show|verify|calibrate"
     )
     show = actions.add_parser("show", help="print a profile", allow_abbrev=False)
-    show.add_argument("profile", type=Path, metavar="FILE")
+    _add_profile(show)
     show.add_argument("--json", action="store_true", help="the verdict as one line of JSON")
     show.set_defaults(run=_show)
     verify = actions.add_parser(
@@ -87,7 +87,7 @@ def add_commands(commands: Any) -> None:
         allow_abbrev=False,
     )
     for parser, run in ((verify, _verify), (calibrate, _calibrate)):
-        parser.add_argument("profile", type=Path, metavar="FILE")
+        _add_profile(parser)
         add_flags(parser, "models", "data")
         parser.set_defaults(run=run)
 
@@ -96,9 +96,15 @@ def add_commands(commands: Any) -> None:
         help="pictures of a profile, and one page with all of them",
         allow_abbrev=False,
     )
-    report.add_argument("profile", type=Path, metavar="FILE")
-    report.add_argument("--out", type=Path, required=True, metavar="DIR")
+    _add_profile(report)
+    report.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where pictures and page go"
+    )
     report.set_defaults(run=_report)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", type=Path, metavar="FILE", help="profile of a pair, JSON")
 
 
 def _profile(args: argparse.Namespace) -> int:

@@ -129,7 +129,8 @@ def _command(parser: argparse.ArgumentParser, text: str) -> str:
 def _usage(action: argparse.Action) -> str:
     value = action.metavar or (action.dest if not action.option_strings else action.dest.upper())
     value = "" if action.nargs == 0 else str(value)
-    return " ".join([*action.option_strings[-1:], value]).strip()
+    named = [it for it in action.option_strings if it.startswith("--")] or action.option_strings
+    return " ".join([*named[:1], value]).strip()
 
 
 def _option(action: argparse.Action) -> str:

@@ -41,7 +41,9 @@ def add_parser(commands: Any) -> None:
         const=False,
         help="the same block from the sender's E as it is, where the profile corrects E",
     )
-    measure.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
+    measure.add_argument(
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go"
+    )
     servers = demo.add_argument_group("servers")
     servers.add_argument(
         "--device", default="auto", help="as SGLang's; default: an accelerator where there is one"
@@ -52,7 +54,11 @@ def add_parser(commands: Any) -> None:
         help="default: float32 on a CPU, else bfloat16",
     )
     servers.add_argument(
-        "--host-gb", type=float, metavar="GIB", help="the sender's host memory for its cache"
+        "--host-gb",
+        type=float,
+        metavar="GIB",
+        help="the sender's host memory for its cache, and the receiver's for fetches; default: 4, "
+        "of the pairs that come with the repository 1",
     )
     servers.add_argument(
         "--options", type=Path, metavar="FILE", help="YAML with SGLang's options for all servers"

@@ -35,6 +35,12 @@ def test_every_part_that_can_be_made_is_in_a_page() -> None:
     assert set(used) == set(reference.PARTS)
 
 
+def test_every_argument_of_a_command_is_explained_by_its_first_name() -> None:
+    page = PAGES["docs/reference/cli.md"]
+    assert not re.findall(r"(?m)^\| `[^`]*` \|  \|$", page)
+    assert "`--url URL`" in page and "`--model URL`" not in page
+
+
 def test_every_outcome_has_a_cause_and_a_remedy() -> None:
     for told in PAGES["docs/no-reuse.md"].split("\n### ")[1:]:
         assert re.search(r"\n- \*\*Cause:\*\* .+\n- \*\*Remedy:\*\* ", told), told
