@@ -95,9 +95,21 @@ def test_what_is_left_follows_the_speed_so_far():
     assert left_s(it, 50.0) == 50.0, "an earlier run's work took no time"
     now[0] = 20.0
     task.advance(it.id, 10.0)
-    assert left_s(it, 50.0) == pytest.approx(80.0), "twice as slow as forecast"
+    assert left_s(it, 50.0) == pytest.approx(40.0 * 25 / 15), "twice as slow as forecast"
     task.advance(it.id, 60.0)
     assert left_s(it, 50.0) == 0.0
+
+
+def test_first_steps_that_differ_do_not_mislead():
+    now = [0.0]
+    task = Progress(get_time=lambda: now[0])
+    task.add_task("", total=100.0)
+    (it,) = task.tasks
+    for step in range(90):
+        now[0] += 1 / 1.5 if step < 10 else 1.0  # Of held-out contexts the first show baselines.
+        task.advance(it.id, 1.0)
+        really_s = 10 / 1.5 + 90 - now[0]
+        assert 0.8 < left_s(it, 0.0) / really_s < 1.25, step
 
 
 def test_of_what_should_take_no_time_nothing_is_left_however_long_it_takes():
@@ -114,7 +126,7 @@ def test_without_a_terminal_there_are_lines(monkeypatch):
         done(0.1)
     assert out.getvalue().splitlines() == [
         "training: 40%, 6 s left",
-        "training: 41%, 6 s left",
+        "training: 41%, 5 s left",
         "training: done in 0 s",
     ]
 
