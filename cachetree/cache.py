@@ -307,11 +307,12 @@ class Cache:
         self.close()
 
     def _add_tier(self, make: Callable[[CacheTree, NoteSpeed], T]) -> T:
-        speed = Bandwidth(self._clock)
+        speed, lock = Bandwidth(self._clock), threading.Lock()
 
         def note(num_bytes: int, seconds: float) -> None:
             if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-                speed.sample(num_bytes, seconds)
+                with lock:  # A tier may read in several threads.
+                    speed.sample(num_bytes, seconds)
 
         tier = make(self.tree, note)
         self._tiers[tier.location] = tier

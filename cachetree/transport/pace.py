@@ -50,7 +50,7 @@ class Bandwidth:
     in three short fetches did not exceed beside their bytes; of the rate, a median, each fetch
     tells as much as its bytes are of its time. A plan that avoids a slow link would never learn
     that it recovered: it is taken to be twice as fast for every `MAX_AGE_S` beyond the first
-    without a sample. One thread samples, any may read.
+    without a sample. One thread samples at a time, any may read.
     """
 
     MAX_AGE_S = 60.0

@@ -103,6 +103,33 @@ def fetch(cache: Cache, pages: Sequence[PageHash], location: Location) -> None:
         check_content(staging, pages)
 
 
+def test_a_tier_may_note_its_speed_in_several_threads() -> None:
+    made: list[ShelfTier] = []
+    most_at_once = num_at_once = 0
+
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
+        made.append(ShelfTier(tree, note_speed))
+        return made[0]
+
+    def clock() -> float:
+        """It is asked in the middle of a sample."""
+        nonlocal most_at_once, num_at_once
+        num_at_once += 1
+        most_at_once = max(most_at_once, num_at_once)
+        time.sleep(0.01)
+        num_at_once -= 1
+        return time.monotonic()
+
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=[make], clock=clock):
+        args = 64 << 20, 0.5
+        threads = [threading.Thread(target=made[0].note_speed, args=args) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most_at_once == 1
+
+
 def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
     made: list[ShelfTier] = []
 
