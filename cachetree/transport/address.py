@@ -54,11 +54,13 @@ def resolved(address: Address) -> Address:
 
 
 def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens there; raises ConfigError where it cannot be bound."""
-    host = "" if address.host == "*" else address.host
+    """A socket that listens there, at `[::]` for IPv4 too, as ZMQ does; raises ConfigError where it
+    cannot be bound."""
+    at = "" if address.host == "*" else address.host, address.port
     family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
+    is_both = address.host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, address.port), family=family, backlog=backlog)
+        return socket.create_server(at, family=family, backlog=backlog, dualstack_ipv6=is_both)
     except OSError as exc:
         raise ConfigError(
             f"{field} is {address.url!r}, which cannot be bound ({exc.strerror}); choose another "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,7 +37,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.cli import main
-from cachetree.transport import credentials_of
+from cachetree.transport import check_ports, credentials_of
 
 pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
 
@@ -79,6 +81,25 @@ def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us: Party, friend: 
             fetch_all(peer, PAGES)
     with worker_of(new_tree(), listen="tcp://0.0.0.0:0", insecure=True):
         pass
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_server(("::", 0), family=socket.AF_INET6).close()
+        return socket.has_dualstack_ipv6()
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_of_a_machine_are_those_of_both_kinds() -> None:
+    with worker_of(new_tree(PAGES), listen="tcp://[::]:0", insecure=True) as worker:
+        for host in ("127.0.0.1", "[::1]"):
+            with peer_of(Location(worker.address.replace("[::]", host)), new_tree()) as peer:
+                fetch_all(peer, PAGES)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"tcp://[::]:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            check_ports(WorkerConfig(listen=listen, insecure=True))
 
 
 def test_a_peer_on_another_machine_without_a_key_is_remarked_on(
