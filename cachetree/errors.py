@@ -84,6 +84,11 @@ def without_frames(error: _Error) -> _Error:
     return error.with_traceback(None)
 
 
+def printable(text: str) -> str:
+    """What others have said, on one line, and with nothing that a terminal would obey."""
+    return "".join(it if it.isprintable() else " " for it in text)
+
+
 def written(path: Path) -> str:
     """A path as its user wrote it, and where that is looked for; for messages."""
     return str(path) if path.is_absolute() else f"{path} (relative to {Path.cwd()})"

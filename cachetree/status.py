@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from cachetree.disk import DiskStatus
-from cachetree.errors import Cancelled
+from cachetree.errors import Cancelled, printable
 from cachetree.ids import Location
 from cachetree.memory import Staging
 from cachetree.planning import Plan
@@ -76,7 +76,7 @@ class FetchLog:
             self._outcomes.setdefault(plan.location, Counter())[outcome] += 1
             self._num_bytes[plan.location] += staging.num_landed_bytes
         if log.isEnabledFor(logging.INFO):
-            log.info("%s", self._line(plan, staging, outcome))
+            log.info("%s", printable(self._line(plan, staging, outcome)))
 
     def counts(self) -> tuple[FetchCounts, ...]:
         with self._lock:

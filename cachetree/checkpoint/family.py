@@ -150,8 +150,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 raise FamilyMismatch(
-                    f"{who} cannot exchange caches with this server: {field} is {theirs!r} there "
-                    f"and {ours!r} here; use models of one family with equal server settings"
+                    f"{who} cannot exchange caches with this server: {field} is {theirs!r:.200} "
+                    f"there and {ours!r:.200} here; use models of one family with equal server "
+                    "settings"
                 )
 
 

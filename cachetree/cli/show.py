@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cachetree.errors import CacheTreeError
+from cachetree.errors import CacheTreeError, printable
 
 
 def status_of(program: str, run: Callable[[], int | None]) -> int:
@@ -36,7 +36,7 @@ def show_json(value: object) -> None:
 def show_fields(value: msgspec.Struct) -> None:
     """A line for each field, and a table for what has several parts."""
     for line in _lines(msgspec.to_builtins(value)):
-        show(line)
+        show(printable(line))
 
 
 def _lines(fields: Mapping[str, Any]) -> Iterator[str]:

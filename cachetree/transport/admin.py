@@ -41,7 +41,7 @@ def ask(
     how, deadline = credentials or Credentials(), Deadline.after(timeout_s)
     answer = answer_of(remote, how, question, deadline, until_up=True)
     if isinstance(answer, verbs.Denied):
-        raise OrderDenied(f"{address}: {answer.reason}")
+        raise OrderDenied(f"{address}: {wire.said(answer)}")
     if not isinstance(answer, kind):
         raise ProtocolError(f"{address} answered with a {type(answer).__name__}")
     return answer

@@ -9,6 +9,7 @@ import msgspec
 
 from cachetree.errors import ConfigError
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
+from cachetree.transport.wire import MAX_MODEL_CHARS
 
 _MAX_SILENCE_S: Final = 65_534
 """Half of it, which `channel` tells the kernel, is Linux's MAX_TCP_KEEPIDLE."""
@@ -75,6 +76,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"key_file is {self.key_file} and allowed_peers is empty, so that nobody could "
                 "read from this server; list the public keys of those who may"
+            )
+        if len(self.model) > MAX_MODEL_CHARS:
+            raise ConfigError(
+                f"model is {self.model!r:.80}..., which has {len(self.model)} characters; give an "
+                f"id of {MAX_MODEL_CHARS} at most"
             )
         if not 0 <= self.bulk_port <= 65535:
             raise ConfigError(

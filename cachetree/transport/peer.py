@@ -238,7 +238,7 @@ class Peer:
         """The session that the worker's answer opens there; raises what it says instead."""
         match hello:
             case wire.Bye():
-                raise FetchError(f"{self._who} ended the session: {hello.reason}")
+                raise FetchError(f"{self._who} ended the session: {wire.said(hello)}")
             case wire.Hello():
                 pass
             case _:
@@ -281,7 +281,7 @@ class Peer:
     def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:
             case wire.Bye():
-                error = FetchError(f"{self._who} ended the session: {message.reason}")
+                error = FetchError(f"{self._who} ended the session: {wire.said(message)}")
                 self._fetches.interrupt(error)  # So that the loss breaks nothing off.
                 raise error
             case wire.Located():

@@ -212,8 +212,8 @@ class PendingStores:
             case wire.Ended() if answer.error != Why.UNKNOWN_PARENT:
                 self._counts.num_refused += 1
                 if not self._counts.error:
-                    log.info("worker %s refused a store: %s", self._address, answer.reason)
-                self._counts.error = answer.reason
+                    log.info("worker %s refused a store: %s", self._address, wire.said(answer))
+                self._counts.error = wire.said(answer)
         return answer.error if isinstance(answer, wire.Ended) else ""
 
     def _answer(

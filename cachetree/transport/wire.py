@@ -48,16 +48,16 @@ from cachetree.errors import (
     FetchError,
     ProtocolError,
     StaleEntry,
+    printable,
 )
 from cachetree.ids import MAX_LAYERS, Kind, PageHash, Step, entry_steps
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
+from cachetree.transport.verbs import MAX_REASON_CHARS, Reason
 from cachetree.tree import split_hashes
 
 PROTOCOL_VERSION: Final = 9
-
-MAX_REASON_CHARS: Final = 500
 
 MAX_REQUEST_S: Final = 60.0
 """Longest that a worker goes on with a fetch or a store."""
@@ -68,7 +68,9 @@ MAX_ENTRIES: Final = 256
 MAX_PLACES: Final = 256
 """In one `Located`."""
 
-Model = Annotated[str, msgspec.Meta(max_length=128)]
+MAX_MODEL_CHARS: Final = 128
+
+Model = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARS)]
 """An id: whoever stores under one has all peers told of it."""
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
@@ -81,7 +83,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     version: int
     family: msgspec.Raw
-    model: str = ""
+    model: Model = ""
     """The model this server runs; empty where it serves none itself, and from a peer."""
     epoch: int = 0
     """Random id of a worker's life; 0 from a peer."""
@@ -195,7 +197,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     id: int
     error: str
     """A value of `Why`."""
-    reason: str = ""
+    reason: Reason = ""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -209,7 +211,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     """There is no session, or no longer: greet again."""
 
-    reason: str
+    reason: Reason
 
 
 StoreAnswer = Wanted | Ended | Stored
@@ -284,7 +286,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _
     try:
         return decoder.decode(body)
     except UNREADABLE as exc:
-        raise ProtocolError(f"a header cannot be read: {exc}") from exc
+        raise ProtocolError(f"a header cannot be read: {reason(exc)}") from exc
 
 
 def hello(
@@ -316,7 +318,7 @@ def family_of(message: Hello) -> Family:
     try:
         return _family.decode(message.family)
     except UNREADABLE as exc:
-        raise ProtocolError(f"family cannot be read: {exc}") from exc
+        raise ProtocolError(f"family cannot be read: {reason(exc)}") from exc
 
 
 def require_family(message: Hello, ours: Family, *, who: str) -> None:
@@ -335,12 +337,17 @@ def ended_by(id: int, error: FetchError) -> Ended:
 def error_of(message: Ended, who: str) -> FetchError:
     """What `who` ended a fetch by; also where a newer one has other words."""
     kinds = {why.value: kind for why, kind in _ERRORS.items()}
-    return kinds.get(message.error, FetchError)(f"{who}: {message.reason}")
+    return kinds.get(message.error, FetchError)(f"{who}: {said(message)}")
 
 
 def reason(error: Exception) -> str:
     """An error's text, short enough for a header."""
-    return str(error)[:MAX_REASON_CHARS]
+    return printable(str(error)[:MAX_REASON_CHARS])
+
+
+def said(message: Ended | Bye | verbs.Denied) -> str:
+    """The reason that a worker gives."""
+    return printable(message.reason)
 
 
 # What messages ask for, checked before anything is done with it; all raise ProtocolError.

@@ -88,7 +88,8 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as deaf, cache_of() as other:
         deaf.bind(("127.0.0.1", 0))
         nobody = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
-        with cache_of(peers=(other.address, nobody)) as cache:
+        model = WorkerConfig(model="m\aya")
+        with cache_of(peers=(other.address, nobody), worker=model) as cache:
             store(cache.tree, PAGES)
             eventually(lambda: cache.status().peers[0].state == "ready")
             eventually(lambda: cache.status().peers[1].error)
@@ -103,6 +104,7 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert nothing.split() == ["holdings", "none"]
     lines = [re.split(r"  +", line.strip()) for line in text.splitlines()]
     for line in (
+        ["model", "m ya"],
         ["pages", "64"],
         ["bytes", "640.0 KiB"],
         ["host bytes", "64.0 MiB"],

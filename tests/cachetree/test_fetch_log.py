@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import shlex
+from dataclasses import replace
 
 import pytest
 from test_cache import FETCH_BYTES, PAGES, cache_of, fails, fill, plan_at
 from transport_parts import FAMILY, MODEL, PAGE_BYTES, wait_all
 
-from cachetree import LOCAL, Cache, Deadline, Location, Span
+from cachetree import LOCAL, Cache, Deadline, Location, ModelId, Span
 
 
 def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
@@ -67,6 +68,14 @@ def test_a_fetch_that_ended_early_says_why(caplog: pytest.LogCaptureFixture) -> 
     assert done["outcome"] == "ok"
     assert told[LOCAL].outcomes == {"StaleEntry": 1, "DeadlineExceeded": 1, "ok": 1}
     assert told[LOCAL].num_bytes == FETCH_BYTES
+
+
+def test_a_model_of_a_peers_own_choice_begins_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cachetree.fetch")
+    with cache_of(serves=False) as cache:
+        fails(cache, replace(plan_at(LOCAL), sender=ModelId("a\noutcome=ok")))
+    (line,) = (it.getMessage() for it in caplog.records if it.name == "cachetree.fetch")
+    assert line.isprintable()
 
 
 def test_a_line_costs_nothing_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,7 +65,7 @@ def test_a_worker_that_is_not_there_yet_and_leaves(told: list[str]) -> None:
 
 def test_a_worker_of_another_family(told: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Each side says so; the worker, of all who come from one place, once."""
-    other = msgspec.structs.replace(FAMILY, head_dim=64)
+    other = msgspec.structs.replace(FAMILY, rope="r" * 100_000)
     with (
         worker_of(new_tree(family=other)) as worker,
         peer_of(worker.address, new_tree(), is_ready=False) as peer,
@@ -75,10 +75,26 @@ def test_a_worker_of_another_family(told: list[str], caplog: pytest.LogCaptureFi
             eventually(lambda: worker.status().num_refused_peers == 2)
     for line in told:
         assert line.startswith(f"peer {worker.address} is refused: ")
-        assert "head_dim" in line
+        assert "rope" in line and len(line) < 1000
     (line,) = (it for it in caplog.messages if it.startswith(f"worker {worker.address}: refused: "))
     assert "the peer at 127.0.0.1 cannot exchange caches" in line
-    assert "head_dim" in line
+    assert "rope" in line and len(line) < 1000
+
+
+def test_what_a_worker_says_is_told_on_one_line_and_colours_nothing(told: list[str]) -> None:
+    rude = "a reason\nWARNING forged\x1b[31m"
+
+    def end(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        worker.send(identity, wire.Ended(id=fetch.id, error="failed", reason=rude))
+        worker.send(identity, wire.Bye(reason=rude))
+
+    staging = new_staging(1)
+    with ScriptedWorker(end) as worker, peer_of(worker.address, new_tree()) as peer:
+        peer.fetch(MODEL, pages_of(1), staging)
+        eventually(lambda: told)
+        said = [told[0], str(staging.error), peer.status.error]
+    for line in said:
+        assert "a reason WARNING forged" in line and line.isprintable()
 
 
 def test_a_worker_that_does_not_trust_us(told: list[str], tmp_path: Path) -> None:

@@ -131,6 +131,32 @@ def test_a_list_that_is_too_long_is_not_read() -> None:
         wire.decode_to_peer(memoryview(wire.encode(located)))
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.hello(FAMILY, LONG, 1),
+        wire.Bye(reason=LONG),
+        wire.Ended(id=1, error="failed", reason=LONG),
+        verbs.Denied(reason=LONG),
+    ],
+)
+def test_words_that_are_too_many_are_not_read(message: wire.ToPeer) -> None:
+    with pytest.raises(ProtocolError, match=r"length <= \d+"):
+        wire.decode_to_peer(memoryview(wire.encode(message)))
+
+
+def test_words_that_are_no_message_are_told_in_short() -> None:
+    named = wire.with_checksum(msgspec.msgpack.encode({"type": LONG}))
+    family = msgspec.Raw(msgspec.msgpack.encode({"codec": LONG}))
+    with pytest.raises(ProtocolError, match=r"cannot be read: .{1,500}$"):
+        wire.decode_to_worker(memoryview(named))
+    with pytest.raises(ProtocolError, match=r"cannot be read: .{1,500}$"):
+        wire.family_of(wire.Hello(version=wire.PROTOCOL_VERSION, family=family))
+
+
 def test_pages_are_whole() -> None:
     pages = pages_of(3)
     assert list(wire.pages_of(join_hashes(pages))) == pages
@@ -210,6 +236,8 @@ def test_good_addresses() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="max_bytes_per_s is 0"):
         WorkerConfig(max_bytes_per_s=0)
+    with pytest.raises(ConfigError, match=r"model is 'xx.* 100000 characters; give an id of 128"):
+        WorkerConfig(model=LONG)
     with pytest.raises(ConfigError, match="frame_bytes is 1"):
         PeerConfig(frame_bytes=1)
     with pytest.raises(ConfigError, match="silence_s"):
