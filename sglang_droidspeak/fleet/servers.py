@@ -200,8 +200,16 @@ class ProgramSpec(Spec):
 
 
 def _written(path: Path, options: Mapping[str, Any]) -> str:
-    path.write_text(yaml.safe_dump(dict(options), sort_keys=False))
+    with _new_file(path) as file:
+        yaml.safe_dump(dict(options), file, sort_keys=False, encoding="utf-8")
     return str(path)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """In place of one that was there, for its owner alone: keys are in configurations, and prompts
+    may be in logs."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
 
 
 class Process:
@@ -214,7 +222,7 @@ class Process:
         self.spec: Any = spec
         self.name = spec.name
         self.log = folder / f"{spec.name}.log"
-        with self.log.open("wb") as log:
+        with _new_file(self.log) as log:
             self._process = self._launch(spec.words(folder), log, {**os.environ, **env})
 
     def _launch(
@@ -363,7 +371,7 @@ def running(
     with terminable(), contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         servers: list[Process] = []
         stack.callback(_stop_all, servers)
         for spec in specs:

@@ -149,6 +149,27 @@ def ended(pid: int) -> None:
     eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10)
 
 
+def test_what_a_fleet_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Keys are in configurations, prompts in logs; of an earlier run, too."""
+    spec = WorkerSpec(config={"family": FAMILY, "cache": {"worker": {"listen": "no"}}})
+    umask = os.umask(0o022)
+    try:
+        for _ in range(2):
+            with (
+                pytest.raises(servers.ServerFailed),
+                servers.running(spec, folder=tmp_path / "out"),
+            ):
+                pass
+            written = sorted((tmp_path / "out").iterdir())
+            assert [it.name for it in written] == ["worker.log", "worker.yaml"]
+            assert [it.stat().st_mode & 0o777 for it in written] == [0o600] * 2
+            assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+            for it in written:
+                it.chmod(0o644)
+    finally:
+        os.umask(umask)
+
+
 def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path: Path) -> None:
     spec = servers.ProgramSpec(command=("sleep", "60"), port=servers.free_port())
     was, other = spec.start(tmp_path, {}), spec.start(tmp_path, {})
