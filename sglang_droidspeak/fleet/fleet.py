@@ -69,6 +69,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if not isinstance(options.get("model-path"), str):
                 raise ConfigError(f"engines.{name} has no model-path")
             port = options.get("port", _DEFAULT_PORT)
+            if not (isinstance(port, int) and 1 <= port <= 65535):
+                raise ConfigError(f"engines.{name} has port {port!r}; give one of 1 to 65535")
             if port in taken:
                 raise ConfigError(f"engines.{name} and engines.{taken[port]} both have port {port}")
             taken[port] = name

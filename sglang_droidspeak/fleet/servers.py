@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -39,7 +40,8 @@ _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 
 
 class ServerFailed(CacheTreeError):
-    """A server ended before it was ready; the message holds the end of its log."""
+    """A server cannot start, or ended before it was ready; the message then holds the end of its
+    log."""
 
 
 def end_of(log: Path, num_lines: int = 30) -> str:
@@ -98,6 +100,9 @@ class Spec:
     def answers(self, log: Path) -> bool:
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Raise ServerFailed where something else has its port, and would answer in its place."""
+
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         """It counts what a GPU has free when it starts, and again once its model is loaded: others
         that start there meanwhile are taken for its own."""
@@ -141,12 +146,16 @@ class ServerSpec(Spec):
         return (*command, _written(folder / f"{self.name}.yaml", options), *flags)
 
     def address(self, _log: Path) -> str:
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def answers(self, log: Path) -> bool:
         with contextlib.suppress(requests.RequestException):
-            return requests.get(f"{self.address(log)}/ready", timeout=2).status_code == 200
+            return _ask("GET", f"{self.address(log)}/ready", timeout=2).status_code == 200
         return False
+
+    def check(self) -> None:
+        _check_port(self.name, self.host, self.port)
 
     def is_on_gpu(self, env: Mapping[str, str]) -> bool:
         is_hidden = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES") == ""
@@ -198,6 +207,28 @@ class ProgramSpec(Spec):
             return True
         return False
 
+    def check(self) -> None:
+        _check_port(self.name, "127.0.0.1", self.port)
+
+
+def _check_port(name: str, host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ServerFailed(
+                f"{name} has port {port} of {host}, where something listens already; end that, or "
+                "give another port"
+            ) from exc
+
+
+def _ask(method: str, url: str, **options: Any) -> requests.Response:
+    """By no proxy: the environment may name one, and the server is on this machine."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.request(method, url, **options)
+
 
 def _written(path: Path, options: Mapping[str, Any]) -> str:
     with _new_file(path) as file:
@@ -245,11 +276,15 @@ class Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def is_ready(self) -> bool:
-        """True once it answers; raises ServerFailed where it has ended instead."""
+    def check(self) -> None:
+        """Raise ServerFailed where it has ended."""
         if not self.is_alive:
             code = self._process.returncode
             raise ServerFailed(f"{self.name} ended with {code}:\n{end_of(self.log)}")
+
+    def is_ready(self) -> bool:
+        """True once it answers; raises ServerFailed where it has ended instead."""
+        self.check()
         return self.spec.answers(self.log)
 
     def kill(self) -> None:
@@ -302,9 +337,8 @@ class Server(Process):
     ) -> Iterator[dict[str, Any]]:
         """As `generate`, but what there is of the reply at each token, when it comes."""
         body = _body(prompt, **{"stream": True, **asked})
-        with requests.post(
-            f"{self.url}/generate", json=body, timeout=timeout_s, stream=True
-        ) as reply:
+        url = f"{self.url}/generate"
+        with _ask("POST", url, json=body, timeout=timeout_s, stream=True) as reply:
             reply.raise_for_status()
             for line in reply.iter_lines():
                 if line.startswith(b"data: {"):
@@ -324,14 +358,14 @@ class Server(Process):
 
     def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
         """Any JSON endpoint; raises requests.HTTPError on an error status."""
-        reply = requests.post(f"{self.url}{path}", json=body, timeout=timeout_s)
+        reply = _ask("POST", f"{self.url}{path}", json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()
 
     def flush(self) -> None:
         """Empty the server's own radix cache; retried while it is busy."""
         for _ in range(100):
-            if requests.post(f"{self.url}/flush_cache", timeout=10).status_code == 200:
+            if _ask("POST", f"{self.url}/flush_cache", timeout=10).status_code == 200:
                 return
             time.sleep(0.05)
         raise ServerFailed(f"{self.name} did not flush its cache within 5 s")
@@ -375,18 +409,22 @@ def running(
         servers: list[Process] = []
         stack.callback(_stop_all, servers)
         for spec in specs:
+            spec.check()
+        for spec in specs:
             with uninterrupted():
                 servers.append(spec.start(folder, env))
             if spec.is_on_gpu(env):
-                _wait_for(servers[-1:], start_timeout_s)
-        _wait_for(servers, start_timeout_s)
+                _wait_for(servers, servers[-1:], start_timeout_s)
+        _wait_for(servers, servers, start_timeout_s)
         yield list(servers)
 
 
-def _wait_for(waiting: Sequence[Process], timeout_s: float) -> None:
-    """Until they are ready; raises ServerFailed."""
+def _wait_for(started: Sequence[Process], waiting: Sequence[Process], timeout_s: float) -> None:
+    """Until these are ready; raises ServerFailed where one of all that were started has ended."""
     started_s = time.monotonic()
     while waiting := [server for server in waiting if not server.is_ready()]:
+        for server in started:
+            server.check()
         elapsed_s = time.monotonic() - started_s
         if elapsed_s > timeout_s:
             late = waiting[0]

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
         ({}, "no workers and no engines"),
         ({"engines": {"one": {"port": 1}}}, "engines.one has no model-path"),
         ({"engines": {"one": ENGINE, "two": ENGINE}}, "both have port 1"),
+        ({"engines": {"one": {**ENGINE, "port": "x"}}}, "engines.one has port 'x'; give one of"),
+        ({"engines": {"one": {**ENGINE, "port": 65536}}}, "engines.one has port 65536"),
         ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one stands there twice"),
         (
             {"engines": {"one": ENGINE}, "programs": {"two": {"command": ["florp"], "port": 2}}},
@@ -268,7 +272,7 @@ def test_servers_of_one_device_start_one_after_the_other(
         def __init__(self, name: str) -> None:
             happened.append(f"start {name}")
             self.name, self.is_known = name, False
-            self.terminate = self.stop = lambda: None
+            self.terminate = self.stop = self.check = lambda: None
 
         def is_ready(self) -> bool:
             if not self.is_known:
@@ -284,6 +288,63 @@ def test_servers_of_one_device_start_one_after_the_other(
     wanted = [Wanted(name=name, model=MODEL, options=options) for name in ("one", "two")]
     with servers.running(*wanted, folder=tmp_path, env=env):
         assert happened[: len(order)] == order
+
+
+def test_a_server_that_ends_while_the_next_one_loads_ends_the_start(tmp_path: Path) -> None:
+    class OnGpu(servers.ProgramSpec):
+        def is_on_gpu(self, _env: object) -> bool:
+            return True
+
+        def answers(self, _log: Path) -> bool:
+            return self.name == "one"
+
+    one, two = (
+        OnGpu(name=name, command=("sleep", seconds), port=servers.free_port())
+        for name, seconds in (("one", "1"), ("two", "60"))
+    )
+    with (
+        pytest.raises(servers.ServerFailed, match="one ended with 0"),
+        servers.running(one, two, folder=tmp_path, start_timeout_s=8),
+    ):
+        raise AssertionError("it is not ready")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "localhost"])
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as v4:
+        port = v4.getsockname()[1]
+        server = ServerSpec(model=MODEL, host=host, port=port)
+        with socket.create_server(("::1", port), family=socket.AF_INET6):
+            for spec in (server, servers.ProgramSpec(command=("true",), port=port, name="server")):
+                with (
+                    pytest.raises(servers.ServerFailed, match=f"server has port {port} of .*give"),
+                    servers.running(spec, folder=tmp_path),
+                ):
+                    raise AssertionError("it is not ready")
+    assert not list(tmp_path.iterdir())
+    server.check()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_server_is_asked_itself_whatever_proxy_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/ready" else 404)
+            self.end_headers()
+
+    class Server(HTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{servers.free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with Server((host, 0), Ready) as server:
+        server.timeout = 5
+        threading.Thread(target=server.handle_request).start()
+        spec = ServerSpec(model=MODEL, host=host, port=server.server_port)
+        assert spec.answers(tmp_path)
 
 
 def test_no_two_processes_are_given_one_port(monkeypatch):
