@@ -14,7 +14,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.errors import ConfigError
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """Of everything in the directory; a release that changes any of it counts up."""
 
 TEMPORARY: Final = ".new"

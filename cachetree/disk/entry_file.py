@@ -1,11 +1,12 @@
 """One entry as a file: what lies where, written whole or not at all, read a layer at a time.
 
-    prefix    magic, size and checksum of the header
-    header    msgpack: a `Record`
-    payload   the steps of its layout, one after the other; of each all pages in order
+    prefix     magic, size and checksum of the header
+    header     msgpack: a `Record`
+    checksums  XXH3-64 of each page of each step, in the order of the payload
+    payload    the steps of its layout, one after the other; of each all pages in order
 
-Where a layer lies follows from the layout, and each page of it has a checksum, so that any pages
-of it are read alone.
+Where a layer lies follows from the layout, counted from the end, and each page of it has a
+checksum, so that any pages of it are read alone.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
 _HEADER_BYTES: Final = 256
-"""More than a header takes besides the model, pages, layers and checksums."""
+"""More than a header takes besides the model, pages and layers."""
 _WRITTEN_PAGE_BYTES: Final = PAGE_HASH_BYTES + 2
-_MAX_HEADER_BYTES: Final = 16 << 20
-"""What a damaged file can have allocated; the header of a file of gigabytes is smaller."""
+_MAX_HEAD_BYTES: Final = 16 << 20
+"""What a damaged file can have allocated."""
 _FIRST_READ_BYTES: Final = 4096
 """Takes the whole head of most entries."""
 _MAX_PARTS: Final = 512
@@ -53,7 +54,7 @@ Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=P
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An entry without its payload."""
+    """An entry without its payload and checksums."""
 
     family: str
     """Its digest."""
@@ -64,8 +65,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The last of these; None at the root."""
     pages: tuple[Page, ...]
     layout: Layout
-    checksums: bytes = b""
-    """XXH3-64 of each page of each step."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -74,16 +73,23 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 def most_bytes(model: ModelId, layout: Layout) -> int:
     """No file of this layout is larger."""
-    per_page = layout.page_bytes + _WRITTEN_PAGE_BYTES
-    around = _PREFIX.size + _HEADER_BYTES + 4 * len(model) + 9 * len(layout.e_layers)
-    return around + layout.num_pages * per_page + _checksums_bytes(layout)
+    return _most_head_bytes(model, layout) + _checksums_bytes(layout) + layout.num_bytes
 
 
 def largest_fitting(model: ModelId, layout: Layout, limit_bytes: int) -> Layout:
     """The same with as many of its pages as one file of `limit_bytes` takes; one at least."""
-    around, with_one = (most_bytes(model, replace(layout, num_pages=num)) for num in (0, 1))
-    most = max(1, (limit_bytes - around) // (with_one - around))
-    return replace(layout, num_pages=min(layout.num_pages, most))
+    none, one = (replace(layout, num_pages=num) for num in (0, 1))
+    around = most_bytes(model, none)
+    most = min(
+        (limit_bytes - around) // (most_bytes(model, one) - around),
+        (_MAX_HEAD_BYTES - _most_head_bytes(model, none)) // _WRITTEN_PAGE_BYTES,
+    )
+    return replace(layout, num_pages=min(layout.num_pages, max(1, most)))
+
+
+def _most_head_bytes(model: ModelId, layout: Layout) -> int:
+    around = _PREFIX.size + _HEADER_BYTES + 4 * len(model) + 9 * len(layout.e_layers)
+    return around + layout.num_pages * _WRITTEN_PAGE_BYTES
 
 
 # Reading.
@@ -126,12 +132,14 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
     """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
     layout, part = record.layout, record.layout.part_of(step)
     page_bytes = layout.bytes_of(step, 1)
-    first = _CHECKSUM_BYTES * (part * layout.num_pages + pages.start)
-    expected = record.checksums[first : first + _CHECKSUM_BYTES * len(pages)]
     found = bytearray()
     with path.open("rb", buffering=0) as file:
-        offset = os.lseek(file.fileno(), 0, os.SEEK_END) - layout.num_bytes
-        offset += sum(num * size for num, size in layout.parts[:part]) + pages.start * page_bytes
+        payload = os.lseek(file.fileno(), 0, os.SEEK_END) - layout.num_bytes
+        first = payload - _checksums_bytes(layout)
+        first += _CHECKSUM_BYTES * (part * layout.num_pages + pages.start)
+        expected = os.pread(file.fileno(), _CHECKSUM_BYTES * len(pages), first)
+        offset = payload + pages.start * page_bytes
+        offset += sum(num * size for num, size in layout.parts[:part])
         for piece in _pieces([into], page_bytes):
             _read(file.fileno(), piece, offset)
             offset += piece.nbytes
@@ -143,18 +151,15 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
 # Writing.
 
 
-def write_record(handle: int, new: Record, views: Views, pages: Span) -> Record:
-    """Write an entry, whose checksums are computed on the way; returns it with them.
-
-    Its pages are these of those that there are views of.
+def write_record(handle: int, record: Record, views: Views, pages: Span) -> None:
+    """Write an entry, whose pages are these of those that there are views of.
 
     Raises OSError, and whatever `views` raises.
     """
-    layout = new.layout
+    layout, head = record.layout, head_of(record)
     checksums = bytearray()
     batch: list[memoryview] = []
-    blank = msgspec.structs.replace(new, checksums=bytes(_checksums_bytes(layout)))
-    offset = len(head_of(blank))
+    offset = len(head) + _checksums_bytes(layout)
     for step in layout.steps:
         whole = views(step, pages)
         page_bytes = layout.bytes_of(step, 1)
@@ -167,10 +172,8 @@ def write_record(handle: int, new: Record, views: Views, pages: Span) -> Record:
             if len(batch) * piece.nbytes >= _PIECE_BYTES or len(batch) == _MAX_PARTS:
                 offset = _write(handle, batch, offset)
     _write(handle, batch, offset)
-    made = msgspec.structs.replace(new, checksums=bytes(checksums))
-    _write(handle, [memoryview(head_of(made))], 0)
+    _write(handle, [memoryview(head), memoryview(checksums)], 0)
     views(layout.steps[0], pages)
-    return made
 
 
 # Pages and their checksums.
@@ -197,7 +200,7 @@ def _checksums_bytes(layout: Layout) -> int:
 
 
 def head_of(record: Record) -> bytes:
-    """Prefix and header; its size does not depend on the checksums' values."""
+    """Prefix and header."""
     header = _encoder.encode(record)
     return _PREFIX.pack(_MAGIC, len(header), checksum(header)) + header
 
@@ -208,10 +211,10 @@ def _head_bytes(head: bytes, num_bytes: int) -> int:
         return 0
     magic, header_bytes, _ = _PREFIX.unpack_from(head)
     size: int = _PREFIX.size + header_bytes
-    return size if magic == _MAGIC and size <= min(num_bytes, _MAX_HEADER_BYTES) else 0
+    return size if magic == _MAGIC and size <= min(num_bytes, _MAX_HEAD_BYTES) else 0
 
 
-def _is_whole(record: Record, family: Family, payload_bytes: int) -> bool:
+def _is_whole(record: Record, family: Family, rest_bytes: int) -> bool:
     """Whether it is an entry of this family, with so much behind it."""
     layers = record.layout.e_layers
     return (
@@ -221,7 +224,7 @@ def _is_whole(record: Record, family: Family, payload_bytes: int) -> bool:
         and all(0 <= layer < family.num_layers for layer in layers)
         and all(a < b for a, b in itertools.pairwise(layers))
         and record.layout == Layout.of(family, len(record.pages), layers)
-        and record.layout.num_bytes == payload_bytes
+        and _checksums_bytes(record.layout) + record.layout.num_bytes == rest_bytes
     )
 
 

@@ -226,7 +226,7 @@ class DiskStore:
             with new_file(path, is_synced=self.config.sync) as handle:
                 self._make_room(most)
                 taken = most
-                record = files.write_record(handle, part, views, pages)
+                files.write_record(handle, part, views, pages)
                 num_bytes = os.fstat(handle).st_size
         except OSError as exc:
             if not self._is_failing:
@@ -246,7 +246,7 @@ class DiskStore:
             self._num_bytes += num_bytes
             self._counts.num_written_entries += 1
             self._counts.num_written_bytes += num_bytes
-        return DiskEntry(record, number, num_bytes)
+        return DiskEntry(part, number, num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict until there is room, and count it as taken; raises OSError where there is none."""

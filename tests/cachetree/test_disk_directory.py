@@ -71,7 +71,7 @@ def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) ->
         (theirs,) = data_files(tmp_path)
         with pytest.raises(ConfigError, match="is using"):
             open_store(tmp_path)
-    named = f"{theirs.name} of another family or release, where ours begin with entry-6-[0-9a-f]+-"
+    named = f"{theirs.name} of another family or release, where ours begin with entry-7-[0-9a-f]+-"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"{named}; {REMEDY}"):
             open_store(tmp_path)
@@ -80,7 +80,7 @@ def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("has_lock", [True, False])
-@pytest.mark.parametrize("release", ["", "5-", "7-"])
+@pytest.mark.parametrize("release", ["", "6-", "8-"])
 def test_entries_of_another_release_are_refused(
     tmp_path: Path, release: str, has_lock: bool
 ) -> None:
@@ -101,7 +101,7 @@ def test_what_dead_processes_had_begun_is_swept_whose_ever_it_is(tmp_path: Path)
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
         number = int(data_files(tmp_path)[0].name[-12:])
-    for name in (f"entry-6-{FAMILY.digest[:8]}-{number + 1:012d}", "entry-5-01234567-000000000009"):
+    for name in (f"entry-7-{FAMILY.digest[:8]}-{number + 1:012d}", "entry-6-01234567-000000000009"):
         (tmp_path / f"{name}.new").write_bytes(b"half")
     with open_store(tmp_path) as store:
         assert store.status().counts.num_torn_writes == 2

@@ -35,9 +35,16 @@ from disk_parts import (
 )
 
 from cachetree.disk import DiskStore
-from cachetree.disk.entry_file import read_head, read_pages
+from cachetree.disk.entry_file import (
+    Record,
+    head_of,
+    largest_fitting,
+    read_head,
+    read_pages,
+)
 from cachetree.errors import ConfigError
-from cachetree.ids import Kind, ModelId, Step
+from cachetree.ids import Kind, ModelId, PageHash, Step
+from cachetree.memory import Layout
 
 PARTS = Path(__file__).with_name("disk_parts.py")
 
@@ -225,23 +232,26 @@ def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_p
         assert store.status().num_bytes == files_bytes(small)
 
 
-def test_every_flipped_bit_of_a_payload_and_of_a_head_is_detected(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
     """More than 10⁵ single-bit flips."""
     with open_store(tmp_path) as store:
         pages = path_of("".join(map(chr, range(33, 313))))
         assert store.write(change_of(A, pages, None, [0]), views_of(A, pages))
         ((entry, everything),) = store.index.find(A, pages)
         (file,) = data_files(tmp_path)
+        steps = entry.record.layout.steps
         payload = file.stat().st_size - entry.record.layout.num_bytes
+        sums_bytes = 8 * len(pages)
         into = memoryview(bytearray(len(pages) * page_bytes(Step(Kind.KV, 0))))
         num_flips = num_missed = 0
         with file.open("r+b", buffering=0) as raw:
             handle = raw.fileno()
             whole = file.read_bytes()
-            for number, step in enumerate(entry.record.layout.steps):
+            for number, step in enumerate(steps):
                 base = payload + number * into.nbytes
+                sums = payload - (len(steps) - number) * sums_bytes
                 read_pages(file, entry.record, step, everything, into)
-                for at in range(base, base + into.nbytes):
+                for at in (*range(base, base + into.nbytes), *range(sums, sums + sums_bytes)):
                     for bit in range(8):
                         os.pwrite(handle, bytes([whole[at] ^ 1 << bit]), at)
                         num_flips += 1
@@ -251,7 +261,7 @@ def test_every_flipped_bit_of_a_payload_and_of_a_head_is_detected(tmp_path: Path
                             continue
                         num_missed += 1
                     os.pwrite(handle, whole[at : at + 1], at)
-        head = whole[:payload]
+        head = whole[: payload - len(steps) * sums_bytes]
         for at in range(len(head)):
             for bit in range(8):
                 bad = head[:at] + bytes([head[at] ^ 1 << bit]) + head[at + 1 :]
@@ -261,6 +271,18 @@ def test_every_flipped_bit_of_a_payload_and_of_a_head_is_detected(tmp_path: Path
         assert num_missed == 0
         assert num_flips > 100_000
         check(store, entry)
+
+
+def test_a_file_is_cut_where_its_head_would_be_too_large_to_be_read() -> None:
+    layout = largest_fitting(A, Layout.of(FAMILY, 1 << 20, ()), 1 << 40)
+    pages = tuple(PageHash(number.to_bytes(16, "big")) for number in range(layout.num_pages))
+    record = Record(
+        family=FAMILY.digest, model=A, num_before=0, parent=None, pages=pages, layout=layout
+    )
+    head = head_of(record)
+    rest_bytes = layout.num_bytes + 8 * layout.num_pages * layout.num_layers
+    assert read_head(head, len(head) + rest_bytes, FAMILY) == record
+    assert 900_000 < layout.num_pages < 1 << 20
 
 
 @pytest.mark.parametrize("fault", ["vanished", "is a directory", "empty"])

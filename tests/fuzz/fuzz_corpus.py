@@ -94,24 +94,24 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
 
 
 def _record() -> tuple[bytes, bytes]:
-    """A header, and the payload of zeros that its checksums are not of."""
+    """A header, and behind it checksums and payload, of zeros."""
     layout = Layout.of(FAMILY, 2, (E_LAYER,))
-    blank = files.Record(
+    record = files.Record(
         family=FAMILY.digest,
         model=MODEL,
         num_before=1,
         parent=PAGES[0],
         pages=tuple(PAGES[1:3]),
         layout=layout,
-        checksums=bytes(files._checksums_bytes(layout)),
     )
-    return files.head_of(blank)[files._PREFIX.size :], bytes(layout.num_bytes)
+    rest = bytes(files._checksums_bytes(layout) + layout.num_bytes)
+    return files.head_of(record)[files._PREFIX.size :], rest
 
 
 def _records() -> list[bytes]:
-    """With the payload's size before each, as target `record` takes it."""
-    header, payload = _record()
-    size = len(payload).to_bytes(3, "little")
+    """With the size of what is behind it before each, as target `record` takes it."""
+    header, rest = _record()
+    size = len(rest).to_bytes(3, "little")
     deep = b"\x81\xa1x" + b"\x91" * 5000
     return [size + header, size + b"\xff" + sealed(header), bytes(3) + deep]
 

@@ -209,7 +209,7 @@ def pages(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """Mostly with a sound checksum, behind which the header is; first the payload's size."""
+    """Mostly with a sound checksum, behind which the header is; first the size of the rest."""
     size, header = int.from_bytes(data[:3], "little"), data[3:]
     head = header[1:] if header[:1] == b"\xff" else sealed(header)
     files.read_head(head, len(head) + size, FAMILY)
