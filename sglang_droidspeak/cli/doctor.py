@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points, version
@@ -17,6 +18,7 @@ from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_d
 from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, num_ranks, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
+from sglang_droidspeak.fleet.servers import linker_options
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
 
@@ -166,6 +168,10 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
     if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
         raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
+    for name, wanted in linker_options({}).items():
+        if not isinstance(wanted, dict) and options.get(name) != wanted:
+            needed = f"{name}: {json.dumps(wanted)}"
+            raise ConfigError(f"there is no {needed}, and SGLang runs without droidspeak; add it")
     if options.get("page-size", 1) < MIN_PAGE_SIZE:
         raise ConfigError(f"page-size is less than {MIN_PAGE_SIZE}, as it is by default; set it")
     return linker.get("linker_extra_config") or {}
@@ -212,10 +218,16 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     told = state[KEY]
     yield _check(url, True, f"SGLang serves {state.get('model_path')}")
     linker = state.get("unified_cache_external_linker_config") or {}
-    settings = parse_settings(linker.get("linker_extra_config") or {})
-    attention, storage = state.get("attention_backend"), settings.hicache_backend
-    used = f"attention by {attention or 'default'}, storage {storage or 'none'}"
-    yield _check("backends", True, used)
+    try:
+        settings = parse_settings(linker.get("linker_extra_config") or {})
+    except CacheTreeError as exc:  # They stand in a file of the server's machine.
+        there = "ask where the server runs, in its working directory"
+        yield _check("backends, keys", False, f"not known here: {exc}", there)
+    else:
+        attention, storage = state.get("attention_backend"), settings.hicache_backend
+        used = f"attention by {attention or 'default'}, storage {storage or 'none'}"
+        yield _check("backends", True, used)
+        yield from _keys(settings)
     yield _check(
         "clock",
         abs(off_s) < _CLOCKS_S,
@@ -226,7 +238,6 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
     restart = "see docs/operate.md; restart it where the thread is stuck"
     yield _check("memory, disk", not wrong, wrong or "well", restart)
-    yield from _keys(settings)
     for it in told["peers"]:
         found = " ".join([it["state"], it["reason"]]).strip()
         yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)

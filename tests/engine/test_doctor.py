@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,6 +188,34 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
     assert "page-size is less than 16" in found.found
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (
+            "enable-unified-cache-external-linker",
+            None,
+            "no enable-.*-linker: true, and SGLang runs",
+        ),
+        (
+            "enable-unified-cache-external-linker",
+            False,
+            "no enable-.*-linker: true, and SGLang run",
+        ),
+        ("unified-cache-external-linker-backend", None, 'no unified-.*-backend: "dynamic", and'),
+        ("unified-cache-external-linker-backend", "mooncake", 'no unified-.*-backend: "dynamic"'),
+    ],
+)
+def test_a_file_with_which_droidspeak_would_be_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = configured(tmp_path)
+    options = yaml.safe_load(path.read_text()) | {name: value}
+    path.write_text(yaml.safe_dump({key: it for key, it in options.items() if it is not None}))
+    (found,) = checks.configuration(path)
+    assert not found.ok and re.search(words, found.found) and found.remedy
+
+
 def state(cache: Any, profiles: Any = PROFILES, **planner: Any) -> dict[str, Any]:
     """What a server says, of this cache."""
     asked, _ = planned(**planner)
@@ -264,6 +293,17 @@ def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) 
     assert by_name(checks.running(info.url, None))["profiles"].ok
     (nobody,) = checks.running(f"http://127.0.0.1:{free_port()}", None)
     assert not nobody.ok
+
+
+def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNamespace) -> None:  # noqa: F811
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache)
+    extra = {"config": "/there/droidspeak.yaml"}
+    info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
+    found = by_name(checks.running(info.url, None))
+    (wrong,) = [it for it in found.values() if not it.ok]
+    assert wrong.name == "backends, keys" and "/there/droidspeak.yaml" in wrong.found
+    assert wrong.remedy and {"clock", "memory, disk"} <= found.keys()
 
 
 def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
