@@ -14,22 +14,17 @@ from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.planning import Match
-from cachetree.tree.entries import Change, Node
+from cachetree.tree.entries import Change
 from cachetree.tree.eviction import ByValue, Eviction, Lru, Retention
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
+from cachetree.tree.slices import OfNode, in_slices, seen_in_slices
 from cachetree.tree.trie import PageTrie, depth_of, find_matches, num_pages_of
 
 _LRU: Final = Retention()
-OfNode = Callable[[Node], Iterator[Change]]
-"""What listeners of one kind would have heard of a node."""
-SLICE: Final = 16
-"""Nodes that are looked at before others may have the lock."""
-_PAUSE_S: Final = 50e-6
-"""Between two slices. A lock is not fair: whoever waits for it gets it while nobody wants it."""
 
 
 class CacheTree:
@@ -247,7 +242,7 @@ class CacheTree:
 
     def sweep(self) -> None:
         """Drop leases and pins past their deadline, and entries past their time to live."""
-        self._in_slices(self._sweep)
+        in_slices(self._lock, self._sweep)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
@@ -271,7 +266,7 @@ class CacheTree:
             )
             return bool(some)
 
-        self._in_slices(work)
+        in_slices(self._lock, work)
         return num_freed
 
     # All entries.
@@ -314,7 +309,7 @@ class CacheTree:
         """
         with self._lock:
             self._remote.add(location, model, parent, pages, e_layers)
-        self._in_slices(partial(self._remote.trim, location))
+        in_slices(self._lock, partial(self._remote.trim, location))
 
     def limit_remote(self, location: Location, max_pages: int) -> None:
         """Note no more pages at `location` than these, counted once per model."""
@@ -340,7 +335,7 @@ class CacheTree:
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`, in slices; what is added meanwhile may stay."""
-        self._in_slices(partial(self._remote.forget, location))
+        in_slices(self._lock, partial(self._remote.forget, location))
 
     # Changes of local entries, for the advertiser.
 
@@ -370,28 +365,7 @@ class CacheTree:
 
         with self._lock:
             listeners.append(listener)
-        return self._there(of_node), unsubscribe
-
-    def _there(self, of_node: OfNode) -> Iterator[Change]:
-        nodes = self._trie.root.walk()
-        is_more = True
-        while is_more:
-            with self._lock:
-                some = list(islice(nodes, SLICE))
-                seen = [each for node in some for each in of_node(node)]
-            is_more = len(some) == SLICE
-            if is_more:
-                time.sleep(_PAUSE_S)
-            yield from seen
-
-    def _in_slices(self, work: Callable[[int], bool]) -> None:
-        """Call it with how much it may do while others wait, until there is no more to do."""
-        while True:
-            with self._lock:
-                is_more = work(SLICE)
-            if not is_more:
-                return
-            time.sleep(_PAUSE_S)
+        return seen_in_slices(self._lock, self._trie.root, of_node), unsubscribe
 
     # Called by a handle that ends.
 

@@ -14,7 +14,8 @@ from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, nu
 from cachetree.ids import LOCAL, Location
 from cachetree.tree.entries import Change
 from cachetree.tree.eviction import Retention
-from cachetree.tree.tree import SLICE, CacheTree
+from cachetree.tree.slices import SLICE
+from cachetree.tree.tree import CacheTree
 
 MOST_CALLS = 40 * SLICE
 """Python functions called while the lock is held once, 40 for each node looked at."""
