@@ -307,7 +307,7 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNa
 
 
 def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
-    planner, found = planned(num_pages=128)
+    planner, found = planned(num_pages=128, staging_gb=2.0)
     price = msgspec.to_builtins(planner.price(found.plan))
     least = break_even_byte_s(price)
     assert least is not None
