@@ -4,7 +4,8 @@
              It asks SGLang for log-probabilities beside, and its user does not see them
     answer   if it reused another model's KV: its first tokens and their distributions are kept
     idle     while no request runs, an exact run of the same server says what full prefill would
-             have said; without such a moment before the deadline the shadow is dropped
+             have said; one that comes meanwhile ends it, to be tried again. Without such a moment
+             before the deadline the shadow is dropped
     verdict  the scheduler's half (`service`) hears how far apart the two are, and says of which
              plans every request is to be compared
 
@@ -21,7 +22,7 @@ import time
 import uuid
 from array import array
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
@@ -49,12 +50,14 @@ MAX_WAITING: Final = 64
 """Answers whose prompts are kept until they are compared."""
 _LOOK_S: Final = 0.02
 """Between two looks whether a request runs."""
+_TEMPERATURES: Final = (0.1, 10.0)
+"""From log-probabilities at others those at temperature 1 cannot be told: at a low one SGLang gives
+all but the first few tokens none."""
 
 _KEPT: Final = (
     "lora_path",
     "extra_key",
     "cache_salt",
-    "priority",
     "routing_key",
     "no_logs",
     "http_worker_ipc",
@@ -101,6 +104,8 @@ class Shadows:
         self._rate: Final = settings.shadow_share
         self._deadline_s: Final = settings.shadow_deadline_s
         self._suspects: frozenset[PlanId] = frozenset()
+        self._num_suspected = 0
+        """Requests that were looked at for them since a shadow was last compared."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
         """Of which the scheduler has not heard."""
@@ -113,10 +118,19 @@ class Shadows:
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
         place = place_of(obj.rid)
-        if place >= self._rate and not self._suspects:
-            return original(manager, obj, request)
+        if place >= self._rate:
+            if not self._may_suspect:
+                return original(manager, obj, request)
+            self._num_suspected += 1
         it = _Answer(obj, place, _temperature(params))
         return self._watched(partial(original, manager), manager, it, request)
+
+    @property
+    def _may_suspect(self) -> bool:
+        """Suspicions lapse while nothing comes of them: not where no server is ever idle, nor where
+        nobody uses those plans, is every request looked at."""
+        num_vain = max(self._num_suspected, len(self._waiting))
+        return bool(self._suspects) and num_vain < MAX_WAITING
 
     async def _watched(
         self, ask: Callable[..., AsyncGenerator[Reply, None]], manager: Any, it: _Answer, http: Any
@@ -156,11 +170,17 @@ class Shadows:
 
     async def _compare(self, manager: Any, it: _Answer) -> None:
         shadow = None
-        if manager.rid_to_state:
+        if manager.rid_to_state or not _is_loaded(manager, it.obj):
             self._missed["dropped"] += 1
         else:
-            exact = await exact_run(manager, it.prompt_ids, it.tokens, it.obj)
+            exact = await _undisturbing(
+                manager, exact_run(manager, it.prompt_ids, it.tokens, it.obj)
+            )
+            if exact is None:
+                self._waiting.appendleft(it)
+                return
             shadow = Shadow(plan=it.plan, tv=distance(it.served, exact, it.temperature))
+            self._num_suspected = 0
         missed = self._missed.copy()
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
         told = await asking.ask(manager, asking.GUARD, question, KEY)
@@ -183,6 +203,8 @@ class _Answer:
     served: list[LogProbs] = field(default_factory=list)
     """and the distributions they are from."""
     told: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = True
+    """Every token of it came with its distribution."""
     asked: Any = None
     """As SGLang was asked, and has resolved its adapter."""
     deadline_s: float = 0.0
@@ -190,9 +212,12 @@ class _Answer:
 
     @property
     def plan(self) -> PlanId | None:
-        """By which it reused another model's KV; None where it did not, or has no token."""
+        """By which it reused another model's KV; None where it did not, or lacks what a comparison
+        needs."""
         told = self.told
-        if not self.tokens or told.get("outcome") != "reused" or told["exact"]:
+        if not (self.tokens and self.prompt_ids and self.is_whole):
+            return None
+        if told.get("outcome") != "reused" or told["exact"] or told["sender"] == told["receiver"]:
             return None
         block = told["block"] and tuple(told["block"])
         return PlanId(told["sender"], told["receiver"], block, told["e_corrected"])
@@ -200,7 +225,11 @@ class _Answer:
     def request(self) -> Any:
         self.asked = asked = copy(self.obj)
         asked.return_logprob, asked.top_logprobs_num = True, TOP
+        # What SGLang heeds only now that it returns some.
+        asked.logprob_start_len, asked.token_ids_logprob = -1, None
         asked.return_text_in_logprobs = False
+        asked.return_flat_raw_top_logprobs = asked.return_flat_raw_output_top_logprobs = False
+        asked.return_flat_raw_top_logprobs_b64 = False
         asked.return_prompt_token_ids = True
         return asked
 
@@ -209,11 +238,9 @@ class _Answer:
         meta = reply["meta_info"]
         self.told = (meta.get(KEY) or [self.told])[0]
         start = 0 if is_delta else len(self.tokens)
-        new = zip(
-            meta.get("output_token_logprobs", ())[start:],
-            meta.get("output_top_logprobs", ())[start:],
-            strict=True,
-        )
+        tokens, tops = meta.get("output_token_logprobs", ()), meta.get("output_top_logprobs", ())
+        self.is_whole &= len(tokens) == len(tops)
+        new = zip(tokens[start:], tops[start:], strict=False)
         for (logprob, token, _), top in islice(new, POSITIONS - len(self.tokens)):
             self.tokens.append(token)
             self.served.append({**{it: value for value, it, _ in top}, token: logprob})
@@ -275,6 +302,31 @@ async def exact_run(
     ]
 
 
+async def _undisturbing(
+    manager: Any, run: Coroutine[Any, Any, Sequence[LogProbs]]
+) -> Sequence[LogProbs] | None:
+    """What it finds; None where another request came, for which it made way."""
+    task = asyncio.create_task(run)
+    try:
+        while not task.done():
+            if len(manager.rid_to_state) > 1:
+                return None
+            await asyncio.wait([task], timeout=_LOOK_S)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _is_loaded(manager: Any, asked: Any) -> bool:
+    """Whether its adapter is the one that it was: SGLang loads one again that is asked for by the
+    name that it had."""
+    if not asked.lora_path:
+        return True
+    ref = manager.lora_registry.get_all_adapters().get(asked.lora_path)
+    return ref is not None and ref.lora_id == asked.lora_id
+
+
 def place_of(rid: str) -> float:
     """Of a request among all ids, 0 to 1; those below the rate are chosen."""
     return int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "big") / 2**64
@@ -294,6 +346,9 @@ def _params_of(obj: Any, manager: Any) -> Mapping[str, Any] | None:
         return None
     if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
         return None  # Greedy, and its log-probabilities are not.
+    temperature, (least, most) = _temperature(params), _TEMPERATURES
+    if not (isinstance(temperature, int | float) and least <= temperature <= most):
+        return None
     return params if _may_reuse(params.get("custom_params") or {}) else None
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.asking import ANSWERED
 from sglang_droidspeak.guard import shadows
-from sglang_droidspeak.guard.plans import GuardQuestion, GuardState
+from sglang_droidspeak.guard.distance import TOP, total_variation
+from sglang_droidspeak.guard.plans import NOISE, GuardQuestion, GuardState
 from sglang_droidspeak.guard.shadows import MAX_WAITING, Shadows
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import Settings
@@ -53,6 +55,12 @@ class Manager:
         self.suspects: tuple[PlanId, ...] = ()
         self.lora_ids = ["id"]
         """What the name of an adapter means, one request after another."""
+        self.loaded: dict[str, Any] = {}
+        self.lora_registry = SimpleNamespace(get_all_adapters=lambda: self.loaded)
+        self.lacks: tuple[str, ...] = ()
+        """Parts of an answer."""
+        self.exact_s = 0.0
+        """How long an exact run takes."""
         self.outcome = "off"
         """Of exact runs."""
         self.fails = False
@@ -66,11 +74,17 @@ class Manager:
         self.asked.append(obj)
         if obj.lora_path:
             obj.lora_id = self.lora_ids.pop(0)
+            self.loaded[obj.lora_path] = SimpleNamespace(lora_id=obj.lora_id)
         await asyncio.sleep(0)
         meta: dict[str, Any] = {"id": obj.rid, "finish_reason": {"type": "length"}}
         if ANSWERED in (obj.sampling_params.get("custom_params") or {}):
             if self.fails:
                 raise ValueError("no room")
+            self.rid_to_state[obj.rid] = None
+            try:
+                await asyncio.sleep(self.exact_s)
+            finally:
+                del self.rid_to_state[obj.rid]
             num = len(obj.input_ids) - len(PROMPT)
             meta |= {
                 KEY: [{"outcome": self.outcome}],
@@ -92,6 +106,8 @@ class Manager:
                 }
             if obj.return_prompt_token_ids:
                 reply["prompt_token_ids"] = list(PROMPT)
+            for part in self.lacks:
+                reply.pop(part, reply["meta_info"].pop(part, None))
             reply["meta_info"]["finish_reason"] = meta["finish_reason"] if start == 9 else None
             yield reply
 
@@ -162,6 +178,7 @@ def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
         {"outcome": "no_match", "exact": True},
         {**REUSED, "exact": True},
         {**REUSED, "outcome": "own"},
+        {**REUSED, "receiver": "S"},
         {},
     ],
     ids=str,
@@ -195,6 +212,87 @@ def test_some_requests_go_as_they_came(options: dict[str, Any]) -> None:
     assert same is obj and obj.top_logprobs_num in (None, 0)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logprob_start_len": 0},
+        {"logprob_start_len": 10**6},
+        {"token_ids_logprob": [1]},
+        {"return_flat_raw_top_logprobs": True},
+        {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True},
+    ],
+    ids=str,
+)
+def test_what_sglang_ignores_without_log_probabilities_stays_without_effect(
+    option: dict[str, Any],
+) -> None:
+    manager = Manager(REUSED, guard())
+    served(manager, asked(), asked("r2", **option))
+    plain, user, *_ = manager.asked
+    named = [*option, "logprob_start_len", "token_ids_logprob"]
+    assert [getattr(user, it) for it in named] == [getattr(plain, it) for it in named]
+    assert len(manager.heard) == 2
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize("part", ["output_top_logprobs", "output_token_logprobs", KEY])
+def test_an_answer_that_lacks_a_part_is_not_kept(part: str, is_delta: bool) -> None:
+    manager, alone = (Manager(REUSED, guard(it), is_delta=is_delta) for it in (1.0, 0.0))
+    manager.lacks = alone.lacks = (part,)
+    assert served(manager, asked(stream=is_delta)) == served(alone, asked(stream=is_delta))
+    assert manager.heard == [] and len(manager.asked) == 1
+
+
+def test_without_its_prompt_an_answer_is_not_kept() -> None:
+    manager = Manager(REUSED, guard())
+    manager.lacks = ("prompt_token_ids",)
+    served(manager, asked())
+    assert manager.heard == [] and len(manager.asked) == 1
+
+
+def farthest(temperature: float) -> float:
+    """How far an exact run seems from itself, served at that temperature, as SGLang says it in
+    float32."""
+    at = 1.0 if temperature < 1e-6 else temperature
+    found = []
+    for nearest in ([14.0, 13.0, 12.0], [20.0, 8.0, 8.0], [2.0, 1.0, 0.0]):
+        logits = torch.randn(32000, generator=torch.Generator().manual_seed(1))
+        logits[:3] += torch.tensor(nearest)
+        probs = torch.softmax(logits / at, -1)
+        lowest = torch.finfo(torch.float32).min
+        sides = [torch.log(probs).clamp(min=lowest), torch.log_softmax(logits, -1)]
+        tops = [it.topk(TOP) for it in sides]
+        served, exact = (
+            dict(zip(it.indices.tolist(), it.values.tolist(), strict=True)) for it in tops
+        )
+        found.append(total_variation(served, exact, temperature))
+    return max(found)
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-3, 0.01, 0.05, 0.1, 0.3, 0.7, 1.0, 2.0, 10.0])
+@pytest.mark.parametrize("is_original", [False, True])
+def test_temperatures_at_which_nothing_can_be_told_have_no_shadow(
+    temperature: float, is_original: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", str(is_original))
+    manager = Manager(REUSED, guard())
+    served(manager, asked(params={"temperature": temperature}))
+    is_compared = len(manager.heard) == 1
+    assert is_compared == (is_original or temperature >= 0.1)
+    assert is_original or not is_compared or farthest(temperature) < NOISE / 4
+
+
+def test_at_low_temperatures_an_exact_run_seems_far_from_itself() -> None:
+    assert all(farthest(it) > NOISE for it in (1e-7, 1e-3, 0.01))
+
+
+@pytest.mark.parametrize("temperature", ["hot", float("nan"), -1])
+def test_a_temperature_that_is_none_is_left_to_sglang(temperature: Any) -> None:
+    obj, came = asked(params={"temperature": temperature}), []
+    guard().generate(lambda *args: came.append(args), Manager(REUSED, guard()), obj)
+    assert came[0][1] is obj
+
+
 def test_requests_are_chosen_by_their_ids() -> None:
     manager = Manager(REUSED, guard(rate=0.2))
     served(manager, *(asked(f"r{i}") for i in range(40)))
@@ -220,6 +318,69 @@ def test_every_answer_of_a_suspect_is_compared() -> None:
     for rid in rids:
         served(manager, asked(rid))
     assert 2 <= len(manager.heard) - num <= 16, "another plan is not suspected"
+
+
+def test_suspicions_lapse_while_nothing_is_compared() -> None:
+    """A plan that nobody uses any more does not have every request looked at for ever."""
+    manager = Manager(REUSED, guard(rate=0.2))
+    manager.suspects = (PLAN,)
+    chosen = next(f"c{i}" for i in range(99) if shadows.place_of(f"c{i}") < 0.2)
+    others = [it for it in map(str, range(400)) if shadows.place_of(it) >= 0.2]
+    for _ in range(2):
+        manager.told = REUSED
+        served(manager, asked(chosen))
+        manager.told = {"outcome": "no_match", "exact": True}
+        manager.asked.clear()
+        served(manager, *map(asked, others))
+        looked_at = [it.rid for it in manager.asked if it.return_logprob]
+        assert looked_at == others[:MAX_WAITING]
+
+
+def test_a_full_waiting_list_has_no_more_requests_looked_at() -> None:
+    manager = Manager(REUSED, guard(rate=0.2))
+    manager.guard._suspects = frozenset([PLAN])
+    chosen = [it for it in map(str, range(900)) if shadows.place_of(it) < 0.2]
+    other = next(it for it in map(str, range(900)) if shadows.place_of(it) >= 0.2)
+    # One of them waits outside of the list for a moment in which no request runs.
+    served(manager, *map(asked, chosen[: MAX_WAITING + 1]), asked(other))
+    assert next(it for it in manager.asked if it.rid == other).return_logprob is False
+
+
+def test_an_exact_run_makes_way_for_who_comes_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shadows, "_LOOK_S", 0.001)
+    manager = Manager(REUSED, guard())
+    manager.exact_s = 60.0
+
+    def is_exact_run(rid: str) -> bool:
+        return rid.startswith("droidspeak-")
+
+    async def meet() -> None:
+        async for _ in manager.generate_request(asked()):
+            pass
+        while not manager.rid_to_state:
+            await asyncio.sleep(0.001)
+        manager.rid_to_state["another"] = None
+        while any(map(is_exact_run, manager.rid_to_state)):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert list(manager.rid_to_state) == ["another"] and manager.heard == []
+        manager.exact_s = 0.0
+        del manager.rid_to_state["another"]
+        assert manager.guard._task is not None
+        await manager.guard._task
+
+    asyncio.run(asyncio.wait_for(meet(), 10))
+    (heard,) = manager.heard
+    assert heard.shadow is not None and not heard.missed
+    assert [is_exact_run(it.rid) for it in manager.asked] == [False, True, True]
+
+
+def test_an_exact_run_has_no_priority_of_its_user() -> None:
+    manager = Manager(REUSED, guard())
+    served(manager, asked(priority=9))
+    assert [it.priority for it in manager.asked] == [9, None]
 
 
 def test_a_busy_server_is_left_alone_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +424,23 @@ def test_an_answer_of_replaced_weights_is_not_compared(
     served(manager, asked("r2", lora_path="x"))
     (heard,) = manager.heard
     assert heard.shadow is not None and heard.missed == {"failed": 1}
+
+
+@pytest.mark.parametrize("now", [None, "v2"])
+def test_an_adapter_that_was_unloaded_is_not_asked_for(now: str | None) -> None:
+    """SGLang would load it again."""
+    manager = Manager(REUSED, guard())
+
+    async def unload() -> None:
+        async for _ in manager.generate_request(asked("r1", lora_path="x")):
+            pass
+        manager.loaded = {} if now is None else {"x": SimpleNamespace(lora_id=now)}
+        assert manager.guard._task is not None
+        await manager.guard._task
+
+    asyncio.run(unload())
+    assert len(manager.asked) == 1
+    assert [(it.shadow, it.missed) for it in manager.heard] == [(None, {"dropped": 1})]
 
 
 def test_what_no_scheduler_heard_of_is_told_again(caplog: Any) -> None:
