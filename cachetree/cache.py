@@ -309,10 +309,9 @@ class Cache:
     def _add_tier(self, make: Callable[[CacheTree, NoteSpeed], T]) -> T:
         speed, lock = Bandwidth(self._clock), threading.Lock()
 
-        def note(num_bytes: int, seconds: float) -> None:
-            if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-                with lock:  # A tier may read in several threads.
-                    speed.sample(num_bytes, seconds)
+        def note(num_bytes: int, seconds: float, error: FetchError | None) -> None:
+            with lock:  # A tier may read in several threads.
+                speed.note(num_bytes, seconds, error)
 
         tier = make(self.tree, note)
         self._tiers[tier.location] = tier

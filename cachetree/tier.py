@@ -15,6 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from cachetree.clock import Clock, Deadline
+from cachetree.errors import FetchError
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import Staging
 from cachetree.tree import CacheTree, Change, Lease
@@ -30,8 +31,9 @@ _MAX_WRITE_S: Final = 60.0
 GRACE_S: Final = 1.0
 """For the call that is under way when it is time to end."""
 
-NoteSpeed = Callable[[int, float], None]
-"""Takes bytes read and the seconds that they took."""
+NoteSpeed = Callable[[int, float, FetchError | None], None]
+"""Of each fetch that has ended: takes the bytes that it read, the seconds that they took, and what
+ended it early."""
 
 
 class Search:

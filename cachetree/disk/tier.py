@@ -167,15 +167,16 @@ class DiskTier:
                 raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
             for step in staging.steps:
                 self._read_step(step, found, staging)
-            self._note_speed(staging.num_bytes, self._clock() - begun_at_s)
-            if self._is_warm:
-                line = self._store.index.line(model, pages[-1])
-                self._promote(takewhile(self._has_room, line), staging.deadline)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:
             log.exception("a fetch from disk failed")
             staging.fail(FetchError(f"internal error: {exc}"))
+        seconds = self._clock() - begun_at_s
+        self._note_speed(staging.num_landed_bytes, seconds, staging.error)
+        if staging.is_complete and self._is_warm:
+            line = self._store.index.line(model, pages[-1])
+            self._promote(takewhile(self._has_room, line), staging.deadline)
 
     def _promote_and_tell(
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from cachetree.clock import Clock
+from cachetree.errors import Cancelled, DeadlineExceeded, FetchError
 from cachetree.planning import Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
@@ -65,6 +66,10 @@ class Bandwidth:
     _LONG = 4.0
     """Times the fixed time, by its bytes."""
     _ROUNDS = 4
+    _MIN_LATE_S = 0.1
+    _MIN_GIVEN_UP_S = 0.01
+    """A deadline missed by a fetch shorter than this, or a shorter one that its reader gave up,
+    says nothing about the link."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -92,6 +97,13 @@ class Bandwidth:
         faster = 2.0 ** max(0.0, (self._clock() - sampled_at_s) / self.MAX_AGE_S - 1)
         fixed_s = (known.fixed_s or self._TRIP_S) / faster
         return replace(known, byte_s=known.byte_s / faster, fixed_s=fixed_s)
+
+    def note(self, num_bytes: int, seconds: float, error: FetchError | None) -> None:
+        """Sample a fetch that has ended, with that error or none, where it says something."""
+        is_late = isinstance(error, DeadlineExceeded) and seconds >= self._MIN_LATE_S
+        is_given_up = isinstance(error, Cancelled) and seconds >= self._MIN_GIVEN_UP_S
+        if num_bytes >= self.MIN_SAMPLE_BYTES or is_late or is_given_up:
+            self.sample(num_bytes, seconds)
 
     def sample(self, num_bytes: int, seconds: float) -> None:
         """Bytes that the link carried while one fetch lived.

@@ -28,11 +28,6 @@ from cachetree.tree import join_hashes
 _TICK_S: Final = 0.01
 """How often cancelled fetches are looked for."""
 
-_MIN_LATE_S: Final = 0.1
-_MIN_GIVEN_UP_S: Final = 0.01
-"""A deadline missed by a fetch shorter than this, or a shorter one that its reader gave up, says
-nothing about the link."""
-
 
 class PendingFetches:
     """The fetches of one peer. Used by the peer's thread only.
@@ -295,8 +290,4 @@ class PendingFetches:
 
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
         num_bytes = self._carried_bytes - receiver.asked_at_bytes
-        seconds = self._clock() - receiver.since_s
-        is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_LATE_S
-        is_given_up = isinstance(error, Cancelled) and seconds >= _MIN_GIVEN_UP_S
-        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late or is_given_up:
-            self.bandwidth.sample(num_bytes, seconds)
+        self.bandwidth.note(num_bytes, self._clock() - receiver.since_s, error)

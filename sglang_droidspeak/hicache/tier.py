@@ -237,7 +237,6 @@ class HiCacheTier:
             try:
                 self._read(model, pages, staging)
                 lane.breaker.succeed()
-                self._note_speed(staging.num_bytes, lane.clock() - begun_at_s)
             except FetchError as exc:
                 staging.fail(exc)
             except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
@@ -245,6 +244,8 @@ class HiCacheTier:
                 lane.count("failed", 1)
                 self._lose(model, pages, ABSENT_S)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
+            seconds = lane.clock() - begun_at_s
+            self._note_speed(staging.num_landed_bytes, seconds, staging.error)
             del staging
 
     def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:

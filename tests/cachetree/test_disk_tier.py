@@ -50,6 +50,7 @@ from cachetree import (
     StaleEntry,
     Step,
 )
+from cachetree.disk import DiskStore
 
 PROMPT_BYTES = 8 * 5 * PAGE_BYTES
 """Of eight pages: KV of four layers, E of one."""
@@ -123,6 +124,32 @@ def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
         fetch(cache, pages, Span(0, 64))
         fetch(cache, pages, Span(10, 40))
         eventually(lambda: cache.link(DISK))
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    read = DiskStore.read
+
+    def slow(*args: object) -> None:
+        time.sleep(0.15)
+        read(*args)  # type: ignore[arg-type]
+
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+        monkeypatch.setattr(DiskStore, "read", slow)
+        staging = cache.fetch(plan_of(Span(0, 8), DISK), prompt(0), Deadline.after(0.1))
+        assert staging is not None
+        with staging:
+            if is_given_up:
+                time.sleep(0.05)
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    staging.wait(staging.steps[0])
+        eventually(lambda: cache.link(DISK))
+        link = cache.link(DISK)
+        assert link is not None and link.fixed_s + link.seconds(1 << 20) > 0.1
 
 
 def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:

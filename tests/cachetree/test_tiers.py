@@ -62,7 +62,7 @@ class ShelfTier:
         for step in staging.steps:
             payload = b"".join(content(page, step) for page in pages)
             staging.write(step, 0, memoryview(payload))
-        self.note_speed(64 << 20, 0.5)
+        self.note_speed(64 << 20, 0.5, None)
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         self.used.append(pages)
@@ -121,7 +121,7 @@ def test_a_tier_may_note_its_speed_in_several_threads() -> None:
         return time.monotonic()
 
     with Cache(FAMILY, CacheConfig(serves=False), tiers=[make], clock=clock):
-        args = 64 << 20, 0.5
+        args = 64 << 20, 0.5, None
         threads = [threading.Thread(target=made[0].note_speed, args=args) for _ in range(8)]
         for thread in threads:
             thread.start()
