@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cachetree import Cache, MakeTier
+from cachetree import Cache, ConfigError, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
 from cachetree.metrics import Queries, StatusPage
@@ -287,15 +287,27 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._cache.stop_serving()
         self._while_serving.close()
 
-    def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
+    def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> Any:
+        """All ranks have it then, or none has: SGLang asks the first one alone how it went."""
         lora_id = lora_ref.lora_id
 
         def load() -> None:
             self._activated.require_room(manager, lora_ref)
-            original(manager, lora_ref)
+            result = original(manager, lora_ref)
+            if not result.success:
+                raise ConfigError(result.error_message)
+            self._ranks.agree()
 
-        self._models.load(lora_id, folder_of(lora_ref.lora_path), load)
+        try:
+            with self._ranks.together():
+                self._models.load(lora_id, folder_of(lora_ref.lora_path), load)
+        except Exception as exc:  # noqa: BLE001  # SGLang, too, answers with what went wrong.
+            if lora_id in manager.lora_refs:
+                manager.unload_lora_adapter(lora_ref)
+            self._models.drop(lora_id)
+            return manager.create_lora_update_result(success=False, error_message=str(exc))
         self._activated.loaded(lora_id)
+        return manager.create_lora_update_result(success=True)
 
     def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:
         if result.success:

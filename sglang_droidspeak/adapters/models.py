@@ -128,14 +128,13 @@ class Models:
         self._differences.clear()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
-        """Have `load` read the adapter, and a thread find out which one it is; raises ConfigError
-        and OSError before where it cannot be told where the adapter acts."""
+        """Have `load` read the adapter, on all ranks or on none, and a thread find out which one it
+        is; raises ConfigError and OSError before where it cannot be told where the adapter acts."""
         before = _stamp(folder)
         self._invocations[lora_id] = read_invocation(folder)
-        self._reading[lora_id] = reading = _Reading(
-            self._reader.submit(lambda: (self._read(folder), _stamp(folder)))
-        )
+        reading = _Reading(self._reader.submit(lambda: (self._read(folder), _stamp(folder))))
         load()
+        self._reading[lora_id] = reading  # The same ones on all ranks.
         with contextlib.suppress(OSError):  # Which the thread finds, too.
             reading.stamps = (before, _stamp(folder))
 

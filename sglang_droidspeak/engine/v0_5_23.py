@@ -42,10 +42,11 @@ WEIGHTS_WRITTEN = (
 memory from outside (RDMA) does so after the first."""
 INTERNAL_STATE = f"{SCHEDULER_MODULE}.Scheduler.get_internal_state"
 SLEEP_ON_IDLE = f"{SCHEDULER_MODULE}.Scheduler.maybe_sleep_on_idle"
-LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
-UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
-PREPARE_LORA = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
-FITS_LORA_GRAPH = "sglang.srt.lora.lora_manager.LoRAManager.can_use_prefill_cuda_graph"
+_LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+LOAD_LORA = f"{_LORA_MANAGER}.load_lora_adapter"
+UNLOAD_LORA = f"{_LORA_MANAGER}.unload_lora_adapter"
+PREPARE_LORA = f"{_LORA_MANAGER}.prepare_lora_batch"
+FITS_LORA_GRAPH = f"{_LORA_MANAGER}.can_use_prefill_cuda_graph"
 CAN_SCHEDULE_LORA = f"{SCHEDULER_MODULE}.Scheduler.can_schedule_lora_req"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 
@@ -86,7 +87,10 @@ USED: Mapping[str, str] = {
     REQUEST_LEVEL: "723097c2a9ab",
     INTERNAL_STATE: "3ea0012568df",
     SLEEP_ON_IDLE: "7b4ae7392209",
-    LOAD_LORA: "6369b10627d1",
+    LOAD_LORA: "546088693f0a",
+    f"{_LORA_MANAGER}._load_lora_adapter": "14f96263af61",
+    f"{_LORA_MANAGER}.create_lora_update_result": "c563c2981d10",
+    "sglang.srt.lora.lora_registry.LoRARegistry.get_all_adapters": "2f904a742e77",
     UNLOAD_LORA: "014090d3f36c",
     PREPARE_LORA: "fd8e07ca37f2",
     FITS_LORA_GRAPH: "7f649d5d8ea6",
@@ -151,7 +155,7 @@ FIELDS: Mapping[str, str] = {
         "return_logprob"
     ),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager": (
-        "incremental_streaming_output preferred_sampling_params"
+        "incremental_streaming_output preferred_sampling_params rid_to_state lora_registry"
     ),
     _STATS: "trace_ctx",
     f"{_TRACE}.TraceReqContext": "tracing_enable root_span_context",
@@ -194,5 +198,5 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
     "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path pinned"),
-    "sglang.srt.lora.lora_manager.LoRAManager": ("lora_refs fetch_new_loras max_loras_per_batch"),
+    _LORA_MANAGER: ("lora_refs fetch_new_loras max_loras_per_batch"),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.linker import DroidSpeakLinker
+from sglang_droidspeak.ranks import Ranks
 
 MAX_LORAS = 5
 LATE = "judge"
@@ -129,6 +132,30 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+class Loads:
+    """As SGLang's LoRAManager, of which it loads what it is told."""
+
+    def __init__(self, max_loras_per_batch: int, refs: list[LoRARef]) -> None:
+        self.max_loras_per_batch = max_loras_per_batch
+        self.lora_refs = {it.lora_id: it for it in refs}
+        self.fails = False
+
+    def has(self, ref: LoRARef) -> bool:
+        return ref.lora_id in self.lora_refs
+
+    def load(self, ref: LoRARef) -> Any:
+        if self.fails:
+            return self.create_lora_update_result(success=False, error_message="no memory")
+        self.lora_refs[ref.lora_id] = ref
+        return self.create_lora_update_result(success=True)
+
+    def unload_lora_adapter(self, ref: LoRARef) -> None:
+        del self.lora_refs[ref.lora_id]
+
+    def create_lora_update_result(self, *, success: bool, error_message: str = "") -> Any:
+        return SimpleNamespace(success=success, error_message=error_message)
+
+
 @pytest.mark.parametrize(
     ("num_slots", "pinned", "is_pinned", "is_refused"),
     [(1, 0, False, True), (2, 1, False, True), (2, 0, True, False), (3, 1, False, False)],
@@ -139,26 +166,54 @@ def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
     models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
     activated = ActivatedAdapters(models)
     activated._has_hooks = True
-    linker: Any = SimpleNamespace(_models=models, _activated=activated)
-    refs = [ref(f"p{i}", pinned=True) for i in range(pinned)]
-    manager = SimpleNamespace(
-        max_loras_per_batch=num_slots, lora_refs={it.lora_id: it for it in refs}
-    )
+    linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=Ranks(None))
+    manager = Loads(num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
-    loaded: list[LoRARef] = []
-
-    def load(_manager: Any, lora_ref: LoRARef) -> None:
-        loaded.append(lora_ref)
-
+    result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
+    assert result.success == manager.has(late) == (not is_refused)
     if is_refused:
-        with pytest.raises(ConfigError, match=f"{LATE} .* --max-loras-per-batch leaves 1"):
-            DroidSpeakLinker._load_lora(linker, load, manager, late)
-        assert not loaded
+        assert f"{LATE} takes two slots" in result.error_message
+        assert "--max-loras-per-batch leaves 1" in result.error_message
     else:
-        DroidSpeakLinker._load_lora(linker, load, manager, late)
-        assert loaded == [late]
-        manager.lora_refs["x"] = late
         activated.require_room(manager)
+
+
+class OtherRank(Ranks):
+    """This rank beside one that has what it takes, or not."""
+
+    def __init__(self, *, is_well: bool) -> None:
+        super().__init__(None)
+        self._is_well = is_well
+
+    def least(self, values: Sequence[int]) -> Sequence[int]:
+        return [min(it, self._is_well) for it in values]
+
+
+@pytest.mark.parametrize("is_well", [False, True])
+@pytest.mark.parametrize("broken", [None, "folder", "invocation", "load"])
+def test_all_ranks_have_a_new_adapter_or_none_has(
+    adapter: Path, tmp_path: Path, broken: str | None, is_well: bool
+) -> None:
+    """What is being read is the same on all of them, whichever failed, and where."""
+    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
+    activated = ActivatedAdapters(models)
+    activated._has_hooks = True
+    ranks = OtherRank(is_well=is_well)
+    linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=ranks)
+    folder = shutil.copytree(adapter, tmp_path / "a")
+    if broken == "folder":
+        shutil.rmtree(folder)
+        folder.write_text("no folder")
+    if broken == "invocation":
+        (folder / "adapter_config.json").write_text("{")
+    manager = Loads(4, [])
+    manager.fails = broken == "load"
+    late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(folder), pinned=False)
+    result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
+    is_loaded = broken is None and is_well
+    assert result.success == manager.has(late) == models.is_reading("x") == is_loaded
+    assert bool(models.invocation("x")) == is_loaded
+    assert is_loaded or result.error_message
 
 
 def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> None:
