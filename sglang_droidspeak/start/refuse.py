@@ -44,6 +44,15 @@ def _one_of(*accepted: object) -> Callable[[object], bool]:
 
 _OFF = _one_of(None, False)
 _NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's"
+_READ_AS_SAFETENSORS = (
+    "auto",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "layered",
+    "runai_streamer",
+)
+"""Ways to load the files by whose content a model is known, and nothing else."""
 _SCALED = "scales of quantised KV belong to one model"
 
 _FORMATS: Final[Mapping[str, str]] = {
@@ -72,7 +81,9 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "modelopt_quant": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "rl_quant_profile": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
-    "load_format": (lambda value: value != "dummy", _NOT_THE_CHECKPOINTS),
+    "load_format": (_one_of(*_READ_AS_SAFETENSORS), _NOT_THE_CHECKPOINTS),
+    "kt_weight_path": (_one_of(None), _NOT_THE_CHECKPOINTS),
+    "forward_hooks": (_one_of(None, []), "they may change what layers compute"),
     "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
     "is_embedding": (_OFF, "the model does not generate"),
     "enable_two_batch_overlap": (_OFF, "it splits the recompute's batch"),

@@ -17,6 +17,7 @@ import pytest
 import torch
 from engine_parts import ENV, profile_of
 from msgspec.structs import replace
+from sglang.srt.configs.load_config import LoadFormat
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import Correction, maps_path, write_corrections
@@ -224,11 +225,28 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "enable_pdmux": (True,),
     "enable_torch_compile": (True,),
     "enable_two_batch_overlap": (True,),
+    "forward_hooks": ([{"name": "h"}],),
     "hicache_storage_backend": ("file",),
     "is_embedding": (True,),
     "json_model_override_args": ('{"rope_theta": 5}',),
     "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2", "nvfp4"),
-    "load_format": ("dummy",),
+    "kt_weight_path": ("experts",),
+    "load_format": (
+        "dummy",
+        "pt",
+        "npcache",
+        "mistral",
+        "sharded_state",
+        "presharded",
+        "gguf",
+        "expert_pack",
+        "bitsandbytes",
+        "flash_rl",
+        "remote",
+        "remote_instance",
+        "ipc_cache",
+        "private",
+    ),
     "modelopt_quant": ("fp8",),
     "nnodes": (2,),
     "page_size": (8,),
@@ -256,6 +274,11 @@ def accepted(model: Path) -> Any:
 def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
         refuse.arguments(Altered(accepted, field, value), None, ())
+
+
+@pytest.mark.parametrize("value", ["auto", "safetensors", LoadFormat.RUNAI_STREAMER])
+def test_formats_that_read_the_checkpoints_files_are_accepted(accepted: Any, value: str) -> None:
+    refuse.arguments(Altered(accepted, "load_format", value), None, ())
 
 
 def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
