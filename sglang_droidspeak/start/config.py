@@ -29,16 +29,21 @@ LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
 GIB = 1 << 30
 _SHADOW_RATE = 0.05
+_MOST = 1e6
+"""Of what takes memory, GiB, or a while, seconds."""
 
 _NEEDS = (
     # a setting, the one without which it does nothing, and why
     ("disk_path", "host_gb", "nothing is ever stored"),
     ("push_to", "host_gb", "nothing is ever stored"),
     ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
+    ("shadow_deadline_s", "guard_path", "no answer is compared"),
     ("hicache_config", "hicache_backend", "there is no backend to make with it"),
     ("allowed_peers", "listen", "nobody reads from this server"),
     ("announce", "listen", "nobody could read from this server"),
     ("bulk_port", "listen", "nobody reads from this server"),
+    ("max_link_mb_s", "listen", "nobody reads from this server, and pushes have no cap"),
+    ("insecure", "listen", "there is no address to allow"),
 )
 
 
@@ -139,7 +144,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """File in which the drift guard keeps what it knows of pairs, this server's alone and this
     user's alone; a pair that is out of service stays so after a restart. None turns it off."""
     max_link_mb_s: float | None = None
-    """Cap on what this server sends, 10^6 bytes per second; none does not cap it."""
+    """Cap on what this server sends to those that read its cache, 10^6 bytes per second; none does
+    not cap it. What it pushes to `push_to` has no cap."""
     shared_memory: bool = True
     """Between servers of one host, pages are copied from memory to memory; elsewhere they always
     come over the connection."""
@@ -161,16 +167,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ConfigError(
-                    f"{field} is {getattr(self, field)}; give a finite number, 0 or more"
-                )
+            if not 0 <= getattr(self, field) <= _MOST:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give 0 to {_MOST:.0f}")
         if self.http is not None:
             parse_http(self.http, field="http")
         if not 0 <= self.shadow_share <= 1:
             raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
-        for field in (*positive, "max_stall_ms", "max_link_mb_s", "shadow_deadline_s"):
+        limits = ("max_stall_ms", "max_link_mb_s", "shadow_deadline_s", "ttft_target_ms")
+        for field in (*positive, *limits):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{field} is {value}; give a finite positive number")
@@ -184,9 +189,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
             )
+        defaults = {it.name: it.default for it in msgspec.structs.fields(self)}
         for field, needed, why in _NEEDS:
-            if getattr(self, field) and not getattr(self, needed):
-                given, other = getattr(self, field), getattr(self, needed)
+            given, other = getattr(self, field), getattr(self, needed)
+            if given and given != defaults[field] and not other:
                 raise ConfigError(
                     f"{field} is {given!r} and {needed} is {other}, so {why}; set {needed}, or "
                     f"remove {field}"
