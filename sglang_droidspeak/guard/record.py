@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,15 +48,35 @@ def read_record(path: Path) -> tuple[WatchedPair, ...]:
 
 
 def check_record(path: Path) -> None:
-    """Raises ConfigError where what is known cannot be read, or cannot be written."""
+    """Keep other servers away from it while this process lives; raises ConfigError where one has
+    it, where what is known cannot be read, or where it cannot be written."""
     pairs = read_record(path)
     try:
+        _hold(path.absolute())
         write_record(path, pairs)
+    except BlockingIOError:
+        raise ConfigError(
+            f"guard_path {path} is another server's; give each server a file of its own"
+        ) from None
     except OSError as exc:
         raise ConfigError(
             f"guard_path {path} cannot be written: {exc.strerror}; give a file in a folder of this "
             "user"
         ) from exc
+
+
+@functools.cache
+def _hold(path: Path) -> int:
+    """A handle that keeps other processes out; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    handle = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def write_record(path: Path, pairs: Iterable[WatchedPair]) -> None:

@@ -93,6 +93,9 @@ class PairsInService:
         self._keep()
 
     def _reset(self, sender: str) -> None:
+        senders = [*dict.fromkeys(it.sender for it in self._pairs.values()), ALL]
+        if sender not in senders:
+            raise LookupError(f"no pair here has the sender {sender}; give {' or '.join(senders)}")
         for key, pair in self._pairs.items():
             if sender in (ALL, pair.sender):
                 fresh = self._pairs[key] = watched(self._profiles[key])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -198,7 +200,9 @@ def test_an_operator_begins_anew(tmp_path: Path) -> None:
     guard = guard_of(planner, tmp_path / "guard.json")
     while not planner.generation:
         tell(guard, shadow=worst())
-    assert tell(guard, reset="another").pairs[0].num_left == 2
+    with pytest.raises(LookupError, match=f"sender anothr; give {SENDER} or all"):
+        tell(guard, reset="anothr")
+    assert tell(guard).pairs[0].num_left == 2
     (pair,) = tell(guard, reset=SENDER).pairs
     assert pair == watched(PAIR) and planner.profiles[SENDER, RECEIVER] == PAIR
     assert read_record(tmp_path / "guard.json") == (pair,)
@@ -214,6 +218,7 @@ def test_an_operator_begins_anew(tmp_path: Path) -> None:
         {"shadow": {"plan": msgspec.to_builtins(plan(LEAST)), "tv": -0.1}},
         {"shadow": {"plan": {**msgspec.to_builtins(plan(LEAST)), "block": [0, 2**70]}, "tv": 0}},
         {"florp": 1},
+        {"reset": "another"},
     ],
     ids=str,
 )
@@ -274,6 +279,16 @@ def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be"):
         check_record(tmp_path / "file" / "guard.json")
+
+
+def test_a_record_is_one_servers_alone(tmp_path: Path) -> None:
+    """Of two servers, each would write over what the other has found."""
+    path, script = tmp_path / "guard.json", "import sys; from pathlib import Path; "
+    script += f"from {check_record.__module__} import check_record; check_record(Path(sys.argv[1]))"
+    for _ in range(2):
+        check_record(path)
+    other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
+    assert f"guard_path {path} is another server's; give each server a file" in other.stderr
 
 
 def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> None:
