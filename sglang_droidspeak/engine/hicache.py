@@ -93,8 +93,8 @@ class Backend:
             self._storage.on_host_pools_registered()
         except Exception as exc:
             raise ConfigError(
-                f"hicache_backend {name!r} cannot be made with hicache_config {dict(config)}: "
-                f"{type(exc).__name__}: {exc}"
+                f"hicache_backend {name!r} cannot be made with what hicache_config has of "
+                f"{', '.join(config) or 'nothing'}: {type(exc).__name__}: {exc}"
             ) from exc
         self._is_paged = type(self._storage).batch_get_v1 is not HiCacheStorage.batch_get_v1
 

@@ -356,9 +356,13 @@ def test_a_backend_that_cannot_work_is_refused(
 
 def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    tiers = [hicache_tier("file", {"file_storage_path": str(tmp_path / "file" / "x")}, {})]
-    with pytest.raises(ConfigError, match="cannot be made with hicache_config"):
+    config = {"file_storage_path": str(tmp_path / "file" / "x"), "password": "secret"}
+    tiers = [hicache_tier("file", config, {})]
+    with pytest.raises(
+        ConfigError, match=r"made with what \w+ has of file_storage_path, password"
+    ) as it:
         Cache(FAMILY, CacheConfig(serves=False), tiers=tiers)
+    assert "secret" not in str(it.value), "it may be a credential"
 
 
 def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
