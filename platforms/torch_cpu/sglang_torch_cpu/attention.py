@@ -105,17 +105,25 @@ def blocks_of(sequence: Sequence, window: int | None) -> Iterator[Block]:
         )
 
 
-@lru_cache(maxsize=64)
 def _causal_bias(
     num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive mask of a block whose last row sees its last key; shared by all layers."""
-    position = torch.arange(num_keys - num_rows, num_keys).unsqueeze(1)
+    """Additive mask of a block whose last row sees its last key: the last rows and keys of one that
+    blocks of several lengths share, in all layers."""
+    num_cached = 1 << (num_keys - 1).bit_length()
+    bias = _largest_bias(num_cached, window, dtype)
+    return bias[QUERY_BLOCK - num_rows :, num_cached - num_keys :]
+
+
+@lru_cache(maxsize=4)
+def _largest_bias(num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """1 KiB per key in float32."""
+    position = torch.arange(num_keys - QUERY_BLOCK, num_keys).unsqueeze(1)
     key = torch.arange(num_keys).unsqueeze(0)
     hidden = key > position
     if window is not None:
         hidden |= key < position - window
-    return torch.zeros(num_rows, num_keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(QUERY_BLOCK, num_keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def attend(

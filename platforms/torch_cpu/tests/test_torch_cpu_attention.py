@@ -7,7 +7,13 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang_torch_cpu.attention import QUERY_BLOCK, TorchCpuAttention, blocks_of, layout_of
+from sglang_torch_cpu.attention import (
+    QUERY_BLOCK,
+    TorchCpuAttention,
+    _causal_bias,
+    blocks_of,
+    layout_of,
+)
 
 NUM_SLOTS, PAGE, CONTEXT, HEAD_DIM = 4096, 16, 1024, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -169,3 +175,18 @@ def test_cost_is_new_rows_times_visible_keys(prefix, new, window, most) -> None:
     assert [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
     assert (blocks[0].start, blocks[-1].stop, blocks[-1].stop_key) == (0, new, prefix + new)
     assert sum((b.stop - b.start) * (b.stop_key - b.first_key) for b in blocks) <= most
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_blocks_of_many_lengths_share_a_mask(window: int | None) -> None:
+    """A long prompt has a block of every length, and each of a mask of its own would be kept."""
+    places = set()
+    for num_keys in range(1100, 2000, 64):
+        for num_rows in (1, 100, QUERY_BLOCK):
+            bias = _causal_bias(num_rows, num_keys, window, torch.float32)
+            row = torch.arange(num_keys - num_rows, num_keys)[:, None]
+            key = torch.arange(num_keys)[None, :]
+            seen = (key <= row) & (key >= row - (window or num_keys))
+            assert torch.equal(bias == 0, seen) and torch.equal(bias == -torch.inf, ~seen)
+            places.add(bias.untyped_storage().data_ptr())
+    assert len(places) == 1
