@@ -117,7 +117,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How often a fetch asks for the rest, after a lost connection or a damaged frame."""
     resume_s: float = 1.0
     """A fetch that lost its worker is given up when there is no connection for so long: where the
-    worker is gone, a full prefill should not wait for the whole deadline."""
+    worker is gone, a full prefill should not wait for the whole deadline. A look-up of the
+    worker's name is not broken off by it."""
     breaker_errors: int = 3
     """So many errors within `breaker_window_s`, and the worker is left alone for `cooldown_s`: its
     entries are forgotten, and then one fetch tries whether it is well again."""

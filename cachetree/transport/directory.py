@@ -80,10 +80,14 @@ class Rounds:
         )
         self._thread.start()
 
-    def close(self) -> None:
-        """Idempotent."""
+    def begin_close(self) -> None:
+        """Without waiting for its thread."""
         self._closing.set()
-        self._thread.join(CLOSE_S)
+
+    def close(self, most_s: float = CLOSE_S) -> None:
+        """Idempotent."""
+        self.begin_close()
+        self._thread.join(most_s)
 
     def _run(self, turn: Callable[[], object], end: Callable[[], object] | None) -> None:
         while not self._closing.is_set():

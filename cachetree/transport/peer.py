@@ -45,8 +45,9 @@ log = logging.getLogger("cachetree.peer")
 
 NO_WORKER: Final = 0
 """In place of an epoch."""
-_MAX_CLOSE_S: Final = 5.0
+_MAX_STORE_S: Final = 5.0
 """How long what waits to be stored may still take when the peer is closed."""
+MAX_CLOSE_S: Final = _MAX_STORE_S + CLOSE_S
 
 
 class Peer:
@@ -152,23 +153,35 @@ class Peer:
                 self._requests.append((model, pages, staging))
                 self._wakeup.wake()
                 return
-        staging.fail(FetchError(f"{self._who} is {self.state.value}"))
+        staging.fail(self._absence)
 
     def push(self) -> None:
         """From now on, store there what is in the tree and what comes into it. Returns at once."""
         self._stores.begin()
 
-    def close(self) -> None:
+    def begin_close(self) -> None:
+        """Have the thread end as `close` does, without waiting for it."""
+        self._stores.close()
+        with self._changed:
+            self._is_closing = True
+            self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_STORE_S)
+            self._wakeup.wake()
+
+    def close(self, most_s: float = MAX_CLOSE_S) -> None:
         """Fail what is fetched, forget the worker's entries. Idempotent.
 
         What waits to be stored still is, for a few seconds at most and by a worker that answers.
         """
-        self._stores.close()
-        with self._changed:
-            self._is_closing = True
-            self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_CLOSE_S)
-            self._wakeup.wake()
-        self._thread.join(_MAX_CLOSE_S + CLOSE_S)
+        self.begin_close()
+        self._thread.join(most_s)
+
+    @property
+    def _absence(self) -> FetchError:
+        """Why nothing can be fetched."""
+        if self.state is PeerState.READY:
+            return FetchError(f"{self._who} is closed here")
+        because = f": {self.error}" if self.error else ""
+        return FetchError(f"{self._who} is {self.state.value}{because}")
 
     # Everything below runs in the peer's thread.
 
@@ -317,9 +330,7 @@ class Peer:
         while self._requests:
             model, pages, staging = self._requests.popleft()
             if self._is_closing or self.state is not PeerState.READY:
-                because = f": {self.error}" if self.error else ""
-                error = FetchError(f"{self._who} is {self.state.value}{because}")
-                self._fetches.refuse(staging, error)
+                self._fetches.refuse(staging, self._absence)
             else:
                 self._fetches.begin(model, pages, staging)
 

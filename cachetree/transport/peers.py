@@ -27,7 +27,7 @@ from cachetree.transport.directory import (
     look_into,
 )
 from cachetree.transport.handshake import credentials_of
-from cachetree.transport.peer import NO_WORKER, Peer
+from cachetree.transport.peer import MAX_CLOSE_S, NO_WORKER, Peer
 from cachetree.transport.status import PeerState
 from cachetree.transport.worker import Worker
 from cachetree.tree import CacheTree
@@ -86,12 +86,17 @@ class Peers:
         return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
 
     def close(self) -> None:
-        """Idempotent. A directory that is silent is not waited for."""
+        """Idempotent. All end at once; who does not in `MAX_CLOSE_S` is left to itself."""
         self._is_closed = True
         for rounds in self._rounds:
-            rounds.close()
+            rounds.begin_close()
         for peer in self.now.values():
-            peer.close()
+            peer.begin_close()
+        until = Deadline.after(MAX_CLOSE_S)
+        for rounds in self._rounds:
+            rounds.close(until.remaining_s())
+        for peer in self.now.values():  # With those that a directory found meanwhile.
+            peer.close(until.remaining_s())
 
     def look(self, url: str, look: Look, config: PeerConfig, allowed: Collection[str]) -> None:
         """Ask a directory, and do what follows; raises as `look`. `allowed` are the keys of which

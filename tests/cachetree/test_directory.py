@@ -27,6 +27,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.transport import Peers, Worker
+from cachetree.transport import peers as peers_module
 from cachetree.transport.address import Address
 from cachetree.transport.directory import (
     LEASE_S,
@@ -164,6 +165,27 @@ def test_a_worker_that_was_refused_is_met_anew(caplog: pytest.LogCaptureFixture)
             clock.ahead_s += 2 * GONE_S
             look(peers, old.address)
             eventually(lambda: states(peers) == ["ready"])
+
+
+def test_all_peers_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can be told to end who looks up a name."""
+    is_known, looked_up = threading.Event(), []
+
+    def look_up(name: str, *_: object) -> list[object]:
+        looked_up.append(name)
+        is_known.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(peers_module, "MAX_CLOSE_S", 0.5)
+    with peers_of() as (peers, _):
+        for number in range(4):
+            peers.add(Location(f"tcp://worker-{number}.test:1"), FAST)
+        eventually(lambda: len(looked_up) == 4)
+        begun_s = time.monotonic()
+        peers.close()
+        assert time.monotonic() - begun_s < 1.5
+        is_known.set()
 
 
 def test_a_listed_worker_is_no_concern_of_a_directory() -> None:

@@ -361,6 +361,10 @@ def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -
         staging = new_staging(256)
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: staging.writes)
+        with peer._changed:
+            peer._is_closing = True
+        ending = new_staging(1)
+        peer.fetch(MODEL, PAGES[:1], ending)
         peer.close()
         peer.close()
         assert peer.state is PeerState.CLOSED
@@ -368,7 +372,7 @@ def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -
         eventually(lambda: worker.status().num_peers == 0)
         late = new_staging(1)
         peer.fetch(MODEL, PAGES[:1], late)
-        for each in (staging, late):
+        for each in (staging, ending, late):
             with pytest.raises(FetchError, match="closed"):
                 wait_all(each)
 
