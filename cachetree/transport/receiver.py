@@ -49,7 +49,7 @@ class FetchReceiver:
         """
         places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
         size = located.frame.size
-        if sum(map(len, places)) != size or len(places) < len(located.places):
+        if sum(it.stop - it.start for it in places) != size or len(places) < len(located.places):
             raise ProtocolError(f"{located.places} are not places of {size} bytes")
         buffer = self.buffer_for(located.frame)
         try:

@@ -218,6 +218,7 @@ SOUND = wire.Located(frame=Frame(id=1, offset=0, size=SIZE, checksum=0), places=
         {"places": ((SIZE, 0),)},
         {"places": ((-SIZE, 0),)},
         {"places": ((1 << 62, (1 << 62) + SIZE),)},
+        {"places": ((0, (1 << 64) - 1),)},
         {"places": ((HOST_BYTES + 4096 - SIZE + 1, HOST_BYTES + 4096 + 1),)},
         {"checksum": 1},
         {"size": 2 * SIZE, "places": ((0, 2 * SIZE),)},
