@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -64,8 +64,8 @@ class Session:
         max_changes = service.config.max_pending_changes
         self.advertiser: Final = Advertiser(service.tree, max_changes, wake)
         self._stores = StoreReceiver(service, self.tell)
-        self._waiting: set[Fetch | Store] = set()
-        """Those that wait for pages to be read from disk."""
+        self._waiting: dict[Fetch | Store, float] = {}
+        """Those that wait for pages to be read from disk, and since when."""
         self._read: deque[Callable[[], None]] = deque()
         """What goes on with those that waited; filled by any thread."""
         self._wake = wake
@@ -113,7 +113,7 @@ class Session:
     def close(self, reason: str) -> None:
         """End everything; the streams still have to drain."""
         self._stores.close()
-        self._stop_waiting(set(self._waiting), "lost")
+        self._stop_waiting(list(self._waiting), "lost")
         for stream in self._streams.values():
             self._service.counts.fetches_by_outcome["lost"] += not stream.is_over
             stream.end()
@@ -223,27 +223,29 @@ class Session:
 
         def resume() -> None:
             if request in self._waiting:
-                self._waiting.discard(request)
+                del self._waiting[request]
                 go_on()
 
         def read() -> None:
             self._read.append(resume)
             self._wake()
 
-        self._waiting.add(request)
+        self._waiting[request] = self._clock()
         if not disk.promote(model, last, deadline, read):
             resume()
 
-    def _stop_waiting(self, requests: set[Fetch | Store], outcome: str) -> None:
-        self._waiting -= requests
+    def _stop_waiting(self, requests: Sequence[Fetch | Store], outcome: str) -> None:
         for request in requests:
+            waited_s = self._clock() - self._waiting.pop(request)
             if isinstance(request, Fetch):
                 self._service.counts.fetches_by_outcome[outcome] += 1
+                why = f"it was {outcome} while its pages were read from disk"
+                self._service.note_served(request, waited_s, 0, why)
 
     def _cancel(self, id: int) -> None:
         """The peer gives up what has that id, or has copied all of it."""
         self._stores.cancel(id)
-        self._stop_waiting({it for it in self._waiting if it.id == id}, "cancelled")
+        self._stop_waiting([it for it in self._waiting if it.id == id], "cancelled")
         if (stream := self._streams.get(id)) is not None:
             self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over
             stream.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,10 @@ def test_the_worker_answers_while_its_disk_is_slow(
     with on_disk_only(tmp_path) as (worker, _):
         goes_on = slow(worker, monkeypatch)
         assert worker._worker
+        spans: list[str] = []
+        worker._worker._service = replace(
+            worker._worker._service, note_served=lambda *span: spans.append(span[-1])
+        )
         with RawPeer(worker._worker.address) as peer:
             peer.send(A_FETCH)
             assert peer.ask(wire.Ping()) == wire.Pong()
@@ -192,6 +197,8 @@ def test_the_worker_answers_while_its_disk_is_slow(
             assert peer.ask(wire.Ping()) == wire.Pong()
             assert not peer.frames, "a cancelled fetch went on"
             assert status().fetches_by_outcome == {"cancelled": 1, "lost": 1}
+        why = "it was {} while its pages were read from disk"
+        assert spans == [why.format("cancelled"), why.format("lost")]
 
 
 def test_what_fails_once_it_was_read_ends_no_session_but_its_own(tmp_path: Path) -> None:
