@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Final, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
@@ -64,8 +62,8 @@ class Cache:
         self._staging_bytes: Final = config.staging_bytes
         self._fetch_log = FetchLog(family.page_size)
         self._speeds: dict[Location, Bandwidth] = {}
-        self._under_way: dict[Location, WeakSet[Staging]] = defaultdict(WeakSet)
-        """Fetches by where they read; some may be over."""
+        self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
+        """Where fetches read; some may be over."""
         self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
@@ -194,7 +192,7 @@ class Cache:
                 staging = staged(self._arriving, parts, deadline, note_end)
             except NoRoom:  # The writer of a fetch that was released has not let go of it yet.
                 staging = Staging(sizes, deadline, note_end=note_end)
-            self._under_way[plan.location].add(staging)
+            self._under_way[staging] = plan.location
         staging.traceparent = traceparent
         source = self._tiers.get(plan.location) or self._peers.now.get(plan.location)
         if source is None:
@@ -234,8 +232,7 @@ class Cache:
     def _bytes_under_way(self) -> int:
         """That fetches have, in the arena or beside it, until they are released."""
         with self._under_way_lock:
-            stagings = chain.from_iterable(self._under_way.values())
-            return sum(it.num_bytes for it in stagings if not it.is_released)
+            return sum(it.num_bytes for it in self._under_way if not it.is_released)
 
     def link(self, location: Location) -> Link | None:
         """What a fetch from a location takes beside those under way; None where that is unknown."""
@@ -244,8 +241,8 @@ class Cache:
         if link is None:
             return None
         with self._under_way_lock:
-            alive = [it for it in self._under_way[location] if it.error is None]
-        rests = [it.num_bytes - it.num_landed_bytes for it in alive]
+            there = [it for it, at in self._under_way.items() if at == location]
+        rests = [it.num_bytes - it.num_landed_bytes for it in there if it.error is None]
         return replace(link, backlog=[rest for rest in rests if rest])
 
     def wait_ready(self, timeout_s: float) -> bool:

@@ -310,6 +310,8 @@ def test_what_goes_wrong_fails_the_staging_and_nothing_else() -> None:
         assert "Span" in str(fails(cache, plan_at(LOCAL, Span(60, 70))))
         assert isinstance(fails(cache, plan_at(LOCAL), seconds=0), DeadlineExceeded)
         assert cache.status().staging_bytes_in_use == 0
+        gc.collect()
+        assert not cache._under_way  # However many addresses there have been.
 
 
 def test_release_cancels_a_fetch_under_way() -> None:
