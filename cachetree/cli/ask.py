@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import TypeVar
@@ -38,11 +39,18 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             command.add_argument("--ttl", type=float, metavar="S", help="seconds; for ever without")
 
 
+def positive(text: str) -> float:
+    """A number that an argument takes."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
+    return number
+
+
 def add_worker(command: argparse.ArgumentParser) -> None:
     """What every command says of the worker that it talks to."""
     command.add_argument("address", help="tcp://HOST:PORT")
     command.add_argument("--json", action="store_true", help="print one line of JSON")
-    command.add_argument("--timeout", type=float, default=2.0, help="seconds to wait")
+    command.add_argument("--timeout", type=positive, default=2.0, help="seconds to wait")
     command.add_argument(
         "--key-file", metavar="FILE", help="own secret key, for a worker that has one"
     )

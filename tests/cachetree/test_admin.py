@@ -316,6 +316,18 @@ def test_bad_words_are_one_clear_line(
         assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--timeout", "--mib"])
+@pytest.mark.parametrize("number", ["nan", "inf", "0", "-1"])
+def test_a_number_that_means_nothing_is_refused_by_name(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To wait until it is not a number is to wait for ever, without a pause."""
+    with pytest.raises(SystemExit):
+        main(["bench", "tcp://127.0.0.1:1", f"{option}={number}"])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith(f"argument {option}: {number} is no finite number above 0")
+
+
 def test_an_order_with_half_a_page_is_refused() -> None:
     with worker_of(new_tree(), admin=()) as worker:
         with pytest.raises(OrderDenied, match="whole number"):
