@@ -29,6 +29,12 @@ class RemoteEntries:
     def limit(self, location: Location, max_pages: int) -> None:
         self._limits[location] = max_pages
 
+    def leave(self, location: Location) -> None:
+        """Keep nothing about it, unless there are entries."""
+        if not self.num_pages[location]:
+            for known in (self._orders, self._limits, self.num_pages, self.num_dropped):
+                known.pop(location, None)
+
     def add(
         self,
         location: Location,

@@ -337,6 +337,12 @@ class CacheTree:
         """Forget everything at `location`, in slices; what is added meanwhile may stay."""
         in_slices(self._lock, partial(self._remote.forget, location))
 
+    def leave(self, location: Location) -> None:
+        """Forget that there was `location`: its entries, its limit, what was counted of it."""
+        self.forget(location)
+        with self._lock:
+            self._remote.leave(location)
+
     # Changes of local entries, for the advertiser.
 
     def subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:

@@ -134,6 +134,9 @@ def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
             eventually(lambda: states(peers) == ["ready"])
             tree = peers.now[worker.address]._tree
             assert tree.match(PAGES)
+            remote = tree._remote
+            known = remote._orders, remote._limits, remote.num_pages, remote.num_dropped
+            assert all(worker.address in it for it in known)
         eventually(lambda: states(peers) != ["ready"])
         look(peers, worker.address)
         clock.ahead_s += 2 * GONE_S
@@ -145,6 +148,7 @@ def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
         look(peers)
         assert not peers.now
         assert not tree.match(PAGES)
+        assert not any(known)
         look(peers, worker.address)
         assert len(peers.now) == 1
 
