@@ -156,7 +156,8 @@ class BaselineKind(StrEnum):
     CRITICAL_LAYERS = "critical_layers"
     """The layers of the largest single-layer loss, each run of them from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
-    """The recommended block's layers, reloading E between them: as many transitions as runs."""
+    """The layers of a plan, reloading E between them: as many transitions as runs. It is the
+    recommended plan, or the expected one where none is; in old profiles always the latter."""
     SMALL_MODEL = "small_model"
     """A smaller model by full prefill."""
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from cachetree import Span
 from profiles.compute.fitting import NUM_FITTED
-from profiles.compute.measuring import judging_steps, sweep_steps
+from profiles.compute.measuring import comparing_steps, judging_steps, sweep_steps
 from profiles.compute.mixtures import Mixture
 from profiles.compute.study import Step, longest_runs, mixtures_of
 from profiles.data.documents import Document, first_of_each_task
@@ -51,8 +51,9 @@ class Forecast:
             whole_s += self._rest_s(train, sweep, swept) + sum(self.fitting(train).values())
             plans = [*plans, *plans]
         whole_s += self._rest_s(train, judging_steps(train, plans, num_layers), swept)
-        judging = judging_steps(held_out, plans, num_layers, others)
-        return whole_s + sum(self.steps(held_out, judging))
+        whole_s += sum(self.steps(held_out, judging_steps(held_out, plans, num_layers)))
+        comparing = comparing_steps(held_out, others, num_layers)
+        return whole_s + self._rest_s(held_out, comparing, range(len(held_out)))
 
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
@@ -146,8 +147,8 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
     """What may be judged, and what it may be compared with, before they are known."""
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
-    others = baselines(blocks, blocks[len(blocks) // 2], range(num_layers))
-    return [Candidate(runs=(it,)) for it in blocks], others
+    plans = [Candidate(runs=(it,)) for it in blocks]
+    return plans, baselines(blocks, plans[len(plans) // 2], range(num_layers))
 
 
 def _longest(document: Document) -> int:

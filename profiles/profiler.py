@@ -29,7 +29,13 @@ from profiles.compute.examination import Answerer
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Entry, Journal, Timed
 from profiles.compute.layered import LayeredModel, check_layers
-from profiles.compute.measuring import judging_steps, measure, screening_steps, sweep_steps
+from profiles.compute.measuring import (
+    comparing_steps,
+    judging_steps,
+    measure,
+    screening_steps,
+    sweep_steps,
+)
 from profiles.compute.models import (
     ModelSource,
     Pair,
@@ -49,7 +55,7 @@ from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
-from profiles.stats.artifact import Data, Findings, build
+from profiles.stats.artifact import Data, Findings, best_of, build
 from profiles.stats.choice import (
     baselines,
     choose,
@@ -123,16 +129,15 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         settings.tolerance,
         settings.plans,
     )
-    others = [
-        *(it for it in choice.frontier if it not in choice.order),
-        *baselines(
-            [it.block for it in choice.frontier],
-            choice.expected and choice.expected.block,
-            sensitive_first(swept.layers),
-        ),
-    ]
-    steps = judging_steps(held_out.documents, choice.order, pair.num_layers, others)
+    steps = judging_steps(held_out.documents, choice.order, pair.num_layers)
     judged = watched.measure("judging", HELD_OUT, held_out.documents, steps)
+    best = best_of(choice, held_out.documents, judged, settings.tolerance)
+    others = [it for it in choice.frontier if it not in choice.order]
+    sizes = [it.block for it in choice.frontier]
+    others += baselines(sizes, best, sensitive_first(swept.layers))
+    steps = comparing_steps(held_out.documents, others, pair.num_layers)
+    compared = watched.measure("comparing", HELD_OUT, held_out.documents, steps)
+    judged = replace(judged, candidates=compared.candidates | judged.candidates)
     small = None
     if settings.small is not None:
         small = measure_small(settings, held_out, asked_of_small, journal.costs, console)
@@ -312,7 +317,7 @@ def measure_small(
     own = time_costs(answerer.model, documents, settings, console)
     seconds = [own.full_prefill_s(len(it.prefix), 0) for it in documents]
     qualities = []
-    with shown(console, "comparing", sum(seconds)) as done:
+    with shown(console, "smaller model", sum(seconds)) as done:
         for document, document_s in zip(documents, seconds, strict=True):
             answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
             qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])

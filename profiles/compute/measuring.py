@@ -63,17 +63,18 @@ def judging_steps(
     documents: Sequence[Document],
     candidates: Sequence[Candidate],
     num_layers: int,
-    others: Sequence[Candidate] = (),
 ) -> list[Step]:
-    """Candidates by the metric on all documents; `others`, which the gate does not ask about, on
-    some of them."""
+    """Candidates by the metric on all documents."""
+    together = batches(candidates, num_layers)
+    return [Step(place, plans) for place in range(len(documents)) for plans in ((), *together)]
+
+
+def comparing_steps(
+    documents: Sequence[Document], others: Sequence[Candidate], num_layers: int
+) -> list[Step]:
+    """What the gate does not ask about, by the metric on some of the documents."""
     shown = set(first_of_each_task(documents, NUM_SHOWN))
-    some, everything = (batches(it, num_layers) for it in (candidates, [*candidates, *others]))
-    return [
-        Step(place, plans)
-        for place in range(len(documents))
-        for plans in ((), *(everything if place in shown else some))
-    ]
+    return [it for it in judging_steps(documents, others, num_layers) if it.place in shown]
 
 
 def measure(

@@ -30,8 +30,9 @@ _METRICS: Final = {
 
 def baseline(it: Baseline) -> str:
     """Its name, by which it is told from the others of its kind and size."""
-    is_split = it.kind is BaselineKind.SPLIT_BLOCK
-    return f"block in {len(it.runs)} runs" if is_split else BASELINES[it.kind]
+    if it.kind is not BaselineKind.SPLIT_BLOCK:
+        return BASELINES[it.kind]
+    return f"[{it.runs[0][0]}, {it.runs[-1][1]}) in {len(it.runs)} runs"
 
 
 def metric_name(metric: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from profiles.stats.gate import (
     Qualities,
     contexts_needed,
     interval,
+    is_within,
     loss_bound,
     mean_bound,
     proven,
@@ -128,6 +130,19 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         costs=found.costs,
         made=made,
     )
+
+
+def best_of(
+    choice: Choice[Candidate], documents: Sequence[Document], judged: Measured, tolerance: float
+) -> Candidate | None:
+    """The plan that will be recommended; where none is proven, the one that was expected to be."""
+
+    def passes(it: Candidate) -> bool:
+        plan = qualities_of(judged.candidates[it])
+        losses = losses_of(documents, judged.full_prefill, plan, tolerance)
+        return is_within(losses, tolerance)
+
+    return [choice.expected, *takewhile(passes, choice.order)][-1]
 
 
 def split_of(data: Data, judged: Measured) -> Split:

@@ -128,9 +128,10 @@ def qualities_of(scores: Scores) -> list[list[float]]:
 
 
 def baselines(
-    frontier: Sequence[Span], recommended: Span | None, ranking: Sequence[int]
+    frontier: Sequence[Span], recommended: Candidate | None, ranking: Sequence[int]
 ) -> list[Candidate]:
-    """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first."""
+    """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first. A
+    plan that corrects E is not split: there is a map for where it begins alone."""
     num_layers = len(ranking)
     sizes = spread([len(block) for block in frontier if len(block) < num_layers])
     sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})
@@ -140,8 +141,10 @@ def baselines(
         found.append(Candidate(kind=BaselineKind.CACHEBLEND, share=share))
         runs = critical_runs(ranking[:size])
         found.append(Candidate(kind=BaselineKind.CRITICAL_LAYERS, runs=runs))
-    for parts in spread(range(2, len(recommended or ()) + 1), NUM_SPLITS):
-        runs = split_runs(recommended, parts)
+    if recommended is None or recommended.e_map is not None:
+        return found
+    for parts in spread(range(2, len(recommended) + 1), NUM_SPLITS):
+        runs = split_runs(recommended.block, parts)
         found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
     return found
 

@@ -114,14 +114,14 @@ class _Sums:
             return np.log1p(np.outer(_BETS, -lost)).sum(1)
 
 
-def is_within(plan: FrontierPoint, tolerance: float) -> bool:
+def is_within(losses: Sequence[TaskLoss], tolerance: float) -> bool:
     """A receiver that answers nothing right has nothing to lose, and proves nothing."""
-    return bool(plan.tasks) and all(it.bound <= tolerance for it in plan.tasks)
+    return bool(losses) and all(it.bound <= tolerance for it in losses)
 
 
 def proven(plans: Iterable[FrontierPoint], tolerance: float) -> tuple[FrontierPoint, ...]:
     """Of plans in the order in which they are tried, those before the first that fails."""
-    return tuple(takewhile(lambda it: is_within(it, tolerance), plans))
+    return tuple(takewhile(lambda it: is_within(it.tasks, tolerance), plans))
 
 
 def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ from test_room import make_document
 from cachetree.ids import Span
 from profiles.evidence import BaselineKind, Shown
 from profiles.report import tables
-from profiles.stats.artifact import Data, Findings, build
+from profiles.stats.artifact import Data, Findings, best_of, build
 from profiles.stats.choice import Choice
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
@@ -74,10 +74,23 @@ def test_what_the_gate_does_not_ask_about_says_on_what_it_stands(profile):
         assert "measured on 8 of the 16 held-out contexts" in table.caption
 
 
+@pytest.mark.parametrize(("lost", "best"), [((), 2), ((2,), 1), ((1,), 0), ((0, 1, 2), 2)])
+def test_what_is_compared_is_the_size_of_the_plan_that_is_recommended(lost, best):
+    """The last that passes before the first that fails; or what the training split expected."""
+    order = tuple(Candidate(runs=(Span(start, 5),)) for start in range(3))
+    judged = measured(*order)
+    for place in lost:
+        worse = [[replace(it, quality=0.0) for it in of] for of in judged.full_reuse]
+        judged.candidates[order[place]] = worse
+    choice = Choice(frontier=[*order], order=order, expected=order[2])
+    documents = [make_document(32, 1)] * len(QUALITIES)
+    assert best_of(choice, documents, judged, 0.6) == order[best]
+
+
 def test_an_old_profile_says_no_loss_of_what_stands_on_other_questions():
     baselines = tuple(replace(it, shown=None) for it in OLD.baselines)
     found = losses(replace(OLD, baselines=baselines))
-    kinds = "token selection", "critical layers alone", "block in 2 runs"
+    kinds = "token selection", "critical layers alone", "[2, 5) in 2 runs"
     assert [found[it] for it in kinds] == ["–"] * len(kinds)
     assert "–" not in (found["full reuse"], found["sender alone"], found["smaller model"])
     assert "few of the 96 held-out contexts" in tables.baselines(OLD).caption

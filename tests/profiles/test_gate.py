@@ -139,7 +139,7 @@ def test_of_many_plans_that_lose_too_much_any_passes_no_more_often_than_the_erro
     for _ in range(100):
         plans = [point_of(Span(0, 11), it) for it in many(rng, losses, 75)]
         wrong += len(proven(plans, TOLERANCE)) > num_good
-        alone += any(is_within(it, TOLERANCE) for it in plans[num_good:])
+        alone += any(is_within(it.tasks, TOLERANCE) for it in plans[num_good:])
     assert wrong / 100 <= ERROR_RATE
     assert alone / 100 > 4 * ERROR_RATE, "each judged for itself: luck has twenty chances"
 
@@ -276,7 +276,7 @@ def test_the_verdict_names_the_plan_its_loss_and_what_is_accepted():
 
 
 def test_a_plan_that_loses_exactly_what_is_accepted_passes():
-    assert is_within(point_of(Span(2, 5), TOLERANCE), TOLERANCE)
+    assert is_within(point_of(Span(2, 5), TOLERANCE).tasks, TOLERANCE)
 
 
 def test_the_verdict_says_how_many_contexts_are_needed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,9 @@ def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
 def test_no_row_is_there_twice() -> None:
     """Of blocks in several runs, each number of them is another row."""
     rows = [" ".join(line.split()) for line in shown(PROFILE, 120).splitlines()]
-    names = [it[: it.index("[")] for it in rows if it.startswith(("block in", "critical"))]
+    split = [re.match(r"\[\d+, \d+\) in \d+ runs", it) for it in rows]
+    names = [it[0] for it in split if it]
+    names += [it[: it.index("[")] for it in rows if it.startswith("critical")]
     assert len(names) == len(set(names)) > 4
 
 

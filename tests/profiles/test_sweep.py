@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from benchmarks.oracle import decode, partial_prefill
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.planning import EMap
 from profiles.compute.examination import FIRST_TOKENS, Examination
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import temporary_journal
@@ -22,6 +23,7 @@ from profiles.compute.measuring import measure, places_swept, screening_steps
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import TRAIN, Bench, DocumentPasses, tokens_kept
 from profiles.data.documents import Document
+from profiles.evidence import BaselineKind
 from profiles.profiler import answerers
 from profiles.stats.choice import (
     baselines,
@@ -269,13 +271,18 @@ def test_a_block_is_split_into_runs_of_nearly_equal_length():
 
 
 def test_baselines_are_at_the_frontiers_sizes():
-    found = baselines([Span(4, 5), Span(2, 5), Span(0, 12)], Span(2, 5), list(range(12)))
+    frontier = [Span(4, 5), Span(2, 5), Span(0, 12)]
+    best = Candidate(runs=(Span(2, 5),))
+    found = baselines(frontier, best, list(range(12)))
     layers = sorted((it.kind.value, round(it.recomputed_layers(12), 6)) for it in found)
     assert layers == [
         ("cacheblend", 1), ("cacheblend", 3),
         ("critical_layers", 1), ("critical_layers", 3),
         ("split_block", 3), ("split_block", 3),
     ]  # fmt: skip
+    assert {it.runs[0].start for it in found if it.kind is BaselineKind.SPLIT_BLOCK} == {2}
+    corrected = replace(best, e_map=EMap(layer=2, dtype="float32", sha256="00"))
+    assert baselines(frontier, corrected, list(range(12))) == found[:-2]
 
 
 @pytest.fixture(scope="module")
