@@ -20,7 +20,14 @@ from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
 from cachetree.ids import ModelId
 from cachetree.metrics import Queries, StatusPage
-from cachetree.planning import Costs, Demand, index_profiles, profile_files, read_profile
+from cachetree.planning import (
+    Costs,
+    Demand,
+    index_profiles,
+    profile_files,
+    read_profile,
+    require_one_each,
+)
 from cachetree.transport import WorkerConfig, parse_http
 from cachetree.transport.tracing import exported
 
@@ -150,6 +157,8 @@ def _queries(config: ServeConfig, cache: Cache) -> Queries:
     family = config.family
     costs = Costs(kv_page_bytes=family.kv_page_bytes, e_page_bytes=family.e_page_bytes)
     files = [it for name in config.profiles for it in profile_files(Path(name))]
+    profiles = {it: read_profile(it) for it in files}
+    require_one_each(profiles)
     return Queries(
         cache=cache,
         name=cache.address or "",
@@ -161,7 +170,7 @@ def _queries(config: ServeConfig, cache: Cache) -> Queries:
             is_lossy=family.codec is not Codec.NONE,
         ),
         costs=lambda _locations: costs,
-        profiles=index_profiles(read_profile(it) for it in files),
+        profiles=index_profiles(profiles.values()),
     )
 
 

@@ -41,6 +41,7 @@ from cachetree.planning.profile import (
     profile_files,
     read_profile,
     read_profile_as,
+    require_one_each,
     write_profile,
 )
 from cachetree.planning.speeds import (
@@ -92,6 +93,7 @@ __all__ = [
     "read_profile",
     "read_profile_as",
     "recompute_s",
+    "require_one_each",
     "saving_s",
     "times_of",
     "weigh",

@@ -5,6 +5,7 @@ A file holds this and the evidence for it (`profiles.evidence`). Servers read th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -184,6 +185,19 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
         return msgspec.json.decode(raw, type=schema)
     except UNREADABLE as exc:
         raise ProfileError(f"profile {path} is not a pair profile: {exc}") from exc
+
+
+def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
+    """Raise ProfileError where two files have different profiles of one pair: which of them counted
+    would be for their names to say."""
+    found: dict[tuple[ModelIdentity, ModelIdentity], Path] = {}
+    for file, profile in profiles.items():
+        other = found.setdefault((profile.sender, profile.receiver), file)
+        if profiles[other] != profile:
+            raise ProfileError(
+                f"profiles {other} and {file} are of one pair, {profile.sender.model_id} → "
+                f"{profile.receiver.model_id}; move one of them away"
+            )
 
 
 def write_profile(profile: PairProfile, path: Path) -> None:

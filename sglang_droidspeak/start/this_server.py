@@ -17,7 +17,13 @@ from cachetree import ConfigError, ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
-from cachetree.planning import PairProfile, PrefillCost, profile_files, read_profile
+from cachetree.planning import (
+    PairProfile,
+    PrefillCost,
+    profile_files,
+    read_profile,
+    require_one_each,
+)
 from cachetree.transport import check_peer, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine.probe import require_supported
@@ -154,6 +160,7 @@ def read_server(
     adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
     has_adapters = adapters is not None
     profiles = dict(_read_profiles(settings, identity, has_adapters=has_adapters))
+    require_one_each(profiles)
     corrections: dict[str, Correction] = {}
     for file, profile in profiles.items():
         if has_adapters or profile.receiver == identity:

@@ -20,8 +20,8 @@ from test_policy import DEMAND, FAR, MEASURED, PROFILE, PROFILES, UNKNOWN, R, S,
 from transport_parts import FAMILY, MODEL, eventually, store
 from tree_parts import FakeTime
 
-from cachetree import DISK, LOCAL, Cache, CacheConfig, ConfigError, Location
-from cachetree.cli.serve import parse_config
+from cachetree import DISK, LOCAL, Cache, CacheConfig, ConfigError, Location, ProfileError
+from cachetree.cli.serve import _queries, parse_config
 from cachetree.metrics import Queries, StatusPage
 from cachetree.metrics.query import MAX_BODY_BYTES, MAX_TOKENS
 from cachetree.planning import Costs, write_profile
@@ -213,6 +213,15 @@ def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_read() -> 
         reply = http.client.HTTPConnection(urlsplit(page.url).netloc, timeout=10)
         reply.request("GET", "/query")
         assert reply.getresponse().status == 400
+
+
+def test_a_worker_with_two_profiles_of_one_pair_does_not_serve(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "a.json")
+    write_profile(msgspec.structs.replace(PROFILE, reason="another"), tmp_path / "b.json")
+    given = {"family": FAMILY, "http": "0", "query": True, "profiles": [str(tmp_path)]}
+    config = parse_config(msgspec.to_builtins(given), "config")
+    with cache_of() as cache, pytest.raises(ProfileError, match=r"a\.json and .*b\.json are of"):
+        _queries(config, cache)
 
 
 def test_a_served_worker_answers_only_where_its_file_says_so(tmp_path: Path) -> None:

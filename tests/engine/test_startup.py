@@ -494,6 +494,24 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
     assert [profile.receiver for profile in server.profiles] == [other]
 
 
+def test_two_profiles_of_one_pair(model: Path, tmp_path: Path) -> None:
+    """Named or in a folder; the same one twice is one."""
+    own = read_model_identity(model)
+    for passed in (True, False):
+        folder = tmp_path / str(passed)
+        folder.mkdir()
+        files = [folder / it for it in ("pair-400.json", "pair.json")]
+        for file, it in zip(files, (True, passed), strict=True):
+            write_profile(profile_of(replace(own, weights="other"), own, passed=it), file)
+        for given in (files, [folder]):
+            extra = {"profiles": [*map(str, given)], "gate": "off"}
+            if passed:
+                assert len(load_this_server(server_args(model, extra)).profiles) == 2
+                continue
+            line = refusal(model, extra)
+            assert f"{files[0]} and {files[1]} are of one pair" in line and "move one" in line
+
+
 def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path) -> None:
     own = read_model_identity(model)
     other = replace(own, weights="other")
