@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from cachetree import ConfigError
 from profiles.compute.layered import LayeredModel, PrefixKV
 from profiles.compute.mixtures import Asked, Mixture, decode, forced
 from profiles.compute.room import Room
@@ -86,8 +87,18 @@ class Examination:
     def examine(
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Scores by mixture, then by question; with qualities where answers are decoded."""
-        measured = self._measure(self._streams(sources, mixtures)).tolist()
+        """Scores by mixture, then by question; with qualities where answers are decoded.
+
+        Raises ConfigError where logits are not finite.
+        """
+        found = self._measure(self._streams(sources, mixtures))
+        if not found.isfinite().all():
+            raise ConfigError(
+                f"logits are not finite in {self._answerer.model.dtype} (question "
+                f"{self._document.questions[0].name}); use --dtype bfloat16, and where that does "
+                "not help look for broken weights"
+            )
+        measured = found.tolist()
         questions = self._document.questions
         missing = [
             (i, question)

@@ -10,7 +10,8 @@ from measuring_parts import judge
 from shipped import DATA, SHIPPED
 
 from benchmarks.oracle import decode, prefill, recompute
-from cachetree.ids import Span
+from cachetree import ConfigError, Span
+from profiles.compute.examination import Examination
 from profiles.compute.journal import temporary_journal
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
@@ -60,6 +61,19 @@ def test_scores_are_the_oracles(pair: Pair) -> None:
             expected = receiver.quality(document, index, tuple(text))
             found = judged.candidates[plan][0][index].quality
             assert found == expected, f"seed {seed}, {plan.runs}, {question.name}"
+
+
+def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
+    """A journal cannot tell them from answers that were not decoded."""
+    document = document_of(pair, 0)
+    _, receiver = answerers(pair, [document], 2.0)
+    own = receiver.model.prefix(document.prefix, ()).kv
+    examination = Examination(receiver, document, own, receiver.answer(document, own))
+    broken = [(keys, values * torch.inf) for keys, values in own]
+    mixture = (0,) * NUM_LAYERS
+    with pytest.raises(ConfigError, match=r"not finite in torch\.float32 .*--dtype bfloat16"):
+        examination.examine([broken], [mixture], is_decoded=True)
+    assert examination.examine([own], [mixture], is_decoded=True)[0][0].tv < 1e-3
 
 
 def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
