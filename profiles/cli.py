@@ -202,7 +202,10 @@ def _say(found: Verification) -> None:
     for plan in found.plans:
         _print(finding(plan, split))
     _print(f"{'passed' if found.passed else 'failed'}: {found.reason}")
-    _print("the profile's verdict holds" if found.holds else "the profile's verdict does not hold")
+    if found.undecided:
+        _print("these data cannot show whether the profile's verdict holds")
+    else:
+        _print(f"the profile's verdict {'holds' if found.holds else 'does not hold'}")
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -99,7 +99,9 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         bounds = bounds_of(*settings.memory_gb, receiver.model.device)
         require_fitting(Sizes.of(receiver.model), fitted_on, num_maps, bounds)
     models = pair.sender_identity, pair.receiver_identity
-    journal = open_journal(settings, models, train.documents, held_out.documents)
+    journal = open_journal(
+        settings, (sender, receiver), models, train.documents, held_out.documents
+    )
     if journal.costs is None:
         journal.put(Timed(costs=time_costs(receiver.model, documents, settings, console)))
     forecast = Forecast(journal.costs, receiver.model.head_layers)
@@ -334,12 +336,14 @@ def measure_small(
     )
 
 
-def open_journal(settings: Settings, *measured: object) -> Journal:
-    """Named by all that decides what is measured: documents as they are asked, whose models'."""
+def open_journal(settings: Settings, answering: Sequence[Answerer], *measured: object) -> Journal:
+    """Named by all that decides what is measured: documents as they are asked, whose models', and
+    where these end their answers."""
+    ends = [sorted(it.ends) for it in answering]
     chosen = [getattr(settings, it) for it in _DECISIVE]
     chosen += map(str, settings.devices())
     versions = VERSION, str(torch.__version__), transformers.__version__
-    return Journal.beside(settings.out, measured, chosen, versions)
+    return Journal.beside(settings.out, measured, ends, chosen, versions)
 
 
 def _making(

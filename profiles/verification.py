@@ -12,7 +12,7 @@ from rich.console import Console
 from cachetree import ModelIdentity, ProfileError, write_profile
 from cachetree.corrections import Correction
 from cachetree.planning import BlockQuality
-from profiles.compute.examination import FIRST_TOKENS
+from profiles.compute.examination import FIRST_TOKENS, Answerer
 from profiles.compute.journal import Journal, temporary_journal
 from profiles.compute.measuring import judging_steps
 from profiles.compute.models import load_tokenizer, look_at_pair
@@ -23,10 +23,10 @@ from profiles.forecast import Forecast
 from profiles.profiler import Watched, answerers, open_journal, open_pair
 from profiles.report import words
 from profiles.settings import Settings
-from profiles.splits import load_documents
+from profiles.splits import hardly_enough, load_documents
 from profiles.stats.artifact import Data, fidelity_of, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
-from profiles.stats.gate import interval, verdict
+from profiles.stats.gate import contexts_lacking, interval, verdict
 from profiles.stats.measured import Candidate, Measured
 
 
@@ -42,6 +42,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     holds: bool
     """Whether that is the profile's verdict too."""
+    undecided: bool
+    """Where it is not: whether more such data could still show it."""
 
 
 class Again:
@@ -80,6 +82,9 @@ class Again:
                 f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the "
                 "profile's own; verify on others"
             )
+        data = Data(files=data_files(self._sources, documents), documents=documents)
+        for line in hardly_enough(data, profile.tolerance) if profile.passed else ():
+            self._console.print(line, highlight=False, soft_wrap=True)
         plans = kept_plans(profile)
         if left := [words.plan(it) for it in profile.frontier if _candidate(it) not in plans]:
             self._console.print(
@@ -96,8 +101,8 @@ class Again:
                 "none can be computed again; profile the pair anew, and give --held-out these data"
             )
         with temporary_journal() as journal:
-            judged = self._judge("judging", documents, [*plans], journal)
-        data = Data(files=data_files(self._sources, documents), documents=documents)
+            bench = self._bench(journal, *self._answerers(documents))
+            judged = self._judge("judging", documents, [*plans], bench)
         split = split_of(data, judged)
         for candidate, point in plans.items():
             scores = judged.candidates[candidate]
@@ -110,13 +115,16 @@ class Again:
                 fidelity=fidelity_of(scores),
                 ttft_s=profile.costs.ttft_s(candidate.runs, *split.mean_lengths),
             )
-        passed, reason = verdict([plans[it] for it in asked], split, profile.tolerance)
+        judging = [plans[it] for it in asked]
+        passed, reason = verdict(judging, split, profile.tolerance)
+        lacking = (contexts_lacking(it, split, profile.tolerance) for it in judging)
         return Verification(
             split=split,
             plans=tuple(plans.values()),
             passed=passed,
             reason=reason,
             holds=passed == profile.passed,
+            undecided=profile.passed and not passed and any(lacking),
         )
 
     def calibrate(self) -> MeasuredProfile:
@@ -132,10 +140,11 @@ class Again:
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
         documents = _begun(profile, self._documents)
-        journal = open_journal(settings, profile, documents)
-        judged = self._judge("calibrating", documents, [*plans], journal)
+        answering = self._answerers(documents)
+        journal = open_journal(settings, answering, profile, documents)
+        judged = self._judge("calibrating", documents, [*plans], self._bench(journal, *answering))
         measured = {
-            plan: msgspec.structs.replace(plan, tv_bound=tv_bound(judged.candidates[it]))
+            plan: msgspec.structs.replace(plan, tv_bound=tv_bound(documents, judged.candidates[it]))
             for it, plan in plans.items()
         }
         calibrated = msgspec.structs.replace(
@@ -147,19 +156,18 @@ class Again:
         journal.remove()
         return calibrated
 
-    def _judge(
-        self,
-        title: str,
-        documents: Sequence[Document],
-        plans: Sequence[Candidate],
-        journal: Journal,
-    ) -> Measured:
-        pair = open_pair(self._settings)
-        sender, receiver = answerers(pair, documents, *self._settings.memory_gb)
-        bench = Bench(
+    def _answerers(self, documents: Sequence[Document]) -> tuple[Answerer, Answerer]:
+        return answerers(open_pair(self._settings), documents, *self._settings.memory_gb)
+
+    def _bench(self, journal: Journal, sender: Answerer, receiver: Answerer) -> Bench:
+        return Bench(
             sender=sender, receiver=receiver, journal=journal, corrections=self._corrections
         )
-        forecast = Forecast(self._profile.costs, receiver.model.head_layers)
+
+    def _judge(
+        self, title: str, documents: Sequence[Document], plans: Sequence[Candidate], bench: Bench
+    ) -> Measured:
+        forecast = Forecast(self._profile.costs, bench.receiver.model.head_layers)
         steps = judging_steps(documents, plans, bench.num_layers)
         return Watched(bench, forecast, self._console).measure(title, HELD_OUT, documents, steps)
 

@@ -69,7 +69,8 @@ def make_documents(
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> list[Document]:
-    """One document per context and task, in the order in which they first occur.
+    """One document per context and task, in the order in which they first occur. Contexts that
+    differ in white space alone are one, in the first one's form.
 
     Where a prompt is longer than `max_prompt_tokens` (without the answer), the middle is cut out
     as LongBench does it: as many tokens stay at the start as at the end. The cut is in tokens, lies
@@ -81,7 +82,7 @@ def make_documents(
     groups: dict[tuple[Task, str], list[SourcedRecord]] = {}
     for source in sources:
         for it in source.records:
-            groups.setdefault((it.task, it.record.context), []).append(it)
+            groups.setdefault((it.task, context_digest(it.record.context)), []).append(it)
     bar = tqdm(groups.items(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
     return [
         _document(records, _Encoder(tokenizer, task.chat), page_size, max_prompt_tokens)

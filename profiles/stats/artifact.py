@@ -87,7 +87,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
             stop=point.stop,
             quality=point.held_out.mean,
             e_map=point.e_map,
-            tv_bound=tv_bound(judged.candidates[it]),
+            tv_bound=tv_bound(held_out.documents, judged.candidates[it]),
         )
         for it, point in zip(choice.order, proven(plans, tolerance), strict=False)
     ][::-1]
@@ -227,10 +227,13 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
     )
 
 
-def tv_bound(held_out: Scores) -> float:
-    """What the drift guard allows a plan beside the noise of two exact runs."""
-    distances = [[it.tv for it in context] for context in held_out]
-    return mean_bound(distances, DRIFT_ERROR_RATE)
+def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
+    """What the drift guard allows a plan beside the noise of two exact runs. A context that several
+    tasks have is one draw."""
+    distances: dict[str, list[float]] = {}
+    for document, scores in zip(documents, held_out, strict=True):
+        distances.setdefault(document.context, []).extend(it.tv for it in scores)
+    return mean_bound([*distances.values()], DRIFT_ERROR_RATE)
 
 
 def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:

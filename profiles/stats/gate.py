@@ -7,7 +7,9 @@ tolerance? Questions about one context share its KV, so contexts are the draws.
                        stake by 1 / ERROR_RATE. Where the loss is more, no stake grows on average,
                        so by Markov's inequality that happens with at most ERROR_RATE: for any
                        number of contexts, whatever the distribution within 0 and 1, rare losses
-                       and full prefill's own scatter included (Waudby-Smith and Ramdas, 2024)
+                       and full prefill's own scatter included (Waudby-Smith and Ramdas, 2024).
+                       It is the loss over as many questions as each of these contexts has: of
+                       contexts with more, of which none was drawn, nothing is known
     a plan             passes where it does at every task. One that loses too much has a task at
                        which it does, so each task gets the whole ERROR_RATE
     a profile          tries plans in the training split's order, from most work to least, and stops
@@ -137,15 +139,24 @@ def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> t
     passing = proven(plans, tolerance)
     if passing:
         return True, f"{finding(passing[-1], split)}; {tolerance:.0%} is accepted"
-    plan = plans[0]
-    task, lost = _worst(plan, split)
     reason = (
         "no plan smaller than all layers passed: "
-        f"{finding(plan, split)}; {tolerance:.0%} is accepted"
+        f"{finding(plans[0], split)}; {tolerance:.0%} is accepted"
     )
-    if lost.needed is not None and lost.quality >= (1 - tolerance) * task.full_prefill:
-        reason += f"; about {lost.needed} such contexts could show it, not {task.num_contexts}"
+    if (needed := contexts_lacking(plans[0], split, tolerance)) is not None:
+        task, _ = _worst(plans[0], split)
+        reason += f"; about {needed} such contexts could show it, not {task.num_contexts}"
     return False, reason
+
+
+def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int | None:
+    """Of a plan that did not pass: how many contexts like those of the task least sure would show
+    that it does; None where at some task it loses too much, or none would show it."""
+    for task, lost in zip(split.tasks, plan.tasks, strict=True):
+        is_good = lost.quality >= (1 - tolerance) * task.full_prefill
+        if lost.bound > tolerance and (lost.needed is None or not is_good):
+            return None
+    return _worst(plan, split)[1].needed
 
 
 def finding(plan: FrontierPoint, split: Split) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 from sample_profile import sample_profile
@@ -11,7 +13,7 @@ from test_room import make_document
 from cachetree.ids import Span
 from profiles.evidence import BaselineKind, Shown
 from profiles.report import tables
-from profiles.stats.artifact import Data, Findings, best_of, build
+from profiles.stats.artifact import Data, Findings, best_of, build, tv_bound
 from profiles.stats.choice import Choice
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
@@ -85,6 +87,13 @@ def test_what_is_compared_is_the_size_of_the_plan_that_is_recommended(lost, best
     choice = Choice(frontier=[*order], order=order, expected=order[2])
     documents = [make_document(32, 1)] * len(QUALITIES)
     assert best_of(choice, documents, judged, 0.6) == order[best]
+
+
+def test_a_context_of_several_tasks_is_one_draw_of_the_drift():
+    one, other = make_document(32, 1), dataclasses.replace(make_document(32, 1), context="other")
+    still, moved = [Score(kl=0.0, tv=0.0, quality=1.0)], [Score(kl=0.0, tv=1.0, quality=1.0)]
+    both = tv_bound([one, other] * 50, [still, moved] * 50)
+    assert both == tv_bound([one, other], [still * 50, moved * 50]) > 0.9
 
 
 def test_an_old_profile_says_no_loss_of_what_stands_on_other_questions():

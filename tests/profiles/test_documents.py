@@ -83,6 +83,14 @@ def byte_pairs():
     )
 
 
+def test_contexts_that_differ_in_white_space_alone_are_one():
+    """As the split and the gate count them: they are one draw."""
+    one, other = "a b c d e f", "a b  c d e f\n"
+    (document,) = make((one, "x ?", "y"), (other, "z ?", "y"))
+    assert len(document.questions) == 2
+    assert document == make((one, "x ?", "y"), (one, "z ?", "y"))[0]
+
+
 @pytest.mark.parametrize("name", ["train", "held_out"])
 def test_the_shipped_questions_are_prompts_of_the_shipped_pairs(shipped_tokenizer, name):
     path = PAIRS / f"data/{name}.jsonl"

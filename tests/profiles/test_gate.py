@@ -23,6 +23,7 @@ from profiles.evidence import (
 from profiles.stats.gate import (
     DRIFT_ERROR_RATE,
     ERROR_RATE,
+    contexts_lacking,
     contexts_needed,
     interval,
     is_within,
@@ -63,12 +64,12 @@ def dense(share: float) -> World:
     return draw
 
 
-def uneven(share: float) -> World:
-    """Some contexts have six times the questions of others; only those lose."""
+def uneven(share: float, most: int) -> World:
+    """Every third context has so many times the questions of others; only those lose."""
 
     def draw(rng: np.random.Generator, size: int) -> Sample:
-        counts = rng.choice([1, 6], size)
-        lost = (counts == 6) & (rng.random(size) < share * 7 / 6)
+        counts = np.where(np.arange(size) % 3 == 0, most, 1)
+        lost = (counts == most) & (rng.random(size) < share * (most + 2) / most)
         full = [[1.0] * int(it) for it in counts]
         plan = [[float(not it)] * len(ours) for it, ours in zip(lost, full, strict=True)]
         return full, plan
@@ -84,8 +85,14 @@ def rate(world: World, size: int, happens: Callable[[Sample], bool]) -> float:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("world", "truth"),
-    [(rare(0.08), 0.08), (rare(0.051), 0.051), (dense(0.06), 0.06), (uneven(0.06), 0.06)],
-    ids=["rare", "just too rare", "dense", "uneven"],
+    [
+        (rare(0.08), 0.08),
+        (rare(0.051), 0.051),
+        (dense(0.06), 0.06),
+        (uneven(0.06, 6), 0.06),
+        (uneven(0.06, 40), 0.06),
+    ],
+    ids=["rare", "just too rare", "dense", "uneven", "very uneven"],
 )
 def test_the_bound_covers_the_true_loss_as_often_as_it_says(world, truth, size):
     """So a pair that loses more than the tolerance passes no more often than the error rate."""
@@ -294,6 +301,20 @@ def test_more_contexts_are_asked_for_only_where_the_loss_itself_is_accepted(qual
     plan = point_of(Span(2, 5), 0.061, quality=quality, needed=120)
     _, reason = verdict([plan], split_of(TASK), TOLERANCE)
     assert ("such contexts" in reason) == is_told
+
+
+@pytest.mark.parametrize(
+    ("other", "lacking"),
+    [
+        (TaskLoss(quality=0.8, bound=0.04, needed=60), 120),
+        (TaskLoss(quality=0.8, bound=0.055, needed=100), 120),
+        (TaskLoss(quality=0.7, bound=0.06, needed=None), None),
+        (TaskLoss(quality=0.7, bound=0.06, needed=500), None),
+    ],
+)
+def test_more_contexts_lack_only_where_no_task_shows_a_loss(other, lacking):
+    plan = replace(SHORT, tasks=(*SHORT.tasks, other))
+    assert contexts_lacking(plan, split_of(TASK, TASK), TOLERANCE) == lacking
 
 
 def test_every_task_is_asked():

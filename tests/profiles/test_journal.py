@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import torch
@@ -100,7 +101,7 @@ def test_another_way_to_ask_has_another_journal(tmp_path):
     sources = load_sources([str(DATA / "train.jsonl")], OPTIONS)
     for page_size, most in ((16, None), (16, None), (32, None), (16, 64)):
         documents = make_documents(sources, tokenizer, page_size=page_size, max_prompt_tokens=most)
-        open_journal(settings, "models", documents).close()
+        open_journal(settings, (), "models", documents).close()
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -108,5 +109,14 @@ def test_a_run_that_goes_on_on_another_device_measures_and_times_anew(tmp_path, 
     """Where nothing is said that is the GPU, if there is one."""
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        open_journal(Settings(out=tmp_path / "pair.json"), "models").close()
+        open_journal(Settings(out=tmp_path / "pair.json"), (), "models").close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_answers_that_end_elsewhere_have_another_journal(tmp_path):
+    """Which `generation_config.json` may say, and no model's identity does."""
+    settings = Settings(out=tmp_path / "pair.json")
+    for ends in ({2, 5}, {5, 2}, {2}):
+        answerer = SimpleNamespace(ends=frozenset(ends))
+        open_journal(settings, (answerer, answerer), "models").close()
     assert len(list(tmp_path.iterdir())) == 2

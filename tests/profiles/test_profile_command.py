@@ -356,6 +356,19 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
     assert "does not hold" in capsys.readouterr().out
 
 
+def test_too_few_data_say_so_and_speak_against_no_verdict(unseen, tmp_path, capsys):
+    """Before models are loaded how many would be needed, and then that these show nothing."""
+    profile, some = read_measured(FINE_TUNES.profile), tmp_path / "some.jsonl"
+    points = tuple(it for it in profile.frontier if it.block == profile.recommended.block)
+    write_profile(msgspec.structs.replace(profile, frontier=points), tmp_path / "pair.json")
+    write_records(read_records(unseen)[:24], some)
+    args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
+    assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
+    said = capsys.readouterr().out
+    assert said.startswith("8 held-out contexts of biographies are hardly enough to pass")
+    assert said.endswith("these data cannot show whether the profile's verdict holds\n")
+
+
 def test_data_that_have_some_of_the_profiles_contexts_are_refused(unseen, tmp_path, capsys):
     """A superset of the profile's data, or all of them but one record, has none or few others."""
     own, some = read_records(DATA / "held_out.jsonl"), tmp_path / "some.jsonl"
