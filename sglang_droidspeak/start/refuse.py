@@ -92,6 +92,8 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "enable_torch_compile": (_OFF, "E is not captured in compiled layers"),
     "enable_layernorm_sp": (_one_of(False), "a rank would have E of a share of the tokens alone"),
     "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
+    "enable_return_routed_experts": (_one_of(False), "what is loaded has gone through no experts"),
+    "kv_canary": (_one_of("none"), "what is loaded has none of its marks"),
     "enable_hierarchical_cache": (_OFF, "both would own what leaves the device"),
     "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
     "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),

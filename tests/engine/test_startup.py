@@ -229,6 +229,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "enable_layernorm_sp": (True,),
     "enable_memory_saver": (True,),
     "enable_pdmux": (True,),
+    "enable_return_routed_experts": (True,),
     "enable_torch_compile": (True,),
     "enable_two_batch_overlap": (True,),
     "forward_hooks": ([{"name": "h"}],),
@@ -237,6 +238,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "json_model_override_args": ('{"rope_theta": 5}',),
     "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2", "nvfp4"),
     "kt_weight_path": ("experts",),
+    "kv_canary": ("log", "raise"),
     "load_format": (
         "dummy",
         "pt",
