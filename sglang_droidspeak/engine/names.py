@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.kv_events import (
     namespaced_block_hash,
 )
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch

@@ -22,6 +22,7 @@ from sglang_droidspeak.engine.names import (
     ScheduleBatch,
     async_h2d,
     forward_context,
+    get_global_expert_distribution_recorder,
     get_model,
 )
 
@@ -67,9 +68,11 @@ def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
 
 @contextmanager
 def prepared(forward_batch: ForwardBatch, runner: ModelRunner, attention: Any) -> Iterator[None]:
-    """Within it the model's layers can be called over that batch, on that attention."""
+    """Within it the model's layers can be called over that batch, on that attention. A recording of
+    experts has none of them: they are no pass of SGLang's."""
     with (
         torch.no_grad(),
+        get_global_expert_distribution_recorder().disable_this_region(),
         get_model().override(shared_experts=runner.model.shared_experts_config),
         forward_context(ForwardContext(attn_backend=attention), forward_batch=forward_batch),
     ):

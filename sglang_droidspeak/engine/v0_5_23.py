@@ -59,6 +59,7 @@ _LINKER = f"{_CORE}.unified_cache_linker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _EVENTS = "sglang.srt.disaggregation.kv_events"
+_EXPERTS = "sglang.srt.eplb.expert_distribution"
 _LORA = "sglang.srt.lora.lora_overlap_loader"
 _TRACE = "sglang.srt.observability.trace"
 _STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
@@ -105,6 +106,8 @@ USED: Mapping[str, str] = {
     f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76",
     f"{_FORWARD_BATCH}.init_new": "53f9f0da3b38",
     f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396",
+    f"{_EXPERTS}.get_global_expert_distribution_recorder": "d6b44d3d0a89",
+    f"{_EXPERTS}.ExpertDistributionRecorder.disable_this_region": "d9499a20f57f",
     f"{_RUNNER}.forward": "a9579bc20fe6",
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
     "._build_backend_from_str": "1c1999c3ea92",

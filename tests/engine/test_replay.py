@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from sglang.srt.eplb import expert_distribution as experts
 
 from cachetree import Span
-from sglang_droidspeak.engine.replay import _extending
+from sglang_droidspeak.engine import replay
+from sglang_droidspeak.engine.replay import _extending, prepared
 
 
 def test_embeddings_of_other_rows_are_not_taken_along() -> None:
@@ -29,3 +34,31 @@ def test_embeddings_of_other_rows_are_not_taken_along() -> None:
     assert replay.out_cache_loc.tolist() == [9, 10]
     assert replay.input_embeds is replay.replace_embeds is replay.replace_positions is None
     assert batch.input_embeds is not None, "SGLang's own batch is as it was"
+
+
+def test_a_recording_of_experts_has_none_of_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's models say which layer they are in; here nobody does, and it would raise."""
+    recorder: Any = object.__new__(experts._ExpertDistributionRecorderReal)
+    recorder._disable_all, recorder._recording = False, True
+    recorder._current_layer_idx = recorder._current_debug_name = experts.Withable()
+    recorder._accumulator = SimpleNamespace(get_single_pass_gatherer_key=lambda _name: "primary")
+    gatherer: Any = object.__new__(experts._SelectExpertsSinglePassGatherer)
+    gatherer._expert_location_metadata = SimpleNamespace(num_physical_experts=4)
+    gatherer._data = torch.zeros(2, 4, dtype=torch.int)
+    recorder._single_pass_gatherers = {"primary": gatherer}
+    monkeypatch.setattr(replay, "get_global_expert_distribution_recorder", lambda: recorder)
+    model = SimpleNamespace(override=lambda **_: nullcontext())
+    monkeypatch.setattr(replay, "get_model", lambda: model)
+    runner: Any = SimpleNamespace(
+        model=SimpleNamespace(shared_experts_config=None),
+        _prepare_eager_forward_batch=lambda _batch: None,
+    )
+    attention = SimpleNamespace(init_forward_metadata=lambda _batch: None)
+    batch: Any = SimpleNamespace(moe_num_token_non_padded=None)
+    chosen = torch.zeros(3, 2, dtype=torch.int32)
+    with prepared(batch, runner, attention):
+        recorder.on_select_experts(chosen)
+    assert not gatherer._data.any()
+    with recorder.with_current_layer(1):
+        recorder.on_select_experts(chosen)
+    assert gatherer._data.sum() == 6
