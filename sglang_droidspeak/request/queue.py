@@ -80,7 +80,9 @@ class Queue:
         return replayed + charge
 
     def match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
-        """Spare SGLang the hashing of a prompt for which there is no source."""
+        """Spare SGLang the hashing of a prompt for which there is no source, and have it forget the
+        source that there was."""
+        wrapper.hit_markers.pop(req.rid, None)
         if not self._waiting.has_source(req.rid):
             return result
         return original(wrapper, key, req, result)

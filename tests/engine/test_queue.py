@@ -284,3 +284,18 @@ def test_with_e_the_rest_may_arrive_beside_the_recompute() -> None:
     assert it.is_held()
     it.land(E)
     assert not it.is_held()
+
+
+def test_a_source_that_is_gone_leaves_no_hit_behind() -> None:
+    """SGLang forgets a hit where it loads it, and where a request is aborted."""
+    waiting, req, wrapper = MagicMock(), request(), SimpleNamespace(hit_markers={})
+    queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None), PAGE)
+
+    def match(it: Any, _key: object, req: Any, result: object) -> object:
+        it.hit_markers[req.rid] = "its pages"
+        return result
+
+    for has_source in (True, False):
+        waiting.has_source.return_value = has_source
+        assert queue.match(match, wrapper, None, req, "result") == "result"
+        assert bool(wrapper.hit_markers) == has_source
