@@ -63,13 +63,17 @@ class WaitingRequests:
         if seen:
             self._decisions.decide(seen, tree, num_waiting=len(queue) - 1)
         planned = [it for it in requests if it.is_waiting]
-        phases = self._ranks.least(self._arrivals.look(planned, tree))
-        for request, phase in zip(planned, map(Phase, phases), strict=True):
-            prefixes.move(request.req, approximate=request.planned.is_approximate)
+        phases = [Phase(it) for it in self._ranks.least(self._arrivals.look(planned, tree))]
+        without = (it for it, phase in zip(planned, phases, strict=True) if phase is Phase.PLANNED)
+        asked = {*seen, *islice(without, NUM_NEXT)}
+        for request, phase in zip(planned, phases, strict=True):
+            is_asked = request in asked or phase is not request.phase
             if phase is Phase.SETTLED:
                 self._report_fallback(request)
             request.reach(phase)
-            if phase < Phase.FETCHING:
+            if phase >= Phase.FETCHING:
+                prefixes.move(request.req, approximate=request.planned.is_approximate)
+            elif is_asked:
                 self._decisions.read_what_is_there(request, tree)
         return {it.req.rid for it in requests if it.phase in (Phase.SEEN, Phase.FETCHING)}
 

@@ -160,6 +160,20 @@ def test_one_without_memory_reads_the_longer_of_what_the_device_has() -> None:
     assert cache.where == [("r1", NUM_PAGES, TREE)]
 
 
+def test_of_those_without_memory_only_the_next_look_once_more() -> None:
+    """Each step of the scheduler would be longer by all that wait."""
+    cache, queue = Asked(held=Held(1, 3)), [request(f"r{i}") for i in range(9)]
+    cache.fetch = lambda *_: None  # type: ignore[assignment,method-assign,return-value]
+    waiting, _ = waiting_with(cache)
+    look(waiting, *queue)
+    asked = [rid for rid, _, _ in cache.where]
+    assert asked == [it.rid for it in queue], "it has just been planned"
+    cache.has = Held(3, 1)
+    look(waiting, *queue)
+    assert [rid for rid, _, _ in cache.where[9:]] == asked[:4]
+    assert [prefixes.is_approximate(it) for it in queue] == 4 * [False] + 5 * [True]
+
+
 def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
     outcomes: list[Any] = []
     req = request()
