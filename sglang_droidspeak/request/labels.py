@@ -92,7 +92,7 @@ class Labels:
         label.is_exact = told.exact and not (is_admitted and prefixes.is_approximate(req))
         if is_aborted and not told.reused_tokens:
             told = RequestProvenance(outcome="aborted")
-        elif params.n > 1 and (params.beam_width or 1) == 1:  # Beams have no request before.
+        elif params.n > 1:
             if params.max_new_tokens == 0:
                 self._warmed[_prompt(req)] = msgspec.structs.replace(told, exact=label.is_exact)
                 if len(self._warmed) > _MAX_WARMED:
