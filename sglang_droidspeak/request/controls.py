@@ -30,7 +30,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Overrides the server's setting of this name."""
     publish: Literal["before_reply"] | None = None
     """`before_reply`: the answer, or the end of its stream, comes once every connected peer knows
-    what this server has stored of it, and `fetch_deadline_s` later at most."""
+    what this server has stored of it, and `fetch_deadline_s` later at most, or where generation is
+    paused once it goes on."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; obeyed with `gate: off` only, for measurements."""
 
