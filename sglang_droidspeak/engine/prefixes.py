@@ -32,6 +32,7 @@ from sglang_droidspeak.engine.names import (
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
+_WITHOUT_E: Final = "droidspeak_without_e"
 APPROXIMATE: Final = f"~droidspeak-approximate-{secrets.token_hex(16)}~"
 """A user can give any extra key, but none that names this: what is read there would count as
 exact."""
@@ -140,6 +141,16 @@ def invoke(req: Req, at: int) -> None:
 def _note(req: Req, name: str, value: object) -> None:
     tenant = tenant_of(req)
     setattr(req, name, value)
+def num_without_e(req: Req) -> int:
+    """How many of its first tokens may have been loaded without E."""
+    return getattr(req, _WITHOUT_E, 0)
+
+
+def note_without_e(req: Req, num_tokens: int) -> None:
+    """So many of its first tokens are there, and those that were loaded have no E."""
+    setattr(req, _WITHOUT_E, num_tokens)
+
+
     req.extra_key = tenant + place_of(req) or None
 
 

@@ -156,7 +156,7 @@ class ForwardPass:
             except Exception:
                 log.exception("request %s: its prefix is kept without E", req.rid)
             if not has_e:
-                req.num_loaded = load.at.stop
+                prefixes.note_without_e(req, load.at.stop)
 
     def _prefill_in_full(self, batch: ScheduleBatch, row: int, load: Load) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""

@@ -92,7 +92,7 @@ class Insertions:
             owner.model,
             pages,
             self._pool.held(req, len(pages), tree).exact,
-            getattr(req, "num_loaded", 0) // self._page_size,
+            prefixes.num_without_e(req) // self._page_size,
         )
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:

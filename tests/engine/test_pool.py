@@ -238,7 +238,7 @@ def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     shelf.insert(pages[:2])
     shelf.num_there, shelf.index.is_read = 2, is_read
     if num_loaded:
-        req.num_loaded = num_loaded * PAGE
+        prefixes.note_without_e(req, num_loaded * PAGE)
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     insertions = Insertions(models, shelf.index, None, PAGE)  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ CLASSES = {
     "transfer": ("PoolTransfer",),
     "lora_ref": ("LoRARef",),
 }
-OURS = {"has_own_e", "num_loaded"}
+OURS = {"has_own_e"}
 """Written to SGLang's objects by the extension."""
 
 
