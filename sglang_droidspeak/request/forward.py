@@ -16,7 +16,7 @@ from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Load, Loader
-from sglang_droidspeak.request.meta_info import provenance_of
+from sglang_droidspeak.request.meta_info import RequestProvenance, provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.capture import Attachment
@@ -53,12 +53,17 @@ class ForwardPass:
         self._loading[index] = requests
 
     def done(self, index: int) -> bool:
-        """The batch has run; whether what it read was what it should have read."""
+        """The batch has run; whether what it read was what it should have read, on all ranks:
+        SGLang aborts its requests where it was not."""
         requests = self._loading.pop(index, ())
         for request in requests:
             self._meter.loaded(request.load.copied_bytes, request.load.copy_s)
             request.settle()
-        return all(it.load.is_good for it in requests)
+        is_good = all(self._ranks.least([it.load.is_good for it in requests]))
+        if not is_good:
+            for request in requests:
+                self._labels.note(request.req, RequestProvenance(outcome="aborted"))
+        return is_good
 
     def run_batch(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any

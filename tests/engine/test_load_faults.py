@@ -13,6 +13,7 @@ import pytest
 import torch
 from permissive import made
 from request_parts import loading
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from test_waiting import request
 
 from cachetree.clock import Deadline
@@ -29,6 +30,7 @@ from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Loader
+from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.rows import ServerPool
@@ -44,6 +46,7 @@ PLAN = Plan(
     block=Span(1, 3),
     num_layers=NUM_LAYERS,
 )
+REUSED = RequestProvenance(outcome="reused", reused_tokens=NUM_TOKENS, exact=False)
 
 
 class Rows:
@@ -119,10 +122,13 @@ class Rig:
         at = Span(num_there, NUM_TOKENS)
         return loading(PLAN, source, at, SLOTS[num_there:], self.req)
 
-    def is_told_exact(self) -> bool:
+    def told(self) -> dict[str, Any]:
         self.labels.report([self.req])
         ((entry,),) = self.req.customized_info.values()
-        return entry["exact"]
+        return entry
+
+    def is_told_exact(self) -> bool:
+        return self.told()["exact"]
 
     def run(self) -> bool:
         """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
@@ -264,9 +270,22 @@ def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
     rig.rows.failures = 1
     index = rig.loader.start([it.load])
     rig.forward.expect(index, [it])
+    rig.labels.note(rig.req, REUSED)
     rig.loader.finish(index)
     assert not rig.forward.done(index)
+    rig.req.finished_reason = FINISH_ABORT("External KV cache load failed")
+    assert rig.told()["outcome"] == "aborted"
     assert_reuse_works(rig)
+
+
+def test_a_copy_that_fails_on_another_rank_is_no_result(rig: Rig) -> None:
+    it = rig.loading()
+    rig.forward._ranks = SimpleNamespace(least=lambda values: [False for _ in values])
+    rig.labels.note(rig.req, REUSED)
+    rig.forward.expect(7, [it])
+    assert not rig.forward.done(7)
+    rig.req.finished_reason = FINISH_ABORT("External KV cache load failed")
+    assert rig.told()["outcome"] == "aborted"
 
 
 HASTY_S = 0.01
