@@ -7,10 +7,11 @@ thread                  └► KV and E out of the pool, layer after layer ─�
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+MAX_FAILED: Final = 65_536
+"""Pages that were not stored and are kept in mind; SGLang may have evicted the oldest."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
@@ -156,6 +159,9 @@ class Offloader:
         """Nodes that were ever queued."""
         self.num_done = 0
         """Of these, how many are stored, or never will be."""
+        self._failed: OrderedDict[tuple[ModelId, PageHash | None], None] = OrderedDict()
+        """Pages whose nodes SGLang offers again, and then what follows them and cannot be stored
+        before; the oldest first. Its thread's, but where nothing is in flight."""
         self._num_in_flight = 0
         """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
         self._turns: Turns[tuple[Offload | None]] = Turns("droidspeak-offload", self._run)
@@ -183,18 +189,17 @@ class Offloader:
         while self._num_in_flight:
             self._results.get()
             self._num_in_flight -= 1
+        self._failed.clear()
 
     def close(self) -> None:
         self._turns.close(10)
 
     def _run(self, offloads: Iterator[tuple[Offload | None]]) -> None:
         give_way()
-        # SGLang offers their nodes again, and then what follows them and cannot be stored before.
-        failed: set[tuple[ModelId, PageHash | None]] = set()
         with torch.inference_mode(), self._device.stream(self._stream):
             for (offload,) in offloads:
                 self.storing = offload
-                stored = offload is None or (offload.model, offload.parent) not in failed
+                stored = offload is None or (offload.model, offload.parent) not in self._failed
                 try:
                     if offload is not None and stored:
                         self._store(offload)
@@ -202,11 +207,18 @@ class Offloader:
                     log.exception("a new node was not stored")
                     stored = False
                 if offload is not None:
-                    pages = {(offload.model, it) for it in offload.pages}
-                    failed = failed - pages if stored else failed | pages
+                    self._keep_in_mind(offload, stored=stored)
                 self.storing = None
                 self.num_done += 1
                 self._results.put(stored)
+
+    def _keep_in_mind(self, offload: Offload, *, stored: bool) -> None:
+        for page in offload.pages:
+            self._failed.pop((offload.model, page), None)
+            if not stored:
+                self._failed[offload.model, page] = None
+        while len(self._failed) > MAX_FAILED:
+            self._failed.popitem(last=False)
 
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:

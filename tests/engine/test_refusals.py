@@ -21,6 +21,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.waiting import WaitingRequests
+from sglang_droidspeak.store import insertions
 from sglang_droidspeak.store.insertions import Insertions, Offload, Offloader
 
 NUM_TOKENS = 4 * PAGE + 3
@@ -63,14 +64,14 @@ def offered(req: Req, *, is_stopped: bool = False) -> MagicMock:
     """The offloader, after SGLang has inserted the request's whole pages into its tree."""
     models, offloader = MagicMock(), MagicMock(is_stopped=is_stopped)
     models.owner_of.return_value = Owner(ModelId("m"), None, None)
-    insertions = Insertions(models, MagicMock(), offloader, PAGE)
+    inserting = Insertions(models, MagicMock(), offloader, PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
     transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
 
     def insert(_tree: object, _req: Req, *, up_to: int) -> None:
-        insertions.offload([transfer], tuple)
+        inserting.offload([transfer], tuple)
 
-    insertions.checkpoint(insert, None, req, up_to=NUM_TOKENS)
+    inserting.checkpoint(insert, None, req, up_to=NUM_TOKENS)
     return offloader.put
 
 
@@ -122,33 +123,55 @@ def test_what_follows_a_node_that_failed_is_offered_again_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang offers no node once more that counts as stored."""
-    fails = [False, False, True]
-    monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / 0 if fails.pop() else None)
-    offloader = Offloader(
-        MagicMock(), SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
-    )
-    pages = page_hashes(TOKENS)
-
-    def stored(*starts: int) -> list[bool]:
-        """Two pages each."""
-        for start in starts:
-            parent = pages[start - 1] if start else None
-            node = Offload(
-                model=ModelId("m"),
-                parent=parent,
-                pages=pages[start : start + 2],
-                slots=torch.zeros(0),
-                ready=(),
-            )
-            assert offloader.put(node)
-        while offloader.num_results < len(starts):
-            time.sleep(0.001)
-        return [offloader.pop_result() for _ in starts]
-
-    assert stored(0, 2, 1) == [False, False, False], "it ends there, or within it"
-    fails[:] = [False, False]
-    assert stored(0, 2) == [True, True]
+    offloader = failing(monkeypatch, [True, False, False])
+    assert stored(offloader, 0, 2, 1) == [False, False, False], "it ends there, or within it"
+    assert stored(offloader, 0, 2) == [True, True]
     offloader.close()
+
+
+def test_after_a_flush_all_nodes_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = failing(monkeypatch, [True, False])
+    assert stored(offloader, 0, 2) == [False, False]
+    offloader.reset()
+    assert stored(offloader, 2) == [True]
+    offloader.close()
+
+
+def test_of_pages_that_failed_only_so_many_are_kept_in_mind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang may never offer them again."""
+    monkeypatch.setattr(insertions, "MAX_FAILED", 3)
+    offloader = failing(monkeypatch, [True, False, False])
+    assert stored(offloader, 0) == [False]
+    assert stored(offloader, 2) == [False], "its parent is the last that failed"
+    assert stored(offloader, 1) == [True], "and that of this one the oldest"
+    offloader.close()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, fails: list[bool]) -> Offloader:
+    """What it tries to store fails so often, in order."""
+    turns = iter(fails)
+    monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / 0 if next(turns) else None)
+    pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
+    return Offloader(MagicMock(), pool)
+
+
+def stored(offloader: Offloader, *starts: int) -> list[bool]:
+    """Whether the nodes that begin at these pages were, of two pages each."""
+    pages = page_hashes(TOKENS)
+    for start in starts:
+        node = Offload(
+            model=ModelId("m"),
+            parent=pages[start - 1] if start else None,
+            pages=pages[start : start + 2],
+            slots=torch.zeros(0),
+            ready=(),
+        )
+        assert offloader.put(node)
+    while offloader.num_results < len(starts):
+        time.sleep(0.001)
+    return [offloader.pop_result() for _ in starts]
 
 
 @pytest.mark.parametrize(
