@@ -14,7 +14,8 @@ its number stands after APPROXIMATE.
 
 from __future__ import annotations
 
-import secrets
+import hashlib
+from multiprocessing import current_process
 from typing import Final
 
 import torch
@@ -33,9 +34,10 @@ _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
 _WITHOUT_E: Final = "droidspeak_without_e"
-APPROXIMATE: Final = f"~droidspeak-approximate-{secrets.token_hex(16)}~"
+_SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()
+APPROXIMATE: Final = f"~droidspeak-approximate-{_SECRET[:32]}~"
 """A user can give any extra key, but none that names this: what is read there would count as
-exact."""
+exact. The same on all ranks: the process that starts them draws `authkey` and hands it on."""
 
 
 def page_hash(key: str) -> PageHash:
@@ -138,9 +140,6 @@ def invoke(req: Req, at: int) -> None:
     _note(req, _INVOKED_AT, at)
 
 
-def _note(req: Req, name: str, value: object) -> None:
-    tenant = tenant_of(req)
-    setattr(req, name, value)
 def num_without_e(req: Req) -> int:
     """How many of its first tokens may have been loaded without E."""
     return getattr(req, _WITHOUT_E, 0)
@@ -151,6 +150,9 @@ def note_without_e(req: Req, num_tokens: int) -> None:
     setattr(req, _WITHOUT_E, num_tokens)
 
 
+def _note(req: Req, name: str, value: object) -> None:
+    tenant = tenant_of(req)
+    setattr(req, name, value)
     req.extra_key = tenant + place_of(req) or None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import threading
 from array import array
 from collections.abc import Callable
@@ -454,13 +455,22 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
     assert req.extra_key == ((key or "") + at or None)
 
 
-def test_no_extra_key_of_a_user_names_approximate_kv() -> None:
-    """Neither what the code tells nor what another process has: it would be read as exact."""
+def test_all_ranks_of_a_server_name_approximate_kv_alike() -> None:
+    """SGLang can check that its ranks match the same keys."""
+    anybody: Any = SimpleNamespace(lora_id=None)
+    with multiprocessing.get_context("spawn").Pool(1) as ranks:
+        assert ranks.apply(prefixes.approximate_of, [anybody]) == prefixes.APPROXIMATE
+
+
+def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what the code tells nor what another server has: it would be read as exact."""
     spec = importlib.util.find_spec(prefixes.__name__)
     assert spec is not None
     assert spec.loader is not None
     elsewhere = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(elsewhere)
+    with monkeypatch.context() as another:
+        another.setattr(multiprocessing.current_process(), "authkey", b"another server's")
+        spec.loader.exec_module(elsewhere)
     tokens = array("q", random_prompt(4 * PAGE, 1))
     approximate, known, user = (
         SimpleNamespace(
