@@ -184,9 +184,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._while_serving.callback(events.close)
             self._insertions.about = events.about
             hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
-        self._is_retired = False
         queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
-        answers = Answers(
+        self._answers = Answers(
             self._cache, planner, self._labels, adapters, params.page_size, guard.answer
         )
         engine.place_hooks(
@@ -202,7 +201,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
                 release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
                 release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                release.INTERNAL_STATE: (answers.add, HookType.AFTER),
+                release.INTERNAL_STATE: (self._answers.add, HookType.AFTER),
             }
         )
         for lora_id, ref in adapters.items():
@@ -278,10 +277,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         What is being stored was computed before, and what is stored is the KV of the model that it
         names.
         """
-        if self._is_retired:
+        if self._answers.is_retired:
             return
         log.warning("weights are updated in place: droidspeak is off until this server restarts")
-        self._is_retired = self._offloader.is_stopped = True
+        self._answers.is_retired = self._offloader.is_stopped = True
         self._metrics.tell_pairs(self._profiles, are_off=True)
         self._waiting.retire()
         self._cache.stop_serving()

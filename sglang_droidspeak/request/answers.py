@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +26,7 @@ from sglang_droidspeak.request.planner import Planned, Planner, Price
 log = logging.getLogger(__name__)
 
 _USUAL_TOKENS: Final = 2048
+_RETIRED: Final = "weights were updated in place; restart the server"
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,6 +116,8 @@ class Answers:
     _page_size: int
     _guard: Callable[[str], dict[str, Any]]
     """What the drift guard answers to a question in JSON, or raises as for any other question."""
+    is_retired: bool = field(default=False, init=False)
+    """Weights were updated in place: nothing is reused any more."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
@@ -150,8 +153,8 @@ class Answers:
         return Pair(
             sender=sender,
             receiver=receiver,
-            usable=profile.is_usable,
-            reason=profile.reason,
+            usable=profile.is_usable and not self.is_retired,
+            reason=_RETIRED if self.is_retired else profile.reason,
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),
         )
@@ -184,6 +187,9 @@ class Answers:
         """What would become of it if it came now."""
         if not question.input_ids:
             raise LookupError("there is no request_id, and no prompt in input_ids")
+        if self.is_retired:
+            outcome = RequestProvenance(outcome="weights_updated")
+            return Told(outcome, len(question.input_ids), None)
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
         self._planner.meet(req)

@@ -216,12 +216,15 @@ def test_a_file_with_which_droidspeak_would_be_off(
     assert not found.ok and re.search(words, found.found) and found.remedy
 
 
-def state(cache: Any, profiles: Any = PROFILES, **planner: Any) -> dict[str, Any]:
+def state(
+    cache: Any, profiles: Any = PROFILES, *, is_retired: bool = False, **planner: Any
+) -> dict[str, Any]:
     """What a server says, of this cache."""
     asked, _ = planned(**planner)
     asked.profiles = profiles
     output = SimpleNamespace(internal_state={"model_path": "m"})
     answers = Answers(cache, asked, None, {}, PAGE, None)  # type: ignore[arg-type]
+    answers.is_retired = is_retired
     answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
     return output.internal_state
 
@@ -304,6 +307,14 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNa
     (wrong,) = [it for it in found.values() if not it.ok]
     assert wrong.name == "backends, keys" and "/there/droidspeak.yaml" in wrong.found
     assert wrong.remedy and {"clock", "memory, disk"} <= found.keys()
+
+
+def test_no_pair_is_usable_after_an_update_of_the_weights(info: SimpleNamespace) -> None:  # noqa: F811
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache, is_retired=True)
+    wrong = {name: it for name, it in by_name(checks.running(info.url, None)).items() if not it.ok}
+    assert [name.split()[0] for name in wrong] == ["profile"]
+    assert "weights were updated in place" in next(iter(wrong.values())).found
 
 
 def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:

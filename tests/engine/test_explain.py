@@ -47,10 +47,11 @@ def answers(labels: Labels) -> Answers:
     return Answers(cache, planner, labels, {}, PAGE, guard)  # type: ignore[arg-type]
 
 
-def ask(labels: Labels, page: str = asking.EXPLAIN, **question: Any) -> dict[str, Any]:
+def ask(it: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -> dict[str, Any]:
     output = SimpleNamespace(internal_state={"sglang": "its own"})
     asked = SimpleNamespace(rid=f"{page}: {json.dumps(question)}")
-    answers(labels).add(output, SimpleNamespace(), asked)
+    it = it if isinstance(it, Answers) else answers(it)
+    it.add(output, SimpleNamespace(), asked)  # type: ignore[arg-type]
     assert output.internal_state.keys() == {KEY}
     return json.loads(json.dumps(output.internal_state[KEY]))
 
@@ -65,6 +66,12 @@ def answered(labels: Labels, rid: str, told: RequestProvenance) -> Any:
     labels.note(req, told)
     labels.report([req])
     return req
+
+
+def test_after_an_update_of_the_weights_no_prompt_is_planned(labels: Labels) -> None:
+    it = answers(labels)
+    it.is_retired = True
+    assert ask(it, input_ids=[1])["outcome"] == "weights_updated"
 
 
 @pytest.mark.parametrize("outcome", sorted(documented_outcomes.outcomes() - {"aborted"}))
