@@ -12,6 +12,7 @@ import re
 import pytest
 
 from tools.reference import ROOT
+from tools.tables.cells import where
 
 EXCEPTIONS = {
     "README.md": {
@@ -72,3 +73,16 @@ def test_no_measured_number_is_typed(page: str) -> None:
 )
 def test_what_counts_as_measured(text: str, found: list[str]) -> None:
     assert measured(text) == found
+
+
+def test_a_result_says_where_each_of_its_parts_was_measured() -> None:
+    runs = [
+        {"processor": "A", "num_cores": 2, "load_before": 0.5, "commit": commit}
+        for commit in ("0123456789", "abcdefghij+", "")
+    ]
+    told = [f"A, 2 cores, load before the run 0.5, commit {it}" for it in ("0123456", "abcdefg+")]
+    assert where({"environment": runs[1], "rows": [{"environment": runs[0]}]}) == told[1]
+    rows = [{"environment": it} for it in (runs[0], runs[1], runs[0])]
+    assert where({"rows": rows, "pair": "x"}) == "; ".join(told)
+    assert where({"environment": runs[2]}).endswith("commit unknown")
+    assert where({"rows": [1, 2]}) == ""

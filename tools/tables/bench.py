@@ -218,7 +218,7 @@ def shared_tier(found: Any) -> str:
         "TTFT, ms": "{ttft_p50_ms:,.0f}",
         "full prefill, ms": "{off_ttft_p50_ms:,.0f}",
         "TTFT of full prefill's": "{paired_ratio:.2f}",
-        "on": "{environment[processor]}, {environment[commit]:.7}",
+        "on": "{environment[processor]}, {environment[commit]!c}",
     }
     return of_rows(found["rows"], columns)
 
@@ -239,7 +239,7 @@ def soaks(found: Any) -> str:
         it = latest[question]
         row = {**it, "num_harms": sum(it.get("harms", {}).values())}
         row["num_broken"] = len(it.get("broken", ()))
-        rows.append([question, told(text, row), (it.get("commit") or "–")[:7]])
+        rows.append([question, told(text, row), told("{commit!c}", it)])
     return table(["question", "the latest run", "commit"], rows)
 
 
@@ -275,7 +275,7 @@ def beside(log: Any) -> str:
             run = latest[script]
             before, now = run["before_and_now"][key]
             row = {"said": said, "script": script.removesuffix(".py"), "before": before, "now": now}
-            commits = f"{run['before'][:7]} → {run['environment']['commit'][:7]}"
+            commits = told("{before!c} → {environment[commit]!c}", run)
             rows.append({**row, "commits": commits, "ratio": now / before})
     columns = {
         "script": "`{script}`",

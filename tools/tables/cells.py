@@ -1,8 +1,8 @@
 """Tables and sentences of results: every number is put in by a format string.
 
 A field names its way into a row of JSON: `{ttft_p50_ms:,.0f}`, `{idle_ttft_ms[full reuse]:.2f}`,
-`{p90_interval[0]}`. `!k` is a thousandth (ms to s, kB to MB, MB to GB), `!M` a millionth. What is
-missing or null is a dash.
+`{p90_interval[0]}`. `!k` is a thousandth (ms to s, kB to MB, MB to GB), `!M` a millionth, `!c` the
+beginning of a commit, with the `+` of uncommitted changes. What is missing or null is a dash.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class _Cells(string.Formatter):
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion is None or value is None:
             return value
+        if conversion == "c":
+            return value[:7] + "+" * value.endswith("+") or "unknown"
         return value / {"k": 1e3, "M": 1e6}[conversion]
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -80,9 +82,11 @@ def counted(outcomes: Mapping[str, int]) -> str:
 
 
 def where(found: Row) -> str:
-    """What a result was measured on, and whether anything else ran there."""
-    it = found.get("environment")
-    if it is None:
-        return ""
-    text = "{processor}, {num_cores} cores, load before the run {load_before:.1f}, commit "
-    return told(text, it) + (it["commit"][:7] or "unknown")
+    """What a result, or each part of it, was measured on, and whether anything else ran there."""
+    parts = [it for value in found.values() if isinstance(value, list) for it in value]
+    runs = [found] if "environment" in found else parts
+    runs = [it for it in runs if isinstance(it, Mapping) and "environment" in it]
+    text = (
+        "{processor}, {num_cores} cores, load before the run {load_before:.1f}, commit {commit!c}"
+    )
+    return "; ".join(dict.fromkeys(told(text, it["environment"]) for it in runs))
