@@ -210,9 +210,14 @@ def sizes() -> str:
     pair = break_even.Pair()
     kv = pair.kv_bytes // (pair.layers - pair.block) * pair.layers
     per_gib = (1 << 30) // (kv + pair.e_bytes)
+    has = Settings()
+    keeps = round(has.host_gb * per_gib, -3)
+    fetches = round(has.staging_gb * (1 << 30) / (pair.kv_bytes + pair.e_bytes), -3)
     return (
         f"A model with the sizes of Llama-3-8B in bfloat16 takes {kv // 1024} KiB of KV and "
-        f"{pair.e_bytes // 1024} KiB of E for each token: 1 GiB holds {per_gib:,} tokens.\n"
+        f"{pair.e_bytes // 1024} KiB of E for each token: 1 GiB holds {per_gib:,} tokens. By "
+        f"default a server keeps about {keeps:,.0f} tokens, and one fetch takes at most about "
+        f"{fetches:,.0f} where a quarter of the layers is recomputed.\n"
     )
 
 
@@ -268,7 +273,8 @@ def llms() -> str:
 
 
 def pages() -> list[Path]:
-    others = [ROOT / f"{it}README.md" for it in ("", "benchmarks/", "examples/real/")]
+    folders = ("", "benchmarks/", "examples/pairs/", "examples/real/", "platforms/torch_cpu/")
+    others = [ROOT / f"{it}README.md" for it in folders]
     return [*others, *sorted((ROOT / "docs").rglob("*.md"))]
 
 

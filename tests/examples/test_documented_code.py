@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ STAND_INS = {
 }
 """What the pages' commands find in the folder where they run."""
 LANGUAGES = {"bash", "json", "python", "yaml", "text", "{toctree}"}
+_ASSIGNED = re.compile(r"[A-Z_]+=")
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -86,9 +88,10 @@ def test_data_can_be_read(fence: Fence, tmp_path: Path) -> None:
 
 
 def commands(fence: Fence) -> list[list[str]]:
-    """Each in words, without comments."""
+    """Each in words, without comments and what it sets in its environment."""
     lines = fence.text.replace("\\\n", "").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [[*dropwhile(_ASSIGNED.match, words)] for words in split if words]
 
 
 @pytest.fixture
@@ -130,13 +133,15 @@ def _run(words: list[str]) -> None:
                 project = Path(it.replace(CHECKOUT, str(ROOT))) / "pyproject.toml"
                 is_sglang = it.replace("[tracing]", "") == f"sglang=={version('sglang')}"
                 assert is_sglang or project.exists()
-        case ["python", "-m", "sglang.launch_server", "--config", path, *_]:
-            assert Path(path).exists()
+        case ["python", "-m", "sglang.launch_server", first, path, *flags]:
+            assert first in ("--config", "--model-path") and Path(path).exists()
+            named = {it.removeprefix("--") for it in flags if it.startswith("--")}
+            assert named <= sglang_flags(), named - sglang_flags()
         case ["python", "-m", "benchmarks.simulate", *rest]:
             assert simulate(rest) == 0
         case ["python", "-m", "benchmarks", *names]:
             assert set(names) <= set(BENCHMARKS)
-        case ["python", "-m", module, *_] if module.startswith("benchmarks."):
+        case ["python", "-m", module, *_] if module.startswith(("benchmarks.", "tools.pairs.")):
             assert find_spec(module), module
         case ["python", "-m", "tools.real", *rest]:
             real().parse_args(rest)

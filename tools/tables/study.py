@@ -174,7 +174,8 @@ def gain(found: Any) -> str:
         "{size[num_replicas]} replicas and documents of {size[document_tokens]} tokens, a "
         "receiver that recomputes a block serves {block:.2f} requests a second within "
         "{ttft_target_ms!k:.2f} s to the first token, where SGLang alone serves {alone:.2f}: "
-        "**{gain:.1f} ×**.\n",
+        "**{gain:.1f} ×**. A sender has read the documents before, which is not counted, and no "
+        "replica has one in its own cache.\n",
         {**found, "block": block, "alone": alone, "gain": block / alone},
     )
 
