@@ -8,8 +8,9 @@ Two real servers. The first command takes randomly initialised models of 12 laye
 receiver recomputes three layers, [4, 7) from E corrected by a whole matrix, and [5, 8) from E as it
 is: as much work, but for the map. The second takes a real pair, the maps of `e_correction.py
 measure` (`STATE/NAME.maps`), and two blocks that stay as close to full prefill. Full prefill stands
-beside. All are asked in turns about the same documents, for one token each. *Processor time* is of
-the block alone, in this process: what else runs on the machine counts for little in it.
+beside. All are asked in turns about the same documents, for one token each; in float32, after what
+both blocks answer has been compared with an oracle. *Processor time* is of the block alone, in this
+process: what else runs on the machine counts for little in it.
 
 Physics: a layer takes 12 hidden² products a token and attention beside, the map one hidden²: of
 three layers of which the last computes keys and values alone, 4 % at most.
@@ -30,7 +31,17 @@ from safetensors.torch import load_file
 from benchmarks import result
 from benchmarks.e_correction import REAL
 from benchmarks.random_servers import profile_of
-from benchmarks.relay import Bench, Sample, Setup, asked, bench, median, publish, ttft
+from benchmarks.relay import (
+    Bench,
+    Sample,
+    Setup,
+    asked,
+    bench,
+    compare_outputs,
+    median,
+    publish,
+    ttft,
+)
 from cachetree import ModelIdentity, Span, write_profile
 from cachetree.checkpoint import read_model_identity
 from cachetree.corrections import Correction, write_corrections
@@ -73,11 +84,15 @@ def main() -> None:
 
         with bench(Path(name), setup, prepare) as it:
             publish(it)
+            receiver, document = it.models[1], it.documents[0]
+            correction = _correction(args.corrected, args.maps, read_model_identity(receiver))
+            if args.dtype == "float32":
+                compare_outputs(it, _named(args.plain), args.plain)
+                compare_outputs(
+                    it, _named(args.corrected), args.corrected, lambda e: correction(e[0])[None]
+                )
             samples = in_turns(it, blocks)
-            document = it.documents[0]
-        models = setup.models or (Path(name) / "sender", Path(name) / "receiver")
-        correction = _correction(args.corrected, args.maps, read_model_identity(models[1]))
-        added = processor_time(models[1], document, args.corrected, correction)
+        added = processor_time(receiver, document, args.corrected, correction)
     told: dict[str, Any] = {
         "pair": f"{args.sender.name}_to_{args.receiver.name}" if args.sender else "random weights",
         "tokens": len(document),
@@ -101,6 +116,10 @@ def main() -> None:
 
 def _block(literal: str) -> Span:
     return Span(*map(int, literal.split(":")))
+
+
+def _named(block: Span) -> dict[str, str]:
+    return {"block": f"{block.start}:{block.stop}"}
 
 
 def _documents(args: argparse.Namespace) -> list[tuple[int, ...]]:
@@ -155,7 +174,7 @@ def processor_time(
 
 def in_turns(it: Bench, blocks: Mapping[str, Span]) -> dict[str, list[Sample]]:
     """Each way of every document."""
-    ways = {name: {"block": f"{span.start}:{span.stop}"} for name, span in blocks.items()}
+    ways = {name: _named(span) for name, span in blocks.items()}
     found = asked(it, ways | {"full prefill": {"mode": "off"}})
     for name, of in found.items():
         wanted = ("off" if name == "full prefill" else "reused", name == "corrected")

@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cachetree import Span
 
+TIE = 1e-3
 KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[1, kv_heads, tokens, head_dim]` each."""
 
@@ -49,6 +50,11 @@ class Generated:
     ids: list[int]
     logprobs: list[float]
     margins: list[float]
+
+    @property
+    def sure(self) -> list[int]:
+        """Tokens before the first near tie, which any float32 implementation has to choose too."""
+        return self.ids[: next((i for i, it in enumerate(self.margins) if it < TIE), None)]
 
 
 @torch.no_grad()

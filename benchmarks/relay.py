@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.oracle import decode, partial_prefill
 from benchmarks.random_servers import ENV, PAGE, family_of, options, rotated, write_random
 from cachetree import (
     Cache,
@@ -29,11 +32,14 @@ from cachetree import (
 )
 from cachetree.planning import Strategy
 from cachetree.tree import page_hashes
+from profiles.compute.models import ModelSource, load_model
 from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 NUM_NEW = 24
 NUM_LEARNING = 2
+NUM_COMPARED = 8
+"""Tokens of an answer."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,14 @@ class Bench:
     """Holds what the sender stored, to serve it again through a paced link."""
     relay_address: str
     documents: Sequence[Sequence[int]]
+    models: Sequence[Path]
+
+    def prompt(self, document: int) -> list[int]:
+        return [*self.documents[document], *random_prompt(NUM_NEW, seed=9000 + document)]
 
     def ask(self, document: int, controls: Mapping[str, str]) -> Sample:
         """TTFT of the document with a new question, nothing of it in the receiver's own cache."""
-        tokens = [*self.documents[document], *random_prompt(NUM_NEW, seed=9000 + document)]
+        tokens = self.prompt(document)
         self.receiver.flush()
         started_s = time.perf_counter()
         reply = self.receiver.generate(
@@ -121,7 +131,7 @@ def bench(
         running(*specs, folder=folder / "logs", env=ENV) as (s, r),
         Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
     ):
-        yield Bench(s, r, relay, relayed, documents)
+        yield Bench(s, r, relay, relayed, documents, paths)
 
 
 def publish(it: Bench) -> None:
@@ -132,6 +142,34 @@ def publish(it: Bench) -> None:
         while not any(m.num_pages == len(pages) for m in it.relay.match(pages)):
             time.sleep(0.02)
     time.sleep(0.2)
+
+
+def compare_outputs(
+    it: Bench,
+    controls: Mapping[str, str],
+    block: Span,
+    correct: Callable[[torch.Tensor], torch.Tensor] = lambda e: e,
+) -> list[int]:
+    """Before times are compared: what the receiver answers about the first document, in float32
+    without a codec, against an oracle, whose tokens are returned."""
+    cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
+    sender, receiver = (load_model(ModelSource(path=it.models[i]), **cpu) for i in (0, -1))
+    ids, num_shared = torch.tensor([it.prompt(0)]), len(it.documents[0]) // PAGE * PAGE
+    prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block, correct=correct)
+    wanted = decode(receiver, prefix, ids[:, num_shared:], NUM_COMPARED)
+    it.receiver.flush()
+    reply = it.receiver.generate(
+        it.prompt(0),
+        max_new_tokens=NUM_COMPARED,
+        droidspeak=controls,
+        sampling_params={"ignore_eos": True},
+        timeout_s=600,
+    )
+    assert reply["meta_info"]["droidspeak"][0]["outcome"] == "reused", reply["meta_info"]
+    got = reply["output_ids"][: len(wanted.sure)]
+    assert wanted.sure, "the oracle itself is undecided; take another seed"
+    assert got == wanted.sure, (controls, got, wanted.ids)
+    return wanted.ids
 
 
 def mirror(it: Bench, block: Span) -> None:
