@@ -43,6 +43,9 @@ class _Actions(argparse._SubParsersAction):
         flags = {it.dest: it.option_strings for it in parser._actions if it.option_strings}
         stated = (name for name, it in vars(namespace).items() if it is not None)
         given = [flags[it][0] for it in stated if it in flags]
+        known = self.choices[values[0]]._option_string_actions if values[0] in self.choices else ()
+        if unknown := [it for it in given if known and it not in known]:
+            parser.error(f"{values[0]} has no {', '.join(unknown)}; leave it out")
         if given:
             parser.error(f"give {', '.join(given)} after {values[0]}")
         super().__call__(parser, namespace, values)
@@ -233,9 +236,10 @@ def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, An
     made = profile.made
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
     found: dict[str, Any] = {it: getattr(made, it) for it in names}
-    if made.template and args.template is None:
-        found |= {"template": made.template, "max_new": made.max_new or None}
-        if profile.metric in set(Metric):  # Of several, each data set has its own.
+    if args.template is None:
+        found |= {"template": made.template or None, "max_new": made.max_new or None}
+        is_stated = made.template or re.search(r"(^| )--metric[ =]", made.command)
+        if is_stated and profile.metric in set(Metric):  # Of several, each data set has its own.
             found["metric"] = profile.metric
     return found
 

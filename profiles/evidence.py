@@ -282,7 +282,7 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = False
     """Whether each prompt was a user's message in the tokenizer's chat template."""
     max_new: int
-    """Longest answer in tokens."""
+    """Longest answer in tokens; 0 where each data set says it."""
     max_prompt_tokens: int | None = None
     """To which prompts were cut; None for what the model takes."""
     fitted: tuple[str, ...] = ()

@@ -163,7 +163,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         group,
         elapsed_s=before_s + time.monotonic() - began,
         sweep_passes=len({it.start for it in blocks}) + 1 + len(corrections),
-        fitted=[fitted_on[it].context for it in forecast.fitting(fitted_on)],
+        fitted=[it.context for it in fitted_on],
     )
     profile = build(found, settings.tolerance, made)
     write_corrections(profile, corrections, settings.out)
@@ -355,14 +355,15 @@ def _making(
     sweep_passes: int,
     fitted: Sequence[str],
 ) -> Making:
-    environment = read_environment(PACKAGES)
+    environment, device = read_environment(PACKAGES), choose_device(settings.device)
     return Making(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         command=settings.command,
         versions=environment.versions,
-        hardware=environment.accelerator
-        or f"{environment.processor}, {torch.get_num_threads()} of {environment.num_cores} cores",
-        device=str(choose_device(settings.device)),
+        hardware=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{environment.processor}, {torch.get_num_threads()} of {environment.num_cores} cores",
+        device=str(device),
         dtype=settings.dtype,
         seed=settings.seed,
         group=group,

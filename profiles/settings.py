@@ -127,6 +127,8 @@ class Settings:
         _require(0.0 < share < 1.0, "held-out-share", share, "between 0 and 1")
         _require(self.group is None or self.group >= 1, "group", self.group, "at least 1 layer")
         _require(self.plans >= 2, "plans", self.plans, "at least 2")
+        for flag, most in ("max-new", self.max_new), ("max-prompt-tokens", self.max_prompt_tokens):
+            _require(most is None or most >= 1, flag, most, "at least 1 token")
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
         host, device = self.memory_gb
         for flag, bound in (("max-memory-gb", host), ("max-device-memory-gb", device)):

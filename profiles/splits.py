@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from cachetree import ConfigError
+from profiles.compute.fitting import NUM_FITTED
 from profiles.compute.models import ModelSource, load_tokenizer, look_at
 from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import (
     Document,
     by_task,
     data_files,
+    first_of_each_task,
     make_documents,
     split_documents,
 )
@@ -51,12 +53,13 @@ def load_fitted_on(
     tokenizer: PreTrainedTokenizerBase,
     positions: int,
 ) -> Sequence[Document]:
-    """What maps are fitted on: what plans are chosen on, unless the settings name other data."""
-    if not settings.fit_data:
-        return train.documents
-    _, fitted_on = load_documents(settings, settings.fit_data, tokenizer, positions)
-    _require_apart(fitted_on, held_out.documents, "in --fit-data and among those that judge")
-    return fitted_on
+    """What maps are fitted on: some of what plans are chosen on, or of other data if the settings
+    name them."""
+    found = train.documents
+    if settings.fit_data:
+        _, found = load_documents(settings, settings.fit_data, tokenizer, positions)
+        _require_apart(found, held_out.documents, "in --fit-data and among those that judge")
+    return [found[it] for it in first_of_each_task(found, NUM_FITTED)]
 
 
 def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]:
@@ -89,6 +92,11 @@ def load_documents(
     """Prompts are cut to what is asked for, and to what the model's positions leave for them."""
     sources = load_sources(specs, settings.options, data_dir=settings.data_dir)
     longest = max(it.task.max_new for source in sources for it in source.records)
+    if longest >= positions:
+        raise ConfigError(
+            f"answers of {longest} tokens leave no room for prompts in the model's {positions} "
+            "positions; give a smaller --max-new"
+        )
     most = min(settings.max_prompt_tokens or positions, positions - longest)
     documents = make_documents(
         sources, tokenizer, page_size=settings.page_size, max_prompt_tokens=most

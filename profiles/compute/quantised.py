@@ -2,7 +2,8 @@
 
     awq     qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]
             (q - z) s; a word has columns 0 2 4 6 1 3 5 7, from its lowest bits on
-    gptq    qweight [in bits/32, out], qzeros [in/group, out bits/32], scales, g_idx [in]: groups
+    gptq    qweight [in bits/32, out], qzeros [in/group, out bits/32], scales, g_idx [in]: groups,
+            in their order where it is missing
             (q - z - 1) s; without the 1 where checkpoint_format is gptq_v2
     fp8     weight [out, in], weight_scale_inv of its blocks, or weight_scale of it or of its rows
             w s
@@ -82,9 +83,11 @@ def _awq(
 
 
 def _gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, bits: int, offset: int
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, *, bits: int, offset: int
 ) -> Tensor:
     values, zeros = _unpacked(qweight.T, bits).T, _unpacked(qzeros, bits) + offset
+    if g_idx is None:
+        g_idx = torch.arange(len(values)) // (len(values) // len(scales))
     group = g_idx.long()
     return (values - zeros[group]) * scales[group].float()
 

@@ -145,7 +145,7 @@ def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
     """What is good enough, and what is recommended."""
     found = derived.recommended(profile)
     recommended = [it for it in profile.measured if found and it.block == found.block]
-    within = f"within {words.percent(profile.tolerance)} of full prefill"
+    within = f"within {words.stated_percent(profile.tolerance)} of full prefill"
     for chosen, marker, size, name in (
         (derived.within_tolerance(profile), "o", 3, within),
         (recommended, "*", 11, "recommended block"),

@@ -142,7 +142,7 @@ def tasks(profile: MeasuredProfile) -> Table:
         caption=(
             f"held-out; plan: {named}; at most: share of full prefill's quality that it loses with "
             f"{words.percent(1 - ERROR_RATE)} confidence at most; "
-            f"{words.percent(profile.tolerance)} is accepted at every task"
+            f"{words.stated_percent(profile.tolerance)} is accepted at every task"
         ),
     )
 
@@ -234,7 +234,9 @@ def making(profile: MeasuredProfile) -> Table:
         f"{made.prefix_passes:,} in all; {made.sweep_passes_per_context:,} for every block of one "
         "training context"
     )
-    answers = f"answers of at most {words.counted(made.max_new, 'token')}"
+    answers = "answers as long as each data set has them"
+    if made.max_new:
+        answers = f"answers of at most {words.counted(made.max_new, 'token')}"
     if made.max_prompt_tokens is not None:
         answers += f", prompts of at most {words.counted(made.max_prompt_tokens, 'token')}"
     said = {

@@ -7,6 +7,7 @@ from typing import Final
 
 from cachetree import Span
 from profiles.evidence import Baseline, BaselineKind, FrontierPoint, Interval
+from profiles.stats.gate import percent_at_most
 
 ABSENT: Final = "–"
 
@@ -73,18 +74,27 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share == 0 or abs(share) >= 0.01 else f"{100 * share:.1g} %"
 
 
+def stated_percent(share: float) -> str:
+    """What a user gave.
+
+    >>> stated_percent(0.05), stated_percent(0.025)
+    ('5 %', '2.5 %')
+    """
+    return f"{100 * share:.3g} %"
+
+
 def bound(plan: FrontierPoint) -> str:
     """The share of quality that is lost at most, at the task least sure."""
     return percent_kept(max(it.bound for it in plan.tasks)) if plan.tasks else ABSENT
 
 
 def percent_kept(share: float) -> str:
-    """With the digit that matters near a whole.
+    """A bound, with the digit that matters near a whole; never below what it stands for.
 
-    >>> percent_kept(0.9487)
-    '94.9 %'
+    >>> percent_kept(0.9487), percent_kept(0.0504)
+    ('94.9 %', '5.1 %')
     """
-    return f"{100 * share:.1f} %"
+    return f"{percent_at_most(share):.1f} %"
 
 
 def seconds(time_s: float) -> str:

@@ -138,10 +138,10 @@ def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> t
         return False, "no plan smaller than all layers was measured on all training questions"
     passing = proven(plans, tolerance)
     if passing:
-        return True, f"{finding(passing[-1], split)}; {tolerance:.0%} is accepted"
+        return True, f"{finding(passing[-1], split)}; {100 * tolerance:.3g}% is accepted"
     reason = (
         "no plan smaller than all layers passed: "
-        f"{finding(plans[0], split)}; {tolerance:.0%} is accepted"
+        f"{finding(plans[0], split)}; {100 * tolerance:.3g}% is accepted"
     )
     if (needed := contexts_lacking(plans[0], split, tolerance)) is not None:
         task, _ = _worst(plans[0], split)
@@ -163,11 +163,17 @@ def finding(plan: FrontierPoint, split: Split) -> str:
     """What a plan loses, in a sentence; where there are several tasks, at the one least sure."""
     task, lost = _worst(plan, split)
     corrected = "" if plan.e_map is None else " with corrected E"
+    most = percent_at_most(lost.bound)
     return (
         f"the plan [{plan.start}, {plan.stop}){corrected} has {lost.quality:.3f} where full "
         f"prefill has {task.full_prefill:.3f} on held-out questions{_of(task, split)}, so that "
-        f"with {1 - ERROR_RATE:.0%} confidence it loses {lost.bound:.1%} of that at most"
+        f"with {1 - ERROR_RATE:.0%} confidence it loses {most:.1f}% of that at most"
     )
+
+
+def percent_at_most(share: float) -> float:
+    """Rounded up to a tenth: a bound that exceeds what is accepted is not told as if it did not."""
+    return ceil(round(1000 * share, 6)) / 10
 
 
 def _worst(plan: FrontierPoint, split: Split) -> tuple[TaskScores, TaskLoss]:

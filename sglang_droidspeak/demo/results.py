@@ -167,6 +167,6 @@ def quality_failures(found: Mapping[Condition, Measured], profile: PairProfile) 
     if block < floor:
         yield (
             f"the recommended block reaches {profile.metric} {block:.3f}, below {floor:.3f} (full "
-            f"prefill {full:.3f}, the profile's tolerance {profile.tolerance:.0%}); "
+            f"prefill {full:.3f}, the profile's tolerance {100 * profile.tolerance:.3g}%); "
             "profile the pair on data like this"
         )

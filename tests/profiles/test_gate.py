@@ -282,6 +282,13 @@ def test_the_verdict_names_the_plan_its_loss_and_what_is_accepted():
     assert told == (True, FINDING.format("3.4%"))
 
 
+def test_no_bound_that_is_too_large_is_told_as_if_it_were_accepted():
+    _, reason = verdict([point_of(Span(2, 5), 0.0504)], split_of(TASK), TOLERANCE)
+    assert "it loses 5.1% of that at most; 5% is accepted" in reason
+    _, reason = verdict([GOOD], split_of(TASK), 0.035)
+    assert "it loses 3.4% of that at most; 3.5% is accepted" in reason
+
+
 def test_a_plan_that_loses_exactly_what_is_accepted_passes():
     assert is_within(point_of(Span(2, 5), TOLERANCE).tasks, TOLERANCE)
 

@@ -9,15 +9,18 @@ import msgspec
 import torch
 from shipped import DATA, SHIPPED
 
+from profiles.compute.fitting import NUM_FITTED
 from profiles.compute.journal import Entry, Journal
 from profiles.compute.models import load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
-from profiles.profiler import open_journal
+from profiles.data.records import write_records
+from profiles.profiler import _making, open_journal
 from profiles.settings import Settings
-from profiles.splits import load_documents
+from profiles.splits import load_documents, load_fitted_on
+from profiles.stats.artifact import Data
 from profiles.stats.measured import Score
-from tools.pairs.questions import OPTIONS
+from tools.pairs.questions import OPTIONS, make_records
 
 SCORE = Score(kl=0.1, tv=0.2, quality=None)
 
@@ -92,6 +95,25 @@ def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():
     _, documents = load_documents(settings, [str(DATA / "train.jsonl")], tokenizer, 100)
     prompts = [len(it.prefix) + len(at.suffix) for it in documents for at in it.questions]
     assert max(prompts) == 100 - OPTIONS.max_new
+
+
+def test_maps_are_fitted_on_the_first_contexts_of_what_is_named(tmp_path):
+    """So that no others have to fit into memory, nor are spent."""
+    write_records(make_records("more", 5, NUM_FITTED + 1), tmp_path / "more.jsonl")
+    tokenizer = load_tokenizer(SHIPPED[0].receiver)
+    named = {"fit_data": (str(tmp_path / "more.jsonl"),), "e_correction": True}
+    settings, none = Settings(**named, **asdict(OPTIONS)), Data(files=(), documents=[])
+    assert len(load_fitted_on(settings, none, none, tokenizer, 512)) == NUM_FITTED
+
+
+def test_the_hardware_is_what_was_run_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda at: f"GPU of {at}")
+    journal = Journal(tmp_path / "journal")
+    rest = {"elapsed_s": 1.0, "sweep_passes": 1, "fitted": ()}
+    made = _making(Settings(device="cpu"), journal, 1, **rest)
+    assert "cores" in made.hardware and made.device == "cpu"
+    assert _making(Settings(), journal, 1, **rest).hardware == "GPU of cuda"
 
 
 def test_another_way_to_ask_has_another_journal(tmp_path):

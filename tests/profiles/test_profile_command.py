@@ -393,6 +393,19 @@ def test_a_profile_is_verified_as_it_was_made():
         assert (found.template, found.metric) == (profile.made.template, "f1")
 
 
+@pytest.mark.parametrize(
+    ("command", "metric"),
+    [("droidspeak profile --metric=f1", "f1"), ("profile --metric f1", "f1"), ("profile", None)],
+)
+def test_what_was_stated_of_data_with_a_template_of_their_own_is_stated_again(command, metric):
+    profile = read_measured(FINE_TUNES.profile)
+    made = msgspec.structs.replace(profile.made, template="", max_new=5, command=command)
+    profile = msgspec.structs.replace(profile, made=made)
+    args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES)])
+    found = _settings(args, _made_as(profile, args))
+    assert (found.template, found.max_new, found.metric) == (None, 5, metric)
+
+
 def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_path, capsys):
     """As a profile of them was made: its metric is none that data of no known set could take."""
     profile = msgspec.structs.replace(read_measured(FINE_TUNES.profile), metric="f1+rouge_l")
@@ -479,6 +492,8 @@ def test_a_mistake_is_one_clear_line(args, status, says, tmp_path, capsys, monke
         (["--data", "none.jsonl"], "data 'none.jsonl' is no file"),
         (["--held-out", TRAIN], "24 contexts are both in --data and in --held-out"),
         (["--sender-device", "none"], "--sender-device none cannot be used"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens is 0; it has to be at least 1 token"),
+        (["--max-new", "4096"], "answers of 4096 tokens leave no room for prompts in the model's "),
     ],
 )
 def test_a_mistake_is_found_before_any_weights_are_read(args, says, tmp_path, capsys, monkeypatch):

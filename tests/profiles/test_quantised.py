@@ -16,6 +16,7 @@ from sglang.srt.layers.quantization.gptq import GPTQMarlinConfig
 from cachetree.checkpoint import first_difference, read_model_identity
 from cachetree.errors import ConfigError
 from profiles.compute.models import ModelSource, load_model, load_pair
+from profiles.compute.quantised import matrices
 from profiles.random_models import shape, write_models
 
 CPU = torch.device("cpu")
@@ -46,6 +47,18 @@ def test_the_model_has_the_matrices_that_were_stored(base: Path, tmp_path: Path,
     for key, weight in loaded.items():
         torch.testing.assert_close(weight, full[key], rtol=0, atol=1e-6)
         assert ("_proj" in key) != torch.equal(weight, plain[key])
+
+
+def test_gptq_without_an_order_of_its_groups_has_them_in_turn() -> None:
+    weights = {
+        "l.qweight": torch.randint(0, 2**31, (8, 16), dtype=torch.int32),
+        "l.qzeros": torch.randint(0, 2**31, (4, 2), dtype=torch.int32),
+        "l.scales": torch.rand(4, 16),
+    }
+    config = {"quant_method": "gptq", "bits": 4}
+    stated = {**weights, "l.g_idx": torch.arange(64, dtype=torch.int32) // 16}
+    found, expected = (matrices(it, config, torch.float32) for it in (weights, stated))
+    assert torch.equal(found["l.weight"], expected["l.weight"])
 
 
 def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base: Path, tmp_path: Path) -> None:

@@ -185,14 +185,14 @@ def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
         frontier=(*PROFILE.frontier[:place], point, *PROFILE.frontier[place + 1 :]),
     )
     (lost, _) = point.tasks
-    numbers = (f"{facts.full_prefill:.3f}", f"{lost.quality:.3f}", f"{100 * lost.bound:.1f} %")
+    numbers = (f"{facts.full_prefill:.3f}", f"{lost.quality:.3f}", words.percent_kept(lost.bound))
     rows = [(row[0], row[1], row[2], *row[-4:]) for row in tables.tasks(two).rows]
     assert rows == [
         (facts.name, "token F1", str(facts.num_contexts), *numbers, "yes"),
-        ("code", "edit similarity", "7", "0.800", "0.750", "31.4 %", "no"),
+        ("code", "edit similarity", "7", "0.800", "0.750", "31.5 %", "no"),
     ]
     text = Page(write_report(two, tmp_path)[0].read_text()).text
-    assert "Tasks" in text and "edit similarity" in text and "31.4 %" in text
+    assert "Tasks" in text and "edit similarity" in text and "31.5 %" in text
     failed = failed_profile()
     first_tried = failed.frontier[failed.order[0]]
     assert f"plan: [{first_tried.start}, {first_tried.stop});" in tables.tasks(failed).caption

@@ -15,7 +15,7 @@ from sample_profile import bare, failed_profile, place_of, sample_profile, stret
 
 from cachetree.ids import Span
 from profiles.evidence import MeasuredProfile
-from profiles.report import derived
+from profiles.report import derived, words
 from profiles.report.terminal import table_of
 
 PROFILE = sample_profile()
@@ -44,7 +44,7 @@ def test_the_frontier_is_in_rows_and_the_recommended_block_is_marked() -> None:
     found, it = row(text, "*", "[2,", "5)"), plan.held_out
     expected = f"3 {plan.train_quality:.3f} {it.mean:.3f} [{it.low:.3f}, {it.high:.3f}]"
     assert found[3:8] == expected.split()
-    expected = f"{100 * plan.tasks[0].bound:.1f} % {1e3 * plan.ttft_s:.1f} ms yes"
+    expected = f"{words.percent_kept(plan.tasks[0].bound)} {1e3 * plan.ttft_s:.1f} ms yes"
     assert found[8:] == expected.split()
     single = PROFILE.frontier[place_of(PROFILE, Span(4, 5))]
     numbers = (single.train_quality, single.held_out.mean)
@@ -92,6 +92,11 @@ def test_it_says_what_is_free_how_far_times_hold_and_how_it_was_made() -> None:
     errors = f"{100 * costs.error:.0f} % in the median and {100 * max(costs.errors):.0f} % at most"
     assert f"error of predicted times {errors}, over {len(costs.errors)} plans" in text
     assert PROFILE.made.command in text and f"{PROFILE.made.prefix_passes:,} in all" in text
+
+
+def test_answers_that_were_not_bounded_are_told_as_such() -> None:
+    text = " ".join(shown(replace(PROFILE, made=replace(PROFILE.made, max_new=0))).split())
+    assert "answers as long as each data set has them" in text and " 0 tokens" not in text
 
 
 def test_brackets_of_names_are_not_markup() -> None:
