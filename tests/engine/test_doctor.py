@@ -101,8 +101,8 @@ def test_a_configuration_that_would_work(
 @pytest.mark.parametrize(
     ("settings", "name", "words"),
     [
-        ({"host_gb": 1 << 30}, "memory", "are free"),
-        ({"disk_path": "/tmp", "disk_gb": 1 << 40}, "disk", "are free"),
+        ({"host_gb": 1 << 19}, "memory", "are free"),
+        ({"disk_path": "/tmp", "disk_gb": 1 << 19}, "disk", "are free"),
         ({"hots_gb": 1}, "settings", "did you mean host_gb?"),
         ({"profiles": ["no.json"]}, "settings", "no.json"),
     ],
