@@ -6,6 +6,7 @@ Rates are of seeded simulations in which the truth is known.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from profiles.evidence import (
     Split,
     TaskLoss,
     TaskScores,
+    read_measured,
 )
 from profiles.stats.gate import (
     DRIFT_ERROR_RATE,
@@ -33,6 +35,7 @@ from profiles.stats.gate import (
     verdict,
 )
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = (6, 12, 24, 60, 200)
 NUM_RUNS = 200
 TOLERANCE = 0.05
@@ -332,6 +335,13 @@ def test_every_task_is_asked():
     passed, reason = verdict([mixed], split, TOLERANCE)
     assert not passed
     assert "of code" in reason and "0.300" in reason
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.json")), ids=lambda it: it.stem)
+def test_a_shipped_profile_has_the_verdict_of_its_evidence(file):
+    it = read_measured(file)
+    told = verdict([it.frontier[place] for place in it.order], it.held_out, it.tolerance)
+    assert told == (it.passed, it.reason)
 
 
 def test_without_a_plan_there_is_nothing_to_pass():
