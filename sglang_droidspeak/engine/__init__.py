@@ -15,7 +15,8 @@ The next release gets a module of its own, a copy of this release's with what mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,13 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
-def switched_on(names: Iterable[str]) -> list[str]:
-    """Which of these of its environment variables are."""
+def switched_on(names: Collection[str]) -> list[str]:
+    """Which of these of its environment variables are; its list lacks some, which it compares with
+    1 itself."""
     from sglang.srt.environ import envs
 
-    return [it for it in names if getattr(envs, it).get()]
+    known = {it: getattr(envs, it).get() for it in names if hasattr(envs, it)}
+    return [it for it in names if known.get(it, os.environ.get(it) == "1")]
 
 
 def step_tokens(server_args: Any) -> int:

@@ -54,6 +54,8 @@ _READ_AS_SAFETENSORS = (
 )
 """Ways to load the files by whose content a model is known, and nothing else."""
 _SCALED = "scales of quantised KV belong to one model"
+_SHARED_OUT = "a rank would have E of a share of the tokens alone"
+_PADDED = "a recompute would be padded to the tokens that its batch has besides"
 
 _FORMATS: Final[Mapping[str, str]] = {
     # what SGLang runs weights as: how they are stored
@@ -90,7 +92,11 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "enable_pdmux": (_OFF, "it splits the recompute's batch"),
     "enable_hisparse": (_OFF, "its KV pool is not per-layer rows"),
     "enable_torch_compile": (_OFF, "E is not captured in compiled layers"),
-    "enable_layernorm_sp": (_one_of(False), "a rank would have E of a share of the tokens alone"),
+    "enable_layernorm_sp": (_one_of(False), _SHARED_OUT),
+    "enable_attn_tp_input_scattered": (_one_of(False), _SHARED_OUT),
+    "moe_a2a_backend": (_one_of("none"), _PADDED),
+    "moe_dense_tp_size": (_one_of(None), _PADDED),
+    "enable_watermark": (_one_of(False), "a recompute samples nothing, and has no state of that"),
     "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
     "enable_return_routed_experts": (_one_of(False), "what is loaded has gone through no experts"),
     "kv_canary": (_one_of("none"), "what is loaded has none of its marks"),
@@ -105,6 +111,7 @@ VARIABLES: Final[Mapping[str, str]] = {
     "SGLANG_RUST_SERVER": "that front end has no drift guard, answers no page and is not tested",
     "SGLANG_USE_HND_KVCACHE": "its KV pool is not per-layer rows",
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool is resized when E stands beside it",
+    "SGLANG_USE_CPU_ENGINE": "its kernels add into the E that they are given, which others read",
 }
 
 
