@@ -81,6 +81,8 @@ class Models:
         self._num_layers = num_layers
         self._identify = identify
         self._loaded: dict[LoraId, LoadedModel] = {None: LoadedModel(base, None)}
+        self.ids: set[str] = set()
+        """Of all adapters that were ever to be loaded: SGLang's tree may have KV of them."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-adapters")
@@ -123,6 +125,7 @@ class Models:
 
     def add(self, lora_id: str, folder: Path) -> None:
         """Raises ConfigError where the folder's content cannot be read."""
+        self.ids.add(lora_id)
         self._loaded[lora_id] = loaded = self._read(folder)
         self._invocations[lora_id] = loaded.adapter.invocation if loaded.adapter else ()
         self._differences.clear()
@@ -130,6 +133,7 @@ class Models:
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
         """Have `load` read the adapter, on all ranks or on none, and a thread find out which one it
         is; raises ConfigError and OSError before where it cannot be told where the adapter acts."""
+        self.ids.add(lora_id)
         before = _stamp(folder)
         self._invocations[lora_id] = read_invocation(folder)
         reading = _Reading(self._reader.submit(lambda: (self._read(folder), _stamp(folder))))

@@ -8,6 +8,9 @@ finds no other, also when SGLang inserts a chunk and goes on with what the tree 
     extra key   tenant │ model's namespace                  exact KV of this model
                 tenant │ APPROXIMATE │ model's namespace    what was made with another's
 
+SGLang joins the two without a mark between. A key of the base model's that ends like a namespace
+of an adapter is therefore made another tenant's.
+
 After a change of plans a new generation of requests reads none of the approximate KV from before:
 its number stands after APPROXIMATE.
 """
@@ -15,6 +18,8 @@ its number stands after APPROXIMATE.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Collection
 from multiprocessing import current_process
 from typing import Final
 
@@ -30,6 +35,7 @@ from sglang_droidspeak.engine.names import (
     get_storage_hash_str,
 )
 
+_AT: Final = re.compile("@[0-9]+$")
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
@@ -128,6 +134,14 @@ def join(req: Req, generation: str) -> None:
     """Have the request share approximate KV with those of its generation only; while the request
     holds nothing of SGLang's tree."""
     _note(req, _GENERATION, generation)
+
+
+def keep_apart(req: Req, adapters: Collection[str]) -> None:
+    """Have a request of the base model's read and leave nothing where one of these adapters' KV
+    lies, whatever extra key its user gave; while it holds nothing of SGLang's tree."""
+    tenant = tenant_of(req)
+    if req.lora_id is None and _AT.sub("", tenant).endswith(tuple(adapters)):
+        req.extra_key = tenant + "~" + place_of(req)
 
 
 def invoked_at(req: Req) -> int | None:

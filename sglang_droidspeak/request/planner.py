@@ -142,8 +142,10 @@ class Planner:
         self._generation += 1
 
     def meet(self, req: Req) -> None:
-        """Find where its adapter acts, and have it read no approximate KV from before the last
-        change of what is in service. While it holds nothing of SGLang's tree; on all ranks."""
+        """Keep it out of adapters' namespaces, find where its own acts, and have it read no
+        approximate KV from before the last change of what is in service. While it holds nothing of
+        SGLang's tree; on all ranks, and again as often as it is seen."""
+        prefixes.keep_apart(req, self._models.ids)
         self._activated.meet(req)
         if self._generation:
             prefixes.join(req, str(self._generation))

@@ -24,6 +24,7 @@ from engine_parts import (
 )
 from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
+from sglang.srt.lora.lora_registry import LoRARef
 
 from benchmarks.oracle import Generated
 from benchmarks.random_adapters import write_adapter
@@ -203,6 +204,15 @@ def test_tenants_share_nothing(team: Team) -> None:
         assert reply.provenance["outcome"] == "no_match"
     same = team.ask("upper", tokens, max_new_tokens=1, extra_key="one")
     assert same.provenance["outcome"] == "reused"
+
+
+def test_a_user_of_the_base_leaves_nothing_for_an_adapter(team: Team) -> None:
+    tokens = prompt(200, seed=510)
+    lora_id = LoRARef.deterministic_id("upper", str(team.models.adapters["upper"]))
+    team.ask(BASE, tokens, max_new_tokens=1, extra_key=lora_id)
+    reply = team.ask("upper", tokens)
+    assert (reply.provenance["outcome"], reply.meta["cached_tokens"]) == ("no_match", 0)
+    reply.assert_equals(team.models.expected("upper", "upper", tokens, EMPTY_SPAN))
 
 
 def test_the_first_of_a_burst_leads(team: Team) -> None:

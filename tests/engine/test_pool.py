@@ -17,8 +17,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from engine_parts import PAGE, family_of
+from permissive import made
 from radix_parts import request_of, sglang_tree
 from safetensors.torch import load_file, save_file
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -29,10 +31,13 @@ from cachetree.planning.plan import Plan
 from cachetree.tree.hashing import page_hashes
 from cachetree.tree.tree import CacheTree
 from profiles.random_models import random_prompt, shape, write_models
+from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.asking import unsent
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.source import InPool
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
@@ -483,6 +488,52 @@ def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyP
     user.extra_key = known.extra_key
     pages = [prefixes.own_pages_of(it, 4 * PAGE, PAGE) for it in (user, approximate)]
     assert not {*pages[0]} & {*pages[1]}
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("is_activated", [False, True])
+@pytest.mark.parametrize("tenant", ["", "tenant"])
+def test_no_extra_key_of_a_user_names_an_adapters_kv(
+    model: Path, tmp_path: Path, core: str, is_activated: bool, tenant: str
+) -> None:
+    """SGLang joins key and id, and who has read the adapter's name and path can tell the id."""
+    lora_id, prompt = LoRARef.deterministic_id("sql", "/models/sql"), random_prompt(4 * PAGE, 1)
+    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models.add(lora_id, write_adapter(tmp_path / "sql", model))
+    if is_activated:
+        models._invocations[lora_id] = tuple(prompt[17:19])
+    planner = made(Planner, models=models, activated=ActivatedAdapters(models))
+    adapters = unsent(prompt, lora_id, tenant, None)
+    planner.meet(adapters)
+    namespace = f"{lora_id}@17" if is_activated else lora_id
+    assert adapters.extra_key == tenant + namespace
+    user = unsent(prompt, None, adapters.extra_key, None)
+    for _ in range(2):
+        planner.meet(user)
+        prefixes.move(user, approximate=True)
+        prefixes.move(user, approximate=False)
+    assert user.extra_key == f"{tenant}{namespace}~"
+    tree = sglang_tree(core)
+    for req, other in ((user, adapters), (adapters, user)):
+        req.refresh_fill_ids()
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
+        tree.insert(InsertParams(key=key, value=torch.arange(4 * PAGE)))
+        held = [prefixes.num_held(it, prefixes.namespace_of(it), 4, tree) for it in (req, other)]
+        assert held == [4, 0]
+        tree.reset()
+    models.drop(lora_id)
+    again = unsent(prompt, None, adapters.extra_key, None)
+    planner.meet(again)
+    assert again.extra_key == user.extra_key, "what it left may still be there"
+
+
+def test_any_other_extra_key_stays_as_it_is() -> None:
+    lora_id, other = (LoRARef.deterministic_id(name, "/models") for name in "ab")
+    for key, of in ((None, None), ("", None), ("tenant", None), (other, None), (lora_id, other)):
+        req = unsent([1, 2], of, key, None)
+        before = req.extra_key
+        prefixes.keep_apart(req, {lora_id})
+        assert req.extra_key == before
 
 
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
