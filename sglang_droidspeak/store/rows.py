@@ -17,7 +17,7 @@ import torch
 
 from cachetree import Kind, Step
 from cachetree.checkpoint import Codec, vector_bytes
-from cachetree.checkpoint.codecs import decode, encode
+from cachetree.checkpoint.codecs import decode, encode, prepare
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import MHATokenToKVPool
@@ -114,6 +114,7 @@ class DeviceRows:
     def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
         self._pool = pool
         self._coding = coding
+        prepare(coding.codec, coding.length, pool.k_buffer[0].device)
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
         """Copy the KV of `slots` to host bytes; returns when it is there."""

@@ -9,12 +9,13 @@ import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
+from cachetree.checkpoint import codecs
 from cachetree.checkpoint.family import Codec, vector_bytes
 from cachetree.ids import Kind, Location, ModelId, Span, Step
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.e_pool import EPool
-from sglang_droidspeak.store.rows import Coding, ServerPool
+from sglang_droidspeak.store.rows import Coding, DeviceRows, ServerPool
 
 PAGE, HIDDEN, HEAD_DIM = 16, 128, 64
 PLAN = Plan(
@@ -25,6 +26,16 @@ PLAN = Plan(
     block=Span(1, 3),
     num_layers=4,
 )
+
+
+@pytest.fixture(autouse=True)
+def _unprepared() -> None:
+    codecs._hadamard.cache_clear()
+
+
+def a_pool(coding: Coding) -> DeviceRows:
+    pool: Any = SimpleNamespace(k_buffer=[torch.empty(0, device="cuda")])
+    return DeviceRows(pool, coding)
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
@@ -42,8 +53,25 @@ def test_encoded_e_is_decoded_on_the_device(codec: Codec) -> None:
         staging: Any = SimpleNamespace(
             sizes={step: len(raw)}, views=lambda it: {step: [memory[:edge], memory[edge:]]}[it]
         )
-        source = Staged(PLAN, ServerPool(None, e_pool, coding, PAGE), staging)  # type: ignore[arg-type]
+        source = Staged(PLAN, ServerPool(a_pool(coding), e_pool, coding, PAGE), staging)
+        cuda.stalls.clear()
         rows = source.e(1, Span(2 * PAGE, 3 * PAGE))
         assert not cuda.stalls, cuda.stalls[0]
         assert rows.device.type == "cuda"
         assert torch.equal(rows.cpu(), decoded[PAGE:])
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
+def test_two_streams_may_encode_and_decode(codec: Codec) -> None:
+    """The first of an offload and the first of a load, which no fence orders."""
+    values = torch.randn(4, HEAD_DIM)
+    with VirtualCuda() as cuda:
+        offloads, loads = torch.cuda.Stream(), torch.cuda.Stream()
+        stored = codecs.encode(codec, values).pin_memory()
+        with torch.cuda.stream(offloads):
+            codecs.encode(codec, torch.zeros(4, HEAD_DIM, device="cuda"))
+        with torch.cuda.stream(loads):
+            there = stored.to("cuda", non_blocking=True)
+            decoded = codecs.decode(codec, there, torch.float32)
+        assert not cuda.races, cuda.races[0]
+        assert torch.equal(decoded.cpu(), codecs.decode(codec, stored, torch.float32))

@@ -28,11 +28,17 @@ from torch import Tensor
 
 from cachetree.checkpoint.family import SCALE_BYTES, Codec, vector_bytes
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "prepare"]
 
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0
+
+
+def prepare(codec: Codec, length: int, device: torch.device) -> None:
+    """Have there what vectors of that length take; else the first of them make the host wait."""
+    if codec is Codec.INT4:
+        _hadamard(length, device)
 
 
 def encode(codec: Codec, vectors: Tensor) -> Tensor:
@@ -100,9 +106,12 @@ def _scale(values: Tensor, codec: Codec) -> Tensor:
 
 @cache
 def _hadamard(length: int, device: torch.device) -> Tensor:
-    """Orthogonal and symmetric, so that it is its own inverse (Sylvester's construction)."""
-    matrix = torch.ones(1, 1, device=device)
+    """Orthogonal and symmetric, so that it is its own inverse (Sylvester's construction).
+
+    Made on the host and copied by a copy that is over: any stream may read it, whichever is first.
+    """
+    matrix = torch.ones(1, 1, device="cpu")
     while matrix.shape[0] < length:
         top = torch.cat([matrix, matrix], 1)
         matrix = torch.cat([top, torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(length)
+    return (matrix / math.sqrt(length)).to(device)
