@@ -22,6 +22,7 @@ from cachetree.errors import (
     ProfileError,
     ProtocolError,
     StaleEntry,
+    printable,
 )
 from cachetree.ids import (
     DISK,
@@ -113,6 +114,7 @@ __all__ = [
     "give_way",
     "is_pool",
     "page_hashes",
+    "printable",
     "read_profile",
     "read_yaml",
     "settings_of",

@@ -24,6 +24,7 @@ from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
 from cachetree.planning import Reason, Strategy, recompute_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.names import UnifiedRadixCache
+from sglang_droidspeak.request.controls import name_of
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.request import Phase, Request
 from sglang_droidspeak.request.source import Sources
@@ -81,7 +82,7 @@ class Arrivals:
         try:
             request.source.check()
         except FetchError as exc:
-            log.warning("request %s: %s; it does a full prefill", request.req.rid, exc)
+            log.warning("request %s: %s; it does a full prefill", name_of(request.req.rid), exc)
             request.failure = type(exc).__name__
             return Phase.SETTLED
         source, staging = request.source, request.source.staging
@@ -114,7 +115,7 @@ class Arrivals:
         source, staging = request.source, request.source.staging
         log.info(
             "request %s: %d of %d bytes came in %.3f s, and a full prefill is faster than the rest",
-            request.req.rid,
+            name_of(request.req.rid),
             staging.num_landed_bytes,
             staging.num_bytes,
             request.waited_s,

@@ -11,20 +11,25 @@ SGLang carries only scalars here, which is why a block is text.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from cachetree import EMPTY_SPAN, Span
+from cachetree import EMPTY_SPAN, Span, printable
 from cachetree.planning import Strategy
+
+_MAX_DETAIL: Final = 300
+"""Characters of what is said of wrong controls: it may quote all of them."""
+_MAX_NAME: Final = 64
+"""Characters of a request's id that are logged."""
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["auto", "off"] = "auto"
     """`off` asks no other model, and reads exact KV only."""
-    sender: str | None = None
+    sender: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     """Model id of the only sender to use."""
-    block: str | None = None
+    block: Annotated[str, msgspec.Meta(max_length=32)] | None = None
     """Layers to recompute, `"2:5"` for [2, 5), `"none"` or `"all"`; the gate has to allow it."""
     ttft_target_ms: float | None = None
     """Overrides the server's setting of this name."""
@@ -69,4 +74,10 @@ def parse_controls(custom_params: object) -> Controls:
     try:
         return msgspec.convert(custom_params or {}, _CustomParams).droidspeak
     except msgspec.ValidationError as exc:
-        raise ValueError(f"custom_params: {exc}; accepted in droidspeak: {_ACCEPTED}") from exc
+        wrong = printable(str(exc)[:_MAX_DETAIL])
+        raise ValueError(f"custom_params: {wrong}; accepted in droidspeak: {_ACCEPTED}") from exc
+
+
+def name_of(rid: str) -> str:
+    """A request's id, which its user may have given, for a line of the log."""
+    return printable(rid[:_MAX_NAME])

@@ -19,7 +19,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import traces
-from sglang_droidspeak.request.controls import parse_controls
+from sglang_droidspeak.request.controls import name_of, parse_controls
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels, consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -124,7 +124,7 @@ class Decisions:
                     request.pages = prefixes.reusable_pages(req, self._page_size)
                 declined = self._plan(request, tree, num_waiting)
         except Exception:
-            log.exception("request %s: planning failed; it does a full prefill", req.rid)
+            log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
             declined = Declined("error")
         if declined is not None:
             request.settle()
@@ -179,7 +179,7 @@ class Decisions:
                 raise FetchError("the pool has none of it")
             self._fetch(request, tree)
         except Exception as exc:
-            log.exception("request %s: this rank cannot do as planned", request.req.rid)
+            log.exception("request %s: this rank cannot do as planned", name_of(request.req.rid))
             request.failure = type(exc).__name__
 
     def _fetch(self, request: Request, tree: UnifiedRadixCache) -> None:

@@ -14,6 +14,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode, ScheduleBatch
 from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.request import traces
+from sglang_droidspeak.request.controls import name_of
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Load, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance, provenance_of
@@ -147,7 +148,7 @@ class ForwardPass:
         """Have every layer of a load in place, by a full prefill where there is an error."""
         req = batch.reqs[row]
         if error is not None:
-            log.warning("request %s: %s; it does a full prefill", req.rid, error)
+            log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
             self._loader.abandon(load, error)
             begun_s = time.monotonic()
             self._prefill_in_full(batch, row, load)
@@ -159,7 +160,7 @@ class ForwardPass:
             try:
                 has_e = load.source.adopt_e(load.at, load.slots)
             except Exception:
-                log.exception("request %s: its prefix is kept without E", req.rid)
+                log.exception("request %s: its prefix is kept without E", name_of(req.rid))
             if not has_e:
                 prefixes.note_without_e(req, load.at.stop)
 
@@ -171,7 +172,9 @@ class ForwardPass:
         except RanksApart:
             raise
         except Exception:
-            log.exception("request %s: the full prefill of its prefix failed", batch.reqs[row].rid)
+            log.exception(
+                "request %s: the full prefill of its prefix failed", name_of(batch.reqs[row].rid)
+            )
             load.is_lost = True
 
 

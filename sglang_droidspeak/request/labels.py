@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,7 @@ from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_generate_req
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request import traces
+from sglang_droidspeak.request.controls import name_of
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 log = logging.getLogger("droidspeak.request")
@@ -23,7 +24,9 @@ _LABEL: Final = "droidspeak_label"
 _MAX_WARMED: Final = 256
 """Prompts with `n` above 1 that are answered at the same time."""
 MAX_TOLD: Final = 1000
-"""Requests that can still be explained,"""
+"""Requests that can still be explained, where their ids are no longer than"""
+MAX_ID: Final = 256
+"""so many characters,"""
 MAX_MATCHES: Final = 32_000
 """or fewer, where each had so many models to read from."""
 
@@ -53,7 +56,7 @@ class Labels:
         self.told: Final[OrderedDict[str, Told]] = OrderedDict()
         """By request id, the latest last."""
         self._num_matches = 0
-        self._warmed: Final[OrderedDict[Hashable, RequestProvenance]] = OrderedDict()
+        self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
         """By prompt: what SGLang's own request has read before the samples of `n` above 1."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
@@ -110,6 +113,8 @@ class Labels:
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
 
     def _keep(self, rid: str, told: Told) -> None:
+        if len(rid) > MAX_ID:
+            return
         replaced = self.told.pop(rid, None)
         self.told[rid] = told
         self._num_matches += told.num_matches - (replaced.num_matches if replaced else 0)
@@ -146,13 +151,9 @@ def consider(req: Req, considered: Considered | None) -> None:
     _label_of(req).considered = considered
 
 
-def _prompt(req: Req) -> Hashable:
-    return (
-        hash(req.origin_input_ids.tobytes()),
-        req.lora_id,
-        prefixes.tenant_of(req),
-        req.cache_salt,
-    )
+def _prompt(req: Req) -> int:
+    tokens = req.origin_input_ids.tobytes()
+    return hash((tokens, req.lora_id, prefixes.tenant_of(req), req.cache_salt))
 
 
 def _write(rid: str, provenance: RequestProvenance) -> None:
@@ -161,4 +162,4 @@ def _write(rid: str, provenance: RequestProvenance) -> None:
     if log.isEnabledFor(level):
         told = msgspec.structs.asdict(provenance)
         fields = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
-        log.log(level, "rid=%s %s", rid, fields.replace("fallback: ", "fallback:"))
+        log.log(level, "rid=%s %s", name_of(rid), fields.replace("fallback: ", "fallback:"))

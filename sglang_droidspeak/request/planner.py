@@ -42,7 +42,7 @@ from sglang_droidspeak.adapters.models import Models, Owner
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-from sglang_droidspeak.request.controls import Controls, parse_controls
+from sglang_droidspeak.request.controls import Controls, name_of, parse_controls
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 from sglang_droidspeak.start.config import GIB
 from sglang_droidspeak.start.this_server import ThisServer
@@ -163,7 +163,7 @@ class Planner:
             controls = parse_controls(req.sampling_params.custom_params)
             requested = self._requested(controls)
         except ValueError as exc:
-            log.warning("request %s: %s; it does a full prefill", req.rid, exc)
+            log.warning("request %s: %s; it does a full prefill", name_of(req.rid), exc)
             return Declined("bad_controls", str(exc))
         if controls.mode == "off":
             return Declined(Reason.OFF.value)
@@ -188,7 +188,7 @@ class Planner:
             considered = Considered(demand, matches, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
-                log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
+                log.debug("request %s: %s: %s", name_of(req.rid), plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail, considered)
             if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)

@@ -126,6 +126,20 @@ def test_a_users_request_is_counted_whatever_its_custom_params(
     assert asking.num_answered(req) == 0
 
 
+def test_a_long_id_is_neither_kept_nor_logged(
+    labels: Labels, counts: Counts, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "droidspeak.request")
+    for rid in ("r" * 256, "a\nb" * 9999):
+        req = request(rid)
+        labels.note(req, RequestProvenance(outcome="fallback: SlowLink"))
+        labels.report([req])
+    assert counts.outcomes == {"fallback: SlowLink": 2}
+    assert [*labels.told] == ["r" * 256]
+    assert len(caplog.messages) == 2
+    assert all(it.isprintable() and len(it) < 400 for it in caplog.messages)
+
+
 def test_what_a_server_starts_knows_its_own_requests() -> None:
     command = "from sglang_droidspeak.engine.asking import ANSWERED; print(ANSWERED)"
     told = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)

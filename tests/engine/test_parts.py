@@ -91,6 +91,17 @@ def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
         parse_controls(params)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"mode": "x\n" * 9999}, {"x\n" * 9999: 1}, {"block": "1\n" * 9999}, {"sender": "s" * 9999}],
+)
+def test_what_is_said_of_wrong_controls_is_one_short_line(params: dict) -> None:
+    """It is kept with the request, and logged."""
+    with pytest.raises(ValueError, match="accepted in droidspeak") as refused:
+        parse_controls({"droidspeak": params}).span(6)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 700
+
+
 def test_controls_are_optional() -> None:
     assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
 
