@@ -12,5 +12,6 @@
     adapters       a LoRA adapter merged into its base
     random_models  checkpoints of any shape
 
-A folder imports from those above it. Nothing here imports sglang, and nothing runs in a server.
+A folder imports from those above it. Nothing here imports sglang, and nothing runs in a server, but
+for `environment`, which tells it what memory is free.
 """

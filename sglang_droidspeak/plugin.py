@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from cachetree import CacheTreeError, ConfigError
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import HookRegistry, HookType, release
-from sglang_droidspeak.start.config import Settings, cache_config, is_configured
+from sglang_droidspeak.start.config import GIB, Settings, cache_config, is_configured
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ModelRunner, ServerArgs
@@ -56,14 +56,19 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
     from cachetree.transport import check_ports
+    from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.record import check_record
+    from sglang_droidspeak.start import refuse
     from sglang_droidspeak.start.this_server import load_this_server
 
+    args = engine.resolved(server_args)
     try:
         server = load_this_server(server_args)
+        if args.device == "cuda":  # On CPUs memory is taken as it fills.
+            refuse.memory(server.settings, args.tp_size, free_memory_bytes() / GIB)
         if server.settings.guard_path is not None:
             check_record(Path(server.settings.guard_path))
-        for rank in range(engine.resolved(server_args).tp_size):
+        for rank in range(args.tp_size):
             config = cache_config(server.settings, server.identity.model_id, rank)
             if config.serves:
                 check_ports(config.worker)

@@ -181,7 +181,7 @@ def _room(settings: Settings, ranks: int) -> Iterator[Check]:
     """For all ranks: each takes as much as the settings say."""
     from profiles.environment import free_memory_bytes
 
-    wanted, free = ranks * (settings.host_gb + settings.staging_gb), free_memory_bytes() / GIB
+    wanted, free = settings.taken_gb(ranks), free_memory_bytes() / GIB
     found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
     yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
     if settings.disk_path is not None:

@@ -203,6 +203,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "set peer_keys, or remove key_file"
             )
 
+    def taken_gb(self, tp_size: int) -> float:
+        """Host memory of all ranks together, GiB."""
+        return tp_size * (self.host_gb + self.staging_gb)
+
     @property
     def shadow_share(self) -> float:
         if self.guard_path is None:

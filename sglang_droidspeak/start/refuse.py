@@ -193,6 +193,17 @@ def ports(settings: Settings, tp_size: int) -> None:
         )
 
 
+def memory(settings: Settings, tp_size: int, free_gb: float) -> None:
+    """Of the host, which all ranks page-lock before the first request, where there is a device."""
+    taken_gb = settings.taken_gb(tp_size)
+    if taken_gb >= free_gb:
+        raise ConfigError(
+            f"host_gb is {settings.host_gb} and staging_gb {settings.staging_gb}: on {tp_size} "
+            f"ranks {taken_gb:.1f} GiB are page-locked at start, and {free_gb:.1f} GiB of host "
+            "memory are free; lower host_gb or staging_gb"
+        )
+
+
 def failed_profile(settings: Settings, failed: str) -> None:
     """One that is named in the settings; `failed` says what is wrong."""
     if settings.gate == "enforce":

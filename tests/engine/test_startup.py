@@ -134,6 +134,26 @@ def test_bad_settings(model: Path, extra: dict[str, Any], words: list[str]) -> N
     assert all(word in line for word in words), line
 
 
+@pytest.mark.parametrize(
+    ("device", "free", "is_well"),
+    [("cuda", 6.0, False), ("cuda", 6.1, True), ("cpu", 0.1, True)],
+)
+def test_memory_that_all_ranks_page_lock_has_to_be_free(
+    model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free: float, is_well: bool
+) -> None:
+    """Else the system ends the server once its model is loaded."""
+    resolved = engine.resolved
+    monkeypatch.setattr(engine, "resolved", lambda it: Altered(resolved(it), "device", device))
+    monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: int(free * (1 << 30)))
+    extra, flags = {"host_gb": 2.5, "staging_gb": 0.5}, ("--tp-size", "2")
+    if is_well:
+        assert check_front_end(server_args(model, extra, *flags)).host_gb == 2.5
+    else:
+        line = refusal(model, extra, *flags)
+        words = ["host_gb is 2.5", "staging_gb 0.5", "2 ranks 6.0 GiB", "6.0 GiB of host memory"]
+        assert all(word in line for word in [*words, "lower host_gb"]), line
+
+
 def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
     there = "tcp://127.0.0.1:7009"
     server = load_this_server(server_args(model, {"peers": [HERE], "push_to": [HERE, there]}))
