@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from benchmarks.gpu import attention, copies, parts, servers
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
 from profiles.environment import read_environment
 from sglang_droidspeak.fleet.servers import ServerSpec
+from sglang_droidspeak.start.config import parse_settings
 
 ROOT = Path(__file__).parents[2]
 SERVED = ("oracle", "quantised", "ttft")
@@ -209,19 +211,27 @@ def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch) -> None:
         assert parser.parse_args(args).page_size == spec.options["page-size"]
 
 
-def test_the_first_token_is_timed_once_the_prefix_is_on_offer() -> None:
-    asked: list[Any] = []
+def test_the_pair_may_reuse_each_length_that_is_measured(tmp_path) -> None:
+    _, reads = servers.pair([tmp_path, tmp_path])
+    assert parse_settings(reads.droidspeak).max_recompute_tokens >= max(servers.LENGTHS)
+
+
+def test_the_first_token_is_timed_once_the_whole_prefix_is_on_offer() -> None:
+    asked: Counter[Any] = Counter()
 
     def generate(tokens: list[int], **options: Any) -> dict[str, Any]:
         control = options.get("droidspeak", {})
-        asked.append((len(tokens), control))
-        outcome = "off" if "mode" in control else ("reused" if len(asked) > 4 else "no_match")
-        return {"meta_info": {"droidspeak": [{"outcome": outcome}]}}
+        told = {"outcome": "off" if "mode" in control else "no_match", "reused_tokens": 0}
+        if control.get("block") == "3:5":  # Each time the peer has told of a page more.
+            told["reused_tokens"] = min(64 * asked[tuple(tokens)], (len(tokens) - 1) // 64 * 64)
+            told["outcome"] = "reused" if asked[tuple(tokens)] else "no_match"
+            asked[tuple(tokens)] += 1
+        return {"meta_info": {"droidspeak": [told]}}
 
     server: Any = SimpleNamespace(generate=generate, flush=lambda: None)
-    *_, found = servers.measured(server, server, (20, 30))
-    assert {"layers", "recomputed", "20_full_ms", "30_reused_ms", "30_speedup"} <= found.keys()
-    assert {control.get("block") for _, control in asked} == {None, "3:5"}
+    *_, found = servers.measured(server, server, (70, 140))
+    assert {"layers", "recomputed", "70_full_ms", "140_reused_ms", "140_speedup"} <= found.keys()
+    assert sorted(asked.values()) == [2] * 4 + [3] * 4
 
 
 # A dump of FlashInfer's answer, and what tests have in its place.
