@@ -188,7 +188,7 @@ def test_what_waits_at_the_end_is_still_pushed() -> None:
 
 
 def test_closing_waits_for_a_silent_worker_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachetree.transport.peer._MAX_CLOSE_S", 0.2)
+    monkeypatch.setattr("cachetree.transport.peer._MAX_STORE_S", 0.2)
     with ScriptedWorker(lambda *_: None) as worker:
         with at_worker(worker.address) as cache:
             store(cache.tree, PAGES)
