@@ -36,6 +36,7 @@ from sglang_droidspeak.engine.names import (
 )
 
 _AT: Final = re.compile("@[0-9]+$")
+_TENANT: Final = "droidspeak_tenant"
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
@@ -139,9 +140,9 @@ def join(req: Req, generation: str) -> None:
 def keep_apart(req: Req, adapters: Collection[str]) -> None:
     """Have a request of the base model's read and leave nothing where one of these adapters' KV
     lies, whatever extra key its user gave; while it holds nothing of SGLang's tree."""
-    tenant = tenant_of(req)
+    tenant = tenant_of(req) or ""
     if req.lora_id is None and _AT.sub("", tenant).endswith(tuple(adapters)):
-        req.extra_key = tenant + "~" + place_of(req)
+        _note(req, _TENANT, f"{tenant}~")
 
 
 def invoked_at(req: Req) -> int | None:
@@ -165,17 +166,26 @@ def note_without_e(req: Req, num_tokens: int) -> None:
 
 
 def _note(req: Req, name: str, value: object) -> None:
-    tenant = tenant_of(req)
+    setattr(req, _TENANT, tenant_of(req))
     setattr(req, name, value)
-    req.extra_key = tenant + place_of(req) or None
+    req.extra_key = _extra_key(req, place_of(req))
 
 
-def tenant_of(req: Req) -> str:
-    """The extra key as the user gave it."""
-    return (req.extra_key or "").removesuffix(place_of(req))
+def tenant_of(req: Req) -> str | None:
+    """The extra key as the user gave it; of an adapter's request None for an empty one."""
+    if hasattr(req, _TENANT):
+        return getattr(req, _TENANT)
+    place = place_of(req)
+    return req.extra_key.removesuffix(place) or None if place else req.extra_key
 
 
 def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:
     """SGLang's key of the request's first tokens, in its tenant's namespace and this one."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
-    return RadixKey(tokens, tenant_of(req) + namespace or None, cache_salt=req.cache_salt)
+    return RadixKey(tokens, _extra_key(req, namespace), cache_salt=req.cache_salt)
+
+
+def _extra_key(req: Req, namespace: str) -> str | None:
+    """As SGLang makes one: an empty key is another tenant's than none."""
+    tenant = tenant_of(req)
+    return (tenant or "") + namespace if namespace else tenant

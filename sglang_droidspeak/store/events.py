@@ -66,7 +66,7 @@ class HostEvents:
         """Of some of a request's tokens; None where nobody is to hear of them. Scheduler thread."""
         adapter = self._adapters.get(req.lora_id) if req.lora_id else None
         is_unknown = req.lora_id and adapter is None
-        is_secret = req.cache_salt or prefixes.tenant_of(req)
+        is_secret = req.cache_salt or prefixes.tenant_of(req) is not None
         if is_unknown or is_secret or prefixes.invoked_at(req) is not None:
             return None
         return EventTokens(req.full_untruncated_fill_ids[start:stop], adapter)

@@ -282,14 +282,16 @@ def test_nobody_hears_of_tenants_and_of_what_is_one_requests_own(keeper: Keeper)
 
     about = keeper.events.about
     assert about(req(), 1, 3) == EventTokens([2, 3], None)
-    mine = req(lora_id=ADAPTER.lora_id, extra_key=ADAPTER.lora_id)
+    lora_id = ADAPTER.lora_id
+    mine = req(lora_id=lora_id, extra_key=lora_id)
     assert about(mine, 0, 2) == EventTokens([1, 2], ADAPTER)
     secrets: tuple[dict[str, Any], ...] = (
         {"cache_salt": "bob"},
         {"extra_key": "bob"},
-        {"lora_id": ADAPTER.lora_id, "extra_key": "bob" + ADAPTER.lora_id},
+        {"extra_key": ""},
+        {"lora_id": lora_id, "extra_key": "bob" + lora_id},
         {"lora_id": "unloaded", "extra_key": "unloaded"},
-        {"droidspeak_invoked_at": 2},
+        {"lora_id": lora_id, "extra_key": f"{lora_id}@2", "droidspeak_invoked_at": 2},
     )
     for fields in secrets:
         assert about(req(**fields), 0, 2) is None, fields

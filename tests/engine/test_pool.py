@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from benchmarks.random_adapters import write_adapter
 from cachetree.errors import ConfigError
@@ -451,13 +452,29 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
     assert req.extra_key == (tenant or "") + prefixes.APPROXIMATE + (lora_id or "")
     assert prefixes.own_pages_of(req, 4 * PAGE, PAGE) != own
     assert prefixes.pages_of(req, 4 * PAGE, PAGE) == shared
-    assert (prefixes.tenant_of(req), prefixes.namespace_of(req)) == (tenant or "", lora_id or "")
+    assert (prefixes.tenant_of(req), prefixes.namespace_of(req)) == (tenant, lora_id or "")
     if lora_id is not None:
         prefixes.invoke(req, 17)
         assert req.extra_key.endswith(f"{prefixes.APPROXIMATE}{lora_id}@17")
     prefixes.move(req, approximate=False)
     at = "" if lora_id is None else "@17"
     assert req.extra_key == ((key or "") + at or None)
+
+
+@pytest.mark.parametrize("key", [None, "", "t"])
+@pytest.mark.parametrize("lora_id", [None, "7" * 32])
+def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | None) -> None:
+    """To which an empty key is another tenant's than none; also after a move there and back."""
+    req = unsent(random_prompt(4 * PAGE, 1), lora_id, key, None)
+    req.refresh_fill_ids()
+    given = req.extra_key
+    for _ in range(2):
+        theirs = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
+        pages = [*map(prefixes.page_hash, get_storage_hash_str(theirs, page_size=PAGE))]
+        assert prefixes.own_pages_of(req, 4 * PAGE, PAGE) == pages
+        prefixes.move(req, approximate=True)
+        prefixes.move(req, approximate=False)
+        assert req.extra_key == given
 
 
 def test_all_ranks_of_a_server_name_approximate_kv_alike() -> None:
