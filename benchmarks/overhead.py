@@ -110,7 +110,8 @@ class Comparisons:
             time.sleep(2)
 
     def wait(self, server: Server, rids: Sequence[str]) -> None:
-        """Until those of these requests are over; they fit a moment in which nothing else runs."""
+        """Until those of these requests are over; they fit a moment in which nothing else runs.
+        The server chooses as this process does, which has started it."""
         if "guard_path" not in (server.spec.droidspeak or {}):
             return
         started_s, before = time.perf_counter(), self.num

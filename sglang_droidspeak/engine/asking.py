@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
-_SECRET: Final = os.environ.setdefault("DROIDSPEAK_SECRET", secrets.token_hex(16))
+SECRET: Final = os.environ.setdefault("DROIDSPEAK_SECRET", secrets.token_hex(16))
 """Of a server's first process, which those that it starts inherit."""
-ANSWERED: Final = f"droidspeak_answered_{_SECRET}"
+ANSWERED: Final = f"droidspeak_answered_{SECRET}"
 """Of the server's own requests: how many tokens at the end of the input are of an answer. No user
 can name it."""
 

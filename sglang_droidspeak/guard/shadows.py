@@ -1,7 +1,8 @@
 """Shadows: answers from approximate KV that are compared with an exact run afterwards.
 
-    arrival  a request is chosen by a hash of its id, so that nothing of it or of the load decides.
-             It asks SGLang for log-probabilities beside, and its user does not see them
+    arrival  a request is chosen by a hash of its id under a key of this server's, so that nothing
+             of it or of the load decides, and no user can. It asks SGLang for log-probabilities
+             beside, and its user does not see them
     answer   if it reused another model's KV: its first tokens and their distributions are kept
     idle     while no request runs, an exact run of the same server says what full prefill would
              have said; one that comes meanwhile ends it, to be tried again. Without such a moment
@@ -35,7 +36,7 @@ import msgspec
 
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
-from sglang_droidspeak.engine.asking import ANSWERED
+from sglang_droidspeak.engine.asking import ANSWERED, SECRET
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.guard.plans import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.request.controls import parse_controls
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
 """Answers whose prompts are kept until they are compared."""
+_KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
 """Between two looks whether a request runs."""
 _TEMPERATURES: Final = (0.1, 10.0)
@@ -329,7 +331,8 @@ def _is_loaded(manager: Any, asked: Any) -> bool:
 
 def place_of(rid: str) -> float:
     """Of a request among all ids, 0 to 1; those below the rate are chosen."""
-    return int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "big") / 2**64
+    place = blake2b(rid.encode(), digest_size=8, key=_KEY).digest()
+    return int.from_bytes(place, "big") / 2**64
 
 
 def _params_of(obj: Any, manager: Any) -> Mapping[str, Any] | None:

@@ -146,6 +146,12 @@ def served(manager: Manager, *objs: Any, busy_s: float = 0.0) -> list[list[Any]]
     return asyncio.run(ask())
 
 
+@pytest.fixture(autouse=True)
+def _one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run chooses the same requests."""
+    monkeypatch.setattr(shadows, "_KEY", b"a server's")
+
+
 def guard(rate: float = 1.0, deadline_s: float = 10.0) -> Shadows:
     settings = {"shadow_rate": rate, "shadow_deadline_s": deadline_s, "guard_path": "guard.json"}
     return Shadows(Settings(**settings))
@@ -302,6 +308,12 @@ def test_requests_are_chosen_by_their_ids() -> None:
     again = Manager(REUSED, guard(rate=0.2))
     served(again, *(asked(it) for it in chosen))
     assert len(again.heard) == len(chosen)
+
+
+def test_no_user_can_tell_which_ids_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [shadows.place_of(f"r{i}") for i in range(40)]
+    monkeypatch.setattr(shadows, "_KEY", b"another server's")
+    assert all(it != shadows.place_of(f"r{i}") for i, it in enumerate(places))
 
 
 def test_every_answer_of_a_suspect_is_compared() -> None:
