@@ -84,6 +84,8 @@ class Worker:
         self._turned_at_s = clock()
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
+        self._stranger_limiter = LogLimiter(clock)
+        """Of those who are not let in: whatever they make up, no other line is missed."""
         listen, self._gate = check_worker(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
@@ -212,7 +214,7 @@ class Worker:
 
     def _note_refusal(self, refusal: Refusal) -> None:
         self._service.counts.num_failed_handshakes += 1
-        self._warn(f"not let in: {refusal.why}", refusal.who)
+        self._warn(f"not let in: {refusal.why}", refusal.who, self._stranger_limiter)
 
     def _receive(self) -> None:
         """Answer what has come over ZMQ, which needs no session."""
@@ -260,7 +262,7 @@ class Worker:
         except FamilyMismatch as exc:
             # Our hello tells the other side what differs; it refuses with its own words.
             it.counts.num_refused_peers += 1
-            self._warn(f"refused: {exc}")
+            self._warn(f"refused: {exc}", str(exc), self._stranger_limiter)
         else:
             ticket = self._data_port.issue_ticket(who)
             arena = self._tree.memory.file if it.config.shared_memory else None
@@ -291,15 +293,15 @@ class Worker:
         """Count a message that could not be served, and log why; what to say to who sent it."""
         self._service.counts.num_protocol_errors += 1
         if isinstance(error, ProtocolError):
-            self._warn(f"{who} was cut off: {error}", about)
+            self._warn(f"{who} was cut off: {error}", about, self._log_limiter)
             return wire.reason(error)
         if self._log_limiter.may(f"failed {about}"):
             log.error("worker %s: internal error with %s", self.address, who, exc_info=error)
         return "the worker failed; greet again"
 
-    def _warn(self, line: str, about: str = "") -> None:
+    def _warn(self, line: str, about: str, limiter: LogLimiter) -> None:
         """Once a minute, of each that it is about."""
-        if self._log_limiter.may(about or line):
+        if limiter.may(about):
             log.warning("worker %s: %s", self.address, line)
 
     def _end_session(self, session: Session, reason: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from security_parts import Party, Tap, send_garbage
 from transport_parts import (
+    FAMILY,
     FAST,
     MODEL,
     ScriptedWorker,
@@ -31,11 +32,12 @@ from cachetree import (
     Peer,
     PeerConfig,
     PeerState,
+    ProtocolError,
     Worker,
 )
 from cachetree.transport import keys, wire
 from cachetree.transport.backoff import LogLimiter
-from cachetree.transport.handshake import Gate
+from cachetree.transport.handshake import Gate, Refusal
 
 pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
 
@@ -306,6 +308,17 @@ def test_lines_are_few_whoever_comes() -> None:
     assert sum(limiter.may(f"{i}") for i in range(10_000)) == LogLimiter.MAX_NAMES - 1
     now_s[0] = 200.0
     assert limiter.may("a")
+
+
+def test_strangers_who_make_up_names_hide_no_other_line(caplog: pytest.LogCaptureFixture) -> None:
+    with worker_of(new_tree()) as worker:
+        for number in range(LogLimiter.MAX_NAMES):
+            worker._note_refusal(Refusal(f"key {number}", f"key {number}"))
+            family = msgspec.structs.replace(FAMILY, tokenizer=f"{number}")
+            worker._greeting(wire.hello(family, "", epoch=1), "stranger", "192.0.2.1")
+        worker._cut_off(ProtocolError("nonsense"), "a peer at 192.0.2.2", "cut off 192.0.2.2")
+    assert "not let in: key 0" in caplog.text
+    assert "a peer at 192.0.2.2 was cut off: nonsense" in caplog.text
 
 
 def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) -> None:
