@@ -46,6 +46,36 @@ def test_what_is_nested_too_deep_is_said(tmp_path: Path, content: str) -> None:
     read_yaml(file, "fleet")
 
 
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{it}: &a{it} [{','.join([f'*a{it - 1}'] * 9)}]\n" for it in range(1, 7)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (BOMB, "it is longer than 1048576 with its aliases read"),
+        (f"a: &a {'x' * 1000}\nb: [{'*a, ' * 2000}]", "it is longer than 1048576"),
+        ("a: &a [1, *a]", "an alias stands for what it is part of"),
+    ],
+    ids=["of aliases", "of a long text", "of itself"],
+)
+def test_a_few_lines_that_stand_for_much_are_refused(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"is not YAML: {said}"):
+        read_yaml(file, "fleet")
+
+
+def test_what_two_parts_share_is_written_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("base: &base {a: 1, b: [2]}\none: *base\ntwo: {<<: *base, a: 3}\n")
+    base = {"a": 1, "b": [2]}
+    assert read_yaml(file, "fleet") == {"base": base, "one": base, "two": {"a": 3, "b": [2]}}
+
+
 def test_a_relative_path_says_relative_to_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
