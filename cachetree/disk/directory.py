@@ -42,6 +42,11 @@ class Directory:
         try:
             for folder in [it for it in (*reversed(path.parents), path) if not it.exists()]:
                 folder.mkdir(FOLDER_MODE, exist_ok=True)
+            if (owner := path.stat().st_uid) != os.geteuid():
+                raise ConfigError(
+                    f"disk path is {str(path)!r}, which is of user {owner}, and this is user "
+                    f"{os.geteuid()}; name a directory of this user"
+                )
             if not (path / _LOCK).exists():
                 self._check()  # Before there is a lock, which would make it ours.
             self._lock = _lock(path)
@@ -74,7 +79,11 @@ class Directory:
         """The paths of those whose names match."""
         name = re.compile(pattern)
         with os.scandir(self.path) as there:
-            return [it.path for it in there if name.fullmatch(it.name) and it.is_file()]
+            return [
+                it.path
+                for it in there
+                if name.fullmatch(it.name) and it.is_file(follow_symlinks=False)
+            ]
 
     def close(self) -> None:
         """Let another process have it. Idempotent."""
@@ -85,8 +94,8 @@ class Directory:
     def _tighten(self) -> None:
         """Prompts can be read out of KV: what others may read of ours they may not any more."""
         if self.path.stat().st_mode & 0o077:
-            for file in filter(Path.is_file, self.path.iterdir()):
-                file.chmod(FILE_MODE)
+            for file in self._files(".*"):
+                Path(file).chmod(FILE_MODE)
             self.path.chmod(FOLDER_MODE)
             log.info("%s could be read by others; now only by this user", self.path)
 
@@ -112,7 +121,8 @@ def new_file(path: Path, *, is_synced: bool) -> Iterator[int]:
     `is_synced` it has reached the device when it has its name. Raises OSError.
     """
     temporary = path.with_name(path.name + TEMPORARY)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    temporary.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     handle = os.open(temporary, flags, FILE_MODE)
     try:
         yield handle

@@ -22,6 +22,7 @@ from disk_parts import (
 )
 
 from cachetree.disk import DiskStore
+from cachetree.disk.directory import new_file
 from cachetree.errors import ConfigError
 
 PARTS = Path(__file__).with_name("disk_parts.py")
@@ -152,6 +153,59 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_pa
     (folder / "cachetree.lock").symlink_to(other)
     with pytest.raises(ConfigError, match=r"disk path is .*; name another directory"):
         open_store(folder)
+    assert other.read_text() == "kept"
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by root, who may write there: its owner could write, too."""
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigError, match=f"is of user {user}, and this is user {user + 1}; name"):
+        open_store(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_leads_elsewhere_is_neither_written_nor_read_nor_closed_to_others(
+    tmp_path: Path,
+) -> None:
+    other, folder = tmp_path / "other", tmp_path / "disk"
+    other.write_text("kept")
+    other.chmod(0o644)
+    with open_store(folder) as store:
+        assert write(store, A, "abc")
+        (first,) = data_files(folder)
+        number = int(first.name[-12:])
+        for ahead in range(1, 9):
+            path = folder / f"{first.name[:-12]}{number + ahead:012d}.new"
+            path.symlink_to(other)
+        assert write(store, A, "xyz")
+        assert num_right(store, A, "xyz") == 3
+    assert other.read_text() == "kept"
+    first.rename(tmp_path / "moved")
+    first.symlink_to(tmp_path / "moved")
+    folder.chmod(0o755)
+    with open_store(folder) as store:
+        assert num_right(store, A, "abc") == 0
+        assert num_right(store, A, "xyz") == 3
+    assert stat.S_IMODE(other.stat().st_mode) == 0o644
+
+
+def test_a_link_that_comes_at_the_last_moment_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("kept")
+    unlink = Path.unlink
+
+    def replace(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        path.symlink_to(other)
+
+    monkeypatch.setattr(Path, "unlink", replace)
+    with pytest.raises(FileExistsError), new_file(tmp_path / "entry", is_synced=False):
+        pass
     assert other.read_text() == "kept"
 
 
