@@ -75,7 +75,8 @@ def parse_address(value: str, *, field: str) -> Address:
         host, port = parts.hostname, parts.port
     except ValueError as exc:
         raise ConfigError(f"{field} is {value!r}: {exc}; {_EXAMPLE}") from exc
-    if parts.scheme != "tcp" or not host or port is None or parts.path or parts.query:
+    has_more = parts.path or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme != "tcp" or not host or port is None or has_more:
         raise ConfigError(f"{field} is {value!r}, which is not an address; {_EXAMPLE}")
     return Address("127.0.0.1" if host == "localhost" else host, port)
 

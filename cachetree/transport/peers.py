@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -12,7 +13,7 @@ from typing import Final
 import msgspec
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import ConfigError
+from cachetree.errors import ConfigError, printable
 from cachetree.ids import Location
 from cachetree.transport import keys, verbs
 from cachetree.transport.address import parse_address, parse_remote
@@ -147,8 +148,11 @@ class Peers:
                 self._skip(address, str(exc))
 
     def _is_own(self, address: Location) -> bool:
-        """Raises ConfigError for what is no address."""
+        """Raises ConfigError for what is no address, or not written in the one way that workers
+        write it: each way would be one more session with the same worker."""
         remote = parse_remote(address, field="a directory")
+        if remote.url != address or not _is_plain(remote.host):
+            raise ConfigError(f"a directory is {address!r}, not tcp://IP:PORT as workers write it")
         own = parse_address(self._own.address, field="listen") if self._own else None
         if own is None or remote.port != own.port:
             return False
@@ -156,7 +160,7 @@ class Peers:
 
     def _skip(self, address: str, why: str) -> None:
         if self._limiter.may(address):
-            log.warning("a worker that was found is skipped: %s", why)
+            log.warning("a worker that was found is skipped: %s", printable(why))
 
 
 def check_peer(address: str, config: PeerConfig) -> None:
@@ -187,6 +191,14 @@ def _source(rounds: Rounds) -> verbs.Source:
     is_well = rounds.has_gone_well.is_set() and not rounds.error
     state = PeerState.READY if is_well else PeerState.CONNECTING
     return verbs.Source(address=rounds.name, state=state.value, reason=rounds.error)
+
+
+def _is_plain(host: str) -> bool:
+    """Whether it is an IP address as it is usually written, and no name of one."""
+    try:
+        return "%" not in host and str(ipaddress.ip_address(host)) == host
+    except ValueError:
+        return False
 
 
 def _is_here(host: str) -> bool:

@@ -245,6 +245,32 @@ def test_what_is_no_address_is_skipped(address: str, caplog: pytest.LogCaptureFi
     assert sum("is skipped: a directory is" in it for it in caplog.messages) == 1
 
 
+def test_a_directory_that_writes_one_worker_in_many_ways_takes_one_of_its_sessions(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, _):
+        port = worker.address.rpartition(":")[2]
+        ways = [f"tcp://u{it}@127.0.0.1:{port}" for it in range(4)]
+        ways += [f"tcp://127.0.0.1:0{port}", f"TCP://127.0.0.1:{port}", f"{worker.address}#x"]
+        ways += [f"{worker.address}\n", f"tcp://localhost:{port}", f"tcp://0127.0.0.1:{port}"]
+        ways += [f"tcp://127.1:{port}", f"tcp://[::ffff:7f00:1%1]:{port}"]
+        look(peers, *map(Location, ways), worker.address)
+        assert list(peers.now) == [worker.address]
+        eventually(lambda: states(peers) == ["ready"])
+        assert worker.status().num_peers == 1
+    assert sum("is skipped: a directory is" in it for it in caplog.messages) == len(ways)
+
+
+def test_a_directory_forges_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    address = Location("tcp://192.0.2.1:1\x1b[2J\nERROR forged")
+    with peers_of() as (peers, _):
+        look(peers, address)
+    with peers_of() as (peers, _):
+        look(peers, Found(address, "ctpub-1"), allowed=("ctpub-2",))
+    assert sum("is skipped" in it for it in caplog.messages) == 2
+    assert all(it.isprintable() for it in caplog.messages)
+
+
 def test_who_is_found_proves_a_key_that_the_settings_have(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -212,6 +212,8 @@ def test_entries_are_packed_in_order_into_small_messages() -> None:
         ("tcp://127.0.0.1", "tcp://HOST:PORT"),
         ("http://127.0.0.1:1", "tcp://HOST:PORT"),
         ("tcp://127.0.0.1:99999", "tcp://HOST:PORT"),
+        ("tcp://me@127.0.0.1:1", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:1#x", "tcp://HOST:PORT"),
         ("tcp://0.0.0.0:7788", "insecure: true"),
         ("tcp://*:7788", "insecure: true"),
         ("tcp://worker-3:7788", "insecure: true"),
