@@ -8,10 +8,13 @@ else                     tensors of the objects' own sizes, by batch_get and bat
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -25,7 +28,8 @@ _NAME: Final = "droidspeak"
 
 
 def check_backend(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where no such backend can be made; imports its module, connects nowhere."""
+    """Raise ConfigError where no such backend can be made; imports its module, connects nowhere,
+    and makes the folder of `file`."""
     known = StorageBackendFactory._registry
     if name == "dynamic":
         missing = [key for key in _DYNAMIC if key not in config]
@@ -46,6 +50,32 @@ def check_backend(name: str, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"hicache_backend is {name!r} and cannot be loaded: {exc}; install what it needs"
         ) from exc
+    if name == "file":
+        _require_private(
+            envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or config.get("file_storage_path")
+        )
+
+
+def _require_private(folder: object) -> None:
+    """Prompts can be read out of KV, and whoever writes it decides what requests answer."""
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError(
+            "hicache_backend is 'file' and hicache_config has no file_storage_path; name a folder "
+            "that only this user can reach"
+        )
+    try:
+        Path(folder).mkdir(0o700, parents=True, exist_ok=True)
+        status = Path(folder).stat()
+    except OSError as exc:
+        raise ConfigError(
+            f"file_storage_path is {folder!r}: {exc.strerror}; name another folder"
+        ) from exc
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"file_storage_path is {folder!r}, which has mode {status.st_mode & 0o777:o} and is of "
+            f"user {status.st_uid}, and this is user {os.geteuid()}; name a folder of this user "
+            "with mode 700, and nothing in it that others could have written"
+        )
 
 
 class Backend:

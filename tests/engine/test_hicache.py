@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -354,12 +355,50 @@ def test_a_backend_that_cannot_work_is_refused(
         check_backend(name, config)
 
 
-def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+def test_the_folder_of_the_file_backend_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own is of whoever made it first, and all may read what is in it."""
+    with pytest.raises(ConfigError, match="hicache_config has no file_storage_path; name a folder"):
+        check_backend("file", {})
+    folder = tmp_path / "a" / "store"
+    config = {"file_storage_path": str(folder)}
+    check_backend("file", config)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode in ("755", "710", "702"):
+        folder.chmod(int(mode, 8))
+        with pytest.raises(ConfigError, match=f"store', which has mode {mode} .* with mode 700"):
+            check_backend("file", config)
+    folder.chmod(0o700)
+    check_backend("file", config)
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "other"))
+    folder.chmod(0o755)
+    check_backend("file", config)
+    check_backend("file", {})
+    assert (tmp_path / "other").stat().st_mode & 0o777 == 0o700
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigError, match=f"is of user {user}, and this is user {user + 1}; name"):
+        check_backend("file", {})
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    config = {"file_storage_path": str(tmp_path / "file" / "x"), "password": "secret"}
+    config = {"file_storage_path": str(tmp_path / "file" / "x")}
+    with pytest.raises(ConfigError, match=r"file_storage_path is '.*/x': Not a directory; name"):
+        check_backend("file", config)
+
+
+def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    config = {
+        "file_storage_path": str(tmp_path),
+        "enable_metadata_cache": True,
+        "metadata_ttl": "long",
+        "password": "secret",
+    }
     tiers = [hicache_tier("file", config, {})]
     with pytest.raises(
-        ConfigError, match=r"made with what \w+ has of file_storage_path, password"
+        ConfigError, match=r"made with what \w+ has of file_storage_path, .*, password"
     ) as it:
         Cache(FAMILY, CacheConfig(serves=False), tiers=tiers)
     assert "secret" not in str(it.value), "it may be a credential"
