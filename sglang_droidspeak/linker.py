@@ -127,6 +127,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         identity = server.identity
         self._models = Models(identity.model_id, identity.num_layers, server.identify)
         self._while_serving = contextlib.ExitStack()
+        self._until_closed = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, server.transition_layers, params.page_size, num_slots
@@ -149,7 +150,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             )
             self._pool_index.is_read = True
             where = parse_http(settings.http, field="http")
-            self._while_serving.enter_context(StatusPage(*where, self._cache.status, queries))
+            page = StatusPage(*where, self._cache.status, queries)
+            self._until_closed.enter_context(page)
+            self._while_serving.callback(page.retire_queries)
         guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)
         self._waiting = WaitingRequests(
             Sources(server, self._cache, self._pool_index, server_pool),
@@ -318,6 +321,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader.close()
         self._offloader.close()
         self._while_serving.close()
+        self._until_closed.close()
         if self._cache_metrics is not None:
             self._cache_metrics.close()
         self._cache.close()

@@ -85,9 +85,11 @@ class StatusPage:
         status: Callable[[], CacheStatus],
         queries: Queries | None = None,
     ) -> None:
+        self._is_retired = threading.Event()
+        pages = _pages(status, queries, self._is_retired)
         try:
             self._server = make_server(
-                host, port, _pages(status, queries), ThreadingWSGIServer, handler_class=_Handler
+                host, port, pages, ThreadingWSGIServer, handler_class=_Handler
             )
         except OSError as exc:
             raise ConfigError(
@@ -99,6 +101,10 @@ class StatusPage:
             target=self._server.serve_forever, name="cachetree-http", daemon=True
         )
         self._thread.start()
+
+    def retire_queries(self) -> None:
+        """Answer 503 to those, for good; monitors see what they saw."""
+        self._is_retired.set()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -112,7 +118,9 @@ class StatusPage:
         self.close()
 
 
-def _pages(status: Callable[[], CacheStatus], queries: Queries | None) -> WSGIApplication:
+def _pages(
+    status: Callable[[], CacheStatus], queries: Queries | None, is_retired: threading.Event
+) -> WSGIApplication:
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
     metrics: WSGIApplication = make_wsgi_app(registry)
@@ -122,7 +130,7 @@ def _pages(status: Callable[[], CacheStatus], queries: Queries | None) -> WSGIAp
         if path == "/metrics":
             return metrics(environ, start_response)
         if path == "/query" and queries is not None:
-            code, told = _answered(environ, queries)
+            code, told = _answered(environ, queries, is_retired)
             start_response(code, [("Content-Type", "application/json")])
             return [told + b"\n"]
         if path not in ("/health", "/health/live", "/health/ready"):
@@ -137,7 +145,9 @@ def _pages(status: Callable[[], CacheStatus], queries: Queries | None) -> WSGIAp
     return answer
 
 
-def _answered(environ: WSGIEnvironment, queries: Queries) -> tuple[str, bytes]:
+def _answered(
+    environ: WSGIEnvironment, queries: Queries, is_retired: threading.Event
+) -> tuple[str, bytes]:
     """The status and the body; a question that is too long is not read."""
     length = environ.get("CONTENT_LENGTH") or ""
     try:
@@ -150,7 +160,11 @@ def _answered(environ: WSGIEnvironment, queries: Queries) -> tuple[str, bytes]:
                 f"Content-Length is {length[: 2 * _MAX_DIGITS]!r}; give one of at most "
                 f"{MAX_BODY_BYTES} bytes"
             )
-        return "200 OK", queries.answer(environ["wsgi.input"].read(int(length)))
+        body = environ["wsgi.input"].read(int(length))
+        if is_retired.is_set():
+            told = b'{"error": "nothing is read from this cache until its server restarts"}'
+            return "503 Service Unavailable", told
+        return "200 OK", queries.answer(body)
     except (ConfigError, TimeoutError) as exc:
         return "400 Bad Request", msgspec.json.encode({"error": str(exc)})
 

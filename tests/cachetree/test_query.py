@@ -215,6 +215,19 @@ def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_read() -> 
         assert reply.getresponse().status == 400
 
 
+def test_retired_queries_leave_monitors_what_they_see() -> None:
+    question = msgspec.json.encode({"model": "m", "token_ids": TOKENS})
+    with cache_of() as cache, page_of(cache) as page:
+        assert post(page.url, question)[0] == 200
+        page.retire_queries()
+        code, told = post(page.url, question)
+        assert code == 503 and "until its server restarts" in told["error"]
+        for path in ("/metrics", "/health", "/health/live", "/health/ready"):
+            reply = http.client.HTTPConnection(urlsplit(page.url).netloc, timeout=10)
+            reply.request("GET", path)
+            assert reply.getresponse().status == 200
+
+
 def test_a_worker_with_two_profiles_of_one_pair_does_not_serve(tmp_path: Path) -> None:
     write_profile(PROFILE, tmp_path / "a.json")
     write_profile(msgspec.structs.replace(PROFILE, reason="another"), tmp_path / "b.json")

@@ -112,6 +112,8 @@ class Updated:
     servers: dict[str, Server]
     models: dict[str, Path]
     watchers: dict[str, Watcher]
+    pages: dict[str, int]
+    """Ports on which their caches answer monitors and routers."""
 
     def update(self, name: str) -> bool:
         """Whether SGLang says that it worked.
@@ -134,18 +136,24 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
     pair = folder / "pair.json"
     write_profile(profile_of(*(read_model_identity(it) for it in (whole, model))), pair)
     addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in NAMES}
+    pages = {name: free_port() for name in NAMES}
     specs = [
         ServerSpec(
             model=model,
             name=name,
             options={**CPU, "enable-metrics": True},
-            droidspeak={"listen": addresses[name], "host_gb": 0.25, "profiles": [str(pair)]},
+            droidspeak={
+                "listen": addresses[name],
+                "host_gb": 0.25,
+                "profiles": [str(pair)],
+                "http": str(pages[name]),
+            },
         )
         for name in NAMES
     ]
     with running(*specs, folder=folder / "logs", env=ENV) as servers:
         watchers = {name: Watcher(model, [addresses[name]]) for name in NAMES}
-        yield Updated(dict(zip(NAMES, servers, strict=True)), models, watchers)
+        yield Updated(dict(zip(NAMES, servers, strict=True)), models, watchers, pages)
         for watcher in watchers.values():
             watcher.close()
 
@@ -174,6 +182,10 @@ def test_nothing_is_stored_served_or_reused_any_more(updated: Updated, name: str
         "weights_updated",
         0,
     )
+    page = f"http://127.0.0.1:{updated.pages[name]}"
+    assert requests.get(f"{page}/health", timeout=10).status_code == 200
+    question = {"model": read_model_identity(model).model_id, "token_ids": tokens}
+    assert requests.post(f"{page}/query", json=question, timeout=10).status_code == 503
     assert (after.logprobs == before.logprobs) == (name != "whole")
     eventually(lambda: usable(server) == {0.0})
     answer(server, prompt(100, seed=2))
