@@ -35,7 +35,7 @@ def made(tmp_path: Path) -> tuple[PairProfile, Path]:
     path = tmp_path / "pair.json"
     plain = BlockQuality(start=0, stop=4, quality=0.79)
     blocks = [
-        BlockQuality(start=1 + i, stop=3 + i, quality=0.78, e_map=it.named(1 + i))
+        BlockQuality(start=1 + i, stop=2 + i, quality=0.78, e_map=it.named(1 + i))
         for i, it in enumerate(CORRECTIONS)
     ]
     found = msgspec.structs.replace(profile(blocks[0]), blocks=(*blocks, plain))
@@ -157,7 +157,7 @@ def test_what_is_no_safetensors_file_is_refused(made: tuple[PairProfile, Path], 
 
 def test_a_map_of_another_layer_is_refused(made: tuple[PairProfile, Path]) -> None:
     found, path = made
-    moved = msgspec.structs.replace(found.blocks[0], start=2)
+    moved = msgspec.structs.replace(found.blocks[0], start=2, stop=3)
     wrong = msgspec.structs.replace(found, blocks=(moved,))
     told = refusal((wrong, path))
     assert "the layer of the map of block 2:3 is 1, and the profile needs 2" in told

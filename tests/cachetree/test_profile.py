@@ -115,6 +115,29 @@ def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
             read_profile(file)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"first_difference": -1}, "a first_difference of -1"),
+        ({"first_difference": 5}, "a first_difference of 5"),
+        ({"blocks": [{"start": 1, "stop": 5, "quality": 0.8}]}, "a block 1:5"),
+        ({"blocks": [{"start": 3, "stop": 2, "quality": 0.8}]}, "a block 3:2"),
+        ({"recommended": {"start": -1, "stop": 2, "quality": 0.8}}, "a block -1:2"),
+    ],
+)
+def test_a_profile_names_no_layers_that_there_are_not(
+    tmp_path: Path, wrong: dict[str, object], named: str
+) -> None:
+    file = tmp_path / "pair.json"
+    good = msgspec.to_builtins(profile(BLOCK))
+    file.write_bytes(msgspec.json.encode({**good, **wrong}))
+    with pytest.raises(ProfileError, match=f"{named}, which is not within the .* layers, 0:4"):
+        read_profile(file)
+    whole = {"start": 0, "stop": 4, "quality": 0.8}
+    file.write_bytes(msgspec.json.encode({**good, "blocks": [whole], "first_difference": 4}))
+    assert read_profile(file).first_difference == 4
+
+
 def test_a_model_is_all_of_its_identity() -> None:
     one = identity("r")
     assert one.model_id == identity("r").model_id
