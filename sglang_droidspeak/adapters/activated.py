@@ -10,10 +10,13 @@ it, so that their KV is the base's, which others may have computed already: noth
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, Final
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.models import Models
@@ -58,7 +61,7 @@ class ActivatedAdapters:
             return
         prompt = req.origin_input_ids
         prompt = prompt[: len(prompt) - num_answered(req)]
-        at = _last(list(invocation), list(prompt))
+        at = last_of(invocation, prompt)
         # Never invoked, it does not act, nor in what is generated.
         prefixes.invoke(req, len(prompt) + req.sampling_params.max_new_tokens if at is None else at)
         self._reqs[req.rid] = req
@@ -119,8 +122,11 @@ def _segments(
     return [lora_id for lora_id, _ in kept], [length for _, length in kept]
 
 
-def _last(wanted: list[int], tokens: list[int]) -> int | None:
-    for at in range(len(tokens) - len(wanted), -1, -1):
-        if tokens[at : at + len(wanted)] == wanted:
-            return at
-    return None
+def last_of(wanted: Sequence[int], tokens: array[int]) -> int | None:
+    """Where these begin for the last time; the scheduler waits for it."""
+    ids = np.asarray(tokens)
+    most = max(0, len(ids) - len(wanted) + 1)
+    found = np.flatnonzero(ids[:most] == wanted[0])
+    for place, token in enumerate(wanted):
+        found = found[ids[found + place] == token]
+    return int(found[-1]) if len(found) else None

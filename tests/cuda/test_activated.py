@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from sglang.srt.lora.lora_manager import LoRAManager
 from virtual_cuda import VirtualCuda
 
-from sglang_droidspeak.adapters.activated import ActivatedAdapters
+from sglang_droidspeak.adapters.activated import ActivatedAdapters, last_of
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.asking import unsent
 from sglang_droidspeak.engine.names import ForwardMode
@@ -35,6 +38,26 @@ def activated() -> Iterator[ActivatedAdapters]:
     made.meet(req)
     assert (req.rid, prefixes.invoked_at(req)) == (RID, INVOKED_AT)
     yield made
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 9, 60])
+@pytest.mark.parametrize("seed", range(6))
+def test_an_invocation_is_found_where_it_comes_last(num_tokens: int, seed: int) -> None:
+    draw = random.Random(seed)
+    tokens = array("q", draw.choices([0, 1, 256], k=num_tokens))
+    for length in (1, 2, 3):
+        wanted = draw.choices([0, 1, 256], k=length)
+        found = (i for i in range(num_tokens) if [*tokens[i : i + length]] == wanted)
+        assert last_of(wanted, tokens) == max(found, default=None)
+
+
+@pytest.mark.parametrize("filled_with", [5, 7])
+def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: int) -> None:
+    """Nor where a user fills one with an invocation's first token."""
+    tokens = array("q", [filled_with]) * 1_000_000
+    begun_s = time.process_time()
+    assert last_of((7, 8, 9), tokens) is None
+    assert time.process_time() - begun_s < 0.1
 
 
 def prefill() -> Any:
