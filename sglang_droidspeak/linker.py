@@ -165,8 +165,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._forward = ForwardPass(
             attachment, self._loader, self._meter, self._labels, self._ranks
         )
-        with torch.get_device_module(runner.device).stream(forward_stream):
-            self._forward.warm()
+        self._forward.warm(forward_stream)
         self._insertions = Insertions(
             self._models,
             self._pool_index,

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from cachetree import Deadline, FetchError, Span
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.names import ForwardMode, ScheduleBatch
+from sglang_droidspeak.engine.names import ForwardMode, Req, ScheduleBatch
 from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.controls import name_of
@@ -45,9 +47,9 @@ class ForwardPass:
         self._loading: dict[int, Sequence[Request]] = {}
         """Of each batch that has not ended, by the index that it waits on."""
 
-    def warm(self) -> None:
+    def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
         """At start, on the stream of forwards: whatever a recompute needs is loaded then."""
-        self._prefill.warm()
+        self._prefill.warm(forward_stream)
 
     def expect(self, index: int, requests: Sequence[Request]) -> None:
         """The batch that waits on `index` is about to run with these loads."""
@@ -109,9 +111,15 @@ class ForwardPass:
             for load in loads.values():
                 self._loader.abandon(load, FetchError(f"the partial prefill failed: {exc}"))
         stopped_s = time.monotonic()
+        errors = self._wait_staged(loads)
+        for (row, load), error in zip(loads.items(), errors, strict=True):
+            if error is None and load.plan.is_exact:
+                self._keep_e(batch.reqs[row], load)
+        # Before any full prefill: the batch's end waits for these reads.
         self._loader.read_by_current_stream(batch.hicache_consumer_index)
-        for (row, load), error in zip(loads.items(), self._wait_staged(loads), strict=True):
-            self._settle(batch, row, load, error)
+        for (row, load), error in zip(loads.items(), errors, strict=True):
+            if error is not None:
+                self._fall_back(batch, row, load, error)
         return started_s, stopped_s
 
     def _wait_staged(self, loads: Mapping[int, Load]) -> list[FetchError | None]:
@@ -144,25 +152,26 @@ class ForwardPass:
             self._prefill.run(batch, prefixes)
         self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
 
-    def _settle(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError | None) -> None:
-        """Have every layer of a load in place, by a full prefill where there is an error."""
+    def _keep_e(self, req: Req, load: Load) -> None:
+        """Beside what is exact, where its source has it."""
+        has_e = False
+        try:
+            has_e = load.source.adopt_e(load.at, load.slots)
+        except Exception:
+            log.exception("request %s: its prefix is kept without E", name_of(req.rid))
+        if not has_e:
+            prefixes.note_without_e(req, load.at.stop)
+
+    def _fall_back(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError) -> None:
+        """Have every layer of a load in place by a full prefill."""
         req = batch.reqs[row]
-        if error is not None:
-            log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
-            self._loader.abandon(load, error)
-            begun_s = time.monotonic()
-            self._prefill_in_full(batch, row, load)
-            traces.fell_back(req, load.cause, begun_s)
-            if not load.at.start:
-                prefixes.move(req, approximate=False)
-        elif load.plan.is_exact:
-            has_e = False
-            try:
-                has_e = load.source.adopt_e(load.at, load.slots)
-            except Exception:
-                log.exception("request %s: its prefix is kept without E", name_of(req.rid))
-            if not has_e:
-                prefixes.note_without_e(req, load.at.stop)
+        log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
+        self._loader.abandon(load, error)
+        begun_s = time.monotonic()
+        self._prefill_in_full(batch, row, load)
+        traces.fell_back(req, load.cause, begun_s)
+        if not load.at.start:
+            prefixes.move(req, approximate=False)
 
     def _prefill_in_full(self, batch: ScheduleBatch, row: int, load: Load) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""

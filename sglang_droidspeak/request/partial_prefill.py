@@ -86,17 +86,24 @@ class PartialPrefill:
         choice = attachment.server.settings.recompute_attention
         self._attention = recompute_attention(self._runner, choice)
 
-    def warm(self) -> None:
+    def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
         """Run two layers over a few tokens: from the embeddings, and after these from E, which all
         ranks put together, also corrected by each map. What has to be compiled, loaded or connected
-        is then, and not under the first request. At start, on the stream of forwards. Raises
-        ConfigError where it does not run."""
+        is then, and not under the first request. At start, on the stream of forwards, once that
+        has what was made on the current one. Raises ConfigError where it does not run."""
+        streams = torch.get_device_module(self._runner.device)
+        if forward_stream is not None:
+            forward_stream.wait_stream(streams.current_stream())
         block, half = Span(0, min(2, len(self._stack))), _WARM_TOKENS // 2
-        e = self._no_e.new_zeros(half, self._no_e.shape[1])
         first = BlockTokens(row=0, tokens=Span(0, half), block=block, e=None)
-        rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: e)
         try:
-            with on_padding(self._runner, _WARM_TOKENS) as batch, self._ranks.together():
+            with (
+                streams.stream(forward_stream),
+                on_padding(self._runner, _WARM_TOKENS) as batch,
+                self._ranks.together(),
+            ):
+                e = self._no_e.new_zeros(half, self._no_e.shape[1])
+                rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: e)
                 for tokens in (first, rest, *(replace(rest, e_map=it) for it in self._corrections)):
                     self.run(batch, [tokens])
         except RanksApart:

@@ -409,11 +409,9 @@ def on_device(
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
     with cuda, patch.object(forward_batch_info, "compute_position", _positions):
         engine = Engine(runner, model, e_layers, cuda, recompute)
+        engine.pass_.warm(engine.forwards)
         with torch.cuda.stream(engine.schedule):
             engine.schedule.wait_stream(cuda.default_stream)
-            engine.forwards.wait_stream(cuda.default_stream)
-            with torch.cuda.stream(engine.forwards):
-                engine.pass_.warm()
             yield engine
 
 
@@ -465,9 +463,11 @@ def plain_attention(runner: Any) -> Any:
             """Of each layer that it ran on, how many tokens stood before each prompt's."""
             self.token_to_kv_pool = runner.token_to_kv_pool
             self.req_to_token_pool = runner.req_to_token_pool
+            self.indptr = torch.zeros(NUM_SLOTS, dtype=torch.int64, device="cuda")
 
         def init_forward_metadata(self, batch: ForwardBatch) -> None:
-            """Nothing to plan."""
+            """As FlashInfer's: into what was made with it."""
+            self.indptr[1 : batch.batch_size + 1] = batch.seq_lens.cumsum(0)
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: RadixAttention, batch: ForwardBatch, save=True, **_

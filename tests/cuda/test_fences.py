@@ -28,6 +28,7 @@ from cachetree.errors import FetchError
 from cachetree.ids import LOCAL, Kind, Span, Step
 from cachetree.memory import Layout
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.insertions import Offload
 from sglang_droidspeak.store.pool import PoolPages
@@ -84,10 +85,14 @@ def a_load_from_the_pool(engine: Engine) -> None:
     source, slots = engine.slots(PAGE, 2 * PAGE), engine.slots(4 * PAGE, 3 * PAGE)
     older_forward(engine, source)
     older_forward(engine, slots)
-    request = engine.loading(slots[: 2 * PAGE], BLOCK, PoolPages(source), e_map=MAP)
+    given = engine.slots(4 * PAGE, 2 * PAGE)
+    request = engine.loading(given, BLOCK, PoolPages(source), e_map=MAP)
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
-    # SGLang may give the source's slots to another request now.
-    older_forward(engine, source)
+    # SGLang may give the source's slots to another request now, and to the stream of its scheduler
+    # the memory in which these numbers were.
+    for freed in (given, source):
+        freed.zero_()
+    older_forward(engine, engine.slots(PAGE, 2 * PAGE))
 
 
 def a_load_of_what_is_cached(engine: Engine) -> None:
@@ -207,6 +212,28 @@ def test_nothing_races(seen, scenario: str) -> None:
 @pytest.mark.parametrize("scenario", ["a_load_from_a_peer", "a_load_from_the_pool"])
 def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario: str) -> None:
     assert sorted(map(str, seen[scenario, None].waits)) == []
+
+
+def forwards_before_reads(model: Path) -> list[int]:
+    """When what the end of a batch waits for is noted, how many layers its full prefill has run."""
+    read, found = Loader.read_by_current_stream, []
+    with on_device(load(model), model, (1,), VirtualCuda()) as engine:
+
+        def watched(loader: Loader, index: int) -> None:
+            found.append(len(engine.runner.attn_backend.runs))
+            read(loader, index)
+
+        with patch.object(Loader, "read_by_current_stream", watched):
+            a_load_that_fails(engine)
+        found.append(len(engine.runner.attn_backend.runs))
+        engine.close()
+    return found
+
+
+def test_the_end_of_a_batch_waits_for_no_full_prefill(model) -> None:
+    """SGLang asks for it as soon as the batch is launched."""
+    before, after = fork(partial(forwards_before_reads, model), list[int])
+    assert before == 0 < after
 
 
 def streams_of_an_offload(model: Path) -> list[bool]:
