@@ -1,7 +1,8 @@
 """The receiver through the OpenAI client. Needs both servers; see docs/quickstart.md.
 
-The OpenAI API has no place for `meta_info`: what it shows is how many prompt tokens were cached,
-here or at the sender, where the server runs with `--enable-cache-report`.
+A completion has no place for `meta_info`: what it shows is how many prompt tokens were cached, here
+or at the sender, where the server runs with `--enable-cache-report`. A chat completion that is not
+streamed has it in its `choices`, where the request says `return_meta_info: true`.
 """
 
 from __future__ import annotations
