@@ -84,7 +84,7 @@ def main() -> None:
 
         with bench(Path(name), setup, prepare) as it:
             publish(it)
-            receiver, document = it.models[1], it.documents[0]
+            receiver, document = it.receiver.spec.model, it.documents[0]
             correction = _correction(args.corrected, args.maps, read_model_identity(receiver))
             if args.dtype == "float32":
                 compare_outputs(it, _named(args.plain), args.plain)

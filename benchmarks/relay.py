@@ -79,7 +79,6 @@ class Bench:
     """Holds what the sender stored, to serve it again through a paced link."""
     relay_address: str
     documents: Sequence[Sequence[int]]
-    models: Sequence[Path]
 
     def prompt(self, document: int) -> list[int]:
         return [*self.documents[document], *random_prompt(NUM_NEW, seed=9000 + document)]
@@ -131,7 +130,7 @@ def bench(
         running(*specs, folder=folder / "logs", env=ENV) as (s, r),
         Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
     ):
-        yield Bench(s, r, relay, relayed, documents, paths)
+        yield Bench(s, r, relay, relayed, documents)
 
 
 def publish(it: Bench) -> None:
@@ -153,7 +152,9 @@ def compare_outputs(
     """Before times are compared: what the receiver answers about the first document, in float32
     without a codec, against an oracle, whose tokens are returned."""
     cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
-    sender, receiver = (load_model(ModelSource(path=it.models[i]), **cpu) for i in (0, -1))
+    sender, receiver = (
+        load_model(ModelSource(path=each.spec.model), **cpu) for each in (it.sender, it.receiver)
+    )
     ids, num_shared = torch.tensor([it.prompt(0)]), len(it.documents[0]) // PAGE * PAGE
     prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block, correct=correct)
     wanted = decode(receiver, prefix, ids[:, num_shared:], NUM_COMPARED)
