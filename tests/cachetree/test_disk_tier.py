@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import data_files, place_of
+from tier_parts import fetch_too_late
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -139,17 +140,7 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         monkeypatch.setattr(DiskStore, "read", slow)
-        staging = cache.fetch(plan_of(Span(0, 8), DISK), prompt(0), Deadline.after(0.1))
-        assert staging is not None
-        with staging:
-            if is_given_up:
-                time.sleep(0.05)
-            else:
-                with pytest.raises(DeadlineExceeded):
-                    staging.wait(staging.steps[0])
-        eventually(lambda: cache.link(DISK))
-        link = cache.link(DISK)
-        assert link is not None and link.fixed_s + link.seconds(1 << 20) > 0.1
+        fetch_too_late(cache, plan_of(Span(0, 8), DISK), prompt(0), is_given_up=is_given_up)
 
 
 def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from hicache_parts import (
     store_and_wait,
     tier_of,
 )
+from tier_parts import fetch_too_late
 from transport_parts import eventually, store
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Span, StaleEntry
-from sglang_droidspeak.hicache import HICACHE, tier
 from sglang_droidspeak.hicache import lane as breaker
+from sglang_droidspeak.hicache import tier
 from sglang_droidspeak.hicache.lane import Breaker
 
 
@@ -126,17 +127,7 @@ class Slow(Shelf):
 def test_a_backend_that_never_ends_in_time_is_known_to_be_slow(is_given_up: bool) -> None:
     with cache_over(Slow()) as cache:
         store_and_wait(cache, prompt(0))
-        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(0.1))
-        assert staging is not None
-        with staging:
-            if is_given_up:
-                time.sleep(0.05)
-            else:
-                with pytest.raises(DeadlineExceeded):
-                    staging.wait(staging.steps[0])
-        eventually(lambda: cache.link(HICACHE))
-        link = cache.link(HICACHE)
-        assert link is not None and link.fixed_s + link.seconds(1 << 20) > 0.1
+        fetch_too_late(cache, plan_of(Span(0, 8)), prompt(0), is_given_up=is_given_up)
 
 
 def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

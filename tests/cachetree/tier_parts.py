@@ -1,0 +1,29 @@
+"""What holds of every tier below memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from transport_parts import eventually
+
+from cachetree import Cache, Deadline, DeadlineExceeded, PageHash, Plan
+
+
+def fetch_too_late(
+    cache: Cache, plan: Plan, pages: Sequence[PageHash], *, is_given_up: bool
+) -> None:
+    """A fetch of which a step takes longer than its deadline, or than its reader waits, shows that
+    it comes from somewhere slow."""
+    staging = cache.fetch(plan, pages, Deadline.after(0.1))
+    assert staging is not None
+    with staging:
+        if is_given_up:
+            time.sleep(0.05)
+        else:
+            with pytest.raises(DeadlineExceeded):
+                staging.wait(staging.steps[0])
+    eventually(lambda: cache.link(plan.location))
+    link = cache.link(plan.location)
+    assert link is not None and link.fixed_s + link.seconds(1 << 20) > 0.1
