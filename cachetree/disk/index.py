@@ -41,13 +41,16 @@ class DiskEntry:
         return is_first and set(self.record.layout.e_layers) < set(e_layers)
 
     def change(self, *, added: bool) -> Change:
-        return Change(
+        """Of a moment, also where others take pages from it meanwhile."""
+        record = self.record
+        whole = Change(
             added=added,
-            model=self.record.model,
-            parent=self.parent_page,
-            pages=self.pages,
-            e_layers=self.record.layout.e_layers,
+            model=record.model,
+            parent=record.parent,
+            pages=record.pages,
+            e_layers=record.layout.e_layers,
         )
+        return whole.part(Span(self.start, len(record.pages)))
 
 
 class DiskIndex:

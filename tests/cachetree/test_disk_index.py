@@ -61,3 +61,26 @@ def test_pages_that_are_no_prompt_let_nothing_of_another_go() -> None:
         assert index.publish(entry_of(number, [page(number)], parent)) == []
     assert index.drop_from(None, [page(1), page(3)]) == []
     assert [each.number for each in index.drop_from(None, [page(2), page(3)])] == [3, 2]
+
+
+def test_an_entry_that_loses_pages_meanwhile_is_shown_with_all_of_them_or_with_the_rest() -> None:
+    pages = [page(number) for number in range(4)]
+
+    class Moving(DiskEntry):
+        """Others take another page whenever `start` has been read."""
+
+        @property
+        def start(self) -> int:  # type: ignore[override]
+            self.num_taken += 1
+            return self.num_taken - 1
+
+        @start.setter
+        def start(self, start: int) -> None:
+            self.num_taken = start
+
+    for num_taken in range(3):
+        entry = Moving(entry_of(1, pages, page(9)).record, 1, 1)
+        entry.num_taken = num_taken
+        change = entry.change(added=True)
+        assert change.pages == tuple(pages[num_taken:])
+        assert change.parent == (pages[num_taken - 1] if num_taken else page(9))
