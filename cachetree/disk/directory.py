@@ -23,13 +23,15 @@ TEMPORARY: Final = ".new"
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
+MEND: Final = "mend that, or name another directory"
+"""Where the system refused something: what is there may be sound."""
+
 log = logging.getLogger(__name__)
 
 _LOCK: Final = "cachetree.lock"
 _DIGITS: Final = 12
 _ENTRY: Final = rf"entry-.+-\d{{{_DIGITS}}}"
 """Of any family and release."""
-_REMEDY: Final = "name another directory, or remove this one"
 
 
 class Directory:
@@ -55,7 +57,7 @@ class Directory:
             self.num_bytes: Final = (path / _LOCK).stat().st_size
         except OSError as exc:
             self.close()
-            raise ConfigError(f"disk path is {str(path)!r}: {exc}; {_REMEDY}") from exc
+            raise ConfigError(f"disk path is {str(path)!r}: {exc}; {MEND}") from exc
         except ConfigError:
             self.close()
             raise
@@ -104,7 +106,8 @@ class Directory:
         if theirs:
             raise ConfigError(
                 f"disk path is {str(self.path)!r}, which holds {Path(min(theirs)).name} of another "
-                f"family or release, where ours begin with {self._prefix}; {_REMEDY}"
+                f"family or release, where ours begin with {self._prefix}; name another "
+                "directory, or remove this one"
             )
         if not (self.path / _LOCK).exists() and (others := list(self.path.iterdir())):
             raise ConfigError(

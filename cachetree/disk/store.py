@@ -15,7 +15,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
-from cachetree.disk.directory import Directory, new_file
+from cachetree.disk.directory import MEND, Directory, new_file
 from cachetree.disk.entry_file import Record, Views, largest_fitting, most_bytes
 from cachetree.disk.index import DiskEntry, DiskIndex
 from cachetree.errors import ConfigError, StaleEntry
@@ -71,7 +71,7 @@ class DiskStore:
             self._recover()
         except OSError as exc:
             self._directory.close()
-            raise ConfigError(f"disk path is {config.path!r}: {exc}; remove it") from exc
+            raise ConfigError(f"disk path is {config.path!r}: {exc}; {MEND}") from exc
 
     # Reading.
 

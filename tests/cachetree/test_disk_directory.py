@@ -151,7 +151,7 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_pa
     other.write_text("kept")
     folder.mkdir()
     (folder / "cachetree.lock").symlink_to(other)
-    with pytest.raises(ConfigError, match=r"disk path is .*; name another directory"):
+    with pytest.raises(ConfigError, match=r"disk path is .*; mend that, or name another"):
         open_store(folder)
     assert other.read_text() == "kept"
 

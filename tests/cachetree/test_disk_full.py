@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from disk_parts import (
     write,
 )
 
-from cachetree.errors import StaleEntry
+from cachetree.errors import ConfigError, StaleEntry
 
 PARTS = Path(__file__).with_name("disk_parts.py")
 
@@ -99,6 +101,24 @@ def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
         assert hard
         assert num_right(store, A, "abc") == 3
         assert store.status().counts.num_damaged_entries == 0
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_what_keeps_an_entry_from_being_read_at_start_is_no_reason_to_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc")
+    with monkeypatch.context() as patch:
+        patch.setattr("cachetree.disk.entry_file.read_record", fail)
+        with pytest.raises(ConfigError, match=f"{os.strerror(number)}; mend that") as refused:
+            open_store(tmp_path)
+    assert "remove" not in str(refused.value)
+    with open_store(tmp_path) as store:
+        assert num_right(store, A, "abc") == 3
 
 
 @pytest.mark.parametrize("what", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
