@@ -175,8 +175,9 @@ class DiskTier:
         seconds = self._clock() - begun_at_s
         self._note_speed(staging.num_landed_bytes, seconds, staging.error)
         if staging.is_complete and self._is_warm:
-            line = self._store.index.line(model, pages[-1])
-            self._promote(takewhile(self._has_room, line), staging.deadline)
+            # Behind the fetches that wait.
+            line = takewhile(self._has_room, self._store.index.line(model, pages[-1]))
+            self._reads.put(partial(self._promote, line, staging.deadline))
 
     def _promote_and_tell(
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]

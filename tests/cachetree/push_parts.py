@@ -46,17 +46,20 @@ def at_worker(address: Location, **config: object) -> contextlib.AbstractContext
     return cache_of(peers=(address,), stores=(address,), serves=False, **config)
 
 
-def fetched(cache: Cache, location: Location, pages: Sequence[PageHash]) -> None:
-    """Fetch from there and compare every byte."""
-    plan = Plan(
+def plan_of(location: Location, num_pages: int) -> Plan:
+    return Plan(
         sender=MODEL,
         receiver=ModelId("receiver"),
         location=location,
-        pages=Span(0, len(pages)),
+        pages=Span(0, num_pages),
         block=Span(E_LAYER, E_LAYER + 1),
         num_layers=FAMILY.num_layers,
     )
-    staging = cache.fetch(plan, pages, Deadline.after(5))
+
+
+def fetched(cache: Cache, location: Location, pages: Sequence[PageHash]) -> None:
+    """Fetch from there and compare every byte."""
+    staging = cache.fetch(plan_of(location, len(pages)), pages, Deadline.after(5))
     assert staging is not None
     with staging:
         wait_all(staging)

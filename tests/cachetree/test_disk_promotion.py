@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from disk_parts import data_files
-from push_parts import PAGE_TOTAL, cache_of, fetched, new_store
+from push_parts import PAGE_TOTAL, cache_of, fetched, new_store, plan_of
 from transport_parts import (
     E_LAYER,
     MODEL,
@@ -35,6 +35,7 @@ from cachetree import (
     Step,
     WorkerConfig,
 )
+from cachetree.disk import DiskTier
 from cachetree.transport import wire
 from cachetree.tree import Lease, join_hashes
 
@@ -250,6 +251,34 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
         fetched(worker, DISK, PAGES)
         fetched(worker, DISK, PAGES)
         assert worker.match(other)[0].location == "local", "others were evicted for it"
+
+
+def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(disk: DiskTier, name: str) -> None:
+        real = getattr(disk, name)
+
+        def call(*args: object) -> None:
+            calls.append(name)
+            real(*args)
+
+        monkeypatch.setattr(disk, name, call)
+
+    with on_disk_only(tmp_path) as (worker, _):
+        assert worker._disk is not None
+        for name in ("_fetch", "_promote"):
+            noted(worker._disk, name)
+        goes_on = slow(worker, monkeypatch)
+        plan = plan_of(DISK, len(PAGES))
+        stagings = [worker.fetch(plan, PAGES, Deadline.after(10)) for _ in range(4)]
+        goes_on.set()
+        eventually(lambda: len(calls) == 8)
+        # One of the two threads may not have said yet what it does.
+        assert calls.index("_promote") >= 3
+        assert all(it is not None and it.is_complete for it in stagings)
 
 
 def test_pages_can_be_stored_after_what_is_only_on_disk(tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_pat
             store_and_wait(cache, prompt(number))
         num_evictions = cache.tree.num_evictions
         fetch(cache, pages, Span(16, 24))
+        eventually(lambda: num_found(cache, pages, LOCAL) == 16)
         assert cache._disk is not None
         cache._disk.close()  # Once what was begun has ended.
         assert cache.tree.num_evictions == num_evictions
