@@ -7,13 +7,12 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from profiles.data.metrics import Metric
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.settings import Settings, add_flags
 
@@ -236,12 +235,7 @@ def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, An
     made = profile.made
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
     found: dict[str, Any] = {it: getattr(made, it) for it in names}
-    if args.template is None:
-        found |= {"template": made.template or None, "max_new": made.max_new or None}
-        is_stated = made.template or re.search(r"(^| )--metric[ =]", made.command)
-        if is_stated and profile.metric in set(Metric):  # Of several, each data set has its own.
-            found["metric"] = profile.metric
-    return found
+    return found | asdict(made.options) if args.template is None else found
 
 
 def _print(line: str) -> None:

@@ -17,6 +17,8 @@ import msgspec
 
 from cachetree import PairProfile, Span
 from cachetree.planning import EMap, LayerTimes, WrittenBlock, read_profile_as
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +281,8 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     """Grid of the blocks, in layers."""
     page_size: int
     template: str
+    metric: Metric | None = None
+    """As it was stated; None where each data set has its own."""
     chat: bool = False
     """Whether each prompt was a user's message in the tokenizer's chat template."""
     max_new: int
@@ -295,6 +299,16 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     sweep_passes_per_context: int
     """Of those, what every block of one training context took."""
     elapsed_s: float
+
+    @property
+    def options(self) -> TaskOptions:
+        """What was stated about every data set."""
+        return TaskOptions(
+            template=self.template or None,
+            metric=self.metric,
+            max_new=self.max_new or None,
+            chat=self.chat,
+        )
 
 
 class MeasuredProfile(PairProfile, frozen=True, kw_only=True):

@@ -369,6 +369,7 @@ def _making(
         group=group,
         page_size=settings.page_size,
         template=settings.template or "",
+        metric=settings.options.metric,
         chat=settings.chat,
         max_new=settings.max_new or 0,
         max_prompt_tokens=settings.max_prompt_tokens,

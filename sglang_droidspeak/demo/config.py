@@ -16,8 +16,6 @@ from cachetree.checkpoint import read_model_identity
 from profiles.compute.models import ModelSource, load_tokenizer, look_at
 from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import Document, make_documents
-from profiles.data.metrics import Metric
-from profiles.data.tasks import TaskOptions
 from profiles.environment import ROOT
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.random_models import shape, write_models
@@ -175,14 +173,7 @@ class DemoConfig:
         """What the pair is asked, as its profile was made, in the tokens that a server would make
         of it; longer prompts than the servers take are cut as the profiler cuts them."""
         made = profile.made
-        is_one_metric = made.template and profile.metric in set(Metric)
-        options = TaskOptions(
-            template=made.template or None,
-            metric=Metric(profile.metric) if is_one_metric else None,
-            max_new=made.max_new or None,
-            chat=made.chat,
-        )
-        sources = load_sources([str(self.data)], options)
+        sources = load_sources([str(self.data)], made.options)
         records = tuple(it for source in sources for it in source.records)[: self.num_questions]
         longest = max(it.task.max_new for it in records)
         receiver = look_at(ModelSource(path=self.receiver))

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from profiles.evidence import MeasuredProfile, read_measured
@@ -72,12 +71,15 @@ def test_data_may_be_a_folder_of_several_sets_with_metrics_of_their_own(tmp_path
     for name in ("hotpotqa", "multi_news"):
         lines = [json.dumps(record | {"dataset": name, "_id": f"{name}{i}"}) for i in range(2)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    profile = msgspec.structs.replace(made_with(tmp_path), metric="f1+rouge_l")
-    documents = replace(SMALL, data=tmp_path, num_questions=3).documents(profile)
-    assert [(it.task.name, it.task.metric, len(it.questions)) for it in documents] == [
-        ("hotpotqa", "f1", 2),
-        ("multi_news", "rouge_l", 1),
-    ]
+    config = replace(SMALL, data=tmp_path, num_questions=3)
+    for template in "", "{context} {input}":
+        documents = config.documents(made_with(tmp_path, template=template, metric=None))
+        assert [(it.task.name, it.task.metric, len(it.questions)) for it in documents] == [
+            ("hotpotqa", "f1", 2),
+            ("multi_news", "rouge_l", 1),
+        ]
+    documents = config.documents(made_with(tmp_path, template="", metric="edit_similarity"))
+    assert {it.task.metric for it in documents} == {"edit_similarity"}, "as it was stated"
 
 
 @pytest.mark.parametrize("flag", ["--num-questions", "--num-documents"])
