@@ -15,7 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import FetchError
+from cachetree.errors import FetchError, StaleEntry
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import Staging
 from cachetree.tree import CacheTree, Change, Lease
@@ -169,7 +169,10 @@ IsOver = Callable[[], bool]
 """Whether the time to write is over: nothing more should be begun."""
 
 Write = Callable[[Change, Lease, IsOver], bool]
-"""Whether an entry was written in time; called in a thread, perhaps before whoever made it has."""
+"""Whether an entry was written in time; called in a thread, perhaps before whoever made it has.
+
+Raises StaleEntry where its bytes were taken away meanwhile.
+"""
 
 
 class WriteBehind:
@@ -178,14 +181,17 @@ class WriteBehind:
     What is evicted before its turn, or comes while too many wait, is late and not written.
     """
 
-    def __init__(self, tree: CacheTree, name: str, write: Write, clock: Clock) -> None:
-        """What `write` raises is logged."""
+    def __init__(
+        self, tree: CacheTree, location: Location, name: str, write: Write, clock: Clock
+    ) -> None:
+        """`write` takes entries to `location`; what it raises is logged."""
         self.num_late = 0
         self.moves: Final = Moves()
         """Each entry from before it is leased until it is no more."""
         self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
+        self._location: Final = location
         self._name: Final = name
         self._write: Final = write
         self._clock: Final = clock
@@ -230,11 +236,21 @@ class WriteBehind:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
+        """Before it what it comes after, where that could not be written in its time or has been
+        lost since: without it nothing that comes later would ever be found."""
+        tree, model, parent = self._tree, change.model, change.parent
+        above: Sequence[Change] = ()
+        if parent is not None and not tree.has(model, parent, self._location):
+            above = tree.line(model, parent)
+        return all(map(self._is_one_written, (*above, change)))
+
+    def _is_one_written(self, change: Change) -> bool:
         if self.is_over():
             return False
         deadline = Deadline.after(_MAX_WRITE_S, self._clock)
         lease = self._tree.lease(change.model, change.pages, self._name, deadline, is_use=False)
         if lease is None:
             return False
-        with lease:
+        with lease, contextlib.suppress(StaleEntry):
             return self._write(change, lease, self.is_over)
+        return False

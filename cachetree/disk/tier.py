@@ -53,7 +53,7 @@ class DiskTier:
         self._is_warm = False
         self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
         self._store: Final = DiskStore(tree.family, config, self._show)
-        self._behind = WriteBehind(tree, "cachetree-disk-write", self._write, clock)
+        self._behind = WriteBehind(tree, DISK, "cachetree-disk-write", self._write, clock)
         self._reads: Turns[Callable[[], object]] = Turns(
             "cachetree-disk-read", self._read_all, NUM_READERS
         )
@@ -124,29 +124,9 @@ class DiskTier:
 
     # In the writer's thread.
 
-    def _write(self, change: Change, lease: Lease, is_over: IsOver) -> bool:
-        """An entry that has been begun is written, whether or not time is over.
-
-        Before it what it comes after, where that could not be written in its time or has since
-        been found damaged: without it nothing that comes later would ever be here.
-        """
-        model, parent = change.model, change.parent
-        above = [] if parent is None or self.has(model, parent) else self._tree.line(model, parent)
-        for each in above:
-            other = self._tree.lease(model, each.pages, lease.owner, lease.deadline, is_use=False)
-            if other is None:
-                return False
-            with other:
-                if is_over() or not self._write_leased(each, other):
-                    return False
-        return self._write_leased(change, lease)
-
-    def _write_leased(self, change: Change, lease: Lease) -> bool:
-        """False where the bytes were taken away meanwhile."""
-        try:
-            self._store.write(change, lease.views)
-        except StaleEntry:
-            return False
+    def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
+        """An entry that has been begun is written, whether or not time is over."""
+        self._store.write(change, lease.views)
         return True
 
     # In a reader's thread.

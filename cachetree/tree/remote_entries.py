@@ -46,10 +46,8 @@ class RemoteEntries:
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
         key = (location, model)
-        if parent is not None:
-            place = self._trie.find(parent)
-            if place is None or key not in place.node.remote:
-                return
+        if parent is not None and not self.has(location, model, parent):
+            return
         layers = tuple(sorted(set(e_layers)))
         nodes = self._trie.cover(parent, pages)
         had = [node.remote[key].e_layers for node in nodes if key in node.remote]
@@ -59,6 +57,10 @@ class RemoteEntries:
             for entry in below(nodes[0].remote[key]):
                 entry.set_e(entry.e_layers)
         self._listeners.noted((node.remote[key] for node in nodes), added=True)
+
+    def has(self, location: Location, model: ModelId, page: PageHash) -> bool:
+        place = self._trie.find(page)
+        return place is not None and (location, model) in place.node.remote
 
     def reach(
         self,

@@ -11,7 +11,7 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
-from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.planning import Match
 from cachetree.tree.entries import Change
@@ -200,10 +200,12 @@ class CacheTree:
             self._holds.leases.add(lease)
             return lease
 
-    def has(self, model: ModelId, page: PageHash) -> bool:
-        """Whether the model has this page here."""
+    def has(self, model: ModelId, page: PageHash, location: Location = LOCAL) -> bool:
+        """Whether the model has this page, or is noted to have it, at `location`."""
         with self._lock:
-            return self._trie.find_local(model, page) is not None
+            if location == LOCAL:
+                return self._trie.find_local(model, page) is not None
+            return self._remote.has(location, model, page)
 
     def line(self, model: ModelId, page: PageHash) -> list[Change]:
         """What the model has from the root to the entry with `page`, as additions in order."""

@@ -76,7 +76,7 @@ class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A tier in numbers, since its start."""
 
     num_late_entries: int
-    """Evicted from memory, or refused by the backend, before they were written."""
+    """Evicted from memory before they were written, or not taken by the backend."""
     is_reading_paused: bool
     is_writing_paused: bool
 
@@ -135,7 +135,7 @@ class HiCacheTier:
         self._fetches: Turns[tuple[ModelId, Sequence[PageHash], Staging]] = Turns(
             "hicache-read", self._read_all
         )
-        self._behind = WriteBehind(tree, "hicache-write", self._write, clock)
+        self._behind = WriteBehind(tree, HICACHE, "hicache-write", self._write, clock)
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         is_paused = self._reading.breaker.is_open
@@ -307,7 +307,7 @@ class HiCacheTier:
     # In the thread that writes.
 
     def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Whether all of an entry is in the backend, or the backend has failed.
+        """Whether all of an entry is in the backend.
 
         E of each layer comes first, then KV in `Objects.written` order: a page is found only when
         all of it is there.
@@ -323,7 +323,7 @@ class HiCacheTier:
         except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
             lane.count("failed", 1)
             lane.breaker.fail(repr(exc))
-            return True
+            return False
         lane.breaker.succeed()
         parent, layers = change.parent, change.e_layers
         self._tree.add_remote(HICACHE, change.model, parent, change.pages, layers)

@@ -204,7 +204,7 @@ def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
 
     tree = CacheTree(FAMILY, host_bytes=1 << 20)
     store(tree, pages_of(2))
-    behind = WriteBehind(tree, "test-write", write, time.monotonic)
+    behind = WriteBehind(tree, SHELF, "test-write", write, time.monotonic)
     assert begun.wait(30)
     assert behind.close(0.0)
     assert (told, behind.num_late) == ([False, True], 0)

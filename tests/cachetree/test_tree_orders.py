@@ -134,6 +134,9 @@ def test_what_a_model_has_of_a_path() -> None:
     pages = path("abcde")
     assert [tree.has(A, page) for page in pages] == [True] * 4 + [False]
     assert not tree.has(B, pages[0])
+    assert not tree.has(A, pages[0], DISK)
+    tree.add_remote(DISK, A, None, pages[:2], ())
+    assert [tree.has(A, page, DISK) for page in pages] == [True] * 2 + [False] * 3
     assert tree.line(A, pages[2]) == [
         Change(added=True, model=A, parent=None, pages=tuple(pages[:2]), e_layers=(1,)),
         Change(added=True, model=A, parent=pages[1], pages=tuple(pages[2:4]), e_layers=()),

@@ -67,8 +67,22 @@ def test_a_backend_that_raises_is_left_alone() -> None:
         eventually(lambda: tier_of(cache).status().is_writing_paused)
         shelf.calls.clear()
         store(cache.tree, prompt(20))
-        eventually(lambda: tier_of(cache).status().num_late_entries == 1)
+        eventually(lambda: tier_of(cache).status().num_late_entries == breaker.MAX_FAILURES + 1)
         assert shelf.calls == []
+
+
+def test_what_could_not_be_written_is_written_with_what_comes_after_it() -> None:
+    """Else nothing that begins with it would ever be found, as long as it is in memory."""
+    shelf, pages = Failing(), prompt(0)
+    with cache_over(shelf) as cache, cache_over(shelf) as other:
+        shelf.fails = True
+        store(cache.tree, pages[:4])
+        eventually(lambda: tier_of(cache).status().num_late_entries == 1)
+        shelf.fails = False
+        store(cache.tree, pages[4:], pages[3])
+        eventually(lambda: num_there(cache, pages) == 8)
+        assert search(other, pages) == 8
+        fetch(other, pages, Span(0, 8))
 
 
 class Hanging(Shelf):
