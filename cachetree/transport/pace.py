@@ -51,7 +51,7 @@ class Bandwidth:
     in three short fetches did not exceed beside their bytes; of the rate, a median, each fetch
     tells as much as its bytes are of its time. A plan that avoids a slow link would never learn
     that it recovered: it is taken to be twice as fast for every `MAX_AGE_S` beyond the first
-    without a sample. One thread samples at a time, any may read.
+    without a sample, up to a million times. One thread samples at a time, any may read.
     """
 
     MAX_AGE_S = 60.0
@@ -66,6 +66,7 @@ class Bandwidth:
     _LONG = 4.0
     """Times the fixed time, by its bytes."""
     _ROUNDS = 4
+    _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1
     _MIN_GIVEN_UP_S = 0.01
     """A deadline missed by a fetch shorter than this, or a shorter one that its reader gave up,
@@ -94,7 +95,8 @@ class Bandwidth:
         if self._known is None:
             return None
         known, sampled_at_s = self._known
-        faster = 2.0 ** max(0.0, (self._clock() - sampled_at_s) / self.MAX_AGE_S - 1)
+        doublings = max(0.0, (self._clock() - sampled_at_s) / self.MAX_AGE_S - 1)
+        faster = 2.0 ** min(doublings, self._MOST_DOUBLINGS)
         fixed_s = (known.fixed_s or self._TRIP_S) / faster
         return replace(known, byte_s=known.byte_s / faster, fixed_s=fixed_s)
 

@@ -314,7 +314,8 @@ def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
     bandwidth = Bandwidth(clock)
     bandwidth.sample(mb, 1.0)
     began_s = clock.now_s
-    for age_s, rate in ((0, mb), (59, mb), (120, 2 * mb), (300, 16 * mb)):
+    weekend_s, most = 3 * 86_400, mb << 20
+    for age_s, rate in ((0, mb), (59, mb), (120, 2 * mb), (300, 16 * mb), (weekend_s, most)):
         clock.now_s = began_s + age_s
         assert bandwidth.link is not None
         assert bandwidth.link.byte_s == pytest.approx(1 / rate)
