@@ -203,7 +203,7 @@ class WriteBehind:
     def close(self, timeout_s: float) -> bool:
         """Write what waits until then; whether the thread has ended soon after. Idempotent."""
         self._unsubscribe()
-        self._closes_at_s = self._clock() + timeout_s
+        self._closes_at_s = min(self._closes_at_s, self._clock() + timeout_s)
         return self._turns.close(timeout_s + GRACE_S)
 
     def is_over(self) -> bool:
@@ -231,7 +231,8 @@ class WriteBehind:
         for change in changes:
             try:
                 with self.moves:
-                    self.num_late += not self._is_written(change)
+                    is_late = not self._is_written(change)
+                self.num_late += is_late  # Without a call meanwhile: other threads add to it, too.
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
 

@@ -207,4 +207,27 @@ def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
     behind = WriteBehind(tree, SHELF, "test-write", write, time.monotonic)
     assert begun.wait(30)
     assert behind.close(0.0)
+    behind.close(60.0)
+    assert behind.is_over(), "a second close gave it more time"
     assert (told, behind.num_late) == ([False, True], 0)
+
+
+def test_what_is_late_while_an_entry_is_written_stays_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cachetree.tier.MAX_WAITING", 1)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write(change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
+        begun.set()
+        return may_end.wait(30)
+
+    tree = CacheTree(FAMILY, host_bytes=1 << 20)
+    behind = WriteBehind(tree, SHELF, "test-write", write, time.monotonic)
+    store(tree, pages_of(2, "0 "))
+    assert begun.wait(30)
+    for number in range(1, 12):  # The first of them waits.
+        store(tree, pages_of(2, f"{number} "))
+    may_end.set()
+    assert behind.close(30)
+    assert behind.num_late == 10
