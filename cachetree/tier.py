@@ -157,12 +157,13 @@ class Moves:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Once those under way have ended, and none begins meanwhile."""
+    def stopped(self, timeout_s: float) -> Iterator[bool]:
+        """Once those under way have ended, and none begins meanwhile; False where one has not ended
+        by then."""
         with self._gate:
             with self._changed:
-                self._changed.wait_for(lambda: not self._num_under_way)
-            yield
+                have_ended = self._changed.wait_for(lambda: not self._num_under_way, timeout_s)
+            yield have_ended
 
 
 IsOver = Callable[[], bool]

@@ -24,6 +24,7 @@ from cachetree.tree import CacheTree, Change, Lease
 log = logging.getLogger(__name__)
 
 _MAX_CLOSE_S: Final = 5.0
+_MAX_STOP_S: Final = 5.0
 NUM_READERS: Final = 2
 _MAX_PROMOTIONS: Final = 64
 
@@ -217,12 +218,18 @@ class DiskTier:
     def _evict(
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """What moved meanwhile would be held in one place, and come back to the other from it."""
+        """What moved meanwhile would be held in one place, and come back to the other from it.
+
+        While a disk hangs, only memory can be given up.
+        """
         num_bytes = num_disk_bytes = 0
         try:
-            with self._behind.moves.stopped():
+            with self._behind.moves.stopped(_MAX_STOP_S) as is_stopped:
                 num_bytes = self._tree.evict(model, pages)
-                num_disk_bytes = self._store.evict(model, pages)
+                if is_stopped:
+                    num_disk_bytes = self._store.evict(model, pages)
+                else:
+                    log.warning("%s does not answer; nothing on it goes", self._store.config.path)
         finally:
             done(num_bytes, num_disk_bytes)
 

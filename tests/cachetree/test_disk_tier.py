@@ -388,6 +388,22 @@ def test_what_is_evicted_while_it_is_written_is_gone_from_both(tmp_path: Path) -
         assert not cache.match(prompt(0))
 
 
+def test_an_order_to_evict_waits_for_no_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetree.disk.tier._MAX_STOP_S", 0.1)
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+        eventually(lambda: not cache.status().held_bytes)
+        assert cache._disk is not None
+        with cache._disk._store._writing:
+            store(cache.tree, prompt(1))
+            eventually(lambda: cache.status().held_bytes)
+            assert evict(cache).get(timeout=20) == (PROMPT_BYTES, 0)
+            fetch(cache, prompt(0), Span(0, 8))
+            eventually(lambda: num_found(cache, prompt(0), LOCAL) == 8)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
