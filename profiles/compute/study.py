@@ -92,7 +92,8 @@ class DocumentPasses:
             return self.own
         e = self._sent.e[layers.start]
         if e_map:
-            e = self.corrections[e_map](e[0])[None]
+            e = e.to(self.receiver.device)
+            e = self.corrections[e_map].to(e.device, e.dtype)(e[0])[None]
         made = self.receiver.recompute(e, layers)
         self.count += 1
         return [made.get(layer) for layer in range(self.receiver.num_layers)]
