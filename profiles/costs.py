@@ -74,9 +74,10 @@ def choose_lengths(
     """Prefix lengths to fit on, and others between them to be judged on; both ascending.
 
     The longest prefix of the data and its halves, in whole pages where these are fine enough.
-    Raises ConfigError for a model too short to be timed.
+    `max_positions` is what a model has beside questions. Raises ConfigError where that is too
+    little to be timed.
     """
-    top = min(max(max_prefix_tokens, LEAST_TOP), max_positions)
+    top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
     unit = page_size
     while unit:
         fitted, held_out = (
@@ -87,7 +88,10 @@ def choose_lengths(
         if len(different) == len(FITTED) + len(HELD_OUT) and 0 not in different:
             return fitted, held_out
         unit //= 2
-    raise ConfigError(f"a model of {max_positions} positions is too short to be timed")
+    raise ConfigError(
+        f"questions leave {top} of the model's positions for prefixes, too few to be timed; give "
+        "shorter questions"
+    )
 
 
 def measure_costs(

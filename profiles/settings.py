@@ -130,6 +130,8 @@ class Settings:
         for flag, most in ("max-new", self.max_new), ("max-prompt-tokens", self.max_prompt_tokens):
             _require(most is None or most >= 1, flag, most, "at least 1 token")
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
+        budget_s = self.timing_seconds
+        _require(budget_s >= 0, "timing-seconds", budget_s, "at least 0")
         host, device = self.memory_gb
         for flag, bound in (("max-memory-gb", host), ("max-device-memory-gb", device)):
             _require(bound is None or bound > 0, flag, bound, "more than 0")

@@ -315,6 +315,8 @@ def test_lengths_are_halves_in_whole_pages_where_those_tell_them_apart(
     assert choose_lengths(longest, positions, page_size) == (fitted, held_out)
 
 
-def test_a_model_too_short_to_be_timed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a model of 16 positions"):
-        choose_lengths(300, 16, 16)
+@pytest.mark.parametrize(("positions", "left"), [(16, 16), (0, 0), (-100, 0)])
+def test_a_model_too_short_to_be_timed_is_refused(positions: int, left: int) -> None:
+    """Two questions may even be longer than all that it has."""
+    with pytest.raises(ConfigError, match=f"leave {left} of the model's positions"):
+        choose_lengths(300, positions, 16)

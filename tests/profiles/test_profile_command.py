@@ -490,6 +490,7 @@ def test_a_mistake_is_one_clear_line(args, status, says, tmp_path, capsys, monke
         (["--data", "none.jsonl"], "data 'none.jsonl' is no file"),
         (["--held-out", TRAIN], "24 contexts are both in --data and in --held-out"),
         (["--sender-device", "none"], "--sender-device none cannot be used"),
+        (["--timing-seconds", "-1"], "--timing-seconds is -1.0; it has to be at least 0"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens is 0; it has to be at least 1 token"),
         (["--max-new", "4096"], "answers of 4096 tokens leave no room for prompts in the model's "),
     ],
