@@ -72,6 +72,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     mean_prefix_tokens: float
     """Tokens in whole pages of the shared context: what is reused."""
     max_prefix_tokens: int
+    prefix_tokens: tuple[int, ...] = ()
+    """Of each context, in their order; old profiles do not say."""
     mean_suffix_tokens: float
     """Tokens after them, without the answer."""
     sender: Interval

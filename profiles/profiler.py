@@ -55,7 +55,7 @@ from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
-from profiles.stats.artifact import Data, Findings, best_of, build
+from profiles.stats.artifact import Data, Findings, best_of, build, interval_of
 from profiles.stats.choice import (
     baselines,
     choose,
@@ -91,6 +91,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     asked_of_small = load_held_out_of_small(settings, held_out)
     pair = open_pair(settings)
     documents = [*train.documents, *held_out.documents]
+    num_contexts = len({it.context for it in documents})
     group = settings.group or default_group(pair.num_layers)
     blocks = grid(pair.num_layers, group)
     sender, receiver = answerers(pair, documents, *settings.memory_gb)
@@ -107,7 +108,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     forecast = Forecast(journal.costs, receiver.model.head_layers)
     whole_s = forecast.whole(train.documents, held_out.documents, blocks, settings)
     console.print(
-        f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
+        f"{pair.num_layers} layers, {len(blocks)} blocks, {num_contexts} contexts, "
         f"about {duration(whole_s)}",
         highlight=False,
     )
@@ -330,7 +331,7 @@ def measure_small(
         kind=BaselineKind.SMALL_MODEL,
         recomputed_layers=round(share * costs.num_layers, 4),
         runs=(),
-        quality=interval(qualities),
+        quality=interval_of(documents, qualities),
         fidelity=None,
         ttft_s=ttft_s,
     )

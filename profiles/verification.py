@@ -24,9 +24,16 @@ from profiles.profiler import Watched, answerers, open_journal, open_pair
 from profiles.report import words
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents
-from profiles.stats.artifact import Data, fidelity_of, losses_of, split_of, tv_bound
+from profiles.stats.artifact import (
+    Data,
+    fidelity_of,
+    interval_of,
+    losses_of,
+    split_of,
+    tv_bound,
+)
 from profiles.stats.choice import qualities_of
-from profiles.stats.gate import contexts_lacking, interval, verdict
+from profiles.stats.gate import contexts_lacking, verdict
 from profiles.stats.measured import Candidate, Measured
 
 
@@ -77,9 +84,10 @@ class Again:
         """
         profile, documents = self._profile, self._documents
         known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
-        if seen := sum(it.context in known for it in documents):
+        contexts = {it.context for it in documents}
+        if seen := len(contexts & known):
             raise ProfileError(
-                f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the "
+                f"{seen} of {len(contexts)} contexts ({seen / len(contexts):.0%}) are the "
                 "profile's own; verify on others"
             )
         data = Data(files=data_files(self._sources, documents), documents=documents)
@@ -109,7 +117,7 @@ class Again:
             qualities = qualities_of(scores)
             plans[candidate] = msgspec.structs.replace(
                 point,
-                held_out=interval(qualities),
+                held_out=interval_of(documents, qualities),
                 tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
                 shown=None,
                 fidelity=fidelity_of(scores),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import ceil
 from typing import Any, TypeVar
 
 from cachetree.planning import BEYOND
@@ -70,7 +71,10 @@ def summary(profile: MeasuredProfile) -> Table:
             f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}"
         )
     if (tokens := profile.measured_tokens) is not None:
-        served = f"{tokens:,}, so servers use it up to {BEYOND} times as many"
+        served = (
+            f"{tokens:,}, so servers use it up to {BEYOND} times as many; what was proven is the "
+            "mean over all lengths"
+        )
         said["longest prefix measured, in tokens"] = served
     # Below the block, the models' tensors are the same.
     reusing = "nothing" if free is None else "reusing all layers"
@@ -207,6 +211,7 @@ def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Tabl
         "prefix in tokens": lambda it: (
             f"{it.mean_prefix_tokens:,.0f} mean, {it.max_prefix_tokens:,} most"
         ),
+        "contexts as long": _reached,
         "suffix in tokens": lambda it: f"{it.mean_suffix_tokens:,.0f} mean",
         "sender alone": lambda it: words.quality_interval(it.sender),
         "full prefill": lambda it: words.quality_interval(it.full_prefill),
@@ -224,6 +229,14 @@ def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Tabl
         ),
         is_prose=True,
     )
+
+
+def _reached(split: Split) -> str:
+    """How many contexts reach each quarter of the longest prefix."""
+    lengths = [ceil(split.max_prefix_tokens * it / 4) for it in range(1, 5)]
+    counts = [sum(of >= it for of in split.prefix_tokens) for it in lengths]
+    said = (f"{count:,} reach {it:,}" for count, it in zip(counts, lengths, strict=True))
+    return ", ".join(said) if split.prefix_tokens else words.ABSENT
 
 
 def making(profile: MeasuredProfile) -> Table:

@@ -19,6 +19,7 @@ from profiles.evidence import (
     DataFile,
     Fidelity,
     FrontierPoint,
+    Interval,
     LayerSensitivity,
     Making,
     MeasuredBlock,
@@ -149,9 +150,10 @@ def split_of(data: Data, judged: Measured) -> Split:
     """What the models do by themselves."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)
+    lengths = {it.context: len(it.prefix) for it in documents}
     return Split(
         files=data.files,
-        contexts=tuple(it.context for it in documents),
+        contexts=tuple(lengths),
         tasks=tuple(
             TaskScores(
                 name=task.name,
@@ -167,10 +169,11 @@ def split_of(data: Data, judged: Measured) -> Split:
         num_questions=sum(len(it.questions) for it in documents),
         mean_prefix_tokens=prefix,
         max_prefix_tokens=max(len(it.prefix) for it in documents),
+        prefix_tokens=tuple(lengths.values()),
         mean_suffix_tokens=suffix,
-        sender=interval(sender),
-        full_prefill=interval(full),
-        full_reuse=interval(reuse),
+        sender=interval_of(documents, sender),
+        full_prefill=interval_of(documents, full),
+        full_reuse=interval_of(documents, reuse),
     )
 
 
@@ -209,17 +212,14 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
 
 def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> FrontierPoint:
     scores, is_asked = found.judged.candidates[it], it in found.choice.order
-    plan, full, documents = (
-        qualities_of(scores),
-        found.judged.full_prefill,
-        found.held_out.documents,
-    )
+    plan, full = qualities_of(scores), found.judged.full_prefill
+    documents = found.held_out.documents if is_asked else _few(found)
     return FrontierPoint(
         start=it.block.start,
         stop=it.block.stop,
         e_map=it.e_map,
         train_quality=quality_of(found.tried.candidates[it]),
-        held_out=interval(plan),
+        held_out=interval_of(documents, plan),
         tasks=losses_of(documents, full, plan, tolerance) if is_asked else (),
         shown=None if is_asked else _shown(found),
         fidelity=fidelity_of(scores),
@@ -228,12 +228,22 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
 
 
 def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
-    """What the drift guard allows a plan beside the noise of two exact runs. A context that several
-    tasks have is one draw."""
-    distances: dict[str, list[float]] = {}
-    for document, scores in zip(documents, held_out, strict=True):
-        distances.setdefault(document.context, []).extend(it.tv for it in scores)
-    return mean_bound([*distances.values()], DRIFT_ERROR_RATE)
+    """What the drift guard allows a plan beside the noise of two exact runs."""
+    distances = [[it.tv for it in scores] for scores in held_out]
+    return mean_bound(_by_context(documents, distances), DRIFT_ERROR_RATE)
+
+
+def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:
+    """Of values by document."""
+    return interval(_by_context(documents, values))
+
+
+def _by_context(documents: Sequence[Document], values: Qualities) -> Qualities:
+    """A context that several tasks have is one draw."""
+    found: dict[str, list[float]] = {}
+    for document, of_document in zip(documents, values, strict=True):
+        found.setdefault(document.context, []).extend(of_document)
+    return [*found.values()]
 
 
 def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
@@ -243,7 +253,7 @@ def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
                 kind=candidate.kind,
                 recomputed_layers=round(candidate.recomputed_layers(found.costs.num_layers), 4),
                 runs=tuple((run.start, run.stop) for run in candidate.runs),
-                quality=interval(qualities_of(scores)),
+                quality=interval_of(_few(found), qualities_of(scores)),
                 fidelity=fidelity_of(scores),
                 ttft_s=_seconds(candidate, found.costs, split),
                 shown=_shown(found),
@@ -255,7 +265,13 @@ def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
 def _shown(found: Findings) -> Shown:
     places = first_of_each_task(found.held_out.documents, NUM_SHOWN)
     full = _mean(_at(places, found.judged.full_prefill))
-    return Shown(num_contexts=len(places), full_prefill=full)
+    return Shown(num_contexts=len({it.context for it in _few(found)}), full_prefill=full)
+
+
+def _few(found: Findings) -> list[Document]:
+    """On which is measured what the gate does not ask about."""
+    documents = found.held_out.documents
+    return [documents[it] for it in first_of_each_task(documents, NUM_SHOWN)]
 
 
 def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:

@@ -11,9 +11,9 @@ from test_evidence import COSTS
 from test_room import make_document
 
 from cachetree.ids import Span
-from profiles.evidence import BaselineKind, Shown
+from profiles.evidence import BaselineKind, Interval, Shown
 from profiles.report import tables
-from profiles.stats.artifact import Data, Findings, best_of, build, tv_bound
+from profiles.stats.artifact import Data, Findings, best_of, build, split_of, tv_bound
 from profiles.stats.choice import Choice
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
@@ -37,7 +37,12 @@ def measured(*plans: Candidate, some: tuple[Candidate, ...] = ()) -> Measured:
 
 @pytest.fixture(scope="module")
 def profile():
-    data = Data(files=(), documents=[make_document(32, 1)] * len(QUALITIES))
+    lengths = [32] * (len(QUALITIES) - 1) + [160]
+    documents = [
+        dataclasses.replace(make_document(length, 1), context=str(place))
+        for place, length in enumerate(lengths)
+    ]
+    data = Data(files=(), documents=documents)
     found = Findings(
         sender=OLD.sender,
         receiver=OLD.receiver,
@@ -87,6 +92,31 @@ def test_what_is_compared_is_the_size_of_the_plan_that_is_recommended(lost, best
     choice = Choice(frontier=[*order], order=order, expected=order[2])
     documents = [make_document(32, 1)] * len(QUALITIES)
     assert best_of(choice, documents, judged, 0.6) == order[best]
+
+
+def test_what_was_proven_says_how_many_contexts_reach_how_long(profile):
+    """Servers use it by the longest; here one of sixteen is."""
+    said = dict(tables.summary(profile).rows)["longest prefix measured, in tokens"]
+    assert said.startswith("160, so") and said.endswith("the mean over all lengths")
+    rows = {name: cells for name, *cells in tables.data(profile).rows}
+    assert rows["contexts as long"] == ["1 reach 40, 1 reach 80, 1 reach 120, 1 reach 160"] * 2
+    even = replace(profile.train, prefix_tokens=(32, 48, 80, 160))
+    rows = {name: cells for name, *cells in tables.data(replace(profile, train=even)).rows}
+    assert rows["contexts as long"][0] == "3 reach 40, 2 reach 80, 1 reach 120, 1 reach 160"
+    assert ("contexts as long", "–", "–") in tables.data(OLD).rows, "an old one does not say"
+
+
+def test_a_context_of_several_tasks_is_counted_and_drawn_once():
+    one = make_document(32, 1)
+    other = dataclasses.replace(one, task=dataclasses.replace(one.task, name="other"))
+    right, wrong = ([Score(kl=0.0, tv=0.0, quality=it)] for it in (1.0, 0.0))
+    judged = Measured(
+        sender=[[0.0]] * 2, full_prefill=[[1.0], [0.0]], candidates={FULL_REUSE: [right, wrong]}
+    )
+    split = split_of(Data(files=(), documents=[one, other]), judged)
+    assert (split.num_contexts, split.num_questions) == (1, 2)
+    assert [it.num_contexts for it in split.tasks] == [1, 1]
+    assert split.full_prefill == split.full_reuse == Interval(mean=0.5, low=0.5, high=0.5)
 
 
 def test_a_context_of_several_tasks_is_one_draw_of_the_drift():
