@@ -7,8 +7,10 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 import urllib.request
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -239,3 +241,34 @@ def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> Non
                     assert urllib.request.urlopen(page.url + path, timeout=5).status == 200
                 else:
                     assert f'@app.get("{path}")' in engine
+
+
+def is_in_image(path: str) -> bool:
+    """As Docker reads .dockerignore: of the lines that cover a path, or a folder that it lies in,
+    the last decides."""
+    found, it = True, PurePosixPath("/", path)
+    for line in (ROOT / ".dockerignore").read_text().split():
+        if any(fnmatchcase(str(part), f"/{line.lstrip('!')}") for part in (it, *it.parents)):
+            found = line.startswith("!")
+    return found
+
+
+def test_the_image_holds_what_it_runs_and_no_keys() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {"pyproject.toml", "platforms/torch_cpu/pyproject.toml", project["project"]["readme"]}
+    needed |= {*project["project"]["license-files"], *(f"{it[:-1]}/__init__.py" for it in packages)}
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    commands = [it["command"] for it in services if "build" in it]
+    commands += [
+        " ".join(it["spec"]["template"]["spec"]["containers"][0]["command"]) for it in PODS
+    ]
+    needed |= {it for some in commands for it in re.split("[ =]", some) if (ROOT / it).exists()}
+    assert {"deploy/worker.yaml", "examples/pairs/weights/sender"} <= needed
+    assert all(map(is_in_image, needed)), needed
+    for kept in ("keys/engine.key", "deploy/engine.key", "out/fleet/reader.log", ".git", ".venv"):
+        assert not is_in_image(kept), kept
+
+
+def test_git_takes_no_key() -> None:
+    assert {"/keys/", "*.key"} <= set((ROOT / ".gitignore").read_text().split())
