@@ -33,14 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import requests
 
 from benchmarks import result
 from benchmarks.random_servers import BLOCK, ENV, NUM_LAYERS, PAGE, family_of, write_random
 from cachetree import EMPTY_SPAN, Cache, CacheConfig, Deadline, PeerConfig, Plan, Span
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt
-from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, ask_server, free_port, running
 
 DOCUMENT = random_prompt(2000, seed=1)
 QUESTION = random_prompt(64, seed=2)
@@ -165,7 +164,7 @@ def measure(
         if answer.is_over or len(steps) < 5:
             break
         means[is_on].append(statistics.mean(steps))
-    requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=10)
+    ask_server("POST", f"{server.url}/abort_request", json={"abort_all": True}, timeout=10)
     reader.join()
     num_equal = min(len(alone), len(answer.text))
     assert answer.text[:num_equal] == alone[:num_equal], "serving must not change an answer"

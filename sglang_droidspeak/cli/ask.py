@@ -14,6 +14,7 @@ import requests
 
 from cachetree import CacheTreeError, ConfigError
 from sglang_droidspeak.cli.terminal import show, tell
+from sglang_droidspeak.fleet.servers import ask_server
 from sglang_droidspeak.guard.detector import strength
 from sglang_droidspeak.guard.plans import ALL, GuardState
 from sglang_droidspeak.request.meta_info import KEY
@@ -115,7 +116,7 @@ def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[
 def _ask(method: str, url: str, path: str, key: str | None, body: Any = None) -> requests.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        reply = requests.request(
+        reply = ask_server(
             method, f"{url.rstrip('/')}{path}", headers=headers, json=body, timeout=_PATIENCE_S
         )
         if reply.status_code != 404:

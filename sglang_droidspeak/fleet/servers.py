@@ -151,7 +151,7 @@ class ServerSpec(Spec):
 
     def answers(self, log: Path) -> bool:
         with contextlib.suppress(requests.RequestException):
-            return _ask("GET", f"{self.address(log)}/ready", timeout=2).status_code == 200
+            return ask_server("GET", f"{self.address(log)}/ready", timeout=2).status_code == 200
         return False
 
     def check(self) -> None:
@@ -223,11 +223,9 @@ def _check_port(name: str, host: str, port: int) -> None:
             ) from exc
 
 
-def _ask(method: str, url: str, **options: Any) -> requests.Response:
-    """By no proxy: the environment may name one, and the server is on this machine."""
-    with requests.Session() as session:
-        session.trust_env = False
-        return session.request(method, url, **options)
+def ask_server(method: str, url: str, **options: Any) -> requests.Response:
+    """By no proxy, which the environment may name: it knows neither this machine nor a fleet's."""
+    return requests.request(method, url, proxies={"no_proxy": "*"}, **options)
 
 
 def _written(path: Path, options: Mapping[str, Any]) -> str:
@@ -338,7 +336,7 @@ class Server(Process):
         """As `generate`, but what there is of the reply at each token, when it comes."""
         body = _body(prompt, **{"stream": True, **asked})
         url = f"{self.url}/generate"
-        with _ask("POST", url, json=body, timeout=timeout_s, stream=True) as reply:
+        with ask_server("POST", url, json=body, timeout=timeout_s, stream=True) as reply:
             reply.raise_for_status()
             for line in reply.iter_lines():
                 if line.startswith(b"data: {"):
@@ -358,14 +356,14 @@ class Server(Process):
 
     def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
         """Any JSON endpoint; raises requests.HTTPError on an error status."""
-        reply = _ask("POST", f"{self.url}{path}", json=body, timeout=timeout_s)
+        reply = ask_server("POST", f"{self.url}{path}", json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()
 
     def flush(self) -> None:
         """Empty the server's own radix cache; retried while it is busy."""
         for _ in range(100):
-            if _ask("POST", f"{self.url}/flush_cache", timeout=10).status_code == 200:
+            if ask_server("POST", f"{self.url}/flush_cache", timeout=10).status_code == 200:
                 return
             time.sleep(0.05)
         raise ServerFailed(f"{self.name} did not flush its cache within 5 s")

@@ -75,7 +75,13 @@ def info() -> Iterator[SimpleNamespace]:
         server.shutdown()
 
 
-def test_the_command_shows_states_and_errors(info: SimpleNamespace, capsys: Any) -> None:
+def test_the_command_shows_states_and_errors(
+    info: SimpleNamespace, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever proxy the environment names."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     there = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources())}
