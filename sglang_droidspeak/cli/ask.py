@@ -119,6 +119,11 @@ def _ask(method: str, url: str, path: str, key: str | None, body: Any = None) ->
         reply = ask_server(
             method, f"{url.rstrip('/')}{path}", headers=headers, json=body, timeout=_PATIENCE_S
         )
+        if reply.status_code in (401, 403):
+            raise NoAnswer(
+                f"{url} refuses {path} without its key; give --api-key, for /droidspeak pages the "
+                "admin key where it has one"
+            )
         if reply.status_code != 404:
             reply.raise_for_status()
     except requests.RequestException as exc:

@@ -247,3 +247,6 @@ def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) ->
     server.says[asking.EXPLAIN] = {"detail": "Not Found"}
     assert main(["explain", "r1", "--url", server.url]) == 1
     assert "runs without droidspeak" in capsys.readouterr().err
+    for server.status in (401, 403):
+        assert main(["explain", "r1", "--url", server.url]) == 1
+        assert "give --api-key" in capsys.readouterr().err
