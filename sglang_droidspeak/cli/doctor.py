@@ -20,7 +20,7 @@ from sglang_droidspeak.cli.serve import as_flags, num_ranks, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.fleet.servers import linker_options
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
+from sglang_droidspeak.start.config import LINKER_MODULE, Settings, parse_settings
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
@@ -149,7 +149,7 @@ def configuration(path: Path) -> Iterator[Check]:
     """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
-        extra, flags = _extra_of(options, path), [*as_flags(options)]
+        extra, flags = _extra_of(options, path), ["--page-size=1", *as_flags(options)]
         server = server_of(extra, str(options.get("model-path")), flags)
     except CacheTreeError as exc:
         yield _check("settings", False, str(exc), f"correct {path}")
@@ -172,8 +172,6 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(wanted, dict) and options.get(name) != wanted:
             needed = f"{name}: {json.dumps(wanted)}"
             raise ConfigError(f"there is no {needed}, and SGLang runs without droidspeak; add it")
-    if options.get("page-size", 1) < MIN_PAGE_SIZE:
-        raise ConfigError(f"page-size is less than {MIN_PAGE_SIZE}, as it is by default; set it")
     return linker.get("linker_extra_config") or {}
 
 

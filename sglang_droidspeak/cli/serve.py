@@ -87,9 +87,11 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> ThisServer:
     """What the settings mean for a model that SGLang serves with these flags; raises ConfigError or
     ProfileError."""
+    from sglang_droidspeak.start import refuse
     from sglang_droidspeak.start.this_server import read_server
 
-    own = _own_flags().parse_known_args(flags)[0]
+    own = _own_of(flags)
+    refuse.page_size(own.page_size)
     return read_server(
         json.dumps(settings).encode(),
         model,
@@ -102,7 +104,7 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
 
 def num_ranks(flags: Sequence[str]) -> int:
     """Of tensor parallelism."""
-    return _own_flags().parse_known_args(flags)[0].tp
+    return _own_of(flags).tp
 
 
 def _named(told: str) -> tuple[str, Any]:
@@ -115,17 +117,18 @@ def _named(told: str) -> tuple[str, Any]:
         return name, value
 
 
-def _own_flags() -> argparse.ArgumentParser:
-    """Those of SGLang that the settings are checked against."""
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    flags.add_argument("--page-size", type=int, default=MIN_PAGE_SIZE)
-    flags.add_argument(
-        "--tensor-parallel-size", "--tp-size", "--tp", dest="tp", type=int, default=1
-    )
-    flags.add_argument("--revision")
-    flags.add_argument("--enable-lora", action="store_true")
-    flags.add_argument("--lora-paths", nargs="*", default=[])
-    return flags
+def _own_of(flags: Sequence[str]) -> argparse.Namespace:
+    """Those of SGLang that the settings are checked against; raises ConfigError."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--page-size", type=int, default=MIN_PAGE_SIZE)
+    own.add_argument("--tensor-parallel-size", "--tp-size", "--tp", dest="tp", type=int, default=1)
+    own.add_argument("--revision")
+    own.add_argument("--enable-lora", action="store_true")
+    own.add_argument("--lora-paths", nargs="*", default=[])
+    try:
+        return own.parse_known_args(flags)[0]
+    except argparse.ArgumentError as exc:
+        raise ConfigError(f"SGLang's {exc}") from exc
 
 
 def as_flags(options: Mapping[str, Any]) -> Iterator[str]:

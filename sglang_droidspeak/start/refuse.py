@@ -133,11 +133,15 @@ def arguments(args: Any, hip: str | None, variables: Collection[str]) -> None:
         )
     if hip is not None:
         raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
-    if (args.page_size or 1) < MIN_PAGE_SIZE:
+    page_size(args.page_size or 1)
+
+
+def page_size(num_tokens: int) -> None:
+    if num_tokens < MIN_PAGE_SIZE:
         raise ConfigError(
-            f"page_size is {args.page_size}: every page is found by a key, and so small ones cost "
-            f"more to find than they save; start the server with --page-size {MIN_PAGE_SIZE}, as "
-            "all that share its cache"
+            f"page_size is {num_tokens}: every page is found by a key, and so small ones cost more "
+            f"to find than they save; start the server with --page-size {MIN_PAGE_SIZE}, as all "
+            "that share its cache"
         )
 
 

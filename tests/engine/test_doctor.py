@@ -182,10 +182,25 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("- model-path: x")
     (found,) = checks.configuration(tmp_path / "server.yaml")
     assert "server.yaml: Expected `object`, got `array`" in found.found
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("", "page_size is 1: "),
+        ("page-size: 8", "page_size is 8: .*--page-size 16"),
+        ("page-size:", "--page-size: invalid int value"),
+        ("page-size: '16'", ""),
+    ],
+)
+def test_pages_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, words: str
+) -> None:
+    monkeypatch.chdir(ROOT)
     path = configured(tmp_path)
-    path.write_text(path.read_text().replace("page-size: 16", ""))
-    (found,) = checks.configuration(path)
-    assert "page-size is less than 16" in found.found
+    path.write_text(path.read_text().replace("page-size: 16", told))
+    found, *_ = checks.configuration(path)
+    assert found.ok != bool(words) and re.search(words, found.found)
 
 
 @pytest.mark.parametrize(

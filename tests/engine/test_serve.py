@@ -98,6 +98,8 @@ def test_adapters_are_read_too(capsys: Any) -> None:
         (["--set", "host_gb=many"], "host_gb"),
         (["--", "--mem-fraction-statc", "0.5"], "did you mean mem-fraction-static?"),
         (["--listen", "tcp://0.0.0.0:7001"], "loopback"),
+        (["--", "--page-size", "8"], "page_size is 8: .*--page-size 16"),
+        (["--", "--tp", "two"], "--tp: invalid int value: 'two'"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(
