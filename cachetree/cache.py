@@ -264,7 +264,7 @@ class Cache:
 
     def status(self) -> CacheStatus:
         """All of it in numbers, from any thread; it waits for no more than the tree's lock."""
-        worker = self._worker
+        worker, peers = self._worker, self._peers.now
         return CacheStatus(
             num_bytes=self.tree.num_bytes,
             host_bytes=self.tree.host_bytes,
@@ -273,9 +273,9 @@ class Cache:
             num_evictions=self.tree.num_evictions,
             staging_bytes_in_use=self._bytes_under_way(),
             staging_bytes=self._staging_bytes,
-            fetches=self._fetch_log.counts(),
-            peers=tuple(peer.status for peer in self._peers.now.values()),
-            stores=tuple(self._peers.now[address].push_status for address in self._stores),
+            fetches=self._fetch_log.counts({LOCAL, *self._tiers, *peers}),
+            peers=tuple(peer.status for peer in peers.values()),
+            stores=tuple(peers[address].push_status for address in self._stores),
             worker=worker.status() if worker else None,
             worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,

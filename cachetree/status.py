@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import msgspec
@@ -24,7 +24,7 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetches from one location, once their reader let go of them."""
+    """Fetches from one location since it is there, once their reader let go of them."""
 
     location: Location
     num_bytes: int
@@ -46,7 +46,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes_in_use: int
     staging_bytes: int
     fetches: tuple[FetchCounts, ...]
-    """By this process, from anywhere."""
+    """By this process, from here, its tiers and its peers."""
     peers: tuple[PeerStatus, ...]
     stores: tuple[PusherStatus, ...]
     worker: Status | None
@@ -78,8 +78,11 @@ class FetchLog:
         if log.isEnabledFor(logging.INFO):
             log.info("%s", printable(self._line(plan, staging, outcome)))
 
-    def counts(self) -> tuple[FetchCounts, ...]:
+    def counts(self, there: Collection[Location]) -> tuple[FetchCounts, ...]:
+        """Of the locations that are there now; what was counted of others is forgotten."""
         with self._lock:
+            for gone in self._outcomes.keys() - there:
+                del self._outcomes[gone], self._num_bytes[gone]
             return tuple(
                 FetchCounts(
                     location=location, num_bytes=self._num_bytes[location], outcomes=dict(outcomes)

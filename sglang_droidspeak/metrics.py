@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import nan
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -158,7 +159,7 @@ class CacheMetrics:
             )
             for it in METRICS
         ]
-        self._told: dict[tuple[str, ...], float] = {}
+        self._told: dict[Counter | Gauge, float] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="droidspeak-metrics", daemon=True)
         self._thread.start()
@@ -178,12 +179,16 @@ class CacheMetrics:
 
     def _copy(self) -> None:
         status = self._status()
+        before, self._told = self._told, {}
         for metric, made in zip(METRICS, self._made, strict=True):
             for labels, value in metric.samples(status).items():
                 sample = made.labels(*labels) if labels else made
+                self._told[sample] = value
+                told = before.pop(sample, 0.0)
                 if isinstance(sample, Gauge):
                     sample.set(value)
-                else:
-                    key = (metric.name, *labels)
-                    sample.inc(value - self._told.get(key, 0.0))
-                    self._told[key] = value
+                else:  # A peer that is back counts from 0.
+                    sample.inc(value - told if value >= told else value)
+        for gone in before:  # Files keep its labels, and 0 would be a peer that cannot be read.
+            if isinstance(gone, Gauge):
+                gone.set(nan)

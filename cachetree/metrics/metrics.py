@@ -1,7 +1,7 @@
 """Prometheus metrics of a cache, read off its status when they are asked for.
 
 Nothing is counted twice and nothing costs anything between two scrapes. Labels are bounded: tiers,
-outcomes that are named here, and the peers of the configuration.
+outcomes that are named here, and the peers of now; who has left is shown no more.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cachetree.status import CacheStatus, FetchCounts
-
-_LOCATION: Final = "location"
-_OTHER: Final = "other"
-"""In place of a location that no peer or tier has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +36,11 @@ class Metric:
 
     def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
         """The labels' values to the metric's; nothing of a part that the cache lacks."""
-        known = {"local", *status.tiers, *(peer.address for peer in status.peers)}
-        sums: dict[tuple[str, ...], float] = {}
-        for label, path in self.paths.items():
-            for found, value in _values(status, path):
-                labels = (*found, label) if label else found
-                if self.labels[:1] == (_LOCATION,) and labels[0] not in known:
-                    labels = (_OTHER, *labels[1:])
-                sums[labels] = sums.get(labels, 0.0) + value
-        return sums
+        return {
+            (*found, label) if label else found: value
+            for label, path in self.paths.items()
+            for found, value in _values(status, path)
+        }
 
 
 class StatusCollector(Collector):

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
 from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of, store
 
-from cachetree import Cache, ConfigError, Deadline, ModelId, WorkerConfig
+from cachetree import LOCAL, Cache, ConfigError, Deadline, ModelId, WorkerConfig
 from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of
 from cachetree.transport import parse_http
 
@@ -120,11 +120,15 @@ def test_what_a_fetch_asks_for_again_is_counted() -> None:
 
 def test_labels_are_bounded() -> None:
     with cache_of(serves=False) as cache:
+        store(cache.tree, PAGES)
+        fetched(cache, LOCAL, PAGES)
+        fetched(cache, LOCAL, PAGES)
         for number in range(20):
             with pytest.raises(Exception, match="is not a peer"):
                 fetched(cache, f"tcp://127.0.0.1:{number}", PAGES)  # type: ignore[arg-type]
         told = {key: num for key, num in scraped(cache).items() if "cachetree:fetches_total" in key}
-    assert told == {("cachetree:fetches_total", "other", "FetchError"): 20}
+        assert told == {("cachetree:fetches_total", LOCAL, "ok"): 2}
+        assert list(cache._fetch_log._outcomes) == list(cache._fetch_log._num_bytes) == [LOCAL]
 
 
 def test_names_are_unique_and_follow_the_rules() -> None:

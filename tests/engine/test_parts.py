@@ -7,9 +7,11 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -24,6 +26,8 @@ from cachetree.errors import DeadlineExceeded, FetchError
 from cachetree.ids import EMPTY_SPAN, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
+from cachetree.status import FetchCounts
+from cachetree.transport import PeerState, PeerStatus
 from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.request import load as load_of_a_request
@@ -231,6 +235,38 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
             assert registry.get_sample_value("cachetree:pages", labels) == 0
             budget = registry.get_sample_value("cachetree:budget_bytes", labels)
             assert budget == cache.tree.host_bytes
+
+
+def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> None:
+    registry, at = CollectorRegistry(), Location("tcp://10.0.0.2:30010")
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        alone = cache.status()
+    ready = PeerStatus(address=at, num_retries=1, num_pages=8, state=PeerState.READY)
+    fetches = (FetchCounts(location=at, num_bytes=10, outcomes={"ok": 5}),)
+    there = msgspec.structs.replace(alone, peers=(ready,), fetches=fetches)
+    lost = msgspec.structs.replace(ready, num_retries=5, state=PeerState.CONNECTING)
+    now = [msgspec.structs.replace(there, peers=(lost,))]
+    metrics = CacheMetrics(lambda: now[-1], registry)
+    metrics.close()
+
+    def told(*names: str) -> list[float | None]:
+        metrics._copy()
+        labels = [{"location": at} | ({"outcome": "ok"} if "fetches" in it else {}) for it in names]
+        return [
+            registry.get_sample_value(f"cachetree:{name}", of)
+            for name, of in zip(names, labels, strict=True)
+        ]
+
+    names = ("retries_total", "fetches_total", "peer_ready", "noted_pages")
+    assert told(*names) == [5, 5, 0, 8]
+    now.append(alone)
+    assert told(*names) == [5, 5, pytest.approx(nan, nan_ok=True), pytest.approx(nan, nan_ok=True)]
+    now.append(there)  # Counted from 0 again.
+    assert told(*names) == [6, 10, 1, 8]
+    now.append(
+        msgspec.structs.replace(there, peers=(msgspec.structs.replace(lost, num_retries=0),))
+    )
+    assert told(*names) == [6, 10, 0, 8]
 
 
 def test_a_hook_goes_on_top_of_another_plugins() -> None:
