@@ -150,7 +150,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             )
             self._pool_index.is_read = True
             where = parse_http(settings.http, field="http")
-            page = StatusPage(*where, self._cache.status, queries)
+            page = StatusPage(where, self._cache.status, queries)
             self._until_closed.enter_context(page)
             self._while_serving.callback(page.retire_queries)
         guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)

@@ -125,7 +125,7 @@ def run(config: ServeConfig) -> None:
         show(f"serving at {cache.address}")
         if config.http:
             queries = _queries(config, cache) if config.query else None
-            page = StatusPage(*parse_http(config.http, field="http"), cache.status, queries)
+            page = StatusPage(parse_http(config.http, field="http"), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")
         wait_for_end()
 

@@ -5,22 +5,21 @@ well as it should be, three questions apart, at /health; and, where that is want
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import ThreadingHTTPServer
+from typing import Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import CollectorRegistry, MetricsHandler
 
 from cachetree.errors import ConfigError
 from cachetree.metrics.metrics import StatusCollector
 from cachetree.metrics.query import MAX_BODY_BYTES, Queries
 from cachetree.status import CacheStatus
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+from cachetree.transport import Address, open_port
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ _STUCK_S: Final = 5.0
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """For a request to come whole."""
-_MAX_DIGITS: Final = 20
-"""Of a request's size."""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +66,7 @@ def _complaints(status: CacheStatus) -> list[str]:
     return complaints
 
 
-class StatusPage:
+class StatusPage(ThreadingHTTPServer):
     """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own, and with
     `queries` POST /query.
 
@@ -80,97 +77,83 @@ class StatusPage:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        address: Address,
         status: Callable[[], CacheStatus],
         queries: Queries | None = None,
     ) -> None:
-        self._is_retired = threading.Event()
-        pages = _pages(status, queries, self._is_retired)
-        try:
-            self._server = make_server(
-                host, port, pages, ThreadingWSGIServer, handler_class=_Handler
-            )
-        except OSError as exc:
-            raise ConfigError(
-                f"http is {host}:{port}, which cannot be bound ({exc.strerror}); choose another "
-                "port, or port 0 for a free one"
-            ) from exc
-        self.url: Final = f"http://{host}:{self._server.server_address[1]}"
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()  # It speaks IPv4 alone.
+        self.socket = open_port(address, field="http", backlog=self.request_queue_size)
+        self.url: Final = replace(address, port=self.socket.getsockname()[1]).url
+        self.status: Final = status
+        self.queries: Final = queries
+        self.is_retired = False
+        self.registry: Final = CollectorRegistry()
+        self.registry.register(StatusCollector(status))
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="cachetree-http", daemon=True
+            target=self.serve_forever, name="cachetree-http", daemon=True
         )
         self._thread.start()
 
     def retire_queries(self) -> None:
         """Answer 503 to those, for good; monitors see what they saw."""
-        self._is_retired.set()
+        self.is_retired = True
+
+    def handle_error(self, *_: object) -> None:
+        """Who goes away early is no error."""
+        is_theirs = isinstance(sys.exc_info()[1], OSError)
+        log.log(logging.DEBUG if is_theirs else logging.ERROR, "no answer", exc_info=True)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
-
-    def __enter__(self) -> StatusPage:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _pages(
-    status: Callable[[], CacheStatus], queries: Queries | None, is_retired: threading.Event
-) -> WSGIApplication:
-    registry = CollectorRegistry()
-    registry.register(StatusCollector(status))
-    metrics: WSGIApplication = make_wsgi_app(registry)
-
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if path == "/metrics":
-            return metrics(environ, start_response)
-        if path == "/query" and queries is not None:
-            code, told = _answered(environ, queries, is_retired)
-            start_response(code, [("Content-Type", "application/json")])
-            return [told + b"\n"]
-        if path not in ("/health", "/health/live", "/health/ready"):
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"try /metrics or /health\n"]
-        health = health_of(status())
-        is_well = health.live if path == "/health/live" else health.ready
-        code = "200 OK" if is_well else "503 Service Unavailable"
-        start_response(code, [("Content-Type", "application/json")])
-        return [msgspec.json.encode(health) + b"\n"]
-
-    return answer
-
-
-def _answered(
-    environ: WSGIEnvironment, queries: Queries, is_retired: threading.Event
-) -> tuple[str, bytes]:
-    """The status and the body; a question that is too long is not read."""
-    length = environ.get("CONTENT_LENGTH") or ""
-    try:
-        if environ["REQUEST_METHOD"] != "POST":
-            raise ConfigError(f"the method is {environ['REQUEST_METHOD']}; give POST")
-        # Python converts no number of thousands of digits.
-        is_size = length.isdecimal() and len(length) <= _MAX_DIGITS
-        if not is_size or int(length) > MAX_BODY_BYTES:
-            raise ConfigError(
-                f"Content-Length is {length[: 2 * _MAX_DIGITS]!r}; give one of at most "
-                f"{MAX_BODY_BYTES} bytes"
-            )
-        body = environ["wsgi.input"].read(int(length))
-        if is_retired.is_set():
-            told = b'{"error": "nothing is read from this cache until its server restarts"}'
-            return "503 Service Unavailable", told
-        return "200 OK", queries.answer(body)
-    except (ConfigError, TimeoutError) as exc:
-        return "400 Bad Request", msgspec.json.encode({"error": str(exc)})
-
-
-class _Handler(WSGIRequestHandler):
+class _Handler(MetricsHandler):
+    server: StatusPage
     timeout = _PATIENCE_S
 
-    def log_message(self, format: str, *args: object) -> None:
-        log.debug(format, *args)
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self.registry = self.server.registry
+            super().do_GET()
+            return
+        code, told = self._answer(path)
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(told + b"\n")
+
+    do_HEAD = do_POST = do_GET
+
+    def _answer(self, path: str) -> tuple[int, bytes]:
+        if path == "/query" and self.server.queries is not None:
+            try:
+                return self._answer_query(self.server.queries)
+            except (ConfigError, TimeoutError) as exc:
+                return 400, msgspec.json.encode({"error": str(exc)})
+        if path not in ("/health", "/health/live", "/health/ready"):
+            return 404, b'{"error": "try /metrics or /health"}'
+        health = health_of(self.server.status())
+        is_well = health.live if path == "/health/live" else health.ready
+        return 200 if is_well else 503, msgspec.json.encode(health)
+
+    def _answer_query(self, queries: Queries) -> tuple[int, bytes]:
+        """A question that is too long is not read."""
+        if self.command != "POST":
+            raise ConfigError(f"the method is {self.command}; give POST")
+        length = self.headers.get("Content-Length", "")
+        # Python converts no number of thousands of digits.
+        if not length.isdecimal() or len(length) > 9 or int(length) > MAX_BODY_BYTES:
+            raise ConfigError(
+                f"Content-Length is {length[:40]!r}; give one of at most {MAX_BODY_BYTES} bytes"
+            )
+        question = self.rfile.read(int(length))
+        if self.server.is_retired:
+            return 503, b'{"error": "nothing is read from this cache until its server restarts"}'
+        return 200, queries.answer(question)

@@ -17,7 +17,7 @@ store through these files are drawn in `cachetree/README.md`.
     status, tracing  what became of it all
 """
 
-from cachetree.transport.address import parse_http
+from cachetree.transport.address import Address, open_port, parse_http
 from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
@@ -34,6 +34,7 @@ from cachetree.transport.worker import Worker
 
 __all__ = [
     "MAX_REQUEST_S",
+    "Address",
     "Backoff",
     "Credentials",
     "LogLimiter",
@@ -54,6 +55,7 @@ __all__ = [
     "check_worker",
     "credentials_of",
     "is_directory",
+    "open_port",
     "parse_http",
     "serve_spans",
     "untraced",

@@ -18,11 +18,12 @@ class Address:
 
     host: str
     port: int
+    scheme: str = "tcp"
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if self.is_ipv6 else self.host
-        return f"tcp://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
 
     @property
     def is_ipv6(self) -> bool:
@@ -105,7 +106,7 @@ def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None
     return address
 
 
-def parse_http(value: str, *, field: str) -> tuple[str, int]:
+def parse_http(value: str, *, field: str) -> Address:
     """`HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
     host, _, port = value.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
@@ -113,4 +114,4 @@ def parse_http(value: str, *, field: str) -> tuple[str, int]:
             f"{field} is {value!r}; write HOST:PORT, for example 127.0.0.1:9464, which only this "
             "machine can reach"
         )
-    return host.strip("[]") or "127.0.0.1", int(port)
+    return Address(host.strip("[]") or "127.0.0.1", int(port), "http")

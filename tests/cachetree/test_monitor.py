@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -22,8 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
 from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of, store
 
-from cachetree import LOCAL, Cache, ConfigError, Deadline, ModelId, WorkerConfig
-from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of
+from cachetree import LOCAL, Cache, CacheStatus, ConfigError, Deadline, ModelId, WorkerConfig
+from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, http
 from cachetree.transport import parse_http
 
 PAGES = pages_of(64)
@@ -43,7 +48,7 @@ def scraped(cache: Cache) -> dict[tuple[str, ...], float]:
 
 @contextlib.contextmanager
 def page_of(cache: Cache) -> Iterator[StatusPage]:
-    with StatusPage("127.0.0.1", 0, cache.status) as page:
+    with StatusPage(parse_http("0", field="http"), cache.status) as page:
         yield page
 
 
@@ -191,7 +196,7 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
     with cache_of() as cache:
         well = cache.status()
     sick = msgspec.structs.replace(well, worker_turn_age_s=60.0)
-    with StatusPage("127.0.0.1", 0, lambda: sick) as page:
+    with StatusPage(parse_http("0", field="http"), lambda: sick) as page:
         for path in ("/health", "/health/live", "/health/ready"):
             assert get(page.url + path)[0] == 503
 
@@ -199,13 +204,59 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("9464", ("127.0.0.1", 9464)),
-        (":0", ("127.0.0.1", 0)),
-        ("0.0.0.0:80", ("0.0.0.0", 80)),
+        ("9464", "http://127.0.0.1:9464"),
+        (":0", "http://127.0.0.1:0"),
+        ("0.0.0.0:80", "http://0.0.0.0:80"),
+        ("[::1]:80", "http://[::1]:80"),
     ],
 )
-def test_where_the_page_is(given: str, meant: tuple[str, int]) -> None:
-    assert parse_http(given, field="http") == meant
+def test_where_the_page_is(given: str, meant: str) -> None:
+    assert parse_http(given, field="http").url == meant
+
+
+@pytest.mark.parametrize("given", ["[::1]:0", "[::]:0"])
+def test_the_page_is_there_without_ipv4_too(given: str) -> None:
+    with cache_of() as cache, StatusPage(parse_http(given, field="http"), cache.status) as page:
+        assert get(page.url + "/health")[0] == 200
+        if given == "[::]:0":
+            assert get(page.url.replace("[::]", "127.0.0.1") + "/health")[0] == 200
+
+
+def test_who_says_nothing_or_goes_away_leaves_no_trace(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http._Handler, "timeout", 0.1)
+    with cache_of() as cache, page_of(cache) as page:
+        at = urlsplit(page.url)
+        with socket.create_connection((at.hostname, at.port)) as idle:
+            assert idle.recv(1) == b""
+        with socket.create_connection((at.hostname, at.port)) as rude:
+            rude.send(b"GET / HTTP/1.0\r\n")
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert get(page.url + "/health")[0] == 200
+        time.sleep(0.1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_breaks_here_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> CacheStatus:
+        raise ValueError("a test")
+
+    with StatusPage(parse_http("0", field="http"), broken) as page:
+        with pytest.raises(OSError):
+            get(page.url + "/health")
+        eventually(lambda: "ValueError: a test" in caplog.text)
+
+
+def test_a_scrape_may_ask_for_a_form_and_is_told_it() -> None:
+    with cache_of() as cache, page_of(cache) as page:
+        asked = urllib.request.Request(
+            page.url + "/metrics",
+            headers={"Accept": "application/openmetrics-text", "Accept-Encoding": "gzip"},
+        )
+        with urllib.request.urlopen(asked, timeout=5) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+            assert gzip.decompress(answer.read()).endswith(b"# EOF\n")
 
 
 @pytest.mark.parametrize("given", ["", "host", "host:port", "127.0.0.1:70000"])
@@ -218,7 +269,7 @@ def test_a_taken_port_is_refused() -> None:
     with cache_of(serves=False) as cache, page_of(cache) as page:
         port = int(page.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match="choose another port"):
-            StatusPage("127.0.0.1", port, cache.status)
+            StatusPage(parse_http(str(port), field="http"), cache.status)
 
 
 def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from cachetree import Cache
 from cachetree.cli import parser as cachetree
 from cachetree.cli.serve import parse_config, read_config
 from cachetree.metrics import StatusPage
-from cachetree.transport import check_worker, is_directory, write_key_pair
+from cachetree.transport import check_worker, is_directory, parse_http, write_key_pair
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.cli.serve import options_of
 from tools import dashboard, reference
@@ -232,7 +232,10 @@ def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> Non
         config.cache, host_bytes=1 << 20, staging_bytes=1 << 20, serves=False
     )
     engine = (Path(sglang.__file__).parent / "srt/entrypoints/http_server.py").read_text()
-    with Cache(config.family, small) as cache, StatusPage("127.0.0.1", 0, cache.status) as page:
+    with (
+        Cache(config.family, small) as cache,
+        StatusPage(parse_http("0", field="http"), cache.status) as page,
+    ):
         for pod in PODS:
             (container,) = pod["spec"]["template"]["spec"]["containers"]
             for probe in (it for name, it in container.items() if name.endswith("Probe")):
