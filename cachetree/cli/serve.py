@@ -23,6 +23,7 @@ from cachetree.metrics import Queries, StatusPage
 from cachetree.planning import (
     Costs,
     Demand,
+    Profiles,
     index_profiles,
     profile_files,
     read_profile,
@@ -95,6 +96,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             parse_http(self.http, field="http")
         elif self.query:
             raise ConfigError("query is true and http is not set; set http, or remove query")
+        if self.profiles and not self.query:
+            raise ConfigError(
+                "profiles are named and query is not true; set query: true, or remove profiles"
+            )
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -118,13 +123,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    profiles = _profiles(config)
     with contextlib.ExitStack() as stack:
         wait_for_end = stack.enter_context(_told_to_end())
         note_served = stack.enter_context(exported(config.traces))
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
         if config.http:
-            queries = _queries(config, cache) if config.query else None
+            queries = _queries(cache, profiles) if config.query else None
             page = StatusPage(parse_http(config.http, field="http"), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")
         wait_for_end()
@@ -152,13 +158,18 @@ def _told_to_end() -> Iterator[Callable[[], object]]:
             signal.set_wakeup_fd(woken)
 
 
-def _queries(config: ServeConfig, cache: Cache) -> Queries:
-    """How fast an engine is, and its link, a worker does not know. Raises ProfileError."""
-    family = config.family
-    costs = Costs(kv_page_bytes=family.kv_page_bytes, e_page_bytes=family.e_page_bytes)
+def _profiles(config: ServeConfig) -> Profiles:
+    """Raises ProfileError."""
     files = [it for name in config.profiles for it in profile_files(Path(name))]
     profiles = {it: read_profile(it) for it in files}
     require_one_each(profiles)
+    return index_profiles(profiles.values())
+
+
+def _queries(cache: Cache, profiles: Profiles) -> Queries:
+    """How fast an engine is, and its link, a worker does not know."""
+    family = cache.family
+    costs = Costs(kv_page_bytes=family.kv_page_bytes, e_page_bytes=family.e_page_bytes)
     return Queries(
         cache=cache,
         name=cache.address or "",
@@ -170,7 +181,7 @@ def _queries(config: ServeConfig, cache: Cache) -> Queries:
             is_lossy=family.codec is not Codec.NONE,
         ),
         costs=lambda _locations: costs,
-        profiles=index_profiles(profiles.values()),
+        profiles=profiles,
     )
 
 

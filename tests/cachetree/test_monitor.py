@@ -25,6 +25,7 @@ from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
+from test_security_settings import has_ipv6
 from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of, store
 
 from cachetree import LOCAL, Cache, CacheStatus, ConfigError, Deadline, ModelId, WorkerConfig
@@ -214,6 +215,7 @@ def test_where_the_page_is(given: str, meant: str) -> None:
     assert parse_http(given, field="http").url == meant
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("given", ["[::1]:0", "[::]:0"])
 def test_the_page_is_there_without_ipv4_too(given: str) -> None:
     with cache_of() as cache, StatusPage(parse_http(given, field="http"), cache.status) as page:

@@ -21,7 +21,8 @@ from transport_parts import FAMILY, MODEL, eventually, store
 from tree_parts import FakeTime
 
 from cachetree import DISK, LOCAL, Cache, CacheConfig, ConfigError, Location, ProfileError
-from cachetree.cli.serve import _queries, parse_config
+from cachetree.cli import serve
+from cachetree.cli.serve import parse_config
 from cachetree.metrics import Queries, StatusPage
 from cachetree.metrics.query import MAX_BODY_BYTES, MAX_TOKENS
 from cachetree.planning import Costs, write_profile
@@ -224,13 +225,16 @@ def test_retired_queries_leave_monitors_what_they_see() -> None:
             assert reply.getresponse().status == 200
 
 
-def test_a_worker_with_two_profiles_of_one_pair_does_not_serve(tmp_path: Path) -> None:
+def test_a_worker_with_two_profiles_of_one_pair_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_profile(PROFILE, tmp_path / "a.json")
     write_profile(msgspec.structs.replace(PROFILE, reason="another"), tmp_path / "b.json")
     given = {"family": FAMILY, "http": "0", "query": True, "profiles": [str(tmp_path)]}
     config = parse_config(msgspec.to_builtins(given), "config")
-    with cache_of() as cache, pytest.raises(ProfileError, match=r"a\.json and .*b\.json are of"):
-        _queries(config, cache)
+    monkeypatch.setattr(serve, "Cache", None)  # Which is not reached.
+    with pytest.raises(ProfileError, match=r"a\.json and .*b\.json are of"):
+        serve.run(config)
 
 
 def test_a_served_worker_answers_only_where_its_file_says_so(tmp_path: Path) -> None:
@@ -238,11 +242,11 @@ def test_a_served_worker_answers_only_where_its_file_says_so(tmp_path: Path) -> 
     given = {"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}}
     with pytest.raises(ConfigError, match="query is true and http is not set"):
         parse_config({**given, "query": True}, "config")
-    for query in (True, False):
+    with pytest.raises(ConfigError, match="profiles are named and query is not true"):
+        parse_config({**given, "http": "0", "profiles": [str(tmp_path)]}, "config")
+    for query in ({"query": True, "profiles": [str(tmp_path)]}, {}):
         config = tmp_path / "serve.yaml"
-        config.write_text(
-            json.dumps({**given, "http": "0", "query": query, "profiles": [str(tmp_path)]})
-        )
+        config.write_text(json.dumps({**given, "http": "0", **query}))
         command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
