@@ -17,7 +17,7 @@ from profiles.settings import Settings
 from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
-DECODED_SHARE: Final = 0.5
+DECODED_SHARE: Final = 0.3
 """Of answers over plans worth trying that differ from the receiver's own, as far as one can know
 before; and of a draft that is not in the own answer."""
 STEPS: Final = 5
