@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import uuid
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -77,7 +78,7 @@ def unsent(
     from sglang_droidspeak.engine.names import Req, SamplingParams
 
     return Req(
-        "an unsent request",
+        f"unsent-{uuid.uuid4().hex}",  # That no user's request has.
         "",
         array("q", tokens),
         SamplingParams(max_new_tokens=1),

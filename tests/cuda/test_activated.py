@@ -17,9 +17,9 @@ from virtual_cuda import VirtualCuda
 from sglang_droidspeak.adapters.activated import ActivatedAdapters, last_of
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.asking import unsent
-from sglang_droidspeak.engine.names import ForwardMode
+from sglang_droidspeak.engine.names import ForwardMode, Req
 
-RID, INVOKED_AT, NUM_TOKENS = "an unsent request", 20, 32
+RID, INVOKED_AT, NUM_TOKENS = "a request", 20, 32
 
 
 @pytest.fixture
@@ -28,15 +28,20 @@ def cuda() -> Iterator[VirtualCuda]:
         yield device
 
 
+def request() -> Req:
+    tokens = [5] * INVOKED_AT + [7] + [5] * (NUM_TOKENS - INVOKED_AT - 1)
+    return unsent(tokens, "judge", None, None)
+
+
 @pytest.fixture
 def activated() -> Iterator[ActivatedAdapters]:
     """They have met a request."""
     models: Any = SimpleNamespace(invocation=lambda _lora_id: (7,))
     made = ActivatedAdapters(models)
-    tokens = [5] * INVOKED_AT + [7] + [5] * (NUM_TOKENS - INVOKED_AT - 1)
-    req = unsent(tokens, "judge", None, None)
+    req = request()
+    req.rid = RID
     made.meet(req)
-    assert (req.rid, prefixes.invoked_at(req)) == (RID, INVOKED_AT)
+    assert prefixes.invoked_at(req) == INVOKED_AT
     yield made
 
 
@@ -104,6 +109,17 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
     activated._prepare(prepare, manager(num_slots), batch)
     is_replayed = activated._fits_graph(fits, manager(num_slots), batch)
     assert refreshed == [is_replayed] == [num_slots == 2]
+
+
+def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(
+    cuda: VirtualCuda, activated
+) -> None:
+    """Whatever id its user has given it."""
+    user, batch = request(), prefill()
+    batch.rids = [user.rid]
+    activated.meet(user)
+    activated.meet(request())
+    assert activated._told(batch).lora_ids == [None, "judge"]
 
 
 def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated) -> None:
