@@ -92,6 +92,7 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "enable_pdmux": (_OFF, "it splits the recompute's batch"),
     "enable_hisparse": (_OFF, "its KV pool is not per-layer rows"),
     "enable_torch_compile": (_OFF, "E is not captured in compiled layers"),
+    "enable_nvidia_megakernel": (_OFF, "E is not captured in its kernels"),
     "enable_layernorm_sp": (_one_of(False), _SHARED_OUT),
     "enable_attn_tp_input_scattered": (_one_of(False), _SHARED_OUT),
     "moe_a2a_backend": (_one_of("none"), _PADDED),

@@ -250,6 +250,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "enable_hisparse": (True,),
     "enable_layernorm_sp": (True,),
     "enable_memory_saver": (True,),
+    "enable_nvidia_megakernel": (True,),
     "enable_pdmux": (True,),
     "enable_return_routed_experts": (True,),
     "enable_torch_compile": (True,),
