@@ -46,12 +46,13 @@ class Cap:
 class Bandwidth:
     """What recent fetches took on one link: a time of any, however short, and one per byte.
 
-    One fetch that stalled moves neither. Where two in a row were much slower or much faster than
-    predicted, the link has changed, and what came before is forgotten. The fixed time is what two
-    in three short fetches did not exceed beside their bytes; of the rate, a median, each fetch
-    tells as much as its bytes are of its time. A plan that avoids a slow link would never learn
-    that it recovered: it is taken to be twice as fast for every `MAX_AGE_S` beyond the first
-    without a sample, up to a million times. One thread samples at a time, any may read.
+    One fetch that stalled moves neither, unless it came to its end and no other was short. Where
+    two in a row were much slower or much faster than predicted, the link has changed, and what
+    came before is forgotten. The fixed time is what two in three short fetches did not exceed
+    beside their bytes; of the rate, a median, each fetch tells as much as its bytes are of its
+    time. A plan that avoids a slow link would never learn that it recovered: it is taken to be
+    twice as fast for every `MAX_AGE_S` beyond the first without a sample, up to a million times.
+    One thread samples at a time, any may read.
     """
 
     MAX_AGE_S = 60.0
@@ -111,7 +112,7 @@ class Bandwidth:
         """Bytes that the link carried while one fetch lived.
 
         Less than `MIN_SAMPLE_BYTES` measures the round trip: leave it out, or where a fetch was
-        given up, it says that these had not come.
+        given up, it says that these had not come, and not what a fetch that ends well takes.
         """
         num_bytes, seconds = max(num_bytes, self.MIN_SAMPLE_BYTES), max(seconds, 1e-9)
         if self._known is not None:
@@ -134,7 +135,8 @@ class Bandwidth:
     def _fit(self) -> Link:
         fixed_s, byte_s = 0.0, weighted_median((s / n, n) for n, s in self._samples)
         for _ in range(self._ROUNDS):
-            trips_s = (s - n * byte_s for n, s in self._samples if n * byte_s <= self._SHORT_S)
+            short = (it for it in self._samples if it[0] * byte_s <= self._SHORT_S)
+            trips_s = (s - n * byte_s for n, s in short if n > self.MIN_SAMPLE_BYTES)
             fixed_s = max(0.0, most_of(trips_s) or 0.0)
             # Where all of it were fixed time, a fetch would tell nothing of its bytes.
             byte_s = weighted_median(

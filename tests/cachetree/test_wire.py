@@ -15,7 +15,7 @@ from msgspec import inspect
 from transport_parts import FAMILY, pages_of
 
 from cachetree import Family
-from cachetree.errors import ConfigError, ProtocolError
+from cachetree.errors import Cancelled, ConfigError, ProtocolError
 from cachetree.ids import Kind, ModelId, Step
 from cachetree.planning import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
@@ -342,6 +342,20 @@ def test_one_length_of_fetches_tells_no_round_trip() -> None:
     for _ in range(4):
         bandwidth.sample(4 * mb, 0.004)
     assert bandwidth.link == Link(byte_s=0.001 / mb, fixed_s=Bandwidth._TRIP_S)
+
+
+@pytest.mark.parametrize("num_short", [0, 1, 3])
+def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: int) -> None:
+    """Also when the short ones that were sampled before it are no longer kept, and it is."""
+    bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
+    for num_mb in [100] * 14 + [1] * num_short:
+        bandwidth.note(num_mb * mb, 0.0005 + num_mb * 0.001, None)
+    bandwidth.note(0, 0.8, Cancelled("its reader left"))
+    for _ in range(15):
+        assert bandwidth.link is not None
+        assert bandwidth.link.fixed_s < 0.005
+        assert bandwidth.link.byte_s * mb == pytest.approx(0.001, rel=0.1)
+        bandwidth.note(100 * mb, 0.1005, None)
 
 
 def test_a_round_trip_that_was_long_is_believed_to_have_recovered() -> None:
