@@ -44,13 +44,12 @@ class Address:
 
 def resolved(address: Address) -> Address:
     """With what its name stands for now; blocks to look that up. Raises FetchError."""
-    family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
     try:
-        ((*_, (host, *_)), *_) = socket.getaddrinfo(
-            address.host, address.port, family, socket.SOCK_STREAM
-        )
+        found = socket.getaddrinfo(address.host, address.port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as exc:
         raise FetchError(f"{address.url} cannot be reached: {exc.strerror}") from exc
+    # A worker that listens at 0.0.0.0 has no other addresses.
+    *_, (host, *_) = min(found, key=lambda it: it[0] != socket.AF_INET)
     return Address(str(host), address.port)
 
 
@@ -74,6 +73,7 @@ def parse_address(value: str, *, field: str) -> Address:
     try:
         parts = urlsplit(value)
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # As who looks it up does.
     except ValueError as exc:
         raise ConfigError(f"{field} is {value!r}: {exc}; {_EXAMPLE}") from exc
     has_more = parts.path or parts.query or parts.fragment or "@" in parts.netloc

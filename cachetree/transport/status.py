@@ -54,7 +54,7 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     num_pages: int = 0
     """That it has and that are noted here, counted once per model."""
     num_dropped_pages: int = 0
-    """That were noted and given up, because it has more than `max_pages`."""
+    """That were noted and given up: it has more than is noted of one worker."""
 
     @property
     def is_ready(self) -> bool:

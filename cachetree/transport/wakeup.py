@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 from typing import Final
 
@@ -28,13 +27,6 @@ class Wakeup:
             if not self._is_pending and not self._is_closed:
                 self._is_pending = True
                 os.eventfd_write(self._counter, 1)
-
-    def wait(self, timeout_s: float) -> None:
-        """Until it is woken, which is over with that, or the time is over."""
-        poller = select.poll()
-        poller.register(self._counter, select.POLLIN)
-        poller.poll(timeout_s * 1000)
-        self.drain()
 
     def drain(self) -> None:
         """Call before looking at what was queued, so that no later wake is lost."""

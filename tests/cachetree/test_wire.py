@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -19,7 +20,7 @@ from cachetree.errors import Cancelled, ConfigError, ProtocolError
 from cachetree.ids import Kind, ModelId, Step
 from cachetree.planning import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
-from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport.address import Address, parse_listen, parse_remote, resolved
 from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Bandwidth, Cap
 from cachetree.tree import Change, join_hashes
@@ -214,6 +215,8 @@ def test_entries_are_packed_in_order_into_small_messages() -> None:
         ("tcp://127.0.0.1:99999", "tcp://HOST:PORT"),
         ("tcp://me@127.0.0.1:1", "tcp://HOST:PORT"),
         ("tcp://127.0.0.1:1#x", "tcp://HOST:PORT"),
+        ("tcp://a..b:1", "tcp://HOST:PORT"),
+        (f"tcp://{64 * 'x'}:1", "tcp://HOST:PORT"),
         ("tcp://0.0.0.0:7788", "insecure: true"),
         ("tcp://*:7788", "insecure: true"),
         ("tcp://worker-3:7788", "insecure: true"),
@@ -233,6 +236,23 @@ def test_good_addresses() -> None:
     assert parse_remote("tcp://worker-3:7788", field="peer").url == "tcp://worker-3:7788"
     with pytest.raises(ConfigError, match="names no single worker"):
         parse_remote("tcp://127.0.0.1:0", field="peer")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [(["fd00::3"], "fd00::3"), (["fd00::3", "10.0.0.3", "10.0.0.2"], "10.0.0.3")],
+)
+def test_a_name_may_have_an_ipv6_address_alone(
+    hosts: list[str], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has both may listen at the other alone."""
+
+    def look_up(name: str, port: int, family: int, kind: int) -> list[tuple[object, ...]]:
+        every = [(socket.AF_INET6 if ":" in it else socket.AF_INET, it) for it in hosts]
+        return [(at, kind, 6, "", (it, port)) for at, it in every if family in (0, at)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert resolved(Address("worker-3", 7788)) == Address(first, 7788)
 
 
 def test_settings_are_checked() -> None:
