@@ -29,7 +29,7 @@ _NAME: Final = "droidspeak"
 
 def check_backend(name: str, config: Mapping[str, Any]) -> None:
     """Raise ConfigError where no such backend can be made; imports its module, connects nowhere,
-    and makes the folder of `file`."""
+    and makes the folders of `file` and `nixl`."""
     known = StorageBackendFactory._registry
     if name == "dynamic":
         missing = [key for key in _DYNAMIC if key not in config]
@@ -46,33 +46,42 @@ def check_backend(name: str, config: Mapping[str, Any]) -> None:
         raise ConfigError(f"hicache_backend is {name!r}; SGLang has {', '.join(names)} and dynamic")
     try:
         known[name]["loader"]()
+        folders = _folders(name, config)
     except Exception as exc:
         raise ConfigError(
             f"hicache_backend is {name!r} and cannot be loaded: {exc}; install what it needs"
         ) from exc
+    for field, folder in folders:
+        _require_private(field, folder)
+
+
+def _folders(name: str, config: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """In which the backend keeps files, and what names them."""
     if name == "file":
-        _require_private(
-            envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or config.get("file_storage_path")
-        )
+        folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
+        return [("file_storage_path", folder or config.get("file_storage_path"))]
+    if name == "nixl":
+        from sglang.srt.mem_cache.storage.nixl import nixl_utils as nixl
+
+        plugin = nixl.NixlBackendConfig(dict(config)).get_specified_plugin()
+        if plugin not in nixl.NixlBackendSelection.OBJ_PLUGINS:
+            variable = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
+            return [(variable.name, it.strip()) for it in (variable.get() or "").split(",")]
+    return []
 
 
-def _require_private(folder: object) -> None:
+def _require_private(field: str, folder: object) -> None:
     """Prompts can be read out of KV, and whoever writes it decides what requests answer."""
     if not isinstance(folder, str) or not folder:
-        raise ConfigError(
-            "hicache_backend is 'file' and hicache_config has no file_storage_path; name a folder "
-            "that only this user can reach"
-        )
+        raise ConfigError(f"{field} is {folder!r}; name a folder that only this user can reach")
     try:
         Path(folder).mkdir(0o700, parents=True, exist_ok=True)
         status = Path(folder).stat()
     except OSError as exc:
-        raise ConfigError(
-            f"file_storage_path is {folder!r}: {exc.strerror}; name another folder"
-        ) from exc
+        raise ConfigError(f"{field} is {folder!r}: {exc.strerror}; name another folder") from exc
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"file_storage_path is {folder!r}, which has mode {status.st_mode & 0o777:o} and is of "
+            f"{field} is {folder!r}, which has mode {status.st_mode & 0o777:o} and is of "
             f"user {status.st_uid}, and this is user {os.geteuid()}; name a folder of this user "
             "with mode 700, and nothing in it that others could have written"
         )

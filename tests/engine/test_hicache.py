@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from hicache_parts import (
     store_and_wait,
 )
 from push_parts import PAGE_TOTAL
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of, store
 
 from cachetree import (
@@ -359,7 +361,7 @@ def test_the_folder_of_the_file_backend_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's own is of whoever made it first, and all may read what is in it."""
-    with pytest.raises(ConfigError, match="hicache_config has no file_storage_path; name a folder"):
+    with pytest.raises(ConfigError, match="file_storage_path is None; name a folder"):
         check_backend("file", {})
     folder = tmp_path / "a" / "store"
     config = {"file_storage_path": str(folder)}
@@ -380,6 +382,25 @@ def test_the_folder_of_the_file_backend_is_this_users_alone(
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ConfigError, match=f"is of user {user}, and this is user {user + 1}; name"):
         check_backend("file", {})
+
+
+@pytest.mark.parametrize("config", [{}, {"plugin": {"gds": {"active": True}}}], ids=["auto", "gds"])
+def test_the_folders_of_nixl_are_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """Where it keeps files: SGLang gives them a folder of its own, which all may read."""
+    monkeypatch.setitem(StorageBackendFactory._registry["nixl"], "loader", lambda: None)
+    check_backend("nixl", {"plugin": {"obj": {"active": True}}})
+    variable = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"
+    with pytest.raises(ConfigError, match=f"{variable} is ''; name a folder"):
+        check_backend("nixl", config)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setenv(variable, ", ".join(map(str, folders)))
+    check_backend("nixl", config)
+    assert {it.stat().st_mode & 0o777 for it in folders} == {0o700}
+    folders[1].chmod(0o755)
+    with pytest.raises(ConfigError, match=f"{variable} is '.*/b', which has mode 755"):
+        check_backend("nixl", config)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

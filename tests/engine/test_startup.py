@@ -121,7 +121,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"hicache_backend": "florp"}, ["hicache_backend is 'florp'", "file", "mooncake"]),
         ({"hicache_backend": "sim"}, ["hicache_backend is 'sim'", "choose another"]),
         ({"hicache_backend": "dynamic"}, ["hicache_config has no", "class_name"]),
-        ({"hicache_backend": "file"}, ["'file'", "no file_storage_path", "only this user"]),
+        ({"hicache_backend": "file"}, ["file_storage_path is None", "only this user"]),
         ({"hicache_backend": "aibrix"}, ["'aibrix' and cannot be loaded", "install"]),
         ({"hicache_config": {"max_size": "1G"}}, ["hicache_config", "set hicache_backend"]),
         ({"config": "missing.yaml"}, ["missing.yaml", "No such file"]),
