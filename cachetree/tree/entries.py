@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeVar
@@ -252,12 +252,12 @@ class Node:
     def is_empty(self) -> bool:
         return not self.local and not self.remote
 
-    def num_common(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
+    def num_common(self, index: int, pages: tuple[PageHash, ...], offset: int) -> int:
         """How many leading pages this node from page `index` on and `pages[offset:]` share."""
-        most = min(self.num_pages - index, len(pages) - offset)
-        ours, theirs = self.pages[index : index + most], tuple(pages[offset : offset + most])
+        theirs = pages[offset : offset + self.num_pages - index]
+        ours = self.pages[index : index + len(theirs)]
         if ours == theirs:
-            return most
+            return len(ours)
         return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
 
     def walk(self) -> Iterator[Node]:

@@ -11,7 +11,7 @@ from cachetree.errors import PinRefused
 from cachetree.ids import ModelId, PageHash
 from cachetree.tree.entries import Hold, LocalEntry
 from cachetree.tree.lease import Lease, Reservation
-from cachetree.tree.trie import PageTrie, depth_of
+from cachetree.tree.trie import PageTrie, depth_of, upwards
 
 PinName = tuple[ModelId | None, PageHash]
 """The model, None for all of them, and the last page of the prefix."""
@@ -74,7 +74,7 @@ class Holds:
         """As `CacheTree.pin`; also the hold of the pin that this one took the place of."""
         depths: dict[ModelId, int] = {}
         # Upwards, and every page compared: whoever asks may have sent what is no prompt.
-        for place in reversed(self._trie.path(None, pages)):
+        for place in upwards(self._trie.last(None, pages), 0):
             for each in place.node.local:
                 if model in (None, each):
                     depths.setdefault(each, depth_of(place))

@@ -76,7 +76,7 @@ class RemoteEntries:
             entry = node.remote.get(key)
             return entry is not None and layers.issubset(entry.e_reach.whole)
 
-        return depth_of(self._trie.deepest(None, pages, has))
+        return depth_of(self._trie.deepest(pages, has))
 
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         key = (location, model)

@@ -22,7 +22,7 @@ from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.slices import OfNode, in_slices, seen_in_slices
-from cachetree.tree.trie import PageTrie, depth_of, find_matches, num_pages_of
+from cachetree.tree.trie import PageTrie, depth_of, find_matches
 
 _LRU: Final = Retention()
 
@@ -59,6 +59,8 @@ class CacheTree:
             else Lru(retention.ttl_s, clock)
         )
         self._trie = PageTrie(self._eviction)
+        self._first: Final = self._trie.root.children
+        """By the first page of each prompt; the root is never split, so it stays the same dict."""
         self._holds = Holds(self._trie, int(retention.max_pinned_share * host_bytes))
         self._listeners = ChangeListeners()
         self._remote = RemoteEntries(self._trie, self._listeners)
@@ -130,12 +132,12 @@ class CacheTree:
             place = None if parent is None else self._trie.find_local(model, parent)
             if parent is not None and place is None:
                 return None
-            last = self._trie.last_with(model, place, pages, e_layers)
-            skipped = depth_of(last) - depth_of(place)
             layers = tuple(sorted(set(e_layers)))
             whole = Change(
                 added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers
             )
+            last = self._trie.last_with(model, place, whole.pages, layers)
+            skipped = depth_of(last) - depth_of(place)
             new = whole.part(Span(skipped, len(pages)))
             slab = Slab(Layout.of(self.family, len(new.pages), layers), self.memory)
             reservation = Reservation(new, skipped, slab, depth_of(last), self._end)
@@ -182,7 +184,7 @@ class CacheTree:
         """
         with self._lock:
             places = self._trie.path_anywhere(pages)
-            if num_pages_of(places) < len(pages):
+            if sum(it.stop - it.start for it in places) < len(pages):
                 return None
             if places and model not in places[-1].node.local:
                 return None
@@ -254,7 +256,7 @@ class CacheTree:
         bytes freed.
         """
         self.sweep()
-        nodes = self._trie.upwards(pages)
+        nodes = self._trie.bottom_up(pages)
         num_freed = 0
 
         def work(most: int) -> bool:
@@ -273,13 +275,13 @@ class CacheTree:
 
     # All entries.
 
-    def match(self, pages: Sequence[PageHash], *, is_use: bool = True) -> list[Match]:
+    def match(self, pages: Sequence[PageHash], is_use: bool = True) -> list[Match]:
         """The longest prefix of `pages` per (model, location), found in one walk.
 
         A page hash covers all pages before it, so one that is found speaks for those. It is a use
         of what is found, unless nobody means to read that.
         """
-        if not pages or pages[0] not in self._trie.root.children:
+        if not pages or pages[0] not in self._first:
             return []  # A miss waits for nobody; one look into a dict is atomic.
         with self._lock:
             found, used, noted = find_matches(self._trie, pages)
@@ -292,7 +294,7 @@ class CacheTree:
     def num_there(self, pages: Sequence[PageHash]) -> int:
         """How many leading `pages` anybody has. Each is compared: they need not be a prompt's."""
         with self._lock:
-            return num_pages_of(self._trie.path(None, pages))
+            return depth_of(self._trie.last(None, pages))
 
     # Remote entries: what workers have advertised.
 

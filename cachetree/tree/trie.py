@@ -104,12 +104,9 @@ class PageTrie:
         return Place(node, index, index + 1)
 
     def deepest(
-        self,
-        parent: Place | None,
-        pages: Sequence[PageHash],
-        has: Callable[[Node], bool] | None = None,
+        self, pages: Sequence[PageHash], has: Callable[[Node], bool] | None = None
     ) -> Place | None:
-        """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
+        """The end of the longest prefix of `pages`; None where it is empty.
 
         Only nodes count that `has` is true of, if it is given; then it is of all above them, too.
 
@@ -118,26 +115,22 @@ class PageTrie:
         advertised is not trusted: a page that lies below others than `pages` is none that was
         found.
         """
-        depth = depth_of(parent)
         node: Node | None = None
         num_found, stop = 0, len(pages)
         probe = stop - 1
         while num_found < stop:
-            found = self._index.find_at(pages[probe], depth + probe)
+            found = self._index.find_at(pages[probe], probe)
             if found is None or (has and not has(found)):
                 stop = probe
             else:
                 node, num_found = found, probe + 1
             probe = (num_found + stop) // 2
-        if node is None:
-            return None
-        if not self._is_after(parent, node, pages):
-            places = [it for it in self.path(parent, pages) if has is None or has(it.node)]
-            return places[-1] if places else None
-        return Place(node, max(0, depth - node.start), depth + num_found - node.start)
+        if node is None or not self._is_after(node, pages):
+            return self.last(None, pages, has)
+        return Place(node, 0, num_found - node.start)
 
-    def _is_after(self, parent: Place | None, node: Node, pages: Sequence[PageHash]) -> bool:
-        """Whether the nodes from `parent` to `node`, in which one of `pages` was found, have at
+    def _is_after(self, node: Node, pages: Sequence[PageHash]) -> bool:
+        """Whether the nodes from the root to `node`, in which one of `pages` was found, have at
         both of their ends what belongs there.
 
         What is in a node here was computed here or stored as the exact KV of its pages, and so is
@@ -145,57 +138,46 @@ class PageTrie:
         advertised, who has the first page of a node has no other node in its place; who has the
         last one, where it is right, has all of the node right.
         """
-        top, depth = (self.root, 0) if parent is None else (parent.node, depth_of(parent))
-        while node is not top:
-            if node.local:
-                return True
-            at, above = node.start - depth, node.parent
-            if above is None or at < 0 or node.pages[0] != pages[at]:
-                return False
-            if at and above.pages[-1] != pages[at - 1]:
-                return False
-            if not at and above is not top:
+        while not node.local and (above := node.parent) is not None:
+            at = node.start
+            if node.pages[0] != pages[at] or (at and above.pages[-1] != pages[at - 1]):
                 return False
             node = above
         return True
 
-    def path(self, parent: Place | None, pages: Sequence[PageHash]) -> list[Place]:
-        """The places that hold the longest prefix of `pages` found right after `parent`.
-
-        Every page is compared, so it holds for any `pages`.
-        """
+    def last(
+        self,
+        parent: Place | None,
+        pages: Sequence[PageHash],
+        has: Callable[[Node], bool] | None = None,
+    ) -> Place | None:
+        """As `deepest`, right after `parent`; every page is compared, so that it holds for any."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
-        places: list[Place] = []
-        offset, num_pages = 0, len(pages)
-        while offset < num_pages:
+        pages, num = tuple(pages), 0
+        while num < len(pages):
             if index == node.num_pages:
-                child = node.children.get(pages[offset])
-                if child is None:
+                child = node.children.get(pages[num])
+                if child is None or (has and not has(child)):
                     break
                 node, index = child, 0
-            num = node.num_common(index, pages, offset)
-            if not num:
+            num_here = node.num_common(index, pages, num)
+            if not num_here:
                 break
-            places.append(Place(node, index, index + num))
-            offset += num
-            index += num
-        return places
+            num += num_here
+            index += num_here
+        return Place(node, max(0, index - num), index) if num else None
 
     def path_anywhere(self, pages: Sequence[PageHash]) -> list[Place]:
-        """As `path`, wherever the first page is."""
+        """The places that hold the longest prefix of `pages`, wherever the first of them is."""
         first = self.find(pages[0]) if pages else None
-        return [] if first is None else self.path(first._replace(stop=first.start), pages)
+        if first is None:
+            return []
+        before = first._replace(stop=first.start)
+        return list(upwards(self.last(before, pages), depth_of(before)))[::-1]
 
     def find_local(self, model: ModelId, page: PageHash) -> Place | None:
         place = self.find(page)
         return place if place is not None and model in place.node.local else None
-
-    def last_local(
-        self, model: ModelId, place: Place | None, pages: Sequence[PageHash]
-    ) -> Place | None:
-        """The end of the leading `pages` after `place` that the model has; `place` where none."""
-        places = [it for it in self.path(place, pages) if model in it.node.local]
-        return places[-1] if places else place
 
     def last_with(
         self,
@@ -204,27 +186,25 @@ class PageTrie:
         pages: Sequence[PageHash],
         e_layers: Collection[int],
     ) -> Place | None:
-        """As `last_local`, but what comes before the first that storing it again would add E to."""
-        last = above = self.last_local(model, place, pages)
+        """The end of the leading `pages` after `place` that the model has, up to the first that
+        storing it again would add E to; `place` where there are none."""
+        last = self.last(place, pages, lambda node: model in node.local) or place
         stop = depth_of(place)
-        while e_layers and above is not None and depth_of(above) > stop:
-            node = above.node
-            up = node.parent if node.start > stop else None
-            before = Place(up, 0, up.num_pages) if up is not None else place
-            if node.local[model].gains(e_layers):
-                last = before
-            above = before
-        return last
+        nodes = [it.node for it in upwards(last, stop)] if e_layers else []
+        starts = [node.start for node in nodes if node.local[model].gains(e_layers)]
+        if not starts:
+            return last
+        return self.find(pages[starts[-1] - stop - 1]) if starts[-1] > stop else place
 
-    def upwards(self, pages: Sequence[PageHash]) -> Iterator[Node]:
+    def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
         """The nodes of all prompts that begin with `pages`, then those above; children first.
 
         As it goes on, any of them may be taken out.
         """
-        places = self.path(None, pages)
-        if num_pages_of(places) < len(pages):
+        last = self.last(None, pages)
+        if depth_of(last) < len(pages):
             return
-        top = places[-1].node if places else self.root
+        top = last.node if last else self.root
         pending = [(top, False)]
         while pending:
             node, is_next = pending.pop()
@@ -245,7 +225,7 @@ class PageTrie:
         """
         if not pages:
             return []
-        node = self.root
+        node, pages = self.root, tuple(pages)
         if parent is not None:
             place = self.find(parent)
             assert place is not None
@@ -264,8 +244,8 @@ class PageTrie:
             offset += num
         return nodes
 
-    def _grow(self, parent: Node, pages: Sequence[PageHash]) -> list[Node]:
-        node = Node(parent, tuple(pages))
+    def _grow(self, parent: Node, pages: tuple[PageHash, ...]) -> list[Node]:
+        node = Node(parent, pages)
         node.cut(self._index.put_new(node))
         if not node.num_pages:
             return []
@@ -292,13 +272,19 @@ class PageTrie:
             self._index.remove(node)
 
 
-def num_pages_of(places: Sequence[Place]) -> int:
-    return sum(it.stop - it.start for it in places)
-
-
 def depth_of(place: Place | None) -> int:
     """How many pages there are from the root to the end of `place`."""
     return 0 if place is None else place.node.start + place.stop
+
+
+def upwards(place: Place | None, depth: int) -> Iterator[Place]:
+    """All pages from the root to the end of `place` but the first `depth`, node by node."""
+    while place is not None and place.node.start > depth:
+        yield place
+        above = place.node.parent
+        place = Place(above, 0, above.num_pages) if above is not None else None
+    if place is not None and depth_of(place) > depth:
+        yield place._replace(start=depth - place.node.start)
 
 
 def find_matches(
@@ -308,7 +294,7 @@ def find_matches(
     found: list[Match] = []
     used: dict[ModelId, LocalEntry] = {}
     known: dict[RemoteKey, RemoteEntry] = {}
-    place = trie.deepest(None, pages)
+    place = trie.deepest(pages)
     if place is None:
         return found, (), ()
     top = trie.root.children[pages[0]]
