@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FAILED_GATE: Final = 3
 """Exit status: everything worked, and the verdict is that the pair may not be reused."""
+UNDECIDED: Final = 4
+"""Likewise, and the data are too few to show that a verdict holds."""
 
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
@@ -74,9 +76,10 @@ def add_commands(commands: Any) -> None:
     show.set_defaults(run=_show)
     verify = actions.add_parser(
         "verify",
-        help="measure a profile's blocks on other data",
-        description="Measure the frontier of a profile on data that it has not seen, and say "
-        "whether the verdict holds. Exit status 3 where it does not.",
+        help="measure what servers use of a profile on other data",
+        description="Measure the plans that servers use of a profile that passed, on data that it "
+        "has not seen, and say whether the verdict holds. Exit status 3 where it does not, and 4 "
+        "where the data are too few to show it.",
         allow_abbrev=False,
     )
     verify.add_argument("--json", action="store_true", help="the result as one line of JSON")
@@ -158,7 +161,7 @@ def _verify(args: argparse.Namespace) -> int:
         _print(msgspec.json.encode(found).decode())
     else:
         _say(found)
-    return 0 if found.holds else FAILED_GATE
+    return {True: 0, False: FAILED_GATE, None: UNDECIDED}[found.holds]
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -203,8 +206,8 @@ def _say(found: Verification) -> None:
     _print(f"full prefill {split.full_prefill.mean:.3f}, full reuse {split.full_reuse.mean:.3f}")
     for plan in found.plans:
         _print(finding(plan, split))
-    _print(f"{'passed' if found.passed else 'failed'}: {found.reason}")
-    if found.undecided:
+    _print(found.reason)
+    if found.holds is None:
         _print("these data cannot show whether the profile's verdict holds")
     else:
         _print(f"the profile's verdict {'holds' if found.holds else 'does not hold'}")

@@ -21,7 +21,6 @@ from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
 from profiles.profiler import Watched, answerers, open_journal, open_pair
-from profiles.report import words
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents
 from profiles.stats.artifact import (
@@ -42,15 +41,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     split: Split
     plans: tuple[FrontierPoint, ...]
-    """The profile's frontier on these data, but corrected plans whose map was not kept; what it
-    says of the training split stays."""
-    passed: bool
-    """The gate, on these data."""
+    """What servers use, on these data; what it says of the training split stays."""
+    holds: bool | None
+    """Whether the recommended plan passes the gate here too; None where more such data could still
+    show that it does."""
     reason: str
-    holds: bool
-    """Whether that is the profile's verdict too."""
-    undecided: bool
-    """Where it is not: whether more such data could still show it."""
 
 
 class Again:
@@ -78,11 +73,16 @@ class Again:
         )
 
     def verify(self) -> Verification:
-        """The profile's plans on all the data; the frontier is judged anew.
+        """What servers use of the profile, on all the data; the recommended plan is judged anew.
 
-        Raises ProfileError where a context is the profile's.
+        Raises ProfileError where they use none of its plans, and where a context is the profile's.
         """
         profile, documents = self._profile, self._documents
+        if not profile.passed:
+            raise ProfileError(
+                "the profile did not pass, so none of its plans is served; profile the pair on "
+                "these data"
+            )
         known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
         contexts = {it.context for it in documents}
         if seen := len(contexts & known):
@@ -91,23 +91,10 @@ class Again:
                 "profile's own; verify on others"
             )
         data = Data(files=data_files(self._sources, documents), documents=documents)
-        for line in hardly_enough(data, profile.tolerance) if profile.passed else ():
+        for line in hardly_enough(data, profile.tolerance):
             self._console.print(line, highlight=False, soft_wrap=True)
-        plans = kept_plans(profile)
-        if left := [words.plan(it) for it in profile.frontier if _candidate(it) not in plans]:
-            self._console.print(
-                f"not judged, for their maps were not kept: {', '.join(left)}",
-                highlight=False,
-                soft_wrap=True,
-            )
-        tried = [profile.recommended or profile.frontier[it] for it in profile.order]
-        # Without a recommended plan the first that was tried: the verdict holds where that fails.
-        asked = [it for it in map(_candidate, tried) if it in plans][:1]
-        if tried and not asked:
-            raise ProfileError(
-                "every plan that was tried corrects E, and maps of unproven ones are not kept, so "
-                "none can be computed again; profile the pair anew, and give --held-out these data"
-            )
+        used = {_candidate(it) for it in profile.blocks}
+        plans = {it: of for of in profile.frontier if (it := _candidate(of)) in used}
         with temporary_journal() as journal:
             bench = self._bench(journal, *self._answerers(documents))
             judged = self._judge("judging", documents, [*plans], bench)
@@ -119,20 +106,17 @@ class Again:
                 point,
                 held_out=interval_of(documents, qualities),
                 tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
-                shown=None,
                 fidelity=fidelity_of(scores),
                 ttft_s=profile.costs.ttft_s(candidate.runs, *split.mean_lengths),
             )
-        judging = [plans[it] for it in asked]
-        passed, reason = verdict(judging, split, profile.tolerance)
-        lacking = (contexts_lacking(it, split, profile.tolerance) for it in judging)
+        best = plans[_candidate(profile.recommended)]
+        holds, reason = verdict([best], split, profile.tolerance)
+        is_open = not holds and contexts_lacking(best, split, profile.tolerance) is not None
         return Verification(
             split=split,
             plans=tuple(plans.values()),
-            passed=passed,
+            holds=None if is_open else holds,
             reason=reason,
-            holds=passed == profile.passed,
-            undecided=profile.passed and not passed and any(lacking),
         )
 
     def calibrate(self) -> MeasuredProfile:
@@ -178,12 +162,6 @@ class Again:
         forecast = Forecast(self._profile.costs, bench.receiver.model.head_layers)
         steps = judging_steps(documents, plans, bench.num_layers)
         return Watched(bench, forecast, self._console).measure(title, HELD_OUT, documents, steps)
-
-
-def kept_plans(profile: MeasuredProfile) -> dict[Candidate, FrontierPoint]:
-    """Of the frontier what can be computed again: only proven plans' maps lie beside a profile."""
-    kept = {None, *profile.e_maps}
-    return {_candidate(it): it for it in profile.frontier if it.e_map in kept}
 
 
 def _candidate(it: BlockQuality | FrontierPoint) -> Candidate:

@@ -27,8 +27,8 @@ from profiles.compute.layered import LayeredModel
 from profiles.compute.models import load_pair
 from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
-from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, Shown, Split, read_measured
-from profiles.report import words
+from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, read_measured
+from profiles.verification import Verification
 from sglang_droidspeak.cli import main, parser
 from tools.pairs.questions import make_records, read_documents
 
@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 UNSEEN_SEED = 3003
 UNSEEN_DOCUMENTS = 75
 """With fewer than 72 of them no plan is proven, whatever it loses."""
-FAILED_GATE = 3
+FAILED_GATE, UNDECIDED = 3, 4
 FAST = ["--dtype", "float32"]
 """A CPU takes five times as long in bf16."""
 
@@ -166,6 +166,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     if fit_data:
         assert_what_maps_were_fitted_on_judges_nothing(out, data, held_out)
         return
+    assert_what_servers_use_is_measured_anew(out, tmp_path / "others.jsonl")
     before = tuple(msgspec.structs.replace(it, tv_bound=None) for it in profile.blocks)
     best = msgspec.structs.replace(profile.recommended, tv_bound=None)
     write_profile(msgspec.structs.replace(profile, blocks=before, recommended=best), out)
@@ -186,54 +187,25 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     )
 
 
-@pytest.fixture(scope="module")
-def unproven(few, tmp_path_factory) -> Path:
-    """A profile that failed and has a corrected plan, whose map was not kept."""
-    folder = tmp_path_factory.mktemp("unproven")
-    fit, out = folder / "fit.jsonl", folder / "pair.json"
-    write_records(read_records(DATA / "train.jsonl")[9:27], fit)
-    args = ["--plans", "4", "--tolerance", "0.5", "--e-correction", "--fit-data", str(fit)]
-    status, said = run(*few, *args, "--out", str(out))
-    assert status == FAILED_GATE, said
-    assert read_measured(out).e_maps == (), "nothing is proven"
-    return out
-
-
-def test_corrected_plans_that_were_not_proven_are_left_out_and_the_others_judged(unproven, capsys):
-    """Anew, each number of them: on other contexts of other lengths."""
-    data, profile = unproven.with_name("some.jsonl"), read_measured(unproven)
-    write_records(read_records(DATA / "held_out.jsonl")[9:15], data)
-    stale = {"shown": Shown(num_contexts=1, full_prefill=0.5), "fidelity": Fidelity(kl=9.0)}
-    points = tuple(msgspec.structs.replace(it, **stale) for it in profile.frontier)
-    profile = msgspec.structs.replace(profile, frontier=points)
-    write_profile(profile, unproven)
-    args = ["verify", str(unproven), *flags(FINE_TUNES), *FAST, "--data", str(data), "--json"]
-    assert main(["profile", *args]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    kept = [it for it in profile.frontier if it.e_map is None]
-    plain = [(it.start, it.stop) for it in kept]
-    (corrected,) = (words.plan(it) for it in profile.frontier if it.e_map is not None)
-    assert f"not judged, for their maps were not kept: {corrected}\n" in said.err
-    assert [(it["start"], it["stop"]) for it in found["plans"]] == plain
-    assert (found["passed"], found["holds"]) == (False, True)
-    split = msgspec.convert(found["split"], Split)
-    assert split.mean_lengths != profile.held_out.mean_lengths
-    for it, before in zip(found["plans"], kept, strict=True):
-        expected = profile.costs.ttft_s((before.block,), *split.mean_lengths)
-        assert it["ttft_s"] == pytest.approx(expected) and expected != before.ttft_s
-        assert it["fidelity"]["kl"] < 1.0 and "shown" not in it
-
-
-def test_a_profile_of_which_no_plan_can_be_computed_again_is_refused(unproven, tmp_path, capsys):
-    profile = read_measured(unproven)
-    corrected = tuple(it for it in profile.frontier if it.e_map is not None)
-    write_profile(msgspec.structs.replace(profile, frontier=corrected, order=(0,)), tmp_path / "p")
-    data = tmp_path / "some.jsonl"
-    write_records(read_records(DATA / "held_out.jsonl")[9:18], data)
-    args = ["verify", str(tmp_path / "p"), *flags(FINE_TUNES), *FAST, "--data", str(data)]
-    assert main(["profile", *args]) == 1
-    assert "give --held-out" in capsys.readouterr().err
+def assert_what_servers_use_is_measured_anew(out: Path, others: Path) -> None:
+    """Each number of it, corrected plans too: on other contexts of other lengths."""
+    write_records(read_records(DATA / "held_out.jsonl")[18:27], others)
+    profile = read_measured(out)
+    used = {(it.block, it.e_map): it for it in profile.blocks}
+    stale = Fidelity(kl=9.0)
+    points = tuple(msgspec.structs.replace(it, fidelity=stale) for it in profile.frontier)
+    write_profile(msgspec.structs.replace(profile, frontier=points), out)
+    args = ["verify", str(out), *flags(FINE_TUNES), *FAST, "--data", str(others), "--json"]
+    status, said = run(*args)
+    assert status == 0, said
+    found = msgspec.json.decode(said.splitlines()[-1], type=Verification)
+    assert found.split.mean_lengths != profile.held_out.mean_lengths
+    assert [(it.block, it.e_map) in used for it in points].count(True) == len(found.plans) > 1
+    assert found.holds and any(it.e_map is not None for it in found.plans)
+    for it in found.plans:
+        assert (it.block, it.e_map) in used and it.fidelity.kl < 1.0
+        expected = profile.costs.ttft_s((it.block,), *found.split.mean_lengths)
+        assert it.ttft_s == pytest.approx(expected)
 
 
 def assert_what_maps_were_fitted_on_judges_nothing(out: Path, fitted_on: Path, held_out: str):
@@ -307,17 +279,16 @@ def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp
     """Of its plans only the recommended one, which decides; the others would be measured too."""
     profile, path = read_measured(shipped.profile), tmp_path / "pair.json"
     chosen = profile.recommended
-    points = tuple(it for it in profile.frontier if it.block == chosen.block)
-    write_profile(msgspec.structs.replace(profile, frontier=points), path)
+    write_profile(profile.limited_to((chosen, profile.blocks[-1]), ""), path)
     args = [*flags(shipped), *FAST, "--data", str(unseen), "--json"]
     assert main(["profile", "verify", str(path), *args]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["passed"] and found["holds"]
+    assert found["holds"] is True
     assert [(it["start"], it["stop"]) for it in found["plans"]] == [(chosen.start, chosen.stop)]
     assert found["split"]["num_questions"] == 3 * UNSEEN_DOCUMENTS
 
 
-def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp_path):
+def test_a_pair_that_was_not_trained_together_fails(tmp_path):
     """The stranger answers as well as the shipped sender, and nobody can read its cache."""
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver"), *FAST]
@@ -333,11 +304,8 @@ def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp
     assert "no plan smaller than all layers passed" in profile.reason
     assert {(it.start, it.stop) for it in profile.blocks} == {(0, 12)}
     assert (profile.train.num_contexts, profile.held_out.num_contexts) == (2, 2)
-    some = tmp_path / "some.jsonl"
-    write_records(read_records(unseen)[:12], some)
-    status, said = run("verify", str(out), *pair, "--data", str(some))
-    assert status == 0, said
-    assert "the profile's verdict holds" in said
+    status, said = run("verify", str(out), *pair, "--data", str(DATA / "held_out.jsonl"))
+    assert status == 1 and "none of its plans is served; profile the pair on these data" in said
 
 
 def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
@@ -347,8 +315,7 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
     claimed = msgspec.structs.replace(
         profile.recommended, start=small.start, stop=small.stop, quality=0.99
     )
-    wrong = msgspec.structs.replace(profile, recommended=claimed, frontier=(small,))
-    write_profile(wrong, tmp_path / "pair.json")
+    write_profile(profile.limited_to((claimed,), ""), tmp_path / "pair.json")
     some = tmp_path / "some.jsonl"
     write_records(read_records(unseen)[:24], some)
     args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
@@ -359,11 +326,10 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
 def test_too_few_data_say_so_and_speak_against_no_verdict(unseen, tmp_path, capsys):
     """Before models are loaded how many would be needed, and then that these show nothing."""
     profile, some = read_measured(FINE_TUNES.profile), tmp_path / "some.jsonl"
-    points = tuple(it for it in profile.frontier if it.block == profile.recommended.block)
-    write_profile(msgspec.structs.replace(profile, frontier=points), tmp_path / "pair.json")
+    write_profile(profile.limited_to((profile.recommended,), ""), tmp_path / "pair.json")
     write_records(read_records(unseen)[:24], some)
     args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
-    assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
+    assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == UNDECIDED
     said = capsys.readouterr().out
     assert said.startswith("8 held-out contexts of biographies are hardly enough to pass")
     assert said.endswith("these data cannot show whether the profile's verdict holds\n")
