@@ -17,8 +17,6 @@ from .client import Answer
 
 PERCENTILES = (50, 90, 99)
 CONFIDENCE = 0.95
-ATTAINED = 0.9
-"""Share of requests within the target from which a rate counts as served."""
 
 
 def trimmed(answers: Sequence[Answer], share: float = 0.1) -> list[Answer]:
@@ -81,15 +79,3 @@ def mean_wait_s(per_s: float, services_s: Sequence[float]) -> float | None:
     if load >= 1:
         return None
     return float(per_s * (services**2).mean() / (2 * (1 - load)))
-
-
-def served_rate(rows: Sequence[dict[str, Any]]) -> float:
-    """The highest rate at which `ATTAINED` of the requests kept the target, between the measured
-    rates on a straight line. All keep it where nobody else asks."""
-    best, kept = 0.0, 1.0
-    for row in sorted(rows, key=lambda row: row["request_rate"]):
-        rate, share = row["request_rate"], row["attainment"]
-        if share < ATTAINED:
-            return best + (kept - ATTAINED) / (kept - share) * (rate - best)
-        best, kept = rate, share
-    return best

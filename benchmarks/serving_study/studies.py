@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
 from .client import Answer, Ask, run
-from .measures import mean_wait_s, served_rate, summary, trimmed
+from .measures import mean_wait_s, summary, trimmed
 from .rig import Rig
 
 ALONE = "SGLang alone"
@@ -103,8 +103,7 @@ def poisson_arrivals(idle: Idle, say: Say) -> Found:
         for row in of:
             wait_s = mean_wait_s(row["request_rate"] / size.num_replicas, idle.services_s(name))
             row["mean_wait_ms_in_theory"] = None if wait_s is None else 1000 * wait_s
-    served = {name: served_rate(of) for name, of in rows.items()}
-    return Found({**idle.summary(), "served_per_s": served, "rows": rows}, requests)
+    return Found({**idle.summary(), "rows": rows}, requests)
 
 
 def bursts(idle: Idle, say: Say) -> Found:

@@ -16,9 +16,10 @@ from benchmarks.serving_study.__main__ import main
 from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
 from benchmarks.serving_study.client import Answer
 from benchmarks.serving_study.links import fair_link
-from benchmarks.serving_study.measures import mean_wait_s, served_rate, summary, trimmed
+from benchmarks.serving_study.measures import mean_wait_s, summary, trimmed
 from benchmarks.serving_study.streams import prompt_of
 from benchmarks.simulate import read_trace
+from tools.tables.study import gain, in_time
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,12 +84,15 @@ def test_a_queue_that_cannot_keep_up_has_no_mean_wait() -> None:
     assert mean_wait_s(2.0, [0.5, 0.6]) is None
 
 
-def test_the_served_rate_is_where_nine_of_ten_keep_the_target() -> None:
-    rows = [{"request_rate": r, "attainment": a} for r, a in ((1, 1.0), (2, 0.95), (4, 0.85))]
-    assert served_rate(rows) == pytest.approx(3.0)
-    assert served_rate(rows[:2]) == 2
-    assert served_rate(rows[2:]) == pytest.approx(4 * 0.1 / 0.15), "an idle server keeps it"
-    assert served_rate([rows[1], {"request_rate": 3, "attainment": 0.5}, rows[2]]) < 3
+def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time() -> None:
+    rates = ((4, 0.85), (1, 1.0), (2, 0.95))
+    rows = [{"request_rate": r, "attainment": a, "completed": 44} for r, a in rates]
+    assert in_time(rows) == (rows[2], rows[0])
+    assert in_time(rows[1:]) == (rows[2], {})
+    assert in_time(rows[:1]) == ({}, rows[0])
+    assert in_time([*rows, {"request_rate": 1.5, "attainment": 0.5}])[0] == rows[1]
+    found = {"rows": {"block": rows, "SGLang alone": rows[:1]}, "size": {}}
+    assert "95% of 44 requests at 2.00 a second; SGLang alone in 85% at 4.00" in gain(found)
 
 
 def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
