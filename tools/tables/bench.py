@@ -267,16 +267,17 @@ _NAMED: Final = (
 
 
 def beside(log: Any) -> str:
-    """The latest run of each script, in turns with a commit before: medians of both."""
-    latest = {it["script"][0]: it for it in log}
+    """Of each number the latest run that has it, in turns with a commit before: medians of both."""
     rows = []
     for script, wanted in _BESIDE.items():
-        for said, key in wanted.items() if script in latest else ():
-            run = latest[script]
-            before, now = run["before_and_now"][key]
-            row = {"said": said, "script": script.removesuffix(".py"), "before": before, "now": now}
-            commits = told("{before!c} → {environment[commit]!c}", run)
-            rows.append({**row, "commits": commits, "ratio": now / before})
+        for said, key in wanted.items():
+            runs = [it for it in log if it["script"][0] == script and key in it["before_and_now"]]
+            for run in runs[-1:]:
+                before, now = run["before_and_now"][key]
+                found = {"before": before, "now": now, "ratio": now / before}
+                commits = told("{before!c} → {environment[commit]!c}", run)
+                name = script.removesuffix(".py")
+                rows.append({"said": said, "script": name, "commits": commits, **found})
     columns = {
         "script": "`{script}`",
         "": "{said}",
