@@ -125,8 +125,8 @@ def require_served(adapter: Path) -> None:
         if (value := config.get(key)) not in idle:
             raise ConfigError(
                 f"{file} has {key} = {value!r}, and SGLang applies lora_alpha / r to every matrix "
-                "and nothing else; merge it (python -m tools.merge, or peft's merge_and_unload), "
-                "and profile and serve the result"
+                "and nothing else; merge it with peft (merge_and_unload), and profile and serve "
+                "the result"
             )
 
 

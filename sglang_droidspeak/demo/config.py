@@ -143,7 +143,8 @@ class DemoConfig:
             num_questions_each=2,
             **_SHIPPED,
         )
-        is_made = all(it.exists() for it in (real.sender, real.receiver, real.profile, real.data))
+        weights = [it / "model.safetensors" for it in (real.sender, real.receiver)]
+        is_made = all(it.exists() for it in (*weights, real.profile, real.data))
         return real if is_made and read_profile(real.profile).passed else cls.small(_NOT_HERE)
 
     @property

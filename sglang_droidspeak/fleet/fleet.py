@@ -69,6 +69,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             check_flags(f"engines.{name}", options.keys() - {"droidspeak"})
             if not isinstance(options.get("model-path"), str):
                 raise ConfigError(f"engines.{name} has no model-path")
+            if any(it.startswith("ssl-cert") for it in options):
+                raise ConfigError(
+                    f"engines.{name} has ssl-certfile, and engines are asked by http whether they "
+                    "are ready; leave it out, or start this one by itself with `droidspeak serve`"
+                )
             port = options.get("port", _DEFAULT_PORT)
             if not (isinstance(port, int) and 1 <= port <= 65535):
                 raise ConfigError(f"engines.{name} has port {port!r}; give one of 1 to 65535")

@@ -146,6 +146,9 @@ def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) ->
         (tmp_path / made).mkdir(parents=True)
     monkeypatch.setattr(config, "_REAL", tmp_path)
     monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
+    for whole in ("base", "merged/questions"):
+        assert DemoConfig.shipped().sender == SMALL.sender, "weights are missing"
+        (tmp_path / whole / "model.safetensors").touch()
     found = DemoConfig.shipped()
     assert (found.sender, found.receiver) == (tmp_path / "base", tmp_path / "merged/questions")
     assert not found.instead

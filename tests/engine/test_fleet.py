@@ -97,6 +97,7 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
             "engines.one has mem-fraction-statc, .* did you mean mem-fraction-static?",
         ),
         ({"engines": {"one": {**ENGINE, "florp": 1}}}, "engines.one has florp, which SGLang does"),
+        ({"engines": {"one": {**ENGINE, "ssl-certfile": "c"}}}, "ssl-certfile, .* by itself"),
         ({"workers": {"one": {"familly": {}}}}, "workers.one: .*familly"),
         ({"workers": {"one": {"family": {**FAMILY, "page_sise": 1}}}}, "workers.one: .*page_sise"),
         ({"servers": {}}, "servers"),
@@ -193,6 +194,27 @@ def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path: Path)
         other._process.wait(0.5)
     other.stop()
     assert not other.is_alive
+
+
+def test_what_is_being_written_is_written_before_it_ends(tmp_path: Path) -> None:
+    """As a cache of its own writes what waits for its disk, in more seconds than two."""
+    port, file = servers.free_port(), tmp_path / "written"
+    program = f"""
+import os, signal, socket, time
+def end(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3)
+    open({str(file)!r}, "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+server = socket.create_server(("127.0.0.1", {port}))
+while True:
+    signal.pause()
+"""
+    words = (sys.executable, "-c", program)
+    with servers.running(servers.ProgramSpec(command=words, port=port), folder=tmp_path):
+        assert not file.exists()
+    assert file.exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
