@@ -5,9 +5,9 @@ from __future__ import annotations
 import hmac
 import select
 import socket
-from collections.abc import Callable, Container, Iterator
-from contextlib import suppress
-from typing import Final
+from collections.abc import Callable, Container, Iterator, Mapping
+from itertools import chain, takewhile
+from typing import Final, TypeVar
 
 import zmq
 
@@ -20,13 +20,15 @@ from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
 """Connections that wait in the kernel; it keeps those that have said nothing for itself, and shows
-the others first."""
+the others first. In a crowd of so many it shows all of them."""
 _MAX_TICKETS: Final = 1024
 """Given out and not used yet; for one more the oldest goes."""
-_MAX_PENDING: Final = 256
-"""Connections that have shown a part of a ticket; for one more the oldest goes."""
-_TOKEN_S: Final = 2
-"""A connection that has not shown all of it by then is closed."""
+_MAX_SILENT: Final = 256
+"""Connections that were shown and have said nothing; for one more the oldest goes."""
+_SILENT_S: Final = 2
+"""A connection that has said nothing by then is closed."""
+
+_Key = TypeVar("_Key")
 
 
 class DataPort:
@@ -51,12 +53,12 @@ class DataPort:
         self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
         # Who brings a ticket is met with it in hand, however many come with none.
-        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _TOKEN_S)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         self._port: Final[int] = self._listener.getsockname()[1]
         self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
         """Given out and not used yet, by whom they were given to; oldest first."""
-        self._pending: dict[int, tuple[socket.socket, bytearray, Deadline]] = {}
-        """By descriptor, with what each has said so far; oldest first."""
+        self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
+        """By descriptor; oldest first."""
         self._epoll = select.epoll()
         """Of its own: in a crowd ZMQ's poller would take longer than all the rest."""
         self._epoll.register(self._listener, select.EPOLLIN)
@@ -76,69 +78,68 @@ class DataPort:
 
         `ready` are the descriptors that a poll found ready.
         """
-        for who, (_, deadline) in tuple(self._tickets.items()):
-            if not deadline.has_passed:
-                break
+        for who in _late(self._tickets):
             del self._tickets[who]
         if self._epoll.fileno() in ready:
-            for descriptor, _ in self._epoll.poll(0):
-                if descriptor in self._pending:
+            spoken = [descriptor for descriptor, _ in self._epoll.poll(0)]
+            for descriptor in chain(spoken, self._accepted()):
+                if descriptor in self._silent:
                     yield from self._hear(descriptor)
-            yield from self._accept()
-        for descriptor, (_, _, deadline) in tuple(self._pending.items()):
-            if not deadline.has_passed:
-                break
+        else:
+            self._epoll.modify(self._listener, select.EPOLLIN)
+        for descriptor in _late(self._silent):
             self._dismiss(descriptor)
 
     def close(self) -> None:
         self._listener.close()
-        for descriptor in tuple(self._pending):
+        for descriptor in tuple(self._silent):
             self._dismiss(descriptor)
         self._epoll.close()
 
-    def _accept(self) -> Iterator[tuple[str, Channel] | Refusal]:
-        for _ in range(_MAX_PENDING):
+    def _accepted(self) -> Iterator[int]:
+        for _ in range(_MAX_SILENT):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # Nobody is there, or not any more, or there are no descriptors.
+            except BlockingIOError:
                 return
-            if len(self._pending) == _MAX_PENDING:
-                self._dismiss(next(iter(self._pending)))
+            except OSError:  # There are no descriptors: not again before another turn.
+                self._epoll.modify(self._listener, 0)
+                return
+            if len(self._silent) == _MAX_SILENT:
+                self._dismiss(next(iter(self._silent)))
             connection.setblocking(False)
-            deadline = Deadline.after(_TOKEN_S, self._clock)
-            self._pending[connection.fileno()] = connection, bytearray(), deadline
+            deadline = Deadline.after(_SILENT_S, self._clock)
+            self._silent[connection.fileno()] = connection, deadline
             self._epoll.register(connection, select.EPOLLIN)
-            yield from self._hear(connection.fileno())
+            yield connection.fileno()
 
     def _hear(self, descriptor: int) -> Iterator[tuple[str, Channel] | Refusal]:
-        """What that connection has said by now, if anything."""
-        connection, token, _ = self._pending[descriptor]
+        """What that connection says, if anything: a ticket comes whole, or it is none."""
+        connection, _ = self._silent[descriptor]
+        token, host = b"", ""
         try:
-            part = connection.recv(TOKEN_BYTES - len(token))
+            token, (host, *_) = connection.recv(TOKEN_BYTES), connection.getpeername()
         except BlockingIOError:
             return
-        except OSError:
-            part = b""
-        token += part
-        if not part:
-            self._dismiss(descriptor)
-        elif len(token) == TOKEN_BYTES:
-            yield self._admit(descriptor, token)
-
-    def _admit(self, descriptor: int, token: bytearray) -> tuple[str, Channel] | Refusal:
+        except OSError:  # Nobody is there any more.
+            pass
         who = self._owner(token)
         if who is None:
-            host = _host_of(self._pending[descriptor][0])
             self._dismiss(descriptor)
-            return Refusal(host, f"{host} came to bulk_port without a ticket")
-        connection, _, _ = self._pending.pop(descriptor)
+            if token:
+                yield Refusal(host, f"{host} came to bulk_port without a ticket")
+            return
+        del self._silent[descriptor]
         self._epoll.unregister(connection)
         tune(connection)
         bound_silence(connection, self._config.silence_s)
-        seals = self._seals(self._tickets.pop(who)[0].key)
-        return who, Channel(connection, seals, self._wake)
+        yield who, Channel(connection, self._seals(self._tickets.pop(who)[0].key), self._wake)
 
-    def _owner(self, token: bytearray) -> str | None:
+    def _dismiss(self, descriptor: int) -> None:
+        connection, _ = self._silent.pop(descriptor)
+        connection.close()
+
+    def _owner(self, token: bytes) -> str | None:
         """Takes the same time for every token."""
         owner = None
         for who, (ticket, _) in self._tickets.items():
@@ -146,12 +147,7 @@ class DataPort:
                 owner = who
         return owner
 
-    def _dismiss(self, descriptor: int) -> None:
-        connection, _, _ = self._pending.pop(descriptor)
-        connection.close()
 
-
-def _host_of(connection: socket.socket) -> str:
-    with suppress(OSError):
-        return str(connection.getpeername()[0])
-    return "someone"
+def _late(waiting: Mapping[_Key, tuple[object, Deadline]]) -> list[_Key]:
+    """Those whose time is over, of some that stand in the order of their deadlines."""
+    return list(takewhile(lambda it: waiting[it][1].has_passed, waiting))
