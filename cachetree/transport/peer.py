@@ -45,6 +45,8 @@ log = logging.getLogger("cachetree.peer")
 
 NO_WORKER: Final = 0
 """In place of an epoch."""
+_REFUSED_S: Final = 60.0
+"""Until a worker that refused is tried again: another may have its address by then."""
 _MAX_STORE_S: Final = 5.0
 """How long what waits to be stored may still take when the peer is closed."""
 MAX_CLOSE_S: Final = _MAX_STORE_S + CLOSE_S
@@ -149,7 +151,7 @@ class Peer:
         the protocol or is late; `staging.cancel` stops the stream.
         """
         with self._changed:
-            if not self._is_closing and self.state is not PeerState.REFUSED:
+            if not self._is_closing:
                 self._requests.append((model, pages, staging))
                 self._wakeup.wake()
                 return
@@ -206,7 +208,7 @@ class Peer:
     @property
     def _is_over(self) -> bool:
         is_done = self._is_closing and not self._stores.has_work
-        return is_done or self.state is PeerState.REFUSED or self._clock() >= self._ends_at_s
+        return is_done or self._clock() >= self._ends_at_s
 
     def _finish(self) -> None:
         self._stores.close()
@@ -215,10 +217,9 @@ class Peer:
         with self._changed:
             self._is_closing = True
             self._wakeup.close()
-        if self.state is not PeerState.REFUSED:
-            if self._connection is not None:
-                self._connection.send(wire.Bye(reason="closing"))
-            self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
+        if self._connection is not None:
+            self._connection.send(wire.Bye(reason="closing"))
+        self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
         self._look_after_fetches()
 
     def _live(self) -> None:
@@ -361,8 +362,8 @@ class Peer:
             self._fetches.interrupt(failure)
         else:
             self._fetches.end(failure)
-        pause_s = max(self._backoff.drawn_s(), self._breaker.probe_in_s or 0.0)
-        self._attempt_at_s = self._clock() + pause_s
+        least_s = _REFUSED_S if state is PeerState.REFUSED else self._breaker.probe_in_s or 0.0
+        self._attempt_at_s = self._clock() + max(self._backoff.drawn_s(), least_s)
 
     def _set_state(self, state: PeerState) -> None:
         with self._changed:

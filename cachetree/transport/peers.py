@@ -44,8 +44,7 @@ class Peers:
     request reads it without waiting.
 
     Each directory has a thread, which alone waits for it. What it said last holds until it says
-    something else, and a worker that it no longer names is read for as long as that answers. One
-    that is refused is met anew after a minute: another may have its address by then.
+    something else, and a worker that it no longer names is read for as long as that answers.
     """
 
     def __init__(self, tree: CacheTree, own: Worker | None, clock: Clock) -> None:
@@ -126,12 +125,10 @@ class Peers:
         for address, config in tuple(self._found.items()):
             peer = self.now[address]
             has_other_key = named.get(address, config) != config
-            is_refused = peer.state is PeerState.REFUSED
-            is_there = peer.state is PeerState.READY or (address in named and not is_refused)
-            most_s = LogLimiter.EVERY_S if is_refused else GONE_S
+            is_there = peer.state is PeerState.READY or address in named
             if is_there and not has_other_key:
                 self._gone_at_s.pop(address, None)
-            elif has_other_key or now_s - self._gone_at_s.setdefault(address, now_s) >= most_s:
+            elif has_other_key or now_s - self._gone_at_s.setdefault(address, now_s) >= GONE_S:
                 self.now = {at: it for at, it in self.now.items() if at != address}
                 del self._found[address]
                 self._gone_at_s.pop(address, None)

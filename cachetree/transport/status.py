@@ -16,7 +16,8 @@ class PeerState(StrEnum):
     """No connection, or its snapshot is not complete; attempts go on."""
     READY = "ready"
     REFUSED = "refused"
-    """The worker serves another family, speaks another version, or is this server's own. Final."""
+    """The worker serves another family, speaks another version, or is this server's own; it is
+    tried again each minute."""
     UNTRUSTED = "untrusted"
     """The two sides' keys do not agree; attempts go on, and the error says what to change."""
     RESTING = "resting"

@@ -15,7 +15,17 @@ import pytest
 from push_parts import cache_of, fetched
 from redis_parts import FakeRedis, fake_redis
 from security_parts import new_party
-from transport_parts import FAMILY, FAST, eventually, new_tree, pages_of, store, worker_of
+from transport_parts import (
+    FAMILY,
+    FAST,
+    MODEL,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    store,
+    worker_of,
+)
 
 from cachetree import (
     Cache,
@@ -153,21 +163,25 @@ def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
         assert len(peers.now) == 1
 
 
-def test_a_worker_that_was_refused_is_met_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_was_refused_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     """Another release may run at its address, once it has; and a minute has one line of it."""
     other = msgspec.structs.replace(FAMILY, tokenizer="old")
     with peers_of() as (peers, clock):
+
+        def later(seconds: float) -> None:
+            clock.ahead_s += seconds
+            for peer in peers.now.values():
+                peer.fetch(MODEL, PAGES[:1], new_staging(1))  # Which wakes it.
+
         with worker_of(new_tree(family=other)) as old:
-            look(peers, old.address)
+            peers.add(old.address, FAST)
             eventually(lambda: states(peers) == ["refused"])
-            for _ in range(6):
-                look(peers, old.address)
-                clock.ahead_s += GONE_S - 1
-        assert states(peers) == ["refused"]
-        assert sum("is refused" in it for it in caplog.messages) == 1
+            later(50.0)
+            time.sleep(0.2)
+            assert old.status().num_refused_peers == 1
+            assert sum("is refused" in it for it in caplog.messages) == 1
         with worker_of(new_tree(PAGES), listen=old.address):
-            clock.ahead_s += 2 * GONE_S
-            look(peers, old.address)
+            later(10.0)
             eventually(lambda: states(peers) == ["ready"])
 
 
