@@ -27,13 +27,7 @@ from transformers import (
 
 from cachetree import ConfigError, Family, ModelIdentity
 from cachetree.checkpoint import first_difference, read_model_identity, varying_rope
-from profiles.adapters import (
-    ADAPTER_CONFIG,
-    read_scale,
-    read_weights,
-    require_served,
-    with_adapter,
-)
+from profiles.adapters import ADAPTER_CONFIG, read_config, read_weights, with_adapter
 from profiles.compute.quantised import Quantization, check_quantization, matrices
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
@@ -176,8 +170,7 @@ def look_at(source: ModelSource) -> Supported:
     if quantization is not None:
         check_quantization(file, quantization)
     if source.adapter is not None:
-        read_scale(source.adapter)
-        require_served(source.adapter)
+        read_config(source.adapter)
     return Supported(source=source, identity=identity, config=config, quantization=quantization)
 
 
