@@ -242,7 +242,7 @@ class WriteBehind:
         lost since: without it nothing that comes later would ever be found."""
         tree, model, parent = self._tree, change.model, change.parent
         above: Sequence[Change] = ()
-        if parent is not None and not tree.has(model, parent, self._location):
+        if parent is not None and not tree.remote.has(self._location, model, parent):
             above = tree.line(model, parent)
         return all(map(self._is_one_written, (*above, change)))
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
@@ -35,25 +35,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """To fetch one layer of one page: `p50`, `p90`, `p99`."""
     gb_per_s: dict[str, float]
     """`p10`, `p50`, `p90`."""
-
-
-class _Advertised(CacheTree):
-    """Remembers the longest run of pages that a worker has told of."""
-
-    model = ModelId("")
-    pages: Sequence[PageHash] = ()
-
-    def add_remote(
-        self,
-        location: Location,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int],
-    ) -> None:
-        if len(pages) > len(self.pages):
-            self.model, self.pages = model, pages
-        super().add_remote(location, model, parent, pages, e_layers)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,7 +73,7 @@ def measure(args: argparse.Namespace) -> Result:
         raise ConfigError(f"{args.address} does not tell its family; update that worker")
     most_bytes = int(args.mib * (1 << 20))
     num_pages = max(1, most_bytes // (family.num_layers * family.kv_page_bytes))
-    tree = _Advertised(family, host_bytes=2 * most_bytes + (1 << 20))
+    tree = CacheTree(family, host_bytes=2 * most_bytes + (1 << 20))
     config = PeerConfig(key_file=args.key_file, server_key=args.server_key)
     new_peer = partial(Peer, tree, Location(args.address), config)
     if args.store:
@@ -101,9 +82,10 @@ def measure(args: argparse.Namespace) -> Result:
     with closing(new_peer()) as peer:
         if not peer.wait_ready(args.timeout):
             raise peer.error or DeadlineExceeded(f"{args.address} was not ready in time")
-        if not tree.pages:
+        longest = tree.remote.longest(peer.address)
+        if longest is None:
             raise ConfigError(f"{args.address} holds nothing to read; store something with --store")
-        pages = tree.pages[:num_pages]
+        model, pages = longest.model, longest.pages[:num_pages]
 
         def seconds(num_pages: int, num_layers: int) -> float:
             sizes = {
@@ -112,7 +94,7 @@ def measure(args: argparse.Namespace) -> Result:
             }
             staging = Staging(sizes, Deadline.after(args.timeout))
             begun_at_s = time.perf_counter()
-            peer.fetch(tree.model, pages[:num_pages], staging)
+            peer.fetch(model, pages[:num_pages], staging)
             for step in staging.steps:
                 staging.wait(step)
             return time.perf_counter() - begun_at_s
@@ -124,7 +106,7 @@ def measure(args: argparse.Namespace) -> Result:
     num_bytes = len(pages) * family.num_layers * family.kv_page_bytes
     return Result(
         address=args.address,
-        model=tree.model,
+        model=model,
         fetch_bytes=num_bytes,
         num_fetches=args.num,
         round_trip_ms=_percentiles(small, (50, 90, 99)),

@@ -119,9 +119,9 @@ class DiskTier:
 
     def _show(self, change: Change) -> None:
         if change.added:
-            self._tree.add_remote(DISK, change.model, change.parent, change.pages, change.e_layers)
+            self._tree.remote.add(DISK, change.model, change.parent, change.pages, change.e_layers)
         else:
-            self._tree.drop_remote(DISK, change.model, change.pages)
+            self._tree.remote.drop(DISK, change.model, change.pages)
 
     # In the writer's thread.
 

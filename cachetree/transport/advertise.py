@@ -202,7 +202,7 @@ class RemoteView:
         least recently."""
         page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
-        self._tree.limit_remote(self._location, max_pages)
+        self._tree.remote.limit(self._location, max_pages)
 
     def apply(self, message: Advert) -> None:
         """Raises ProtocolError for entries that cannot exist."""
@@ -216,7 +216,7 @@ class RemoteView:
                 self.is_synced = True
 
     def forget(self) -> None:
-        self._tree.forget(self._location)
+        self._tree.remote.forget(self._location)
         self.is_synced = False
 
     def _apply(self, entry: Entry) -> None:
@@ -228,6 +228,6 @@ class RemoteView:
         model = ModelId(entry.model)
         if entry.added:
             parent = parents[0] if parents else None
-            self._tree.add_remote(self._location, model, parent, pages, entry.e_layers)
+            self._tree.remote.add(self._location, model, parent, pages, entry.e_layers)
         else:
-            self._tree.drop_remote(self._location, model, pages)
+            self._tree.remote.drop(self._location, model, pages)

@@ -129,8 +129,8 @@ class Peer:
             probe_in_s=self._breaker.probe_in_s,
             shares_memory=connection is not None and connection.arena is not None,
             bytes_per_s=self._fetches.bandwidth.bytes_per_s,
-            num_pages=self._tree.num_remote_pages(self.address),
-            num_dropped_pages=self._tree.num_dropped_pages(self.address),
+            num_pages=self._tree.remote.num_pages[self.address],
+            num_dropped_pages=self._tree.remote.num_dropped[self.address],
         )
 
     @property

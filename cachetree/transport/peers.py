@@ -133,7 +133,7 @@ class Peers:
                 del self._found[address]
                 self._gone_at_s.pop(address, None)
                 peer.close()
-                self._tree.leave(address)
+                self._tree.remote.leave(address)
 
     def _bring_in(self, named: Mapping[Location, PeerConfig]) -> None:
         for address in sorted(named.keys() - self.now.keys()):

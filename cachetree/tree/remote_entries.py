@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.tree.entries import Node, RemoteEntry, RemoteKey, below
+from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey, below
 from cachetree.tree.listeners import ChangeListeners
-from cachetree.tree.trie import PageTrie, depth_of
+from cachetree.tree.slices import in_slices
+from cachetree.tree.trie import PageTrie, Place, depth_of
 
 
 class RemoteEntries:
-    """Puts them into the nodes of a tree and takes them out. Takes no lock."""
+    """Puts them into the nodes of a tree and takes them out. Thread-safe, by the tree's lock."""
 
-    def __init__(self, trie: PageTrie, listeners: ChangeListeners) -> None:
+    def __init__(self, trie: PageTrie, listeners: ChangeListeners, lock: threading.Lock) -> None:
         self._trie: Final = trie
         self._listeners: Final = listeners
+        self._lock: Final = lock
         self._orders: dict[Location, OrderedDict[RemoteEntry, None]] = {}
         self._limits: dict[Location, int] = {}
         self.num_pages: Counter[Location] = Counter()
         """Counted once per model."""
         self.num_dropped: Counter[Location] = Counter()
-        """Pages that were forgotten because there were too many."""
+        """Pages that were forgotten because there were more than `limit`."""
 
     def limit(self, location: Location, max_pages: int) -> None:
+        """Note no more pages at `location` than these, counted once per model."""
         self._limits[location] = max_pages
 
     def leave(self, location: Location) -> None:
-        """Keep nothing about it, unless there are entries."""
-        if not self.num_pages[location]:
-            for known in (self._orders, self._limits, self.num_pages, self.num_dropped):
-                known.pop(location, None)
+        """After `forget`: its limit, and what was counted of it; nothing while it has entries."""
+        with self._lock:
+            if not self.num_pages[location]:
+                for known in (self._orders, self._limits, self.num_pages, self.num_dropped):
+                    known.pop(location, None)
 
     def add(
         self,
@@ -43,46 +49,77 @@ class RemoteEntries:
         pages: Sequence[PageHash],
         e_layers: Collection[int],
     ) -> None:
+        """Note that `location` has these consecutive pages after `parent`.
+
+        Pages whose parent it has not advertised, or that contradict the tree, could never match
+        and are left out. Beyond its limit the coldest go, in slices.
+        """
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
         key = (location, model)
-        if parent is not None and not self.has(location, model, parent):
-            return
         layers = tuple(sorted(set(e_layers)))
-        nodes = self._trie.cover(parent, pages)
-        had = [node.remote[key].e_layers for node in nodes if key in node.remote]
-        for node in nodes:
-            self._put(node, key, layers)
-        if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
-            for entry in below(nodes[0].remote[key]):
-                entry.set_e(entry.e_layers)
-        self._listeners.noted((node.remote[key] for node in nodes), added=True)
+        with self._lock:
+            if parent is not None and self._find(key, parent) is None:
+                return
+            nodes = self._trie.cover(parent, pages)
+            had = [node.remote[key].e_layers for node in nodes if key in node.remote]
+            for node in nodes:
+                self._put(node, key, layers)
+            if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
+                for entry in below(nodes[0].remote[key]):
+                    entry.set_e(entry.e_layers)
+            self._listeners.noted((node.remote[key] for node in nodes), added=True)
+        in_slices(self._lock, partial(self._trim, location))
 
     def has(self, location: Location, model: ModelId, page: PageHash) -> bool:
-        place = self._trie.find(page)
-        return place is not None and (location, model) in place.node.remote
+        """Whether this page is noted there."""
+        with self._lock:
+            return self._find((location, model), page) is not None
 
     def reach(
         self,
         location: Location,
         model: ModelId,
         pages: Sequence[PageHash],
-        e_layers: Collection[int],
+        e_layers: Collection[int] = (),
     ) -> int:
-        """How many of `pages` it has, from the root, with E at all of these layers."""
+        """How many leading `pages` are noted at `location`, with E at all of `e_layers`. Not a use,
+        unlike `match`."""
         key, layers = (location, model), set(e_layers)
 
         def has(node: Node) -> bool:
             entry = node.remote.get(key)
             return entry is not None and layers.issubset(entry.e_reach.whole)
 
-        return depth_of(self._trie.deepest(pages, has))
+        with self._lock:
+            return depth_of(self._trie.deepest(pages, has))
+
+    def longest(self, location: Location) -> Change | None:
+        """The most pages that are noted there in one run, as an addition."""
+        with self._lock:
+            entries = self._orders.get(location, ())
+            entry = max(entries, key=lambda it: it.node.num_pages, default=None)
+            return entry.change(added=True) if entry else None
 
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
+        """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
+        with self._lock:
+            self._drop(location, model, pages)
+
+    def forget(self, location: Location) -> None:
+        """Forget everything at `location`, in slices; what is added meanwhile may stay."""
+        in_slices(self._lock, partial(self._shrink, location, 0))
+
+    # With the lock held.
+
+    def _find(self, key: RemoteKey, page: PageHash) -> Place | None:
+        place = self._trie.find(page)
+        return place if place is not None and key in place.node.remote else None
+
+    def _drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         key = (location, model)
         for page in pages:
-            place = self._trie.find(page)
-            if place is not None and key in place.node.remote:
+            if (place := self._find(key, page)) is not None:
                 first = self._trie.split(place.node, place.start).remote[key]
                 gone = [first, *below(first)][::-1]
                 self._listeners.noted(gone, added=False)
@@ -101,15 +138,12 @@ class RemoteEntries:
             return False
         there = list(place.node.remote)
         for location, model in there:
-            self.drop(location, model, pages[:1])
+            self._drop(location, model, pages[:1])
         return bool(there)
 
-    def forget(self, location: Location, most: int) -> bool:
-        """Take out so many entries; whether there may be more."""
-        return self._shrink(location, 0, most)
-
-    def trim(self, location: Location, most: int) -> bool:
-        """As `forget`, the coldest where there are too many; they are counted."""
+    def _trim(self, location: Location, most: int) -> bool:
+        """Take out so many entries, the coldest, where there are too many; whether there may be
+        more."""
         before = self.num_pages[location]
         is_more = self._shrink(location, self._limits.get(location, inf), most)
         self.num_dropped[location] += before - self.num_pages[location]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
-from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.planning import Match
 from cachetree.tree.entries import Change
@@ -63,9 +62,10 @@ class CacheTree:
         """By the first page of each prompt; the root is never split, so it stays the same dict."""
         self._holds = Holds(self._trie, int(retention.max_pinned_share * host_bytes))
         self._listeners = ChangeListeners()
-        self._remote = RemoteEntries(self._trie, self._listeners)
+        self.remote: Final = RemoteEntries(self._trie, self._listeners, self._lock)
+        """What workers and tiers have said that they hold."""
         self._local = LocalEntries(
-            self._trie, self._eviction, self._holds, self._listeners, self._remote, host_bytes
+            self._trie, self._eviction, self._holds, self._listeners, self.remote, host_bytes
         )
 
     @property
@@ -99,14 +99,6 @@ class CacheTree:
         """How many local pages each model has."""
         with self._lock:
             return {str(model): num for model, num in self._local.num_pages.items() if num}
-
-    def num_remote_pages(self, location: Location) -> int:
-        """How many pages are noted at `location`, counted once per model."""
-        return self._remote.num_pages[location]
-
-    def num_dropped_pages(self, location: Location) -> int:
-        """How many were forgotten because of `limit_remote`."""
-        return self._remote.num_dropped[location]
 
     # Local entries: always the exact KV of their model.
 
@@ -202,12 +194,10 @@ class CacheTree:
             self._holds.leases.add(lease)
             return lease
 
-    def has(self, model: ModelId, page: PageHash, location: Location = LOCAL) -> bool:
-        """Whether the model has this page, or is noted to have it, at `location`."""
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        """Whether the model has this page here."""
         with self._lock:
-            if location == LOCAL:
-                return self._trie.find_local(model, page) is not None
-            return self._remote.has(location, model, page)
+            return self._trie.find_local(model, page) is not None
 
     def line(self, model: ModelId, page: PageHash) -> list[Change]:
         """What the model has from the root to the entry with `page`, as additions in order."""
@@ -295,57 +285,6 @@ class CacheTree:
         """How many leading `pages` anybody has. Each is compared: they need not be a prompt's."""
         with self._lock:
             return depth_of(self._trie.last(None, pages))
-
-    # Remote entries: what workers have advertised.
-
-    def add_remote(
-        self,
-        location: Location,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int],
-    ) -> None:
-        """Note that `location` has these consecutive pages after `parent`.
-
-        Pages whose parent it has not advertised, or that contradict the tree, could never match
-        and are left out. Beyond its limit the coldest go, in slices.
-        """
-        with self._lock:
-            self._remote.add(location, model, parent, pages, e_layers)
-        in_slices(self._lock, partial(self._remote.trim, location))
-
-    def limit_remote(self, location: Location, max_pages: int) -> None:
-        """Note no more pages at `location` than these, counted once per model."""
-        with self._lock:
-            self._remote.limit(location, max_pages)
-
-    def reach(
-        self,
-        location: Location,
-        model: ModelId,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int] = (),
-    ) -> int:
-        """How many leading `pages` are noted at `location`, with E at all of `e_layers`. Not a use,
-        unlike `match`."""
-        with self._lock:
-            return self._remote.reach(location, model, pages, e_layers)
-
-    def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
-        """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
-        with self._lock:
-            self._remote.drop(location, model, pages)
-
-    def forget(self, location: Location) -> None:
-        """Forget everything at `location`, in slices; what is added meanwhile may stay."""
-        in_slices(self._lock, partial(self._remote.forget, location))
-
-    def leave(self, location: Location) -> None:
-        """Forget that there was `location`: its entries, its limit, what was counted of it."""
-        self.forget(location)
-        with self._lock:
-            self._remote.leave(location)
 
     # Changes of local entries, for the advertiser.
 

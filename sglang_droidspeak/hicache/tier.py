@@ -128,7 +128,7 @@ class HiCacheTier:
         self._absent = AbsentPages(clock)
         self._lines = LogLimiter(clock)
         self._is_closed = False
-        tree.limit_remote(HICACHE, MAX_KNOWN_PAGES)
+        tree.remote.limit(HICACHE, MAX_KNOWN_PAGES)
         self._searches: Turns[tuple[Sequence[PageHash], Search]] = Turns(
             "hicache-search", self._search_all
         )
@@ -225,7 +225,7 @@ class HiCacheTier:
             for stop in sorted({*reaches.values(), num_new} - {0}):
                 parent = pages[start + begin - 1] if start + begin else None
                 layers = [layer for layer, reach in reaches.items() if reach >= stop]
-                self._tree.add_remote(HICACHE, model, parent, new[begin:stop], layers)
+                self._tree.remote.add(HICACHE, model, parent, new[begin:stop], layers)
                 begin = stop
 
     # In the thread that reads.
@@ -292,7 +292,7 @@ class HiCacheTier:
     def _lose(self, model: ModelId, pages: Sequence[PageHash], seconds: float) -> None:
         """The first of these pages could not be read: it is taken to stay away for so long."""
         self._absent.add(model, pages[0], seconds)
-        self._tree.drop_remote(HICACHE, model, pages)
+        self._tree.remote.drop(HICACHE, model, pages)
 
     def _note_damage(self, piece: Piece) -> None:
         self._reading.count("damaged", 1)
@@ -326,7 +326,7 @@ class HiCacheTier:
             return False
         lane.breaker.succeed()
         parent, layers = change.parent, change.e_layers
-        self._tree.add_remote(HICACHE, change.model, parent, change.pages, layers)
+        self._tree.remote.add(HICACHE, change.model, parent, change.pages, layers)
         return True
 
     def _write_steps(

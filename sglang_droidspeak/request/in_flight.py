@@ -86,7 +86,7 @@ class InFlightPrefills:
         self._leaders.clear()
 
     def _has_left(self, it: InFlightPrefill) -> bool:
-        return self._tree.reach(it.place, it.model, it.pages) == len(it.pages)
+        return self._tree.remote.reach(it.place, it.model, it.pages) == len(it.pages)
 
 
 def _is_in_prefill(req: Req) -> bool:

@@ -86,30 +86,30 @@ class PoolIndex:
         use.
         """
         location = pool_of(namespace)
-        num_known = self._tree.reach(location, model, pages)
+        num_known = self._tree.remote.reach(location, model, pages)
         start = min(num_there, num_known)
         if start < len(pages):
             parent = pages[start - 1] if start else None
             has_e = num_loaded <= num_there <= num_known
             e_layers = self._e_layers if has_e else ()
-            self._tree.add_remote(location, model, parent, pages[start:], e_layers)
+            self._tree.remote.add(location, model, parent, pages[start:], e_layers)
         for page in reversed(pages):
             self._ages[location, model, page] = None
             self._ages.move_to_end((location, model, page))
         while len(self._ages) > self._num_slots // self._page_size:
             (location, model, page), _ = self._ages.popitem(last=False)
-            self._tree.drop_remote(location, model, [page])
+            self._tree.remote.drop(location, model, [page])
 
     def forget(self, lora_id: str) -> None:
         """The adapter is gone, and nobody can ask for its part of SGLang's tree any more."""
         mine = pool_of(lora_id)
         for location in {it for it, _, _ in self._ages if it.partition("@")[0] == mine}:
-            self._tree.forget(location)
+            self._tree.remote.forget(location)
 
     def clear(self) -> None:
         """Nothing is in the pool any more."""
         for location in {location for location, _, _ in self._ages}:
-            self._tree.forget(location)
+            self._tree.remote.forget(location)
         self._ages.clear()
         self.has_approximate = False
 
@@ -140,10 +140,10 @@ class PoolIndex:
         namespace = plan.location.removeprefix(POOL_PREFIX)
         num_there = prefixes.num_held(req, namespace, plan.pages.stop, tree)
         if num_there < plan.pages.stop:
-            self._tree.drop_remote(plan.location, plan.sender, pages[num_there:])
+            self._tree.remote.drop(plan.location, plan.sender, pages[num_there:])
             return False
         return not plan.transition_layers or self._has_e(plan, pages)
 
     def _has_e(self, plan: Plan, pages: Sequence[PageHash]) -> bool:
         asked = plan.location, plan.sender, pages[: plan.pages.stop], self._e_layers
-        return bool(self._e_layers) and self._tree.reach(*asked) == plan.pages.stop
+        return bool(self._e_layers) and self._tree.remote.reach(*asked) == plan.pages.stop

@@ -212,7 +212,7 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     arena = Arena(8 * page_bytes)
     tree = CacheTree(LARGE, host_bytes=8 * page_bytes, memory=arena)
     store(tree, "abcdefgh")
-    tree.add_remote(FAR, MODEL, None, path("ab"), [])  # Splits the node in two.
+    tree.remote.add(FAR, MODEL, None, path("ab"), [])  # Splits the node in two.
     lease = tree.lease(MODEL, path("ab"), "test", Deadline.after(60))
     assert lease is not None
     store(tree, "uvwx")  # c to h go, and with them their memory.
@@ -238,7 +238,7 @@ def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker
     tree = CacheTree(LARGE, host_bytes=8 * page_bytes, memory=arena)
     wrong = path("ab")[1:]  # At the root, where it cannot be.
     if blocker == "an advert":
-        tree.add_remote(FAR, MODEL, None, wrong, [])
+        tree.remote.add(FAR, MODEL, None, wrong, [])
     else:
         other = tree.reserve(ModelId("other"), None, wrong, [])
         assert other is not None

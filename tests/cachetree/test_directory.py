@@ -144,7 +144,7 @@ def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
             eventually(lambda: states(peers) == ["ready"])
             tree = peers.now[worker.address]._tree
             assert tree.match(PAGES)
-            remote = tree._remote
+            remote = tree.remote
             known = remote._orders, remote._limits, remote.num_pages, remote.num_dropped
             assert all(worker.address in it for it in known)
         eventually(lambda: states(peers) != ["ready"])

@@ -155,7 +155,7 @@ def test_the_tail_of_a_split_node_has_its_uses() -> None:
     store(tree, A, "abcd")
     for _ in range(3):
         assert num_pages(tree, A, "abcd") == 4
-    tree.add_remote(FAR, B, None, path("ab"), [])  # cuts it
+    tree.remote.add(FAR, B, None, path("ab"), [])  # cuts it
     for i in range(9):
         store(tree, A, chr(0x100 + i))
     assert num_pages(tree, A, "abcd") == 4
@@ -166,7 +166,7 @@ def test_the_tail_of_a_split_node_keeps_its_place() -> None:
     store(tree, A, "x")
     store(tree, A, "abcd")
     store(tree, A, "y")
-    tree.add_remote(FAR, B, None, path("ab"), [])
+    tree.remote.add(FAR, B, None, path("ab"), [])
     store(tree, A, "z")
     assert [num_pages(tree, A, text) for text in ("x", "abcd")] == [0, 4]
 

@@ -181,9 +181,9 @@ def test_questions_keep_nothing_in_memory() -> None:
     with Cache(FAMILY, CacheConfig(host_bytes=1 << 20, ttl_s=1), clock=time) as cache:
         assert cache.address
         store(cache.tree, pages)
-        cache.tree.limit_remote(FAR, 2 * len(pages))
+        cache.tree.remote.limit(FAR, 2 * len(pages))
         for far in (pages, page_hashes(TOKENS[1:], PAGE)):
-            cache.tree.add_remote(FAR, MODEL, None, far, ())
+            cache.tree.remote.add(FAR, MODEL, None, far, ())
         router, question = queries_of(cache), verbs.Find(pages=join_hashes(pages))
         for cpu in (8 * PAGE, 8 * PAGE, 0):
             cache.tree.sweep()
@@ -191,8 +191,8 @@ def test_questions_keep_nothing_in_memory() -> None:
             found = ask(cache.address, question, verbs.Found, timeout_s=5).holdings
             assert len(found) == 1 + (cpu > 0)
             time.now_s += 0.5
-        cache.tree.add_remote(FAR, MODEL, None, page_hashes(TOKENS[2:], PAGE), ())
-        assert cache.tree.reach(FAR, MODEL, pages) == 0
+        cache.tree.remote.add(FAR, MODEL, None, page_hashes(TOKENS[2:], PAGE), ())
+        assert cache.tree.remote.reach(FAR, MODEL, pages) == 0
 
 
 def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_read() -> None:

@@ -74,7 +74,7 @@ class ShelfTier:
 
     def answer(self) -> None:
         for pages, search in self.asked:
-            self.tree.add_remote(SHELF, MODEL, None, pages, [E_LAYER])
+            self.tree.remote.add(SHELF, MODEL, None, pages, [E_LAYER])
             search.end()
 
     def status(self) -> Shelf:

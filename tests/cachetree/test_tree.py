@@ -38,7 +38,7 @@ def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
     tree = make_tree()
     store(tree, A, "abcd", e_layers=[1])
     store(tree, B, "abx")
-    tree.add_remote(FAR, B, None, path("abc"), [0, 2])
+    tree.remote.add(FAR, B, None, path("abc"), [0, 2])
     assert sorted(tree.match(path("abcz")), key=lambda m: (m.location, m.model)) == [
         Match(model=A, location=LOCAL, num_pages=3, e_pages={1: 3}),
         Match(model=B, location=LOCAL, num_pages=2, e_pages={}),
@@ -228,7 +228,7 @@ def test_eviction_of_one_model_leaves_the_others() -> None:
 def test_bytes_come_back_with_each_page_that_goes() -> None:
     tree = make_tree(4)
     store(tree, A, "abcd")
-    tree.add_remote(FAR, B, None, path("ab"), [])  # splits the node in two
+    tree.remote.add(FAR, B, None, path("ab"), [])  # splits the node in two
     assert tree.num_bytes == 4 * PAGE
     store(tree, A, "z")
     assert num_pages(tree, A, "abcd") == 2
@@ -237,31 +237,31 @@ def test_bytes_come_back_with_each_page_that_goes() -> None:
 
 def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
     tree = make_tree()
-    tree.add_remote(FAR, A, None, path("abcd"), [1])
-    tree.add_remote(FARTHER, A, None, path("ab"), [])
-    tree.add_remote(FAR, A, path("abcd")[3], path("abcdef")[4:], [])
+    tree.remote.add(FAR, A, None, path("abcd"), [1])
+    tree.remote.add(FARTHER, A, None, path("ab"), [])
+    tree.remote.add(FAR, A, path("abcd")[3], path("abcdef")[4:], [])
     assert tree.num_bytes == 0
     assert num_pages(tree, A, "abcdef", FAR) == 6
-    tree.drop_remote(FAR, A, path("abcdef")[5:])
+    tree.remote.drop(FAR, A, path("abcdef")[5:])
     assert num_pages(tree, A, "abcdef", FAR) == 5
-    tree.drop_remote(FAR, A, path("abcdef")[1:3])  # what hangs below goes too
+    tree.remote.drop(FAR, A, path("abcdef")[1:3])  # what hangs below goes too
     assert num_pages(tree, A, "abcdef", FAR) == 1
     assert num_pages(tree, A, "abcdef", FARTHER) == 2
-    tree.forget(FARTHER)
+    tree.remote.forget(FARTHER)
     assert tree.match(path("abcdef")) == [Match(model=A, location=FAR, num_pages=1, e_pages={1: 1})]
-    tree.forget(FAR)
+    tree.remote.forget(FAR)
     assert tree.match(path("abcdef")) == []
     with pytest.raises(ValueError, match="not advertised"):
-        tree.add_remote(LOCAL, A, None, path("a"), [])
+        tree.remote.add(LOCAL, A, None, path("a"), [])
 
 
 def test_adverts_that_could_never_match_are_left_out() -> None:
     tree = make_tree()
     store(tree, A, "abc")
-    tree.add_remote(FAR, A, path("ab")[1], path("abc")[2:], [])  # no parent there
-    tree.add_remote(FAR, A, None, path("abc")[1:], [])  # page b is not at the root
-    tree.add_remote(FAR, A, None, [*path("x"), *path("ab")], [])  # a is not after x
-    tree.add_remote(FARTHER, A, None, path("y") * 2, [])
+    tree.remote.add(FAR, A, path("ab")[1], path("abc")[2:], [])  # no parent there
+    tree.remote.add(FAR, A, None, path("abc")[1:], [])  # page b is not at the root
+    tree.remote.add(FAR, A, None, [*path("x"), *path("ab")], [])  # a is not after x
+    tree.remote.add(FARTHER, A, None, path("y") * 2, [])
     assert [(m.location, m.num_pages) for m in tree.match(path("abc"))] == [(LOCAL, 3)]
     assert tree.match([*path("x"), *path("ab")])[0].num_pages == 1
     assert tree.lease(A, path("abc"), "test", far_future()) is not None
@@ -274,8 +274,8 @@ def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
     tree = make_tree()
     store(tree, A, "ab")
     store(tree, A, "abx")
-    tree.add_remote(FAR, B, None, path(head), [])
-    tree.add_remote(FAR, B, path(head)[-1], path("abcd")[3:], [])
+    tree.remote.add(FAR, B, None, path(head), [])
+    tree.remote.add(FAR, B, path(head)[-1], path("abcd")[3:], [])
     for text, num in (("abcd", 2), ("abcdef", 2), ("abxy", 3)):
         assert num_pages(tree, A, text) == num
 
@@ -285,8 +285,8 @@ def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "ab")
-    tree.add_remote(FAR, B, None, path("a"), [])
-    tree.add_remote(FAR, B, path("a")[0], [path("x")[0], *path("abcd")[2:]], [])
+    tree.remote.add(FAR, B, None, path("a"), [])
+    tree.remote.add(FAR, B, path("a")[0], [path("x")[0], *path("abcd")[2:]], [])
     for text in ("abc", "abcd", "abcdef"):
         assert num_pages(tree, A, text) == 2
 
@@ -296,8 +296,8 @@ def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_the
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "abx")
-    tree.add_remote(FAR, B, None, path("abx"), [])
-    tree.add_remote(FAR, B, path("abx")[-1], path("abcde")[3:], [])
+    tree.remote.add(FAR, B, None, path("abx"), [])
+    tree.remote.add(FAR, B, path("abx")[-1], path("abcde")[3:], [])
     for text, num in (("abcd", 2), ("abcde", 2), ("abcdef", 2), ("abxy", 3)):
         assert num_pages(tree, A, text) == num
 
@@ -305,16 +305,16 @@ def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_the
 def test_no_advert_keeps_a_page_out_that_is_here() -> None:
     tree = make_tree()
     store(tree, A, "ab")
-    tree.add_remote(FAR, B, None, path("x"), [])
-    tree.add_remote(FAR, B, path("x")[0], [path("abcd")[3], path("abc")[2]], [])
-    tree.add_remote(FARTHER, B, None, path("abcdef")[5:], [1])
+    tree.remote.add(FAR, B, None, path("x"), [])
+    tree.remote.add(FAR, B, path("x")[0], [path("abcd")[3], path("abc")[2]], [])
+    tree.remote.add(FARTHER, B, None, path("abcdef")[5:], [1])
     store(tree, A, "abcdef")
     assert num_pages(tree, A, "abcdef") == 6
     for layer in range(FAMILY.num_layers):
         expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcdef"))
         assert read_kv(tree, A, path("abcdef"), layer) == expected
     assert num_pages(tree, B, "x", FAR) == 1, "what is not contradicted stays"
-    tree.add_remote(FAR, B, None, path("abcdef")[4:], [])
+    tree.remote.add(FAR, B, None, path("abcdef")[4:], [])
     assert num_pages(tree, A, "abcdef") == 6
 
 
@@ -357,7 +357,7 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
         reservation.commit()
     assert tree.match(pages)[0].num_pages == 2500
     assert len(list(tree.subscribe(lambda change: None)[0])) == 2500
-    tree.forget(FAR)
+    tree.remote.forget(FAR)
     tree.evict()
     assert tree.num_bytes == 0
 
@@ -415,7 +415,7 @@ def test_threads_share_one_tree() -> None:
 def test_how_far_a_location_reaches_is_no_use() -> None:
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE)
     store(tree, A, "abcde")
-    tree.add_remote(FAR, B, None, path("abc"), [])
+    tree.remote.add(FAR, B, None, path("abc"), [])
     for text, reach in (("abc", 3), ("abcde", 3), ("ab", 2), ("axc", 1), ("x", 0), ("", 0)):
-        assert tree.reach(FAR, B, path(text)) == reach
-    assert tree.reach(FAR, A, path("abc")) == tree.reach(FARTHER, B, path("abc")) == 0
+        assert tree.remote.reach(FAR, B, path(text)) == reach
+    assert tree.remote.reach(FAR, A, path("abc")) == tree.remote.reach(FARTHER, B, path("abc")) == 0

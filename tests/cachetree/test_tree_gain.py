@@ -96,7 +96,7 @@ def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
 def test_readers_go_on_while_their_pages_gain_one_after_the_other() -> None:
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Memory())
     store(tree, A, "abcd")
-    tree.add_remote(FAR, A, None, path("ab"), [])  # Splits the node in two.
+    tree.remote.add(FAR, A, None, path("ab"), [])  # Splits the node in two.
     lease = tree.lease(A, path("abcd"), "test", far_future())
     assert lease is not None
     for start, stop in ((0, 2), (2, 4)):
@@ -119,6 +119,6 @@ def test_of_two_stores_of_the_same_pages_the_one_with_more_e_stays() -> None:
 
 def test_an_advert_with_more_e_is_noted() -> None:
     tree = make_tree()
-    tree.add_remote(FAR, A, None, path("abcd"), [1])
-    tree.add_remote(FAR, A, None, path("ab"), [0, 1])
+    tree.remote.add(FAR, A, None, path("abcd"), [1])
+    tree.remote.add(FAR, A, None, path("ab"), [0, 1])
     assert e_pages(tree, A, "abcd") == {0: 2, 1: 4}

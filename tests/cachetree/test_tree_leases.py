@@ -54,7 +54,7 @@ def test_a_lease_of_pages_that_are_gone_is_none() -> None:
     assert tree.lease(A, path("x"), "test", far_future()) is None
     # Consecutive means consecutive.
     assert tree.lease(A, [path("abc")[0], path("abc")[2]], "test", far_future()) is None
-    tree.add_remote(FAR, A, path("z")[0], path("zz")[1:], [])
+    tree.remote.add(FAR, A, path("z")[0], path("zz")[1:], [])
     assert tree.lease(A, path("z"), "test", far_future()) is None
 
 

@@ -134,9 +134,9 @@ def test_what_a_model_has_of_a_path() -> None:
     pages = path("abcde")
     assert [tree.has(A, page) for page in pages] == [True] * 4 + [False]
     assert not tree.has(B, pages[0])
-    assert not tree.has(A, pages[0], DISK)
-    tree.add_remote(DISK, A, None, pages[:2], ())
-    assert [tree.has(A, page, DISK) for page in pages] == [True] * 2 + [False] * 3
+    assert not tree.remote.has(DISK, A, pages[0])
+    tree.remote.add(DISK, A, None, pages[:2], ())
+    assert [tree.remote.has(DISK, A, page) for page in pages] == [True] * 2 + [False] * 3
     assert tree.line(A, pages[2]) == [
         Change(added=True, model=A, parent=None, pages=tuple(pages[:2]), e_layers=(1,)),
         Change(added=True, model=A, parent=pages[1], pages=tuple(pages[2:4]), e_layers=()),
@@ -167,7 +167,7 @@ def test_who_hears_of_what_is_kept_hears_that_e_went_though_the_pages_are_on_dis
     tree.subscribe_kept(heard.append)
     for text, e_layers in (("ab", [1]), ("x", [0])):
         store(tree, A, text, e_layers=e_layers)
-        tree.add_remote(DISK, A, None, path(text), e_layers if text == "x" else [])
+        tree.remote.add(DISK, A, None, path(text), e_layers if text == "x" else [])
     heard.clear()
     tree.evict()
     assert heard == [Change(added=True, model=A, parent=None, pages=tuple(path("ab")), e_layers=())]

@@ -43,6 +43,14 @@ class CountingLock:
         self.num_calls[-1] += event == "call"
 
 
+def counted(tree: CacheTree) -> CountingLock:
+    """Its lock from now on."""
+    lock = CountingLock()
+    for part in (tree, tree.remote):
+        part._lock = lock  # type: ignore[misc, assignment]
+    return lock
+
+
 def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
     """So many prompts, each a node of its own below one that all share."""
     for number in range(num):
@@ -50,7 +58,7 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         if location == LOCAL:
             store(tree, A, text)
         else:
-            tree.add_remote(location, A, None, path(text), [1])
+            tree.remote.add(location, A, None, path(text), [1])
 
 
 @pytest.mark.parametrize(
@@ -59,8 +67,8 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         lambda tree: tree.pages_by_model(),
         lambda tree: list(tree.subscribe(lambda change: None)[0]),
         lambda tree: list(tree.subscribe_kept(lambda change: None)[0]),
-        lambda tree: tree.forget(FAR),
-        lambda tree: (tree.limit_remote(FAR, 10), tree.add_remote(FAR, A, None, path("x"), [])),
+        lambda tree: tree.remote.forget(FAR),
+        lambda tree: (tree.remote.limit(FAR, 10), tree.remote.add(FAR, A, None, path("x"), [])),
         lambda tree: tree.evict(),
         lambda tree: tree.evict(A, path("s")),
     ],
@@ -71,8 +79,7 @@ def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], 
     forked(tree, 900)
     forked(tree, 900, FAR)
     forked(tree, 900, FARTHER)
-    lock = CountingLock()
-    tree._lock = lock  # type: ignore[assignment]
+    lock = counted(tree)
     work(tree)
     assert max(lock.num_calls) <= MOST_CALLS
     assert tree.match(path("st"))
@@ -84,8 +91,7 @@ def test_entries_that_have_grown_old_go_in_slices_too() -> None:
     tree = CacheTree(FAMILY, host_bytes=2000 * PAGE, clock=clock, retention=Retention(ttl_s=1))
     forked(tree, 600)
     clock.now_s = 2
-    lock = CountingLock()
-    tree._lock = lock  # type: ignore[assignment]
+    lock = counted(tree)
     store(tree, A, "x")
     assert tree.num_pages == 1
     assert max(lock.num_calls) <= MOST_CALLS
@@ -115,9 +121,9 @@ def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
         other = make_tree()
         for change in (*seen, *changes):
             if change.added:
-                other.add_remote(FAR, change.model, change.parent, change.pages, change.e_layers)
+                other.remote.add(FAR, change.model, change.parent, change.pages, change.e_layers)
             else:
-                other.drop_remote(FAR, change.model, change.pages)
+                other.remote.drop(FAR, change.model, change.pages)
         for text in {some_text() for _ in range(200)}:
             for model in (A, B):
                 ours, theirs = (num_pages(tree, model, text), num_pages(other, model, text, FAR))
@@ -126,19 +132,19 @@ def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
 
 def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go() -> None:
     tree = make_tree()
-    tree.limit_remote(FAR, 12)
+    tree.remote.limit(FAR, 12)
     for text in ("abcdef", "abxyz", "mno"):
-        tree.add_remote(FAR, A, None, path(text), [])
-    assert (tree.num_remote_pages(FAR), tree.num_dropped_pages(FAR)) == (12, 0)
+        tree.remote.add(FAR, A, None, path(text), [])
+    assert (tree.remote.num_pages[FAR], tree.remote.num_dropped[FAR]) == (12, 0)
     assert num_pages(tree, A, "abcdef", FAR) == 6  # A use.
-    tree.add_remote(FARTHER, A, None, path("abxyz"), [])
-    tree.add_remote(FAR, A, None, path("vw"), [])
+    tree.remote.add(FARTHER, A, None, path("abxyz"), [])
+    tree.remote.add(FAR, A, None, path("vw"), [])
     assert num_pages(tree, A, "abxyz", FAR) == 2
     assert num_pages(tree, A, "abcdef", FAR) == 6
     assert num_pages(tree, A, "abxyz", FARTHER) == 5, "it has no limit"
-    assert (tree.num_remote_pages(FAR), tree.num_dropped_pages(FAR)) == (11, 3)
-    tree.forget(FAR)
-    assert (tree.num_remote_pages(FAR), tree.num_dropped_pages(FAR)) == (0, 3)
+    assert (tree.remote.num_pages[FAR], tree.remote.num_dropped[FAR]) == (11, 3)
+    tree.remote.forget(FAR)
+    assert (tree.remote.num_pages[FAR], tree.remote.num_dropped[FAR]) == (0, 3)
     assert num_pages(tree, A, "abxyz", FARTHER) == 5
 
 
@@ -146,7 +152,7 @@ def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go() -> None:
 def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -> None:
     rng = random.Random(seed)
     tree = make_tree(40)
-    tree.limit_remote(FAR, 50)
+    tree.remote.limit(FAR, 50)
     texts: list[str] = []
     for _ in range(400):
         text = rng.choice(texts or ["a"])[: rng.randint(0, 6)] + "".join(rng.choices("abcd", k=5))
@@ -154,13 +160,13 @@ def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -
         pages = path(text)
         if rng.random() < 0.2:
             rng.shuffle(pages)
-        tree.add_remote(FAR, rng.choice((A, B)), None, pages, [])
-        assert tree.num_remote_pages(FAR) <= 50
+        tree.remote.add(FAR, rng.choice((A, B)), None, pages, [])
+        assert tree.remote.num_pages[FAR] <= 50
         if rng.random() < 0.2:
             stored = rng.choice(texts)
             store(tree, A, stored)
             assert num_pages(tree, A, stored) == len(stored)
-    tree.forget(FAR)
+    tree.remote.forget(FAR)
     tree.evict()
-    assert (tree.num_remote_pages(FAR), tree.num_pages) == (0, 0)
+    assert (tree.remote.num_pages[FAR], tree.num_pages) == (0, 0)
     assert not any(tree.match(path(text)) for text in texts)

@@ -267,7 +267,7 @@ class Mirror(Oracle):
         e_layers: tuple[int, ...],
     ) -> None:
         self.num_operations += 1
-        self.tree.add_remote(
+        self.tree.remote.add(
             location, model, self.hash(text[:start]), self.hashes(text)[start:], e_layers
         )
         if start == 0 or (location, model, text[:start]) in self.remote:
@@ -278,14 +278,14 @@ class Mirror(Oracle):
         """Advertise pages in any order after a page that was advertised, or at the root."""
         self.num_operations += 1
         hashes = [self.hashes(page)[-1] for page in pages]
-        self.tree.add_remote(LIAR, model, self.hash(parent), hashes, ())
+        self.tree.remote.add(LIAR, model, self.hash(parent), hashes, ())
         if not parent or (LIAR, model, parent) in self.remote:
             for page in self.cover(parent, pages):
                 self.remote[LIAR, model, page] = ()
 
     def drop_remote(self, location: Location, model: ModelId, text: str, start: int) -> None:
         self.num_operations += 1
-        self.tree.drop_remote(location, model, self.hashes(text)[start:])
+        self.tree.remote.drop(location, model, self.hashes(text)[start:])
         for page in prefixes(text, start):
             if (location, model, page) in self.remote:
                 self.drop_below(location, model, page)
@@ -293,7 +293,7 @@ class Mirror(Oracle):
 
     def forget(self, location: Location) -> None:
         self.num_operations += 1
-        self.tree.forget(location)
+        self.tree.remote.forget(location)
         self.remote = {key: e for key, e in self.remote.items() if key[0] != location}
         self.forget_cuts()
 
@@ -327,7 +327,7 @@ class Mirror(Oracle):
         assert self.tree.num_pinned_bytes == self.num_pinned_bytes
         assert self.tree.pages_by_model() == Counter(model for model, _ in self.local)
         noted = Counter(location for location, _, _ in self.remote)
-        assert all(self.tree.num_remote_pages(it) == noted[it] for it in (*LOCATIONS, LIAR))
+        assert all(self.tree.remote.num_pages[it] == noted[it] for it in (*LOCATIONS, LIAR))
 
     def check_content(self, it: OpenLease) -> None:
         hashes = self.hashes(it.pages[-1])[-len(it.pages) :]

@@ -88,7 +88,7 @@ class Shelf:
         return match.e_pages.get(2, 0)
 
     def noted(self, pages: list[PageHash]) -> int:
-        return self.tree.reach(pool_of(""), BASE, pages)
+        return self.tree.remote.reach(pool_of(""), BASE, pages)
 
 
 @pytest.fixture
