@@ -89,10 +89,7 @@ def overhead(found: Any) -> str:
         "of all rounds together": "{throughput[total]:.3f}",
     }
     return of_rows(found["rows"], columns) + told(
-        "\nMedians of {rounds} rounds (quartiles) by the time of the first server. The guard "
-        "compared {guard[shadows]} of {guard[requests]} answers, in {guard[shadows_s]:.1f} s once "
-        "they were there; to give them took {guard[plain_s]:.0f} s without it.\n",
-        found,
+        "\nMedians of {rounds} rounds (quartiles) by the time of the first server.\n", found
     )
 
 
