@@ -18,9 +18,8 @@ from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_d
 from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, num_ranks, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
-from sglang_droidspeak.fleet.servers import linker_options
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.start.config import LINKER_MODULE, Settings, parse_settings
+from sglang_droidspeak.start.config import LINKER_MODULE, Settings, linker_options, parse_settings
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0

@@ -15,8 +15,7 @@ import yaml
 from cachetree import ConfigError
 from sglang_droidspeak.cli.terminal import show
 from sglang_droidspeak.fleet.fleet import check_flags
-from sglang_droidspeak.fleet.servers import linker_options
-from sglang_droidspeak.start.config import MIN_PAGE_SIZE
+from sglang_droidspeak.start.config import MIN_PAGE_SIZE, linker_options
 
 if TYPE_CHECKING:
     from sglang_droidspeak.start.this_server import ThisServer

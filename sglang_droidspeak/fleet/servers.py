@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -22,15 +20,13 @@ import psutil
 import requests
 import yaml
 
-from cachetree import CacheTreeError
+from sglang_droidspeak.fleet import ServerFailed
+from sglang_droidspeak.fleet.ports import check_port, free_port
 from sglang_droidspeak.fleet.signals import terminable, uninterrupted
-from sglang_droidspeak.start.config import LINKER_MODULE
+from sglang_droidspeak.start.config import linker_options
 
 START_TIMEOUT_S = 1800
 """Of commands, unless one is told otherwise: a large model is read for many minutes."""
-_PORTS = range(10_000, 22_000)
-_given_out: list[contextlib.ExitStack] = []
-"""Names of this machine that stand for ports; they are taken until this process ends."""
 _LOOK_S = 0.1
 _SERVING = "serving at "
 """What `cachetree serve` says before its address."""
@@ -40,45 +36,8 @@ _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 """Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
 
 
-class ServerFailed(CacheTreeError):
-    """A server cannot start, or ended before it was ready; the message then holds the end of its
-    log."""
-
-
 def end_of(log: Path, num_lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
-
-
-def free_port(num_ranks: int = 1) -> int:
-    """A port that nobody listens on, and that no process of this machine is given again while this
-    one lives; the first of as many for the ranks of a server.
-
-    Not one of those that the system hands to outgoing connections (32768 and above on Linux), or
-    that SGLang takes for itself (22000 to 29999): they could be taken before the server binds it.
-    """
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as names:
-            for each in range(port, port + num_ranks):
-                name = names.enter_context(socket.socket(socket.AF_UNIX))
-                name.bind(f"\0droidspeak-port-{each}")
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", each))
-            _given_out.append(names.pop_all())
-            return port
-    raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
-
-
-def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's options that have a server use the extension with these settings."""
-    return {
-        "enable-unified-cache-external-linker": True,
-        "unified-cache-external-linker-backend": "dynamic",
-        "unified-cache-external-linker-config": {
-            "linker": "DroidSpeakLinker",
-            "linker_module_path": LINKER_MODULE,
-            "linker_extra_config": dict(settings),
-        },
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +115,7 @@ class ServerSpec(Spec):
         return False
 
     def check(self) -> None:
-        _check_port(self.name, self.host, self.port)
+        check_port(self.name, self.host, self.port)
 
     def is_on_gpu(self, env: Mapping[str, str]) -> bool:
         is_hidden = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES") == ""
@@ -209,19 +168,7 @@ class ProgramSpec(Spec):
         return False
 
     def check(self) -> None:
-        _check_port(self.name, "127.0.0.1", self.port)
-
-
-def _check_port(name: str, host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
-            raise ServerFailed(
-                f"{name} has port {port} of {host}, where something listens already; end that, or "
-                "give another port"
-            ) from exc
+        check_port(self.name, "127.0.0.1", self.port)
 
 
 def ask_server(method: str, url: str, **options: Any) -> requests.Response:

@@ -15,6 +15,7 @@ In SGLang's own `--config server.yaml`:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -297,3 +298,16 @@ def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") ->
     if nested.config is not None:
         raise ConfigError(f"config {path} names another config {nested.config}; give one file")
     return nested
+
+
+def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's options that have a server use the extension with these settings."""
+    return {
+        "enable-unified-cache-external-linker": True,
+        "unified-cache-external-linker-backend": "dynamic",
+        "unified-cache-external-linker-config": {
+            "linker": "DroidSpeakLinker",
+            "linker_module_path": LINKER_MODULE,
+            "linker_extra_config": dict(settings),
+        },
+    }

@@ -25,7 +25,7 @@ from cachetree.checkpoint.identity import read_model_identity
 from cachetree.cli.serve import read_config
 from cachetree.errors import ConfigError
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.fleet import servers
+from sglang_droidspeak.fleet import ports, servers
 from sglang_droidspeak.fleet.fleet import Fleet, read_fleet, sglang_flags, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerSpec, WorkerSpec
 from sglang_droidspeak.fleet.signals import terminable, uninterrupted
@@ -381,13 +381,13 @@ def test_a_server_is_asked_itself_whatever_proxy_there_is(
 def test_no_two_processes_are_given_one_port(monkeypatch):
     """Of two ports this one has one, until it ends; the other has a process that has ended."""
     first = servers.free_port(2)
-    servers._given_out.pop().close()
-    monkeypatch.setattr(servers, "_PORTS", range(first, first + 2))
+    ports._given_out.pop().close()
+    monkeypatch.setattr(ports, "_PORTS", range(first, first + 2))
     ours = servers.free_port()
     program = f"""
-from sglang_droidspeak.fleet import servers
-servers._PORTS = {servers._PORTS!r}
-print(servers.free_port())
+from sglang_droidspeak.fleet import ports
+ports._PORTS = {ports._PORTS!r}
+print(ports.free_port())
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert {ours, int(said.stdout)} == {first, first + 1}, said.stderr

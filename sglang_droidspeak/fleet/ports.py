@@ -1,0 +1,46 @@
+"""Ports of this machine that servers listen on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+
+from sglang_droidspeak.fleet import ServerFailed
+
+_PORTS = range(10_000, 22_000)
+_given_out: list[contextlib.ExitStack] = []
+"""Names of this machine that stand for ports; they are taken until this process ends."""
+
+
+def free_port(num_ranks: int = 1) -> int:
+    """A port that nobody listens on, and that no process of this machine is given again while this
+    one lives; the first of as many for the ranks of a server.
+
+    Not one of those that the system hands to outgoing connections (32768 and above on Linux), or
+    that SGLang takes for itself (22000 to 29999): they could be taken before the server binds it.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as names:
+            for each in range(port, port + num_ranks):
+                name = names.enter_context(socket.socket(socket.AF_UNIX))
+                name.bind(f"\0droidspeak-port-{each}")
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", each))
+            _given_out.append(names.pop_all())
+            return port
+    raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
+
+
+def check_port(name: str, host: str, port: int) -> None:
+    """Raise ServerFailed where something listens there already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ServerFailed(
+                f"{name} has port {port} of {host}, where something listens already; end that, or "
+                "give another port"
+            ) from exc
