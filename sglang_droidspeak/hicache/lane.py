@@ -95,13 +95,13 @@ class Lane:
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
         """How many of the first pages have this step in the backend."""
-        with self.breaker.call():
-            for start in range(0, len(pages), _KEYS_PER_CALL):
-                part = pages[start : start + _KEYS_PER_CALL]
-                keys = [self.objects.key(model, page, step) for page in part]
+        for start in range(0, len(pages), _KEYS_PER_CALL):
+            part = pages[start : start + _KEYS_PER_CALL]
+            keys = [self.objects.key(model, page, step) for page in part]
+            with self.breaker.call():
                 num = self.backend.num_leading(keys)
-                if num < len(keys):
-                    return start + max(0, num)
+            if num < len(keys):
+                return start + max(0, num)
         return len(pages)
 
     def batches(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from hicache_parts import (
+    Counts,
     Shelf,
     cache_over,
     fetch,
@@ -19,12 +20,12 @@ from hicache_parts import (
     tier_of,
 )
 from tier_parts import fetch_too_late
-from transport_parts import eventually, store
+from transport_parts import FAMILY, MODEL, eventually, store
 
-from cachetree import Deadline, DeadlineExceeded, FetchError, Span, StaleEntry
+from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, Span, StaleEntry, Step
+from sglang_droidspeak.hicache import Objects, tier
 from sglang_droidspeak.hicache import lane as breaker
-from sglang_droidspeak.hicache import tier
-from sglang_droidspeak.hicache.lane import Breaker
+from sglang_droidspeak.hicache.lane import Breaker, Lane
 
 
 def test_a_backend_that_lies_about_what_it_has() -> None:
@@ -192,3 +193,19 @@ def test_a_breaker_pauses_doubles_and_recovers() -> None:
         now[0] += breaker.STALL_S + 1
         assert reading.is_open
     assert not reading.is_open
+
+
+def test_many_calls_that_answer_are_none_that_hangs() -> None:
+    now = [0.0]
+    reading = Breaker("reading", lambda: now[0])
+
+    class Answering(Shelf):
+        def before(self, call: str) -> None:
+            now[0] += 0.6 * breaker.STALL_S
+            assert not reading.is_open
+
+    shelf = Answering()
+    shelf.lies = True
+    lane = Lane(shelf, Objects(FAMILY), range(4), reading, Counts(), lambda: now[0])  # type: ignore[arg-type]
+    assert lane.num_leading(MODEL, prompt(0, 300), Step(Kind.KV, 0)) == 300
+    assert shelf.calls == [("exists", 128), ("exists", 128), ("exists", 44)]
