@@ -64,7 +64,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for name, config in self.workers.items():
             parse_config(config, f"workers.{name}")
         taken: dict[int, str] = {}
-        records: dict[Path, str] = {}
         for name, options in self.engines.items():
             check_flags(f"engines.{name}", options.keys() - {"droidspeak"})
             if not isinstance(options.get("model-path"), str):
@@ -81,16 +80,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(f"engines.{name} and engines.{taken[port]} both have port {port}")
             taken[port] = name
             if "droidspeak" in options:
-                settings = parse_settings(options["droidspeak"], f"engines.{name}.droidspeak")
-                if settings.guard_path is None:
-                    continue
-                first = records.setdefault(Path(settings.guard_path).resolve(), name)
-                if first != name:
-                    raise ConfigError(
-                        f"engines.{name} and engines.{first} both have guard_path "
-                        f"{settings.guard_path}, and would overwrite what the other one found; "
-                        "give each its own"
-                    )
+                parse_settings(options["droidspeak"], f"engines.{name}.droidspeak")
 
 
 def check_flags(where: str, options: Iterable[str]) -> None:
