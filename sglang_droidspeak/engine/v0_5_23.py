@@ -191,9 +191,7 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{_POLICY}.PrefillAdder": ("rem_chunk_tokens can_run_list running_batch ceil_paged_tokens"),
     _TREE: ("page_size tree_core"),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
-        "k_buffer v_buffer size kv_cache_layout post_capture_active"
-    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": ("k_buffer v_buffer size kv_cache_layout"),
     "sglang.srt.mem_cache.memory_pool.KVCache": "dtype page_size layer_num",
     "sglang.srt.mem_cache.cache_init_params.CacheInitParams": (
         "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group "

@@ -252,10 +252,6 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
             f"KV is kept in {pool.dtype}: {_SCALED}; start the server with --kv-cache-dtype "
             "bfloat16"
         )
-    if pool.post_capture_active:
-        raise ConfigError(
-            "the KV pool is resized after graph capture; unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-        )
 
 
 def slots(num_unpinned: int, activated: Sequence[str]) -> None:

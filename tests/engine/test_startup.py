@@ -325,7 +325,7 @@ class Pool:
     """As SGLang's pool of plain rows, or `altered`."""
 
     def __init__(self, **altered: object) -> None:
-        plain = {"kv_cache_layout": "nhd", "dtype": torch.bfloat16, "post_capture_active": False}
+        plain = {"kv_cache_layout": "nhd", "dtype": torch.bfloat16}
         for name, value in (plain | altered).items():
             setattr(self, name, value)
 
@@ -340,7 +340,6 @@ class OtherPool(Pool):
         (OtherPool(), "KV pool OtherPool with layout nhd"),
         (Pool(kv_cache_layout="hnd"), "KV pool Pool with layout hnd"),
         (Pool(dtype=torch.float8_e4m3fn), "KV is kept in torch.float8_e4m3fn: scales"),
-        (Pool(post_capture_active=True), "resized after graph capture"),
     ],
 )
 def test_a_kv_pool_that_is_no_plain_rows_is_refused(pool: Any, words: str) -> None:
