@@ -7,11 +7,11 @@ that question's id. What the server itself sends says so in `custom_params`.
 
 from __future__ import annotations
 
-import os
-import secrets
+import hashlib
 import uuid
 from array import array
 from collections.abc import Sequence
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
-SECRET: Final = os.environ.setdefault("DROIDSPEAK_SECRET", secrets.token_hex(16))
-"""Of a server's first process, which those that it starts inherit."""
+SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
+"""Of a server, which no user can tell: the process that starts its others draws `authkey` and hands
+it on."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
 """Of the server's own requests: how many tokens at the end of the input are of an answer. No user
 can name it."""

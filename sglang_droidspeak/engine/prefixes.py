@@ -17,15 +17,14 @@ its number stands after APPROXIMATE.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection
-from multiprocessing import current_process
 from typing import Final
 
 import torch
 
 from cachetree import PAGE_HASH_BYTES, PageHash
+from sglang_droidspeak.engine.asking import SECRET
 from sglang_droidspeak.engine.names import (
     MatchPrefixParams,
     NodeId,
@@ -41,10 +40,9 @@ _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
 _WITHOUT_E: Final = "droidspeak_without_e"
-_SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()
-APPROXIMATE: Final = f"~droidspeak-approximate-{_SECRET[:32]}~"
+APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
 """A user can give any extra key, but none that names this: what is read there would count as
-exact. The same on all ranks: the process that starts them draws `authkey` and hands it on."""
+exact."""
 
 
 def page_hash(key: str) -> PageHash:

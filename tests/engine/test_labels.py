@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import subprocess
 import sys
 from array import array
@@ -140,10 +141,13 @@ def test_a_long_id_is_neither_kept_nor_logged(
     assert all(it.isprintable() and len(it) < 400 for it in caplog.messages)
 
 
-def test_what_a_server_starts_knows_its_own_requests() -> None:
+def test_what_a_server_starts_knows_its_own_requests_and_no_other_server_does() -> None:
+    own: Any = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={asking.ANSWERED: 2}))
+    with multiprocessing.get_context("spawn").Pool(1) as started:
+        assert started.apply(asking.num_answered, [own]) == 2
     command = "from sglang_droidspeak.engine.asking import ANSWERED; print(ANSWERED)"
     told = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
-    assert told.stdout.decode().split()[-1] == asking.ANSWERED
+    assert told.stdout.decode().split()[-1] != asking.ANSWERED
 
 
 def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:

@@ -491,7 +491,7 @@ def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyP
     assert spec.loader is not None
     elsewhere = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as another:
-        another.setattr(multiprocessing.current_process(), "authkey", b"another server's")
+        another.setattr("sglang_droidspeak.engine.asking.SECRET", "another server's")
         spec.loader.exec_module(elsewhere)
     tokens = array("q", random_prompt(4 * PAGE, 1))
     approximate, known, user = (
