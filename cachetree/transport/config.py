@@ -47,8 +47,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Fetches served at once; more are refused."""
     accepts: bool = False
     """Whether peers may store entries here. `cachetree serve` does unless told otherwise."""
-    max_stores: int = 64
-    """Stores of peers open at once; more are refused."""
     max_peers: int = 256
     """Sessions held at once; more are turned away."""
     max_pending_changes: int = 4096
@@ -86,10 +84,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"bulk_port is {self.bulk_port}; give a port from 1 to 65535 or 0 for a free one"
             )
-        _check_positive(
-            self,
-            "max_streams max_stores max_peers max_pending_changes silence_s max_bytes_per_s",
-        )
+        _check_positive(self, "max_streams max_peers max_pending_changes silence_s max_bytes_per_s")
         if self.silence_s > _MAX_SILENCE_S:
             raise ConfigError(
                 f"silence_s is {self.silence_s}; the kernel looks after a silent connection for "

@@ -262,17 +262,16 @@ class Session:
         self.tell(message)
 
 
-_MAX_OF_ONE_PEER: Final = 4
-
 _Refusal = tuple[Why, str]
 """Why a store is not taken, in a word and in a sentence."""
 
 
 class StoreReceiver:
-    """Stores of one peer that are under way. Used by the worker's thread only.
+    """The store of one peer that is under way. Used by the worker's thread only.
 
     A store takes its room from the tree's budget before its first byte is sent; only whole ones
-    are ever seen. Where one ends early, for whatever reason, its room goes back at once.
+    are ever seen. Where one ends early, for whatever reason, its room goes back at once. A peer
+    begins one when the one before has ended.
     """
 
     def __init__(self, service: Service, tell: Callable[[wire.StoreAnswer], None]) -> None:
@@ -280,7 +279,8 @@ class StoreReceiver:
         self._service = service
         self._counts = service.counts
         self._tell = tell
-        self._open: dict[int, tuple[FetchReceiver, Reservation]] = {}
+        self._open: tuple[int, FetchReceiver, Reservation] | None = None
+        """With its id."""
 
     def begin(self, store: wire.Store, deadline: Deadline) -> None:
         """Reserve room for a store, or say why not."""
@@ -293,23 +293,24 @@ class StoreReceiver:
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None where its store has ended, or ends with it."""
-        receiver, _ = self._open.get(frame.id, (None, None))
+        if self._open is None or not self.is_pending(frame):
+            return None
+        _, receiver, _ = self._open
         try:
-            return None if receiver is None else receiver.buffer_for(frame)
+            return receiver.buffer_for(frame)
         except FetchError as exc:
             self.refuse(frame.id, Why.PROTOCOL, wire.reason(exc))
             return None
 
     def is_pending(self, frame: Frame) -> bool:
         """Whether the store still goes on that `buffer_for` was asked for."""
-        return frame.id in self._open
+        return self._open is not None and self._open[0] == frame.id
 
     def mark_received(self, arrival: Arrival) -> None:
         """A frame came whole into its buffer; its store may have ended already."""
-        id = arrival.frame.id
-        receiver, reservation = self._open.get(id, (None, None))
-        if receiver is None or reservation is None:
+        if self._open is None or not self.is_pending(arrival.frame):
             return
+        id, receiver, reservation = self._open
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
@@ -317,38 +318,34 @@ class StoreReceiver:
             return
         self._counts.num_received_bytes += arrival.frame.size
         if receiver.is_complete:
-            self._close(id)
             reservation.commit()
+            self.close()
             self._counts.stores_by_outcome["stored"] += 1
             self._tell(wire.Stored(id=id))
 
     def cancel(self, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
-        if id in self._open:
-            self._close(id).release()
+        if self._open is not None and self._open[0] == id:
+            self.close()
 
     def expire(self) -> None:
         """End what is late."""
-        for id, (receiver, _) in tuple(self._open.items()):
+        if self._open is not None:
+            id, receiver, _ = self._open
             if receiver.staging.deadline.has_passed:
                 self.refuse(id, Why.DEADLINE, "the store's time is over")
 
     def close(self) -> None:
-        """The peer is gone."""
-        for id in tuple(self._open):
-            self.cancel(id)
-
-    def _close(self, id: int) -> Reservation:
-        self._counts.num_open_stores -= 1
-        return self._open.pop(id)[1]
+        """Nothing more comes of it."""
+        if self._open is not None:
+            self._open[-1].release()
+            self._open = None
+            self._counts.num_open_stores -= 1
 
     def _begin(self, store: wire.Store, deadline: Deadline) -> _Refusal | None:
-        config, tree = self._service.config, self._service.tree
-        num_open = self._counts.num_open_stores
-        if num_open >= config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
-            return Why.BUSY, f"{num_open} stores are open"
-        if store.id in self._open:
-            raise ProtocolError(f"store {store.id} is open already")
+        tree = self._service.tree
+        if self._open is not None:
+            raise ProtocolError(f"store {store.id} comes before store {self._open[0]} has ended")
         pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
         steps = wire.steps_of_store(tree.family.num_layers, store.e_layers)
         if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
@@ -366,7 +363,7 @@ class StoreReceiver:
             sizes = {step: num_pages * tree.family.page_bytes(step.kind) for step in steps}
             staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
             receiver = FetchReceiver(model, reservation.pages, staging)
-            self._open[store.id] = (receiver, reservation)
+            self._open = store.id, receiver, reservation
             self._counts.num_open_stores += 1
         self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
         return None

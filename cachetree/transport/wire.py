@@ -231,7 +231,6 @@ class Why(StrEnum):
     """This worker accepts no stores."""
     NO_ROOM = "no_room"
     UNKNOWN_PARENT = "unknown_parent"
-    BUSY = "busy"
 
 
 _ERRORS: Final = {

@@ -29,6 +29,8 @@ from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 from cachetree.tree import join_hashes
 
+STORED = (*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER))
+
 
 def payload_of(step: Step) -> bytes:
     return b"".join(content(page, step) for page in PAGES[:2])
@@ -42,15 +44,14 @@ def accepting(**config: object) -> Iterator[tuple[CacheTree, RawPeer]]:
 
 
 def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
-    steps = [*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER)]
     with accepting() as (tree, peer):
         wanted = peer.ask(new_store())
         assert isinstance(wanted, wire.Wanted)
         assert (wanted.skipped, tree.num_bytes) == (0, 2 * PAGE_TOTAL)
-        for number, step in enumerate(steps[:-1]):
+        for number, step in enumerate(STORED[:-1]):
             peer.part(number * 2 * PAGE_BYTES, payload_of(step))
             assert not tree.match(PAGES)
-        assert peer.frame(8 * PAGE_BYTES, payload_of(steps[-1])) == wire.Stored(id=1)
+        assert peer.frame(8 * PAGE_BYTES, payload_of(STORED[-1])) == wire.Stored(id=1)
         lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
         assert lease is not None
         for step in STEPS:
@@ -139,15 +140,19 @@ def test_a_store_that_cannot_be_is_refused(message: wire.Store, error: str) -> N
         assert tree.num_bytes == 0
 
 
-def test_open_stores_are_bounded_for_each_peer_and_in_all() -> None:
-    def answers(peer: RawPeer, num: int) -> list[str]:
-        stores = (new_store([page], id=i) for i, page in enumerate(PAGES[:num], 1))
-        return [getattr(peer.ask(it), "error", "wanted") for it in stores]
-
-    with accepting() as (_, peer):
-        assert answers(peer, 5) == ["wanted"] * 4 + ["busy"]
-    with accepting(max_stores=2) as (_, peer):
-        assert answers(peer, 3) == ["wanted"] * 2 + ["busy"]
+def test_a_peer_has_one_store_open_at_most() -> None:
+    """Another ends neither it nor the session, and takes no room."""
+    with accepting() as (tree, peer):
+        assert isinstance(peer.ask(new_store(id=1)), wire.Wanted)
+        refused = peer.ask(new_store(PAGES[2:4], id=2))
+        assert isinstance(refused, wire.Ended)
+        assert (refused.id, refused.error) == (2, "protocol")
+        assert "store 2 comes before store 1 has ended" in refused.reason
+        assert tree.num_bytes == 2 * PAGE_TOTAL
+        for number, step in enumerate(STORED[:-1]):
+            peer.part(number * 2 * PAGE_BYTES, payload_of(step))
+        assert peer.frame(8 * PAGE_BYTES, payload_of(STORED[-1])) == wire.Stored(id=1)
+        assert isinstance(peer.ask(new_store(PAGES[2:4], id=3)), wire.Wanted)
 
 
 def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
@@ -161,18 +166,17 @@ def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
         frame_bytes=2 * PAGE_BYTES,
         timeout_ms=60_000,
     )
-    steps = [*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER)]
     with accepting() as (tree, peer):
         store(tree, there)
         assert isinstance(peer.ask(new_store(id=1, timeout_ms=60_000)), wire.Wanted)
         peer.send(fetch)
-        for number, step in enumerate(steps[:-1]):
+        for number, step in enumerate(STORED[:-1]):
             peer.part(number * 2 * PAGE_BYTES, payload_of(step))
         came = peer.fetched(2 * len(there) * PAGE_BYTES)
         for layer in range(2):
             wanted = b"".join(content(page, Step(Kind.KV, layer)) for page in there)
             assert came[layer * len(wanted) : (layer + 1) * len(wanted)] == wanted
-        assert peer.frame(8 * PAGE_BYTES, payload_of(steps[-1])) == wire.Stored(id=1), (
+        assert peer.frame(8 * PAGE_BYTES, payload_of(STORED[-1])) == wire.Stored(id=1), (
             "it ended with the fetch"
         )
 
