@@ -27,14 +27,15 @@ NOW = Path(__file__).resolve().parents[1]
 
 
 def numbers(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Each number of some JSON, by its path."""
+    """Each number of some JSON, by its path; rows by what they are of, where they say it."""
     if isinstance(found, dict):
         for key, value in found.items():
             if key != "environment":
                 yield from numbers(value, f"{name} / {key}" if name else key)
     elif isinstance(found, list):
         for index, value in enumerate(found):
-            yield from numbers(value, f"{name} {index}")
+            row = value.get("what", index) if isinstance(value, dict) else index
+            yield from numbers(value, f"{name} {row}")
     elif isinstance(found, int | float):
         yield name, found
 

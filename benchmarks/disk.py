@@ -6,9 +6,9 @@ Physics: a buffered write copies each byte into the page cache, a warm read copi
 cold read waits for the device. The store adds one checksum per page and layer (while it is in the
 second-level cache), a header per entry, and one `open` per step. The baseline writes
 the same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory,
-1 MiB at a time, without checksums. "synced" ends with an fdatasync on both sides. Cold is after
-fdatasync and posix_fadvise(DONTNEED); under a hypervisor its cache may still be warm. Restart is
-the opening of a cache whose directory has many small entries, until all of them match.
+1 MiB at a time, without checksums. Cold is after fdatasync and posix_fadvise(DONTNEED); under a
+hypervisor its cache may still be warm. Restart is the opening of a cache whose directory has many
+small entries, until all of them match.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ import xxhash
 from benchmarks import result
 from benchmarks.races import E_LAYER, FAMILY, MODEL, STEPS, pages_in, race, sizes_of
 from cachetree import Cache, CacheConfig, Change, Kind, PageHash, Span, Step
-from cachetree.disk import DiskConfig, DiskStore
+from cachetree.disk import DiskStore
 
 RAW_CHUNK_BYTES = 1 << 20
 SMALL = msgspec.structs.replace(FAMILY, page_size=1)
@@ -55,9 +54,9 @@ class Files:
         self.num_bytes = sum(sizes.values())
         self.read_memory = memoryview(bytearray(self.num_bytes))
         self.raw = directory / "raw"
-        self.store = self._open(False)
+        self.store = self._open()
 
-    def write_raw(self, is_synced: bool) -> None:
+    def write_raw(self) -> None:
         self.raw.unlink(missing_ok=True)
         with self.raw.open("wb", buffering=0) as file:
             offset = 0
@@ -65,10 +64,8 @@ class Files:
                 for at in range(0, view.nbytes, RAW_CHUNK_BYTES):
                     part = view[at : at + RAW_CHUNK_BYTES]
                     offset += os.pwritev(file.fileno(), [part], offset)
-            if is_synced:
-                os.fdatasync(file.fileno())
 
-    def write_store(self, is_synced: bool) -> None:
+    def write_store(self) -> None:
         if not self.store.write(change_of(self.pages), self._views):
             raise SystemExit("the store did not take the entry")
 
@@ -76,11 +73,11 @@ class Files:
         size = self.written[step].nbytes // len(self.pages)
         return [self.written[step][span.start * size : span.stop * size]]
 
-    def renew_store(self, is_synced: bool) -> None:
+    def renew_store(self) -> None:
         """Not timed."""
         self.store.close()
         shutil.rmtree(self.directory / "store")
-        self.store = self._open(is_synced)
+        self.store = self._open()
 
     def read_raw(self) -> None:
         with self.raw.open("rb", buffering=0) as file:
@@ -105,15 +102,13 @@ class Files:
     def digest(self) -> str:
         return xxhash.xxh3_128_hexdigest(self.read_memory)
 
-    def _open(self, is_synced: bool) -> DiskStore:
-        path = self.directory / "store"
-        config = DiskConfig(path=str(path), num_bytes=16 * self.num_bytes, sync=is_synced)
-        return DiskStore(FAMILY, config)
+    def _open(self) -> DiskStore:
+        return DiskStore(FAMILY, self.directory / "store", 16 * self.num_bytes)
 
 
 def compare(files: Files) -> None:
-    files.write_raw(False)
-    files.write_store(False)
+    files.write_raw()
+    files.write_store()
     digests = []
     for read in (files.read_raw, files.read_store):
         files.read_memory[:] = bytes(files.num_bytes)
@@ -134,11 +129,9 @@ def measure(files: Files, repetitions: int) -> Iterator[dict[str, Any]]:
         medians = {name: it.medians() for name, it in found.items()}
         return {"what": what, **medians, "of_plain": found["store"].of(found["plain"])}
 
-    for what, is_synced in (("write", False), ("write, synced", True)):
-        writers = (partial(it, is_synced) for it in (files.write_raw, files.write_store))
-        yield row(what, *writers, partial(files.renew_store, is_synced))
-    files.renew_store(False)
-    files.write_store(False)
+    yield row("write", files.write_raw, files.write_store, files.renew_store)
+    files.renew_store()
+    files.write_store()
     yield row("read, warm", files.read_raw, files.read_store)
     yield row("read, cold", files.read_raw, files.read_store, files.make_cold)
 
@@ -146,14 +139,12 @@ def measure(files: Files, repetitions: int) -> Iterator[dict[str, Any]]:
 def measure_restarts(directory: Path, repetitions: int) -> list[float]:
     """Seconds per opening of a cache with `NUM_SMALL` entries of a page each."""
     kv, e = (memoryview(bytes(SMALL.page_bytes(kind))) for kind in (Kind.KV, Kind.E))
-    config = DiskConfig(path=str(directory / "restart"), num_bytes=1 << 30)
-    with DiskStore(SMALL, config) as store:
+    path, num_bytes = directory / "restart", 1 << 30
+    with DiskStore(SMALL, path, num_bytes) as store:
         for number in range(NUM_SMALL):
             page = PageHash(number.to_bytes(16, "big"))
             store.write(change_of([page]), lambda step, span: [kv if step.kind is Kind.KV else e])
-    cache = CacheConfig(
-        disk_path=config.path, disk_bytes=config.num_bytes, host_bytes=0, serves=False
-    )
+    cache = CacheConfig(disk_path=str(path), disk_bytes=num_bytes, host_bytes=0, serves=False)
     seconds = []
     for _ in range(repetitions):
         begun_at_s = time.perf_counter()

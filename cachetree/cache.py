@@ -73,8 +73,9 @@ class Cache:
         self._stores = tuple(map(Location, config.stores))
         try:
             if config.disk_path:
+                path, num_bytes = config.disk_of(family), config.disk_bytes
                 self._disk = self._add_tier(
-                    lambda tree, note: DiskTier(tree, config.disk_of(family), note, clock)
+                    lambda tree, note: DiskTier(tree, path, num_bytes, note, clock)
                 )
             for make in tiers:
                 self._add_tier(make)

@@ -11,7 +11,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskConfig
 from cachetree.errors import UNREADABLE, ConfigError, written
 from cachetree.transport import PeerConfig, WorkerConfig, is_directory
 from cachetree.transport.address import parse_address, parse_remote
@@ -36,13 +35,10 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disk_path: str = ""
     """Directory that keeps the entries also when they leave memory or this process ends; empty
     for none. It serves one family and one process at a time; each rank of a tensor-parallel server
-    makes one of its own inside."""
+    makes one of its own inside. A killed process loses only the entry it was writing; a power cut
+    may lose about the last 30 s, and what it damaged is found by checksum and dropped."""
     disk_bytes: int = 0
     """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""
-    disk_file_bytes: int = 64 << 20
-    """Largest file in it; entries that are longer are cut."""
-    disk_sync: bool = False
-    """Whether each entry is flushed to the device, so that a power cut loses at most the last."""
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from, or where they are found: `dns://NAME:PORT`, all
     addresses of a name, and `redis://HOST:PORT/DB`, those that are announced there
@@ -99,16 +95,10 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         server_key = self.peer_keys.get(address, self.peer.server_key)
         return msgspec.structs.replace(self.peer, server_key=server_key)
 
-    def disk_of(self, family: Family) -> DiskConfig:
+    def disk_of(self, family: Family) -> Path:
         """Where one rank keeps its entries."""
-        is_alone = family.tp_size == 1
         path = Path(self.disk_path)
-        return DiskConfig(
-            path=str(path if is_alone else path / f"rank{family.tp_rank}"),
-            num_bytes=self.disk_bytes,
-            file_bytes=self.disk_file_bytes,
-            sync=self.disk_sync,
-        )
+        return path if family.tp_size == 1 else path / f"rank{family.tp_rank}"
 
 
 def read_yaml(path: Path, what: str) -> Any:

@@ -1,8 +1,8 @@
 """Entries on disk: one file each, which outlives the process that wrote it.
 
     store   tree publishes pages ─► tier, writer's thread ─► store: room in the budget, by unlink
-            ─► entry_file: temporary name, payload, header, fsync where asked for, rename
-            ─► index ─► tree: these pages are at DISK
+            ─► entry_file: temporary name, payload, header, rename ─► index
+            ─► tree: these pages are at DISK
 
     read    fetch, or a promotion into memory ─► tier, reader's thread ─► index: which files, which
             of their pages ─► entry_file: pread of one layer's pages, checksums ─► staging or memory
@@ -15,12 +15,12 @@ splits its node; the file stays whole, and what follows it names the page that i
 nothing is copied, one file may be behind several nodes, and it goes when nothing descends from any
 of its pages. Pages that gain E are written again, KV too, to a file that takes their place.
 
-    config      what an operator may set, and what a store says of itself
     directory   whose it is: a lock, and names of files that tell the family and the format
     entry_file  one entry as bytes: what lies where, and a checksum of each page
     index       which entry has which page, what stands on it, and which was used last
     store       entries within a budget: write, find, read, evict, recover
     tier        a tree's entries written behind its back, and read again
+    status      what a store says of itself
 
 The store knows nothing of trees: it tells a listener what comes and goes. It has an index of its
 own beside the tree's entries at DISK because these follow the tree's nodes, which every model and
@@ -28,9 +28,9 @@ every peer's advert splits or takes out, while a file is used, replaced and dele
 wrong advert, which keeps others from a page's place in the tree, keeps nothing from the disk.
 """
 
-from cachetree.disk.config import DiskConfig, DiskStatus
 from cachetree.disk.index import DiskEntry
+from cachetree.disk.status import DiskStatus
 from cachetree.disk.store import DiskStore
 from cachetree.disk.tier import DiskTier
 
-__all__ = ["DiskConfig", "DiskEntry", "DiskStatus", "DiskStore", "DiskTier"]
+__all__ = ["DiskEntry", "DiskStatus", "DiskStore", "DiskTier"]

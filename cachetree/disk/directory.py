@@ -117,11 +117,11 @@ class Directory:
 
 
 @contextlib.contextmanager
-def new_file(path: Path, *, is_synced: bool) -> Iterator[int]:
+def new_file(path: Path) -> Iterator[int]:
     """A handle to write a file that comes to its name at the end of the block, whole.
 
-    It is gone where the block raises; while it is written its name ends in `TEMPORARY`. With
-    `is_synced` it has reached the device when it has its name. Raises OSError.
+    It is gone where the block raises; while it is written its name ends in `TEMPORARY`. A power cut
+    may lose what the kernel has not written back, and damage what it has in part. Raises OSError.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     temporary.unlink(missing_ok=True)
@@ -129,23 +129,10 @@ def new_file(path: Path, *, is_synced: bool) -> Iterator[int]:
     handle = os.open(temporary, flags, FILE_MODE)
     try:
         yield handle
-        if is_synced:
-            os.fsync(handle)
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(handle)
-    if is_synced:
-        _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Flush the names of the files to the device."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
     finally:
         os.close(handle)
 

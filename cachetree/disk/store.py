@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -14,10 +13,10 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
-from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
 from cachetree.disk.directory import MEND, Directory, new_file
 from cachetree.disk.entry_file import Record, Views, largest_fitting, most_bytes
 from cachetree.disk.index import DiskEntry, DiskIndex
+from cachetree.disk.status import DiskCounts, DiskStatus
 from cachetree.errors import ConfigError, StaleEntry
 from cachetree.ids import ModelId, PageHash, Span, Step
 from cachetree.memory import Layout
@@ -25,6 +24,10 @@ from cachetree.tree import Change, Listener
 
 log = logging.getLogger(__name__)
 
+_MAX_FILE_BYTES: Final = 64 << 20
+"""Entries that are longer are cut."""
+_FILES_PER_BUDGET: Final = 8
+"""At least, so that little goes at once."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
 
@@ -40,24 +43,29 @@ class DiskStore:
     """
 
     def __init__(
-        self, family: Family, config: DiskConfig, listener: Listener = lambda change: None
+        self,
+        family: Family,
+        path: Path,
+        budget_bytes: int,
+        listener: Listener = lambda change: None,
     ) -> None:
         """Raises ConfigError for a directory that is another's, and for a budget too small.
 
         `listener` is the index's: it hears of every entry that is there, comes or goes.
         """
         page_bytes = most_bytes(ModelId("0" * 32), Layout.of(family, 1, ()))
-        if config.max_file_bytes < page_bytes:
+        if budget_bytes < _FILES_PER_BUDGET * page_bytes:
             raise ConfigError(
-                f"disk num_bytes is {config.num_bytes} and file_bytes {config.file_bytes}; "
-                f"a page of this family takes {page_bytes}, so the first must be at least "
-                f"{9 * page_bytes} and the second {page_bytes}"
+                f"disk_bytes is {budget_bytes}; a page of this family takes {page_bytes} on disk, "
+                f"so give at least {_FILES_PER_BUDGET * page_bytes}"
             )
         self.family: Final = family
-        self.config: Final = config
+        self.path: Final = path
+        self._budget_bytes: Final = budget_bytes
+        self._max_file_bytes: Final = min(_MAX_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET)
         self.index: Final = DiskIndex(listener)
         """What is here."""
-        self._directory = Directory(Path(config.path), family)
+        self._directory = Directory(path, family)
         self._counts = DiskCounts()
         self._num_bytes = self._directory.num_bytes
         self._newest = 0
@@ -71,7 +79,7 @@ class DiskStore:
             self._recover()
         except OSError as exc:
             self._directory.close()
-            raise ConfigError(f"disk path is {config.path!r}: {exc}; {MEND}") from exc
+            raise ConfigError(f"disk path is {str(path)!r}: {exc}; {MEND}") from exc
 
     # Reading.
 
@@ -119,7 +127,7 @@ class DiskStore:
                 if num_before is None:
                     return False
                 layout = Layout.of(self.family, limit - start, change.e_layers)
-                layout = largest_fitting(change.model, layout, self.config.max_file_bytes)
+                layout = largest_fitting(change.model, layout, self._max_file_bytes)
                 span = Span(start, start + layout.num_pages)
                 part = change.part(span)
                 record = Record(
@@ -157,7 +165,7 @@ class DiskStore:
         with self._lock:
             return DiskStatus(
                 num_bytes=self._num_bytes,
-                budget_bytes=self.config.num_bytes,
+                budget_bytes=self._budget_bytes,
                 num_entries=len(self.index),
                 num_pages=self.index.num_pages,
                 is_failing=self._is_failing,
@@ -216,30 +224,28 @@ class DiskStore:
     def _written(self, part: Record, views: Views, pages: Span) -> DiskEntry | None:
         """None where the budget has no room, or the disk is full or fails."""
         most = most_bytes(part.model, part.layout)
-        if most > self.config.max_file_bytes:
+        if most > self._max_file_bytes:
             return None
         number = self._newest + 1
         path = self._directory.path_of(number)
         taken = 0
         try:
             # Nothing is evicted where not even an empty file can be had.
-            with new_file(path, is_synced=self.config.sync) as handle:
+            with new_file(path) as handle:
                 self._make_room(most)
                 taken = most
                 files.write_record(handle, part, views, pages)
                 num_bytes = os.fstat(handle).st_size
         except OSError as exc:
             if not self._is_failing:
-                log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, exc)
+                log.warning("%s cannot be written, so nothing is kept: %s", self.path, exc)
             self._is_failing = True
-            with contextlib.suppress(OSError):
-                path.unlink()  # Whole, but not known to be on the device.
             return None
         finally:
             with self._lock:
                 self._num_bytes -= taken
         if self._is_failing:
-            log.info("%s can be written again", self.config.path)
+            log.info("%s can be written again", self.path)
         self._is_failing = False
         self._newest = number
         with self._lock:
@@ -252,7 +258,7 @@ class DiskStore:
         """Evict until there is room, and count it as taken; raises OSError where there is none."""
         while True:
             with self._lock:
-                if self._num_bytes + num_bytes <= self.config.num_bytes:
+                if self._num_bytes + num_bytes <= self._budget_bytes:
                     self._num_bytes += num_bytes
                     return
             coldest = self.index.drop_coldest()

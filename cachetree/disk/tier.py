@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from cachetree.clock import Clock, Deadline
-from cachetree.disk.config import DiskConfig, DiskStatus
 from cachetree.disk.index import DiskEntry
+from cachetree.disk.status import DiskStatus
 from cachetree.disk.store import DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
@@ -44,16 +45,16 @@ class DiskTier:
     location: Final[Location] = DISK
 
     def __init__(
-        self, tree: CacheTree, config: DiskConfig, note_speed: NoteSpeed, clock: Clock
+        self, tree: CacheTree, path: Path, budget_bytes: int, note_speed: NoteSpeed, clock: Clock
     ) -> None:
         """Raises ConfigError, as `DiskStore`."""
-        self.budget_bytes: Final = config.num_bytes
+        self.budget_bytes: Final = budget_bytes
         self._tree = tree
         self._note_speed = note_speed
         self._clock = clock
         self._is_warm = False
         self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
-        self._store: Final = DiskStore(tree.family, config, self._show)
+        self._store: Final = DiskStore(tree.family, path, budget_bytes, self._show)
         self._behind = WriteBehind(tree, DISK, "cachetree-disk-write", self._write, clock)
         self._reads: Turns[Callable[[], object]] = Turns(
             "cachetree-disk-read", self._read_all, NUM_READERS
@@ -113,7 +114,7 @@ class DiskTier:
         if self._reads.close(ends.remaining_s()) and is_written:
             self._store.close()
         else:
-            log.warning("%s does not answer; it is left as it is", self._store.config.path)
+            log.warning("%s does not answer; it is left as it is", self._store.path)
 
     # Called under the lock of the store, and of the tree.
 
@@ -229,7 +230,7 @@ class DiskTier:
                 if is_stopped:
                     num_disk_bytes = self._store.evict(model, pages)
                 else:
-                    log.warning("%s does not answer; nothing on it goes", self._store.config.path)
+                    log.warning("%s does not answer; nothing on it goes", self._store.path)
         finally:
             done(num_bytes, num_disk_bytes)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskConfig, DiskEntry, DiskStore
+from cachetree.disk import DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, ModelId, PageHash, Span, Step
 from cachetree.tree import Change
@@ -93,14 +93,8 @@ def change_of(
     return Change(added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers)
 
 
-def config_of(
-    path: Path, num_bytes: int = BUDGET, file_bytes: int = 1 << 30, sync: bool = False
-) -> DiskConfig:
-    return DiskConfig(path=str(path), num_bytes=num_bytes, file_bytes=file_bytes, sync=sync)
-
-
-def open_store(path: Path, **config: int) -> DiskStore:
-    return DiskStore(FAMILY, config_of(path, **config))
+def open_store(path: Path, num_bytes: int = BUDGET, family: Family = FAMILY) -> DiskStore:
+    return DiskStore(family, path, num_bytes)
 
 
 def write(
@@ -232,25 +226,23 @@ def _write_all(store: DiskStore, entries: Sequence[tuple[str, int, Sequence[int]
 def _die_everywhere(path: Path) -> None:
     """New pages, E for pages that are there, and both where others have to go for them."""
     cases = [
-        (("abcde", 3, (0,)), BUDGET, True),
-        (("abcde", 3, (0,)), BUDGET, False),
-        (("abcde", 0, (0, 1)), BUDGET, False),
-        (("abc" + "m" * 30, 3, (0,)), 16 << 10, False),
+        (("abcde", 3, (0,)), BUDGET),
+        (("abcde", 0, (0, 1)), BUDGET),
+        (("abc" + "m" * 30, 3, (0,)), 16 << 10),
     ]
     before, after = path / "before", path / "after"
     with open_store(before) as store:
         _write_all(store, [(text_of(number, 12), 0, ()) for number in range(14)])
         _write_all(store, BEFORE)
     num_killed = 0
-    for entry, num_bytes, is_synced in cases:
+    for entry, num_bytes in cases:
         for is_after in (False, True):
             for number in itertools.count(1):
                 shutil.rmtree(after, ignore_errors=True)
                 shutil.copytree(before, after)
                 child = os.fork()
                 if not child:
-                    config = config_of(after, num_bytes, sync=is_synced)
-                    with DiskStore(FAMILY, config) as store:
+                    with open_store(after, num_bytes) as store:
                         _Steps(number, is_after)
                         _write_all(store, [entry])
                         os._exit(0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +16,6 @@ from disk_parts import (
     B,
     change_of,
     check,
-    config_of,
     content,
     data_files,
     files_bytes,
@@ -33,7 +30,7 @@ from disk_parts import (
 )
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskConfig, DiskEntry, DiskStore
+from cachetree.disk import DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, Span, Step, entry_steps
 from cachetree.tree import Change
@@ -80,7 +77,6 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
     pages = path_of("abcdefg")
     rng = np.random.default_rng(0)
     written = {it: rng.integers(0, 256, 7 * size_of[it], dtype=np.uint8).data for it in steps}
-    config = DiskConfig(path=str(tmp_path), num_bytes=1 << 30)
 
     def views(step: Step, span: Span) -> list[memoryview]:
         return [written[step][span.start * size_of[step] : span.stop * size_of[step]]]
@@ -90,7 +86,7 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
         store.read(only(store, "abcdefg"), step, span, into)
         assert [into] == views(step, span)
 
-    with DiskStore(family, config) as store:
+    with open_store(tmp_path, 1 << 30, family) as store:
         assert store.write(change_of(A, pages, None, (0, 2)), views)
         for step in steps:
             for start in range(7):
@@ -170,12 +166,12 @@ def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) 
 
 def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
     text = "a" * 500
-    with open_store(tmp_path, num_bytes=128 << 10, file_bytes=4 << 10) as store:
+    with open_store(tmp_path, num_bytes=128 << 10) as store:
         assert write(store, A, text, e_layers=[0, 1, 2], num_runs=7)
         assert num_right(store, A, text) == 500
-        assert store.status().num_entries > 8
-        assert max(it.stat().st_size for it in data_files(tmp_path)) <= 4 << 10
-    with open_store(tmp_path, num_bytes=128 << 10, file_bytes=4 << 10) as store:
+        assert store.status().num_entries > 4
+        assert max(it.stat().st_size for it in data_files(tmp_path)) <= 16 << 10
+    with open_store(tmp_path, num_bytes=128 << 10) as store:
         assert num_right(store, A, text) == 500
 
 
@@ -290,14 +286,14 @@ def test_the_listener_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
             )
         return pages
 
-    with DiskStore(FAMILY, config_of(tmp_path, 8 << 10), heard.append) as store:
+    with DiskStore(FAMILY, tmp_path, 8 << 10, heard.append) as store:
         for number in range(60):
             write(store, A, f"{number % 7}" + "f" * (number % 11 + 1))
         assert len(there()) == store.status().num_pages
         assert any(not change.added for change in heard)
     before = there()
     heard.clear()
-    with DiskStore(FAMILY, config_of(tmp_path, 8 << 10), heard.append):
+    with DiskStore(FAMILY, tmp_path, 8 << 10, heard.append):
         assert there() == before
 
 
@@ -367,42 +363,6 @@ def test_what_goes_during_a_read_is_right_or_a_miss_and_no_damage(
         assert num_right(store, A, "first") == 0
         assert store.status().counts.num_damaged_entries == 0
         assert store.status().num_bytes == files_bytes(tmp_path)
-
-
-def test_synced_entries_are_entries_too(tmp_path: Path) -> None:
-    config = DiskConfig(path=str(tmp_path), num_bytes=1 << 20, sync=True)
-    with DiskStore(FAMILY, config) as store:
-        assert write(store, A, "abc", e_layers=[1])
-        assert num_right(store, A, "abc") == 3
-    with open_store(tmp_path) as store:
-        assert num_right(store, A, "abc") == 3
-
-
-def test_a_synced_entry_has_its_name_when_it_is_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file's bytes first, then its name, then the folder that holds the name."""
-    calls: list[str] = []
-
-    def noted(name: str) -> Callable[..., object]:
-        real = getattr(os, name)
-
-        def call(*args: object, **kwargs: object) -> object:
-            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)  # type: ignore[arg-type]
-            calls.append(f"{name} folder" if is_folder else name)
-            return real(*args, **kwargs)
-
-        return call
-
-    for is_synced in (True, False):
-        with DiskStore(FAMILY, config_of(tmp_path, sync=is_synced)) as store:
-            for name in ("pwritev", "fsync", "rename"):
-                monkeypatch.setattr(os, name, noted(name))
-            assert write(store, A, f"{is_synced}")
-            monkeypatch.undo()
-    found = [it for it in calls if it != "pwritev"]
-    assert found == ["fsync", "rename", "fsync folder", "rename"]
-    assert calls.index("fsync") > calls.index("pwritev")
 
 
 def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:

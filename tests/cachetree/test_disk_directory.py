@@ -13,7 +13,6 @@ import pytest
 from disk_parts import (
     FAMILY,
     A,
-    config_of,
     data_files,
     files_bytes,
     num_right,
@@ -21,7 +20,6 @@ from disk_parts import (
     write,
 )
 
-from cachetree.disk import DiskStore
 from cachetree.disk.directory import new_file
 from cachetree.errors import ConfigError
 
@@ -67,7 +65,7 @@ REMEDY = "name another directory, or remove this one$"
 def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) -> None:
     other = msgspec.structs.replace(FAMILY, kv_dtype="bfloat16")
     open_store(tmp_path).close()
-    with DiskStore(other, config_of(tmp_path)) as store:
+    with open_store(tmp_path, family=other) as store:
         assert write(store, A, "abc")
         (theirs,) = data_files(tmp_path)
         with pytest.raises(ConfigError, match="is using"):
@@ -76,7 +74,7 @@ def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) ->
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"{named}; {REMEDY}"):
             open_store(tmp_path)
-    with DiskStore(other, config_of(tmp_path)) as store:
+    with open_store(tmp_path, family=other) as store:
         assert num_right(store, A, "abc") == 3
 
 
@@ -130,20 +128,12 @@ def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -
     assert (tmp_path / "new" / "one" / "letter.txt").read_text() == "dear"
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"num_bytes": 0}, "num_bytes is 0"),
-        ({"num_bytes": 1 << 20, "file_bytes": -1}, "file_bytes is -1"),
-        ({"num_bytes": 1000}, "num_bytes is 1000.*at least"),
-        ({"num_bytes": 1 << 20, "file_bytes": 100}, "file_bytes 100.*at least"),
-    ],
-)
-def test_sizes_that_hold_nothing_are_refused(
-    tmp_path: Path, config: dict[str, int], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        open_store(tmp_path, **config)
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_a_budget_that_holds_nothing_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"disk_bytes is {num_bytes}; .* at least") as refused:
+        open_store(tmp_path, num_bytes)
+    with open_store(tmp_path, int(str(refused.value).split()[-1])) as store:
+        assert write(store, A, "a")
 
 
 def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_path: Path) -> None:
@@ -204,7 +194,7 @@ def test_a_link_that_comes_at_the_last_moment_is_not_followed(
         path.symlink_to(other)
 
     monkeypatch.setattr(Path, "unlink", replace)
-    with pytest.raises(FileExistsError), new_file(tmp_path / "entry", is_synced=False):
+    with pytest.raises(FileExistsError), new_file(tmp_path / "entry"):
         pass
     assert other.read_text() == "kept"
 

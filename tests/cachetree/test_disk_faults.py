@@ -22,7 +22,6 @@ from disk_parts import (
     B,
     change_of,
     check,
-    config_of,
     data_files,
     file_of,
     files_bytes,
@@ -88,7 +87,7 @@ def test_a_process_killed_anywhere_in_a_write_leaves_what_was_there(fast: Path, 
     command = [sys.executable, str(PARTS), how, str(fast)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 30, "nobody was killed"
+    assert int(done.stdout) > 20, "nobody was killed"
 
 
 # Bits that flip, files that shrink or go.
@@ -216,7 +215,7 @@ def test_what_is_not_ours_is_left_alone(small: Path) -> None:
 
 def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_path: Path) -> None:
     other = msgspec.structs.replace(FAMILY, tokenizer="another")
-    with DiskStore(other, config_of(tmp_path / "other")) as store:
+    with open_store(tmp_path / "other", family=other) as store:
         assert write(store, A, "other")
     (theirs,) = data_files(tmp_path / "other")
     ours, placed = data_files(small)[-1].name, small / theirs.name

@@ -410,8 +410,7 @@ def test_an_order_to_evict_waits_for_no_disk_that_hangs(
         ({"disk_bytes": 0}, "disk_bytes 0; give both"),
         ({"disk_bytes": -1}, "disk_bytes -1; give both"),
         ({"disk_path": ""}, "give both"),
-        ({"disk_bytes": 1000}, "num_bytes is 1000"),
-        ({"disk_file_bytes": 0}, "file_bytes is 0"),
+        ({"disk_bytes": 1000}, "disk_bytes is 1000; a page of this family takes"),
     ],
 )
 def test_bad_settings_stop_the_start(tmp_path: Path, config: dict[str, object], named: str) -> None:

@@ -309,8 +309,8 @@ _BESIDE: Final[dict[str, dict[str, str]]] = {
         "in place, CPU s/GB": f"{_IN_PLACE} / cpu_s_per_gb / 4096 / in place",
     },
     "disk.py": {
-        f"{what}, {name}": f"disk / rows {row} / {key}"
-        for row, what in enumerate(("write", "write, synced", "read, warm", "read, cold"))
+        f"{what}, {name}": f"disk / rows {what} / {key}"
+        for what in ("write", "read, warm", "read, cold")
         for name, key in (
             ("GB/s", "store / gb_per_s"),
             ("of a plain file", "of_plain"),
