@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from cachetree.checkpoint import Family
 from cachetree.errors import ConfigError
@@ -28,6 +28,8 @@ MEND: Final = "mend that, or name another directory"
 
 log = logging.getLogger(__name__)
 
+_BUFFER_BYTES: Final = 64 << 10
+"""Of a file that is written; what is larger is written as it is."""
 _LOCK: Final = "cachetree.lock"
 _DIGITS: Final = 12
 _ENTRY: Final = rf"entry-.+-\d{{{_DIGITS}}}"
@@ -117,8 +119,8 @@ class Directory:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[int]:
-    """A handle to write a file that comes to its name at the end of the block, whole.
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that comes to its name at the end of the block, whole.
 
     It is gone where the block raises; while it is written its name ends in `TEMPORARY`. A power cut
     may lose what the kernel has not written back, and damage what it has in part. Raises OSError.
@@ -128,13 +130,12 @@ def new_file(path: Path) -> Iterator[int]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     handle = os.open(temporary, flags, FILE_MODE)
     try:
-        yield handle
+        with os.fdopen(handle, "wb", _BUFFER_BYTES) as file:
+            yield file
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(handle)
 
 
 def _lock(path: Path) -> int:

@@ -15,9 +15,9 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, BinaryIO, Final
 
 import msgspec
 from xxhash import xxh3_64_digest
@@ -34,21 +34,16 @@ Views = Callable[[Step, Span], Sequence[memoryview]]
 It is called for every step, and once more before the entry counts; it raises where the bytes have
 been taken away, and what was written is removed."""
 
+MAX_FILE_BYTES: Final = 64 << 20
+"""Entries that are longer are cut."""
 _PIECE_BYTES: Final = 256 << 10
 """Fits the second-level cache, so that bytes are checked where the copy left them."""
 
 _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
-_HEADER_BYTES: Final = 256
-"""More than a header takes besides the model, pages and layers."""
-_WRITTEN_PAGE_BYTES: Final = PAGE_HASH_BYTES + 2
-_MAX_HEAD_BYTES: Final = 16 << 20
+_MAX_HEAD_BYTES: Final = MAX_FILE_BYTES
 """What a damaged file can have allocated."""
-_FIRST_READ_BYTES: Final = 4096
-"""Takes the whole head of most entries."""
-_MAX_PARTS: Final = 512
-"""Of one `pwritev`; the kernel takes 1024."""
 
 Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=PAGE_HASH_BYTES)]
 
@@ -71,25 +66,14 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
-def most_bytes(model: ModelId, layout: Layout) -> int:
-    """No file of this layout is larger."""
-    return _most_head_bytes(model, layout) + _checksums_bytes(layout) + layout.num_bytes
+def page_bytes_of(layout: Layout) -> int:
+    """What each page takes in a file, where its head does not count."""
+    return layout.page_bytes + _CHECKSUM_BYTES * len(layout.steps) + PAGE_HASH_BYTES + 2
 
 
-def largest_fitting(model: ModelId, layout: Layout, limit_bytes: int) -> Layout:
-    """The same with as many of its pages as one file of `limit_bytes` takes; one at least."""
-    none, one = (replace(layout, num_pages=num) for num in (0, 1))
-    around = most_bytes(model, none)
-    most = min(
-        (limit_bytes - around) // (most_bytes(model, one) - around),
-        (_MAX_HEAD_BYTES - _most_head_bytes(model, none)) // _WRITTEN_PAGE_BYTES,
-    )
-    return replace(layout, num_pages=min(layout.num_pages, max(1, most)))
-
-
-def _most_head_bytes(model: ModelId, layout: Layout) -> int:
-    around = _PREFIX.size + _HEADER_BYTES + 4 * len(model) + 9 * len(layout.e_layers)
-    return around + layout.num_pages * _WRITTEN_PAGE_BYTES
+def size_of(record: Record) -> int:
+    """Bytes of its file."""
+    return len(head_of(record)) + _checksums_bytes(record.layout) + record.layout.num_bytes
 
 
 # Reading.
@@ -100,14 +84,12 @@ def read_record(path: str, family: Family) -> tuple[Record, int] | None:
 
     Raises OSError.
     """
-    with Path(path).open("rb", buffering=0) as file:
-        handle = file.fileno()
-        num_bytes = os.lseek(handle, 0, os.SEEK_END)
-        head = os.pread(handle, _FIRST_READ_BYTES, 0)
-        size = _head_bytes(head, num_bytes)
-        if size > len(head):
-            head += os.pread(handle, size - len(head), len(head))
-    record = read_head(head[:size], num_bytes, family)
+    with BufferedReader(FileIO(path)) as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        head = file.read(_PREFIX.size)
+        head += file.read(max(0, _head_bytes(head, num_bytes) - len(head)))
+    record = read_head(head, num_bytes, family)
     return None if record is None else (record, num_bytes)
 
 
@@ -133,16 +115,16 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
     layout, part = record.layout, record.layout.part_of(step)
     page_bytes = layout.bytes_of(step, 1)
     found = bytearray()
-    with path.open("rb", buffering=0) as file:
-        payload = os.lseek(file.fileno(), 0, os.SEEK_END) - layout.num_bytes
+    with path.open("rb") as file:
+        payload = file.seek(0, os.SEEK_END) - layout.num_bytes
         first = payload - _checksums_bytes(layout)
-        first += _CHECKSUM_BYTES * (part * layout.num_pages + pages.start)
-        expected = os.pread(file.fileno(), _CHECKSUM_BYTES * len(pages), first)
-        offset = payload + pages.start * page_bytes
-        offset += sum(num * size for num, size in layout.parts[:part])
+        file.seek(first + _CHECKSUM_BYTES * (part * layout.num_pages + pages.start))
+        expected = file.read(_CHECKSUM_BYTES * len(pages))
+        before = sum(num * size for num, size in layout.parts[:part])
+        file.seek(payload + before + pages.start * page_bytes)
         for piece in _pieces([into], page_bytes):
-            _read(file.fileno(), piece, offset)
-            offset += piece.nbytes
+            if file.readinto(piece) < piece.nbytes:
+                raise OSError("the file ends early")
             found += _checksums(piece, page_bytes)
     if found != expected:
         raise OSError("the bytes do not have the checksum that they were written with")
@@ -151,15 +133,14 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
 # Writing.
 
 
-def write_record(handle: int, record: Record, views: Views, pages: Span) -> None:
+def write_record(file: BinaryIO, record: Record, views: Views, pages: Span) -> None:
     """Write an entry, whose pages are these of those that there are views of.
 
     Raises OSError, and whatever `views` raises.
     """
     layout, head = record.layout, head_of(record)
     checksums = bytearray()
-    batch: list[memoryview] = []
-    offset = len(head) + _checksums_bytes(layout)
+    file.seek(len(head) + _checksums_bytes(layout))
     for step in layout.steps:
         whole = views(step, pages)
         page_bytes = layout.bytes_of(step, 1)
@@ -168,11 +149,10 @@ def write_record(handle: int, record: Record, views: Views, pages: Span) -> None
             raise ValueError(f"{step} has {num_given} bytes where {num_due} belong")
         for piece in _pieces(whole, page_bytes):
             checksums += _checksums(piece, page_bytes)
-            batch.append(piece)
-            if len(batch) * piece.nbytes >= _PIECE_BYTES or len(batch) == _MAX_PARTS:
-                offset = _write(handle, batch, offset)
-    _write(handle, batch, offset)
-    _write(handle, [memoryview(head), memoryview(checksums)], 0)
+            file.write(piece)
+    file.seek(0)
+    file.write(head)
+    file.write(checksums)
     views(layout.steps[0], pages)
 
 
@@ -226,27 +206,3 @@ def _is_whole(record: Record, family: Family, rest_bytes: int) -> bool:
         and record.layout == Layout.of(family, len(record.pages), layers)
         and _checksums_bytes(record.layout) + record.layout.num_bytes == rest_bytes
     )
-
-
-def _read(handle: int, into: memoryview, offset: int) -> None:
-    done = 0
-    while done < into.nbytes:
-        num = os.preadv(handle, [into[done:]], offset + done)
-        if not num:
-            raise OSError("the file ends early")
-        done += num
-
-
-def _write(handle: int, parts: list[memoryview], offset: int) -> int:
-    """Write the parts and take them off the list; returns where they end.
-
-    A write may stop short, at the latest after 2 GiB.
-    """
-    while parts:
-        num = os.pwritev(handle, parts, offset)
-        offset += num
-        while parts and num >= parts[0].nbytes:
-            num -= parts.pop(0).nbytes
-        if num:
-            parts[0] = parts[0][num:]
-    return offset

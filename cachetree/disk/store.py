@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from copy import copy
@@ -14,7 +13,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
 from cachetree.disk.directory import MEND, Directory, new_file
-from cachetree.disk.entry_file import Record, Views, largest_fitting, most_bytes
+from cachetree.disk.entry_file import Record, Views
 from cachetree.disk.index import DiskEntry, DiskIndex
 from cachetree.disk.status import DiskCounts, DiskStatus
 from cachetree.errors import ConfigError, StaleEntry
@@ -24,8 +23,6 @@ from cachetree.tree import Change, Listener
 
 log = logging.getLogger(__name__)
 
-_MAX_FILE_BYTES: Final = 64 << 20
-"""Entries that are longer are cut."""
 _FILES_PER_BUDGET: Final = 8
 """At least, so that little goes at once."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
@@ -53,7 +50,7 @@ class DiskStore:
 
         `listener` is the index's: it hears of every entry that is there, comes or goes.
         """
-        page_bytes = most_bytes(ModelId("0" * 32), Layout.of(family, 1, ()))
+        page_bytes = files.page_bytes_of(Layout.of(family, 1, ()))
         if budget_bytes < _FILES_PER_BUDGET * page_bytes:
             raise ConfigError(
                 f"disk_bytes is {budget_bytes}; a page of this family takes {page_bytes} on disk, "
@@ -62,7 +59,7 @@ class DiskStore:
         self.family: Final = family
         self.path: Final = path
         self._budget_bytes: Final = budget_bytes
-        self._max_file_bytes: Final = min(_MAX_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET)
+        self._max_file_bytes: Final = min(files.MAX_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET)
         self.index: Final = DiskIndex(listener)
         """What is here."""
         self._directory = Directory(path, family)
@@ -126,9 +123,9 @@ class DiskStore:
                     return True
                 if num_before is None:
                     return False
-                layout = Layout.of(self.family, limit - start, change.e_layers)
-                layout = largest_fitting(change.model, layout, self._max_file_bytes)
-                span = Span(start, start + layout.num_pages)
+                page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.e_layers))
+                num_fitting = max(1, self._max_file_bytes // page_bytes)
+                span = Span(start, min(limit, start + num_fitting))
                 part = change.part(span)
                 record = Record(
                     family=self.family.digest,
@@ -136,7 +133,7 @@ class DiskStore:
                     num_before=num_before,
                     parent=part.parent,
                     pages=part.pages,
-                    layout=layout,
+                    layout=Layout.of(self.family, len(span), part.e_layers),
                 )
                 entry = self._written(record, views, span)
                 if entry is None:
@@ -223,19 +220,16 @@ class DiskStore:
 
     def _written(self, part: Record, views: Views, pages: Span) -> DiskEntry | None:
         """None where the budget has no room, or the disk is full or fails."""
-        most = most_bytes(part.model, part.layout)
-        if most > self._max_file_bytes:
-            return None
+        num_bytes = files.size_of(part)
         number = self._newest + 1
         path = self._directory.path_of(number)
         taken = 0
         try:
             # Nothing is evicted where not even an empty file can be had.
-            with new_file(path) as handle:
-                self._make_room(most)
-                taken = most
-                files.write_record(handle, part, views, pages)
-                num_bytes = os.fstat(handle).st_size
+            with new_file(path) as file:
+                self._make_room(num_bytes)
+                taken = num_bytes
+                files.write_record(file, part, views, pages)
         except OSError as exc:
             if not self._is_failing:
                 log.warning("%s cannot be written, so nothing is kept: %s", self.path, exc)

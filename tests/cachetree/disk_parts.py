@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskEntry, DiskStore
+from cachetree.disk import DiskEntry, DiskStore, entry_file
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, ModelId, PageHash, Span, Step
 from cachetree.tree import Change
@@ -190,16 +190,19 @@ def _write_for_ever(path: Path, num_bytes: int, seed: int) -> None:
 
 
 class _Steps:
-    """Kills this process before or after the n-th call that changes a directory or a file."""
+    """Kills this process before or after the n-th call that changes a directory, or comes before a
+    write to a file."""
 
-    NAMES = ("open", "write", "pwrite", "pwritev", "fsync", "fdatasync", "ftruncate", "truncate")
-    NAMES += ("rename", "replace", "link", "unlink", "remove", "close")
+    NAMES = ("open", "write", "pwrite", "ftruncate", "truncate", "rename", "replace", "link")
+    NAMES += ("unlink", "remove", "close")
 
     def __init__(self, number: int, is_after: bool) -> None:
         self.left = number
         self.is_after = is_after
         for name in self.NAMES:
             setattr(os, name, self._counting(getattr(os, name)))
+        for name in ("head_of", "_checksums"):
+            setattr(entry_file, name, self._counting(getattr(entry_file, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from disk_parts import (
 )
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskEntry, DiskStore
+from cachetree.disk import DiskEntry, DiskStore, entry_file
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, Span, Step, entry_steps
 from cachetree.tree import Change
@@ -170,36 +169,17 @@ def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
         assert write(store, A, text, e_layers=[0, 1, 2], num_runs=7)
         assert num_right(store, A, text) == 500
         assert store.status().num_entries > 4
-        assert max(it.stat().st_size for it in data_files(tmp_path)) <= 16 << 10
+        assert max(it.stat().st_size for it in data_files(tmp_path)) < (16 << 10) + 300
     with open_store(tmp_path, num_bytes=128 << 10) as store:
         assert num_right(store, A, text) == 500
 
 
 def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
-    """More than one call of the kernel takes."""
-    num = 2 * os.sysconf("SC_IOV_MAX")
+    num = 2048
     with open_store(tmp_path, num_bytes=16 << 20) as store:
         assert write(store, A, "a" * num, e_layers=[1], num_runs=num)
         assert num_right(store, A, "a" * num) == num
         assert store.status().num_entries == 1
-
-
-def test_what_the_kernel_does_in_part_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_read = os.preadv
-
-    def write_some(handle: int, parts: list[memoryview], offset: int) -> int:
-        return os.pwrite(handle, b"".join(parts)[:37], offset)
-
-    def read_some(handle: int, parts: list[memoryview], offset: int) -> int:
-        return real_read(handle, [parts[0][:5]], offset)
-
-    monkeypatch.setattr(os, "pwritev", write_some)
-    monkeypatch.setattr(os, "preadv", read_some)
-    with open_store(tmp_path) as store:
-        assert write(store, A, "abcdefgh", e_layers=[0, 2], num_runs=3)
-        assert num_right(store, A, "abcdefgh") == 8
 
 
 def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
@@ -348,7 +328,8 @@ def test_what_goes_during_a_read_is_right_or_a_miss_and_no_damage(
     with open_store(tmp_path) as store:
         assert write(store, A, "first")
         entry = only(store, "first")
-        owner, name = (Path, "open") if when == "before it is opened" else (os, "preadv")
+        owner: object = Path if when == "before it is opened" else entry_file
+        name = "open" if when == "before it is opened" else "_checksums"
         real = getattr(owner, name)
 
         def removing(*args: object, **kwargs: object) -> object:

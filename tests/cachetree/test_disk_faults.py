@@ -35,11 +35,13 @@ from disk_parts import (
 
 from cachetree.disk import DiskStore
 from cachetree.disk.entry_file import (
+    MAX_FILE_BYTES,
     Record,
     head_of,
-    largest_fitting,
+    page_bytes_of,
     read_head,
     read_pages,
+    size_of,
 )
 from cachetree.errors import ConfigError
 from cachetree.ids import Kind, ModelId, PageHash, Step
@@ -272,16 +274,17 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
         check(store, entry)
 
 
-def test_a_file_is_cut_where_its_head_would_be_too_large_to_be_read() -> None:
-    layout = largest_fitting(A, Layout.of(FAMILY, 1 << 20, ()), 1 << 40)
+def test_the_head_of_the_largest_file_is_not_too_large_to_be_read() -> None:
+    """Its pages are the smallest that there are."""
+    family = msgspec.structs.replace(FAMILY, num_layers=1, head_dim=1)
+    num_pages = MAX_FILE_BYTES // page_bytes_of(Layout.of(family, 1, ()))
+    layout = Layout.of(family, num_pages, ())
     pages = tuple(PageHash(number.to_bytes(16, "big")) for number in range(layout.num_pages))
     record = Record(
-        family=FAMILY.digest, model=A, num_before=0, parent=None, pages=pages, layout=layout
+        family=family.digest, model=A, num_before=0, parent=None, pages=pages, layout=layout
     )
-    head = head_of(record)
-    rest_bytes = layout.num_bytes + 8 * layout.num_pages * layout.num_layers
-    assert read_head(head, len(head) + rest_bytes, FAMILY) == record
-    assert 900_000 < layout.num_pages < 1 << 20
+    assert read_head(head_of(record), size_of(record), family) == record
+    assert 0 <= size_of(record) - MAX_FILE_BYTES < 300
 
 
 @pytest.mark.parametrize("fault", ["vanished", "is a directory", "empty"])

@@ -271,7 +271,7 @@ def test_what_could_not_be_written_is_written_with_what_comes_after_it(
 
     pages = pages_of(32)
     with open_cache(tmp_path) as cache:
-        monkeypatch.setattr(os, "pwritev", fail)
+        monkeypatch.setattr(Path, "rename", fail)
         for start in (0, 8):
             store(cache.tree, pages[start : start + 8], pages[start - 1] if start else None)
             time.sleep(0.05)
