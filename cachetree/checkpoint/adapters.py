@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from cachetree.checkpoint.identity import adapter_tensors, applying
-from cachetree.checkpoint.safetensors_files import layer_of
+from cachetree.checkpoint.safetensors_files import (
+    Tensor,
+    layer_of,
+    read_json,
+    read_tensors,
+    sampled_digest,
+)
 from cachetree.errors import ConfigError
+
+_NOTES = """
+    auto_mapping base_model_name_or_path bias exclude_modules inference_mode layers_pattern
+    layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
+    task_type
+"""
+"""What an adapter's config says about where it came from and which tensors it has. Everything else
+in it decides what the tensors do."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one adapter on a base of `num_layers` layers.
 
     A tensor in q_proj, o_proj or the MLP counts at its own layer, like one in k_proj or v_proj:
-    the KV of that layer is still the base's, but no later one is.
+    the KV of that layer is still the base's, but no later one is. What its config says about
+    targets does not count, nor does a head, also of a base that ties it to its embeddings: SGLang
+    gives it one of its own.
     """
 
     num_layers: int
@@ -45,12 +61,11 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_adapter(path: Path, num_layers: int) -> Adapter:
-    """Read the PEFT folder `path`, every byte of it; raises ConfigError as `first_difference` of
-    `cachetree.checkpoint.identity` does."""
-    stated = applying(path)
+    """Read the PEFT folder `path`, every byte of it; raises ConfigError where it is no LoRA on the
+    base's own layers."""
     invocation = read_invocation(path)
     digests: dict[int, hashlib._Hash] = {}
-    for name, tensor in sorted(adapter_tensors(path).items()):
+    for name, tensor in sorted(_tensors(path).items()):
         layer = min(layer_of(name, num_layers), num_layers)
         if layer == num_layers:  # What follows the layers leaves no trace in KV.
             continue
@@ -60,7 +75,7 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
             digest.update(tensor.read(file, 0, tensor.num_bytes))
     return Adapter(
         num_layers=num_layers,
-        applied=hashlib.sha256(msgspec.json.encode(stated, order="sorted")).hexdigest(),
+        applied=_applied(path),
         layers={layer: digest.hexdigest() for layer, digest in digests.items()},
         invocation=invocation,
     )
@@ -69,16 +84,45 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
 def read_invocation(path: Path) -> tuple[int, ...]:
     """`Adapter.invocation` of the PEFT folder `path`, of whose tensors only the names are read;
     raises ConfigError as `read_adapter` does."""
-    tokens = applying(path).get("alora_invocation_tokens", [])
+    tokens = _applying(path).get("alora_invocation_tokens", [])
     if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):
         raise ConfigError(
             f"{path / 'adapter_config.json'} has alora_invocation_tokens = {tokens!r}; a list of "
             "token ids is needed"
         )
-    for name in adapter_tensors(path) if tokens else ():
+    for name in _tensors(path) if tokens else ():
         if "lm_head" in name.split("."):
             raise ConfigError(
                 f"{path} is an activated LoRA with {name}, which SGLang applies to whole prompts; "
                 "train it without lm_head"
             )
     return tuple(tokens)
+
+
+def adapter_digest(path: Path) -> str:
+    """Of the PEFT folder `path` as `sampled_digest` reads it, and of how it is applied; raises
+    ConfigError as `read_adapter` does."""
+    return sampled_digest(_tensors(path)) + _applied(path)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    weights = path / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
+    return read_tensors([weights])
+
+
+def _applied(path: Path) -> str:
+    return hashlib.sha256(msgspec.json.encode(_applying(path), order="sorted")).hexdigest()
+
+
+def _applying(path: Path) -> dict[str, Any]:
+    """What an adapter's config says about what its tensors do."""
+    config = read_json(path / "adapter_config.json")
+    for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):
+        if config.get(key) != accepted:
+            raise ConfigError(
+                f"{path / 'adapter_config.json'} has {key} = {config.get(key)!r}; which layers "
+                "differ is known only of LoRA on the base's own layers, so merge it into its base"
+            )
+    return {key: value for key, value in config.items() if key not in _NOTES.split() and value}

@@ -15,12 +15,14 @@ from typing import Any
 
 import msgspec
 
+from cachetree.checkpoint.adapters import Adapter, adapter_digest, read_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.rope import canonical_rope
 from cachetree.checkpoint.safetensors_files import (
     Tensor,
     have_equal_content,
     layer_of,
+    read_json,
     read_tensors,
     sampled_digest,
     weight_files,
@@ -30,7 +32,7 @@ from cachetree.errors import UNREADABLE, ConfigError, written
 Config = Mapping[str, Any]
 """A config.json as it was parsed; which keys it has is up to the model."""
 
-_CACHE_VERSION = "1"
+_CACHE_VERSION = "2"
 """Part of every cache key; changes when the meaning of an identity does."""
 
 _COMPUTING_KEYS = """
@@ -53,18 +55,6 @@ _TOKENIZER_FILES = """
 _TOKENIZER_SETTINGS = """
     add_bos_token add_eos_token add_prefix_space added_tokens_decoder do_lower_case legacy
 """
-_ADAPTER_KEYS = """
-    alora_invocation_tokens alpha_pattern bias fan_in_fan_out layers_pattern layers_to_transform
-    lora_alpha lora_bias modules_to_save peft_type r rank_pattern target_modules use_dora
-    use_rslora
-"""
-_ADAPTER_NOTES = """
-    auto_mapping base_model_name_or_path bias exclude_modules inference_mode layers_pattern
-    layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
-    task_type
-"""
-"""What an adapter's config says about where it came from and which tensors it has. Everything else
-in it decides what the tensors do."""
 
 
 def read_model_identity(
@@ -72,22 +62,31 @@ def read_model_identity(
 ) -> ModelIdentity:
     """The identity of the Hugging Face checkpoint in folder `path`, with a PEFT adapter's if given.
 
-    Weights are sampled, about 12 KiB of each tensor. Under `cache_dir` the result is kept by the
-    path, size and modification time of every file that was read; a broken cache is made anew.
-    Raises ConfigError naming the file that is missing or wrong.
+    Of the weights about 12 KiB of each layer's tensor are read, and all of the others, embeddings
+    first of all: a gigabyte of them takes a second or two. Under `cache_dir` what was read of the
+    checkpoint is kept by the path, size and modification time of every file; a broken cache is made
+    anew. Raises ConfigError naming the file that is missing or wrong.
     """
     for what, folder, kind in (("model", path, "checkpoint"), ("adapter", adapter, "PEFT")):
         if folder is not None and not folder.is_dir():
             raise ConfigError(
                 f"{what} folder {written(folder)} does not exist; give a local {kind} folder"
             )
+    identity = _read_base(path, cache_dir)
+    if adapter is None:
+        return identity
+    weights = hashlib.sha256(f"{identity.weights}{adapter_digest(adapter)}".encode())
+    return msgspec.structs.replace(identity, weights=weights.hexdigest())
+
+
+def _read_base(path: Path, cache_dir: Path | None) -> ModelIdentity:
     if cache_dir is None:
-        return _compute(path, adapter)
-    cached = cache_dir / f"{_cache_key(path, adapter)}.json"
+        return _compute(path)
+    cached = cache_dir / f"{_cache_key(path)}.json"
     with contextlib.suppress(OSError, *UNREADABLE):
         return msgspec.json.decode(cached.read_bytes(), type=ModelIdentity)
-    identity = _compute(path, adapter)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a second next time
+    identity = _compute(path)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds next time
         cache_dir.mkdir(parents=True, exist_ok=True)
         fresh = cached.with_suffix(f".{os.getpid()}.tmp")
         fresh.write_bytes(msgspec.json.encode(identity))
@@ -107,15 +106,12 @@ def first_difference(
     0 also where embeddings or what the config says about the computation differ. What comes after
     the layers (final norm, output head) does not count, but for a head tied to the embeddings.
 
-    An adapter touches the layers that its tensors are of, whatever its config says about targets.
-    Two adapters differ at a layer where their tensors there are not the same bytes, and at all that
-    they touch if they are scaled or applied differently. It is not asked whether that changes the
-    product: factors of zeros, or others with an equal product, are a difference.
+    With adapters it is the bases' or the adapters', whichever is lower (see `Adapter`).
 
     Raises ConfigError where the models have different numbers of layers, or an adapter is not a
     LoRA on the base's own layers.
     """
-    ours, theirs = (_text_config(_read_json(it / "config.json")) for it in (a, b))
+    ours, theirs = (_text_config(read_json(it / "config.json")) for it in (a, b))
     num_layers = _number(ours, "num_hidden_layers", a)
     if _number(theirs, "num_hidden_layers", b) != num_layers:
         raise ConfigError(f"{a} and {b} have different num_hidden_layers; they are no pair")
@@ -124,10 +120,15 @@ def first_difference(
     our_tensors, their_tensors = read_tensors(weight_files(a)), read_tensors(weight_files(b))
     has_head = "lm_head.weight" in our_tensors or "lm_head.weight" in their_tensors
     is_tied = bool(ours.get("tie_word_embeddings")) or not has_head
-    layer = _first_difference(our_tensors, their_tensors, num_layers, is_tied)
-    for one, other in _unequal_adapters(adapter_a, adapter_b):
-        layer = min(layer, _first_difference(one, other, num_layers, is_tied))
-    return layer
+    of_bases = _first_difference(our_tensors, their_tensors, num_layers, is_tied)
+    one, other = (_adapter(it, num_layers) for it in (adapter_a, adapter_b))
+    return min(of_bases, one.first_difference(other))
+
+
+def _adapter(path: Path | None, num_layers: int) -> Adapter:
+    if path is not None:
+        return read_adapter(path, num_layers)
+    return Adapter(num_layers=num_layers, applied="", layers={})
 
 
 def _first_difference(
@@ -146,17 +147,8 @@ def _first_difference(
     return num_layers
 
 
-def _unequal_adapters(
-    a: Path | None, b: Path | None
-) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
-    """The comparisons of tensors that decide where two adapters, or one and none, differ."""
-    ours, theirs = ({} if it is None else adapter_tensors(it) for it in (a, b))
-    one, other = (None if it is None else applying(it) for it in (a, b))
-    return [(ours, theirs)] if one == other else [(ours, {}), ({}, theirs)]
-
-
-def _compute(path: Path, adapter: Path | None) -> ModelIdentity:
-    whole = _read_json(path / "config.json")
+def _compute(path: Path) -> ModelIdentity:
+    whole = read_json(path / "config.json")
     config = _text_config(whole)
     architectures = whole.get("architectures") or config.get("architectures")
     if not architectures:
@@ -165,8 +157,6 @@ def _compute(path: Path, adapter: Path | None) -> ModelIdentity:
     hidden_size = _number(config, "hidden_size", path)
     weights = hashlib.sha256(sampled_digest(read_tensors(weight_files(path))).encode())
     weights.update(_canonical(_computing(config)))
-    if adapter is not None:
-        weights.update(_adapter_digest(adapter))
     return ModelIdentity(
         architecture=str(architectures[0]),
         num_layers=_number(config, "num_hidden_layers", path),
@@ -183,7 +173,7 @@ def _compute(path: Path, adapter: Path | None) -> ModelIdentity:
 def _tokenizer_digest(path: Path) -> str:
     """Of what decides which ids a text becomes; how ids become text again does not matter."""
     if (path / "tokenizer.json").is_file():
-        stated = _read_json(path / "tokenizer.json")
+        stated = read_json(path / "tokenizer.json")
         rules = {key: stated.get(key) for key in _TOKENIZER_RULES}
         rules["model"] = _tokenizer_model(stated.get("model") or {})
         return hashlib.sha256(_canonical(rules)).hexdigest()
@@ -197,7 +187,7 @@ def _tokenizer_digest(path: Path) -> str:
     for file in files:
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     settings = path / "tokenizer_config.json"
-    stated = _read_json(settings) if settings.is_file() else {}
+    stated = read_json(settings) if settings.is_file() else {}
     digest.update(_canonical({k: stated[k] for k in _TOKENIZER_SETTINGS.split() if k in stated}))
     return digest.hexdigest()
 
@@ -210,43 +200,13 @@ def _tokenizer_model(stated: Mapping[str, Any]) -> dict[str, Any]:
     return model
 
 
-def _adapter_digest(adapter: Path) -> bytes:
-    tensors, config = adapter_tensors(adapter), _read_json(adapter / "adapter_config.json")
-    stated = {key: config[key] for key in _ADAPTER_KEYS.split() if config.get(key) is not None}
-    if isinstance(stated.get("target_modules"), list):
-        stated["target_modules"] = sorted(stated["target_modules"])
-    return _canonical(stated) + sampled_digest(tensors).encode()
-
-
-def adapter_tensors(adapter: Path) -> dict[str, Tensor]:
-    weights = adapter / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
-    return read_tensors([weights])
-
-
-def applying(adapter: Path) -> dict[str, Any]:
-    """What an adapter's config says about what its tensors do."""
-    config = _read_json(adapter / "adapter_config.json")
-    for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):
-        if config.get(key) != accepted:
-            raise ConfigError(
-                f"{adapter / 'adapter_config.json'} has {key} = {config.get(key)!r}; which layers "
-                "differ is known only of LoRA on the base's own layers, so merge it into its base"
-            )
-    notes = _ADAPTER_NOTES.split()
-    return {key: value for key, value in config.items() if key not in notes and value}
-
-
-def _cache_key(path: Path, adapter: Path | None) -> str:
+def _cache_key(folder: Path) -> str:
     """Of the path, size and time of every file that an identity may be read from."""
-    digest = hashlib.sha256(_CACHE_VERSION.encode())
-    for folder in (path, adapter):
-        digest.update(b"\0" if folder is None else str(folder.resolve()).encode())
-        for file in sorted(folder.iterdir()) if folder else ():
-            if file.is_file():
-                stat = file.stat()
-                digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    digest = hashlib.sha256(f"{_CACHE_VERSION}\0{folder.resolve()}".encode())
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            stat = file.stat()
+            digest.update(f"\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
     return digest.hexdigest()
 
 
@@ -258,15 +218,6 @@ def _text_config(config: Config) -> Config:
     """The language model's part, where a model has several."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except OSError as exc:
-        raise ConfigError(f"{file} cannot be read ({exc.strerror}); it must be there") from exc
-    except UNREADABLE as exc:
-        raise ConfigError(f"{file} is not a JSON object: {exc}; save it again") from exc
 
 
 def _number(config: Config, key: str, path: Path) -> int:

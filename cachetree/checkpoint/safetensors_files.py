@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -20,7 +20,7 @@ from cachetree.errors import UNREADABLE, ConfigError
 SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-_COMPARE_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 22
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _AFTER_THE_LAYERS = re.compile(r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f)\.")
 
@@ -48,6 +48,16 @@ class _Header(msgspec.Struct):
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What lies beside them; raises ConfigError."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as exc:
+        raise ConfigError(f"{file} cannot be read ({exc.strerror}); it must be there") from exc
+    except UNREADABLE as exc:
+        raise ConfigError(f"{file} is not a JSON object: {exc}; save it again") from exc
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -105,18 +115,23 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def sampled_digest(tensors: dict[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes and the first, middle and last 4 KiB of every tensor.
+def sampled_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of names, dtypes and shapes, of the first, middle and last 4 KiB of every tensor of a
+    layer, and of all of every other: of embeddings some rows may be trained alone.
 
     It does not depend on how the tensors are spread over files.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+        starts: Iterable[int] = range(0, tensor.num_bytes, _PIECE_BYTES)
+        piece_bytes = _PIECE_BYTES
+        if _LAYER.search(name):
+            middle, last = tensor.num_bytes // 2, max(0, tensor.num_bytes - SAMPLE_BYTES)
+            starts, piece_bytes = sorted({0, middle, last}), SAMPLE_BYTES
         with tensor.path.open("rb") as file:
-            middle = tensor.num_bytes // 2
-            for start in sorted({0, middle, max(0, tensor.num_bytes - SAMPLE_BYTES)}):
-                digest.update(tensor.read(file, start, start + SAMPLE_BYTES))
+            for start in starts:
+                digest.update(tensor.read(file, start, start + piece_bytes))
     return digest.hexdigest()
 
 
@@ -128,9 +143,9 @@ def have_equal_content(ours: Tensor, theirs: Tensor) -> bool:
         return True
     with ours.path.open("rb") as our_file, theirs.path.open("rb") as their_file:
         return all(
-            ours.read(our_file, start, start + _COMPARE_BYTES)
-            == theirs.read(their_file, start, start + _COMPARE_BYTES)
-            for start in range(0, ours.num_bytes, _COMPARE_BYTES)
+            ours.read(our_file, start, start + _PIECE_BYTES)
+            == theirs.read(their_file, start, start + _PIECE_BYTES)
+            for start in range(0, ours.num_bytes, _PIECE_BYTES)
         )
 
 

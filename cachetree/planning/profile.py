@@ -15,7 +15,7 @@ from cachetree.checkpoint import ModelIdentity
 from cachetree.errors import UNREADABLE, ProfileError, written
 from cachetree.ids import EMPTY_SPAN, Span
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 
 BEYOND: Final = 2
 """Times the longest measured prefix: what reuse loses grows with the length, and nobody measured

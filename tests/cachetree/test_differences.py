@@ -173,14 +173,17 @@ def test_bases_and_adapters_count_together(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_the_embeddings(tmp_path: Path) -> None:
     tied, tensors = {**CONFIG, "tie_word_embeddings": True}, weights()
-    adapter = write_lora(tmp_path / "a", factors("lm_head"))
-    base = write(tmp_path / "stated", config=tied)
-    assert first_difference(base, base, adapter) == 0
-    del tensors["lm_head.weight"]
-    base = write(tmp_path / "unstated", tensors)
-    assert first_difference(base, base, adapter) == 0
-    upper = write_lora(tmp_path / "b", factors(UP2))
-    assert first_difference(base, base, upper) == 2
+    tensors["lm_head.weight"].reshape(-1)[0] += 1
+    base = write(tmp_path / "base", config=tied)
+    assert first_difference(base, write(tmp_path / "other", tensors, config=tied)) == 0
+
+
+def test_an_adapter_of_a_tied_head_leaves_the_embeddings_alone(tmp_path: Path) -> None:
+    """SGLang gives it a head of its own: `init_lora_modules`."""
+    base = write(tmp_path / "base", config={**CONFIG, "tie_word_embeddings": True})
+    for modules, layer in ((["lm_head"], NUM_LAYERS), (["lm_head", UP2], 2)):
+        adapter = write_lora(tmp_path / f"{layer}", factors(*modules))
+        assert first_difference(base, base, adapter) == layer
 
 
 def test_an_adapter_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -191,6 +194,7 @@ def test_an_adapter_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         adapter = write_lora(tmp_path / f"a{index}", factors(UP2), **{key: value})
         with pytest.raises(ConfigError, match=f"has {key} = "):
             first_difference(base, base, adapter, adapter)
+    adapter = write_lora(tmp_path / "empty", factors(UP2))
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors are missing"):
         first_difference(base, base, None, adapter)

@@ -71,6 +71,16 @@ def test_a_changed_weight_is_another_model_of_the_same_family(tmp_path: Path, wh
     assert after.tokenizer == before.tokenizer and after.rope == before.rope
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_some_trained_rows_make_another_model(tmp_path: Path, name: str) -> None:
+    """As of special tokens that a base reserves: far from what is sampled of a layer's tensors."""
+    tensors = weights()
+    tensors[name] = np.zeros((1000, 64), dtype=np.float32)
+    before = read_model_identity(write(tmp_path / "a", tensors))
+    tensors[name][375] += 1
+    assert read_model_identity(write(tmp_path / "b", tensors)).model_id != before.model_id
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("rms_norm_eps", 1e-6), ("hidden_act", "gelu"), ("sliding_window", 64)],
@@ -246,6 +256,16 @@ def test_the_cache_is_used_while_nothing_changed_and_survives_damage(tmp_path: P
     assert len(list(cache.iterdir())) == 2
     write(model, weights(seed=1))
     assert read_model_identity(model, cache).weights != identity.weights
+
+
+def test_an_adapter_is_read_without_the_whole_base_again(tmp_path: Path) -> None:
+    model, cache = write(tmp_path / "m"), tmp_path / "cache"
+    read_model_identity(model, cache)
+    (kept,) = cache.iterdir()
+    kept.write_bytes(kept.read_bytes().replace(b"Llama", b"Other"))
+    adapter = write_adapter(tmp_path / "a")
+    assert read_model_identity(model, cache, adapter).architecture == "OtherForCausalLM"
+    assert list(cache.iterdir()) == [kept]
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def _sound() -> dict[str, list[bytes]]:
         "entry_file": [sealed(_record()[0]) + _record()[1]],
         "public_key": [public_text],
         "secret_key": [secret_text],
-        "profile": [made, b'{"x":' + deep, b'{"version":4,"\xff":1}'],
+        "profile": [made, b'{"x":' + deep, b'{"version":5,"\xff":1}'],
         "evidence": [made],
         "serve_config": [
             b"family:\n"
