@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cachetree.ids import ModelId, Span
 from cachetree.memory import Slab
-from cachetree.tree.entries import Hold, LocalEntry, Node, below
+from cachetree.tree.entries import Hold, LocalEntry, Node
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Reservation
@@ -43,22 +43,25 @@ class LocalEntries:
         self.num_bytes += num_bytes
         return True
 
-    def end(self, reservation: Reservation, is_commit: bool) -> None:
-        """Publish what it holds, or nothing of it, and give back the rest."""
+    def end(self, reservation: Reservation, is_commit: bool) -> Sequence[LocalEntry]:
+        """Publish what it holds, or nothing of it, and give back the rest. Returns what gained E,
+        below which the caller spreads it."""
+        gained: Sequence[LocalEntry] = ()
         if not reservation.pages:
-            return
+            return gained
         self._holds.open.discard(reservation)
         num_pages, at = len(reservation.pages), 0
         kept: list[Span] = []
         try:
             if is_commit:
-                self._publish(reservation, kept)
+                gained = self._publish(reservation, kept)
         finally:
             self.let_go(reservation)
             for span in (*kept, Span(num_pages, num_pages)):
                 if at < span.start:
                     self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))
                 at = span.stop
+        return gained
 
     def let_go(self, hold: Hold) -> None:
         for entry in hold.clear():
@@ -82,8 +85,8 @@ class LocalEntries:
         enough = self.num_bytes - num_bytes
         return self.evict(self._eviction.victims(), lambda: self.num_bytes <= enough)
 
-    def _publish(self, reservation: Reservation, kept: list[Span]) -> None:
-        """Make entries of the reserved pages; `kept` is told which of them, in order."""
+    def _publish(self, reservation: Reservation, kept: list[Span]) -> Sequence[LocalEntry]:
+        """As `_put`, of the reserved pages."""
         change = reservation.change
         place = None if change.parent is None else self._trie.find(change.parent)
         last = self._trie.last_with(change.model, place, change.pages, change.e_layers)
@@ -92,16 +95,18 @@ class LocalEntries:
         nodes = self._trie.cover(new.parent, new.pages)
         while self._remote.give_way(new.pages[sum(node.num_pages for node in nodes) :]):
             nodes = self._trie.cover(new.parent, new.pages)
-        self._put(nodes, change.model, reservation.slab, first, kept)
+        gained = self._put(nodes, change.model, reservation.slab, first, kept)
         for span in kept:
             self._listeners.published(change.part(span))
+        return gained
 
     def _put(
         self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int, kept: list[Span]
-    ) -> None:
+    ) -> Sequence[LocalEntry]:
         """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
 
-        `kept` is told which of its pages they took, in order; no two of the spans touch.
+        `kept` is told which of its pages they took, in order; no two of the spans touch. Returns
+        those that have more E than before.
         """
         gained: list[LocalEntry] = []
         added: list[LocalEntry] = []
@@ -125,21 +130,16 @@ class LocalEntries:
             if kept and kept[-1].stop == span.start:
                 span = Span(kept.pop().start, span.stop)
             kept.append(span)
+        for entry in gained:
+            if entry.is_evictable:
+                self._eviction.free(entry)
         if gained:
-            self._note_gain(gained)
+            self._holds.count_pinned()
         if added:
             self._eviction.add(added)
         elif gained:
             self._eviction.use(gained[-1:])
-
-    def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
-        """These, of one path, top first, have more E than before."""
-        for entry in below(gained[0]):
-            entry.set_e(entry.e_layers)
-        for entry in gained:
-            if entry.is_evictable:
-                self._eviction.free(entry)
-        self._holds.count_pinned()
+        return gained
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""

@@ -12,7 +12,7 @@ from typing import Final
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey, below
 from cachetree.tree.listeners import ChangeListeners
-from cachetree.tree.slices import in_slices
+from cachetree.tree.slices import in_slices, spread_e
 from cachetree.tree.trie import PageTrie, Place, depth_of
 
 
@@ -63,12 +63,10 @@ class RemoteEntries:
                 return
             nodes = self._trie.cover(parent, pages)
             had = [node.remote[key].e_layers for node in nodes if key in node.remote]
-            for node in nodes:
-                self._put(node, key, layers)
-            if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
-                for entry in below(nodes[0].remote[key]):
-                    entry.set_e(entry.e_layers)
-            self._listeners.noted((node.remote[key] for node in nodes), added=True)
+            noted = [self._put(node, key, layers) for node in nodes]
+            self._listeners.noted(noted, added=True)
+        if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
+            spread_e(self._lock, noted)
         in_slices(self._lock, partial(self._trim, location))
 
     def has(self, location: Location, model: ModelId, page: PageHash) -> bool:
@@ -164,7 +162,7 @@ class RemoteEntries:
         self._trie.prune([entry.node for entry in gone])
         return bool(order) and num_pages > max_pages
 
-    def _put(self, node: Node, key: RemoteKey, e_layers: tuple[int, ...]) -> None:
+    def _put(self, node: Node, key: RemoteKey, e_layers: tuple[int, ...]) -> RemoteEntry:
         entry = node.remote.get(key)
         if entry is None:
             order = self._orders.setdefault(key[0], OrderedDict())
@@ -176,6 +174,7 @@ class RemoteEntries:
         else:
             entry.set_e(e_layers)
         entry.use()
+        return entry
 
     def _remove(self, entry: RemoteEntry) -> None:
         above = entry.parent

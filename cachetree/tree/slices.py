@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from cachetree.tree.entries import Change, Node
+from cachetree.tree.entries import Change, Entry, Node
 
 OfNode = Callable[[Node], Iterator[Change]]
 """What listeners of one kind would have heard of a node."""
@@ -40,3 +40,24 @@ def seen_in_slices(lock: threading.Lock, root: Node, of_node: OfNode) -> Iterato
         if is_more:
             time.sleep(_PAUSE_S)
         yield from seen
+
+
+def spread_e(lock: threading.Lock, changed: Sequence[Entry]) -> None:
+    """Compute anew how far E reaches below entries of one model and place, after their `set_e`.
+
+    Until then those below say what was so before.
+    """
+    steps = _below_changed(changed)
+    in_slices(lock, lambda most: len(list(islice(steps, 2 * most))) == 2 * most)  # Short ones.
+
+
+def _below_changed(changed: Sequence[Entry]) -> Iterator[None]:
+    pending = [node for entry in changed for node in entry.node.children.values()]
+    while pending:
+        entry = changed[0].at(pending.pop())
+        if entry is not None:
+            before = entry.e_reach
+            entry.set_e(entry.e_layers)
+            if entry.e_reach != before:
+                pending.extend(entry.node.children.values())
+        yield

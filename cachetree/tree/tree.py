@@ -20,7 +20,7 @@ from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
-from cachetree.tree.slices import OfNode, in_slices, seen_in_slices
+from cachetree.tree.slices import OfNode, in_slices, seen_in_slices, spread_e
 from cachetree.tree.trie import PageTrie, depth_of, find_matches
 
 _LRU: Final = Retention()
@@ -320,7 +320,9 @@ class CacheTree:
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
         with self._lock:
-            self._local.end(reservation, is_commit)
+            gained = self._local.end(reservation, is_commit)
+        if gained:
+            spread_e(self._lock, gained)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:

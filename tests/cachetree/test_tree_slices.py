@@ -69,10 +69,12 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         lambda tree: list(tree.subscribe_kept(lambda change: None)[0]),
         lambda tree: tree.remote.forget(FAR),
         lambda tree: (tree.remote.limit(FAR, 10), tree.remote.add(FAR, A, None, path("x"), [])),
+        lambda tree: tree.remote.add(FAR, A, None, path("s"), [0, 1]),
+        lambda tree: store(tree, A, "s", e_layers=[1]),
         lambda tree: tree.evict(),
         lambda tree: tree.evict(A, path("s")),
     ],
-    ids=["scrape", "subscribe", "subscribe_kept", "forget", "trim", "evict", "evict some"],
+    ids=["scrape", "subscribe", "kept", "forget", "trim", "advert", "gain", "evict", "evict some"],
 )
 def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], object]) -> None:
     tree = make_tree(3 * 900)
@@ -84,6 +86,50 @@ def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], 
     assert max(lock.num_calls) <= MOST_CALLS
     assert tree.match(path("st"))
     assert num_pages(tree, A, f"s{chr(1000)}t", FARTHER) == 3
+
+
+class BusyLock(CountingLock):
+    """Lets others do something each time that it was held."""
+
+    def __init__(self, others: Callable[[], None]) -> None:
+        super().__init__()
+        self._others = others
+        self._is_busy = False
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(None, None, None)
+        if not self._is_busy:
+            self._is_busy = True
+            self._others()
+            self._is_busy = False
+
+
+def test_e_reaches_below_as_far_as_it_does_whatever_comes_while_it_spreads() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        tree = make_tree(9000)
+
+        def any_change(rng: random.Random = rng, tree: CacheTree = tree) -> None:
+            text = "".join(rng.choices("ab", k=rng.randint(1, 12)))
+            e_layers = rng.choice([[], [0], [0, 1], [0, 1, 2]])
+            if rng.random() < 0.5:
+                store(tree, A, text, e_layers=e_layers)
+            elif rng.random() < 0.8:
+                tree.remote.add(FAR, A, None, path(text), e_layers)
+            else:
+                tree.remote.drop(FAR, A, path(text))
+
+        for _ in range(80):
+            any_change()
+        tree._lock = tree.remote._lock = BusyLock(any_change)  # type: ignore[misc, assignment]
+        for text in ("a", "b"):
+            store(tree, A, text, e_layers=[0, 1, 2])
+            tree.remote.add(FAR, A, None, path(text), rng.choice([[0], [2], [0, 2]]))
+        for node in tree._trie.root.walk():
+            for entry in (*node.local.values(), *node.remote.values()):
+                said, above = entry.e_reach, entry.parent
+                entry.set_e(entry.e_layers)
+                assert said == entry.e_reach, f"seed {seed}, below {above}"
 
 
 def test_entries_that_have_grown_old_go_in_slices_too() -> None:
