@@ -10,7 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import AuthenticationError, DeadlineExceeded, FetchError, ProtocolError
+from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError
 from cachetree.memory import ArenaReader
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
@@ -19,10 +19,6 @@ from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.verbs import Order
 from cachetree.transport.wakeup import Wakeup
-
-_RETRY_MS: Final = 10
-"""A worker that wants a key and sees first that there is none just hangs up: try until we do."""
-
 
 _MOST_S: Final = 3600.0
 """What a poll takes is bounded; whoever waits for longer looks again."""
@@ -51,7 +47,8 @@ def answer_of(
     try:
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RECONNECT_IVL, _RETRY_MS if until_up else -1)
+        if not until_up:
+            socket.set(zmq.RECONNECT_IVL, -1)
         socket.set(zmq.IPV6, int(to.is_ipv6))
         credentials.secure(socket, MAX_MESSAGE_BYTES)
         ends = 0 if until_up else zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -64,10 +61,7 @@ def answer_of(
         poller.register(monitor, zmq.POLLIN)
         while not socket.poll(0):
             if monitor.poll(0):  # The first event says the most.
-                event = recv_monitor_message(monitor)
-                failure = credentials.failure(event["event"], event["value"], who)
-                if not until_up or isinstance(failure, AuthenticationError):
-                    raise failure
+                raise credentials.failure(recv_monitor_message(monitor)["event"], who)
             if deadline.has_passed:
                 busy = "; one that is busy may still do it" if isinstance(question, Order) else ""
                 raise DeadlineExceeded(f"no worker answered at {to.url} in time{busy}")

@@ -168,15 +168,12 @@ def refusal_at_worker(event: int, value: int) -> Refusal | None:
 class Credentials:
     """How a peer proves itself, and whom it expects: encrypted, to the holder of one key, or
     without any; then it proves nothing and believes everything.
-
-    One for each peer: it remembers the last failure.
     """
 
     def __init__(self, own: KeyPair | None = None, server: PublicKey | None = None) -> None:
         """Both, or neither."""
         self._own = own
         self._server = server
-        self._wants_key = False
 
     def secure(self, socket: Socket, max_message_bytes: int) -> None:
         """Prepare a socket that is not connected yet; messages above the cap end its connection."""
@@ -190,41 +187,27 @@ class Credentials:
         """What protects the data connection that the worker gave a ticket with that key for."""
         return Seals(key, is_worker=False) if self._own else Unsealed()
 
-    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
-        """What a monitor's event says about a connection that was not made, or ended."""
-        is_mismatch = (
-            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-        )
-        hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        # Of two sides that differ, the one that sees it first hangs up, and the other sees that.
-        self._wants_key = is_mismatch or (hung_up and self._wants_key)
+    def failure(self, event: int, who: str) -> CacheTreeError:
+        """What a monitor's event says about a connection that was not made, or ended.
+
+        Of two sides that differ, the one that sees it first hangs up, and the other sees no more.
+        """
         if not event & FAILURES:
             return FetchError(f"{who} closed the connection or cannot be reached")
         if self._own is None:
-            if self._wants_key:
-                return AuthenticationError(
-                    f"{who} talks only to those who prove themselves with a key; set key_file, and "
-                    "the worker's public key in peer_keys"
-                )
-            return FetchError(
-                f"{who} hung up during the handshake: it is no worker, wants a key, or was "
-                "stopped at this moment"
+            return AuthenticationError(
+                f"{who} broke off the handshake: it wants a key, is no worker, or was stopped at "
+                "this moment; for one that has a key set key_file, and its public key in peer_keys"
             )
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AuthenticationError(
                 f"{who} does not let in this server's key {self._own.public}; add it to "
                 "allowed_peers there, and start that worker again"
             )
-        if is_mismatch:
-            return AuthenticationError(
-                f"{who} does not use keys, or is no worker; give it a key_file, or remove its key "
-                "from peer_keys"
-            )
-        # A worker that cannot read our hello just hangs up.
         return AuthenticationError(
-            f"{who} did not prove that it has key {self._server}: it has another one or none, "
-            "or was stopped at this moment; compare with the .pub file of that worker"
+            f"{who} did not prove that it has key {self._server}: it has another one or none, is "
+            "no worker, or was stopped at this moment; compare with the .pub file of that worker, "
+            "or remove its key from peer_keys where it has none"
         )
 
 

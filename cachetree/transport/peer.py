@@ -358,7 +358,7 @@ class Peer:
         self.error = without_frames(error)
         self._set_state(state)
         failure = error if isinstance(error, FetchError) else FetchError(str(error))
-        if state is PeerState.CONNECTING:
+        if state in (PeerState.CONNECTING, PeerState.UNTRUSTED):
             self._fetches.interrupt(failure)
         else:
             self._fetches.end(failure)

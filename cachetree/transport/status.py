@@ -19,7 +19,8 @@ class PeerState(StrEnum):
     """The worker serves another family, speaks another version, or is this server's own; it is
     tried again each minute."""
     UNTRUSTED = "untrusted"
-    """The two sides' keys do not agree; attempts go on, and the error says what to change."""
+    """The handshake broke off, as where keys do not agree; attempts go on, and the error says what
+    to change."""
     RESTING = "resting"
     """Its errors came too fast: no attempt is made before its cooldown is over."""
     CLOSED = "closed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ from cachetree import (
     StaleEntry,
 )
 from cachetree.transport import wire
+from cachetree.transport.address import parse_remote
 from cachetree.transport.frames import Frame
 
 PAGES = pages_of(16)
@@ -219,6 +221,26 @@ def test_a_worker_that_stays_away_costs_no_more_than_the_patience_for_it(
         eventually(lambda: peer.status.num_failed_fetches == 1)
         assert peer.status.probe_in_s is None
         assert peer.state is PeerState.CONNECTING
+
+
+def test_a_handshake_that_breaks_off_meanwhile_is_tried_again() -> None:
+    source = new_tree(PAGES)
+    patient = msgspec.structs.replace(FAST, resume_s=30.0)
+    with (
+        worker_of(source, max_bytes_per_s=1e5) as worker,
+        peer_of(worker.address, new_tree(), patient) as peer,
+    ):
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: staging.writes)
+        worker.close()
+        with socket.create_server(("127.0.0.1", parse_remote(worker.address, field="").port)) as it:
+            it.accept()[0].close()
+            eventually(lambda: peer.state is PeerState.UNTRUSTED)
+        with worker_of(source, listen=worker.address):
+            wait_all(staging)
+        check_content(staging, PAGES)
+        assert peer.status.num_failed_fetches == 0
 
 
 def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 
 import msgspec
@@ -143,8 +142,6 @@ def test_a_peer_without_a_key_is_told_to_get_one(
         worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), is_ready=False) as peer,
     ):
-        # Where the worker sees it first it just hangs up; a busy machine can have it so for long.
-        eventually(lambda: peer.state is PeerState.UNTRUSTED, 60)
         assert "set key_file" in refused(peer, worker)
     assert len([line for line in caplog.messages if ": not let in:" in line]) == 1
 
@@ -154,7 +151,7 @@ def test_a_peer_with_a_key_does_not_talk_in_clear(us: Party, friend: Party) -> N
         worker_of(new_tree(PAGES)) as worker,
         peer_of(worker.address, new_tree(), friend.asking(us), is_ready=False) as peer,
     ):
-        assert re.search("does not use keys|another one or none", refused(peer, worker))
+        assert "has another one or none" in refused(peer, worker)
 
 
 def test_a_worker_with_another_key_is_not_believed(
@@ -327,5 +324,5 @@ def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) ->
         ScriptedWorker(lambda *_: None) as impostor,
         peer_of(impostor.address, new_tree(), friend.asking(us), is_ready=False) as peer,
     ):
-        assert re.search("does not use keys|another one or none", refused(peer))
+        assert "has another one or none" in refused(peer)
         assert impostor.received == []
