@@ -80,21 +80,20 @@ class Decisions:
         for it in seen:
             if it.phase != Phase.SEEN:
                 told = replace(it.planned, considered=None) if it.is_waiting else None
-                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_there))
+                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_counted_on))
         by_rid = {it.req.rid: it for it in seen}
         for rid, is_approximate, planned, num_there in self._ranks.share(mine, list[_Decision]):
             if not self._ranks.is_first:
                 request = by_rid[rid]
                 prefixes.move(request.req, approximate=is_approximate)
                 self._obey(request, planned, tree)
-                request.num_there = num_there
+                request.num_counted_on = num_there
 
-    def num_there(self, request: Request, tree: UnifiedRadixCache) -> int:
-        """How many of its pages the device has where it reads."""
-        if not request.pages:
-            request.pages = prefixes.reusable_pages(request.req, self._page_size)
-        held = self._sources.pool_index.held(request.req, len(request.pages), tree)
-        return held.approximate if prefixes.is_approximate(request.req) else held.exact
+    def has_lost(self, request: Request, tree: UnifiedRadixCache) -> bool:
+        """Whether the device has less, where it reads, than it counts on."""
+        held = self._sources.pool_index.held(request.req, request.num_there, tree)
+        num_there = held.approximate if prefixes.is_approximate(request.req) else held.exact
+        return num_there < request.num_there
 
     def read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
         """Have a request without a load read the namespace of which the device has more."""
@@ -134,7 +133,7 @@ class Decisions:
             if declined.outcome == Reason.TOO_SHORT.value and declined.considered is not None:
                 demand = declined.considered.demand
                 is_approximate = prefixes.is_approximate(req)
-                request.num_there = (
+                request.num_counted_on = (
                     demand.first_approximate or 0 if is_approximate else demand.first_page
                 )
             traces.matched(request, declined.outcome)

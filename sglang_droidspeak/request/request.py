@@ -64,7 +64,7 @@ class Request:
         self.patience = Patience(saving_s=math.inf)
         """How long it may wait."""
         self.pages: Sequence[PageHash] = ()
-        self.num_there = 0
+        self.num_counted_on = 0
         """Declined, it was to read so many pages that the device had."""
 
         self.searches: Sequence[Search] = ()
@@ -96,6 +96,16 @@ class Request:
     def is_waiting(self) -> bool:
         """Whether it has a plan, and no slots."""
         return Phase.PLANNED <= self.phase <= Phase.READY
+
+    @property
+    def has_source(self) -> bool:
+        """Whether what it needs comes, or has come, and it has no slots."""
+        return self.phase in (Phase.FETCHING, Phase.READY)
+
+    @property
+    def num_there(self) -> int:
+        """On how many of its pages it counts that the device had."""
+        return self.plan.pages.start if self.has_source else self.num_counted_on
 
     @property
     def age_s(self) -> float:

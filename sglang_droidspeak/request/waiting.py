@@ -53,7 +53,7 @@ class WaitingRequests:
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
         self._is_decoding = is_decoding
-        self._forget_what_was_evicted(queue, tree)
+        self._see_anew(queue, tree)
         requests = [self._known(req) or self._see(req, tree) for req in queue]
         if len(self._requests) > len(queue):
             for rid in self._requests.keys() - {req.rid for req in queue}:
@@ -98,7 +98,7 @@ class WaitingRequests:
     def has_source(self, rid: str) -> bool:
         """Of a request without slots."""
         request = self._requests.get(rid)
-        return request is not None and request.phase in (Phase.FETCHING, Phase.READY)
+        return request is not None and request.has_source
 
     def num_restorable(self, rid: str, first_key: str) -> int:
         """How many pages from SGLang's page `first_key` on can be loaded.
@@ -167,13 +167,13 @@ class WaitingRequests:
         self.clear()
         self._decisions.retire()
 
-    def _forget_what_was_evicted(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
-        """Of the next in the queue, have those seen anew that were to read pages which the device
-        had, and has no more."""
-        counting = (it for it in map(self._requests.get, (req.rid for req in queue)) if it)
-        for request in islice((it for it in counting if it.num_there), NUM_NEXT):
-            if self._decisions.num_there(request, tree) < request.num_there:
-                del self._requests[request.req.rid]
+    def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
+        """Of the next in the queue those that count on pages which the device has no more: what is
+        loaded has to follow on what is there. They wait no longer for it, taken together."""
+        known = filter(None, map(self._requests.get, (req.rid for req in queue)))
+        for request in islice((it for it in known if it.num_there), NUM_NEXT):
+            if self._decisions.has_lost(request, tree):
+                self._see(request.req, tree).runnable_s = request.runnable_s
 
     def _known(self, req: Req) -> Request | None:
         """Not another request of its name, which has left the queue since the last look."""

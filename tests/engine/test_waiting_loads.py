@@ -131,7 +131,7 @@ def test_a_plan_that_was_not_carried_out_is_its_requests() -> None:
 
 def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any, Any]:
     """A request of whose 120 bytes so many have come in so many seconds, in its turn at once."""
-    cache, req = Asked(now), request()
+    cache, req = Asked(now, held=Held(1, 0)), request()
     waiting, told = waiting_with(cache, **parts)
     look(waiting, req)
     waiting.pass_over(["r1"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_waiting import METER, PAGE, FakeMeter, Now, planner_of, request
-from waiting_parts import NUM_PAGES, TREE, WANTED, Asked, asking, look, waiting_with
+from request_parts import planned_as
+from test_waiting import METER, PAGE, PLAN, FakeMeter, Now, planner_of, request
+from waiting_parts import NUM_PAGES, TREE, WANTED, Asked, asking, keys_of, look, waiting_with
 
 from cachetree.errors import FetchError
+from cachetree.ids import Span
 from cachetree.planning import Patience
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
@@ -86,6 +89,41 @@ def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
         cache.has = Held(held, 0)
         assert not look(waiting, req)
         assert told.by_rid["r1"].outcome == outcome
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
+    now: Now, has_come: bool
+) -> None:
+    """What is loaded follows on what is there. It waits no longer in all."""
+    cache, req = Asked(now, held=Held(2, 0)), request()
+    planner = SimpleNamespace(
+        meet=lambda _req: None,
+        plan=lambda *_: planned_as(
+            replace(PLAN, pages=Span(cache.has.exact, NUM_PAGES)),
+            is_experiment=True,
+            patience=Patience(saving_s=1.0),
+        ),
+    )
+    waiting, told = waiting_with(cache, planner=planner)
+    assert look(waiting, req) == {"r1"}
+    waiting.pass_over(["r1"])
+    now.now_s += 0.75
+    if has_come:
+        cache.land()
+    assert bool(look(waiting, req)) != has_come
+    cache.has = Held(1, 0)
+    assert look(waiting, req) == {"r1"}
+    assert [plan.pages.start for plan, _ in cache.fetched] == [2, 1]
+    assert waiting.num_restorable("r1", keys_of(req)[1]) == NUM_PAGES - 1
+    assert look(waiting, req) == {"r1"}, "no more was lost"
+    now.now_s += 0.5
+    assert not look(waiting, req)
+    assert told.by_rid["r1"].outcome == "fallback: SlowLink"
+    cache.has = Held(0, 0)
+    assert not look(waiting, req)
+    assert len(cache.fetched) == 2, "who has given up is not planned again"
+    assert cache.memory.lent_bytes == 0
 
 
 def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
