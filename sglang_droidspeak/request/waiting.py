@@ -67,13 +67,12 @@ class WaitingRequests:
         without = (it for it, phase in zip(planned, phases, strict=True) if phase is Phase.PLANNED)
         asked = {*seen, *islice(without, NUM_NEXT)}
         for request, phase in zip(planned, phases, strict=True):
-            is_asked = request in asked or phase is not request.phase
             if phase is Phase.SETTLED:
                 self._report_fallback(request)
             request.reach(phase)
             if phase >= Phase.FETCHING:
                 prefixes.move(request.req, approximate=request.planned.is_approximate)
-            elif is_asked:
+            elif request in asked or phase is Phase.SETTLED:  # The same on all ranks.
                 self._decisions.read_what_is_there(request, tree)
         return {it.req.rid for it in requests if it.phase in (Phase.SEEN, Phase.FETCHING)}
 

@@ -30,6 +30,7 @@ from cachetree.ids import Location, Span
 from cachetree.planning import Link, Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
+from sglang_droidspeak.request.request import Phase
 from sglang_droidspeak.request.planner import Declined, Planned
 from sglang_droidspeak.store.pool import Held
 
@@ -368,24 +369,17 @@ def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
         assert not cache.fetched
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-def test_a_rank_whose_pool_has_none_of_it_fails(
-    has_it: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The plan is kept until all ranks have been told: they agree on as many."""
-    plan = replace(PLAN, location=Location("pool:x"))
-    pair, reqs, asked = Pair(), [request("r1"), request("r1")], []
-    told = Told()
-    for number, req in enumerate(reqs):
-        pool = SimpleNamespace(
-            has_approximate=False,
-            has=lambda *args: asked.append(args) or has_it,
-        )
-        waiting, told = waiting_with(
-            Asked(),
-            pool=pool,
-            planner=planner_of(**WANTED | {"plan": plan}),
-            ranks=pair.rank(number),
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_ranks_of_which_one_has_no_memory_read_in_the_same_place(lacking: int) -> None:
+    """Beyond the next in the queue nobody looks again where the others have more."""
+    pair, arrivals, places = Pair(), [], []
+    for number in range(2):
+        cache, queue = Asked(held=Held(1, 3)), [request(f"r{i}") for i in range(9)]
+        begin, cache.fetch = cache.fetch, lambda *_: None  # type: ignore[method-assign,assignment,return-value]
+        ranks = pair.rank(number)
+        ranks.least = lambda mine: [min(it, Phase.PLANNED) for it in mine]
+        waiting, _ = waiting_with(
+            cache, planner=planner_of(**WANTED | {"is_experiment": False}), ranks=ranks
         )
         assert not look(waiting, req)
         assert waiting.has_source("r1") == (has_it or not number)
