@@ -130,7 +130,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._until_closed = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
-            self._cache.tree, server.transition_layers, params.page_size, num_slots
+            self._cache.tree, server.transition_layers, params.page_size, num_slots, self._ranks
         )
         self._pool_index.is_read = runner.lora_manager is not None
         planner = Planner(

@@ -5,6 +5,7 @@ every rank has to run the same forwards. So per round of scheduling with request
 
     first rank   plans what is new ─► broadcast ─► each rank stages its own shard
     every rank   how far its staging is, and before a forward whether it landed ─► minimum ─► all
+    every rank   whether the pool has what a plan is to read there              ─► minimum ─► all
     every rank   whether it has what one forward of a partial prefill takes     ─► minimum ─► all
 
 Layers reduce over all ranks: a rank that fails has to say so before the others begin. One that

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cachetree import FetchError, Location, Span, is_pool
+from cachetree import Location, Span
 from cachetree.planning import Patience, Reason, full_prefill_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
@@ -173,9 +173,6 @@ class Decisions:
         request.take_up(replace(planned, plan=plan))
         try:
             request.pages = prefixes.reusable_pages(request.req, self._page_size)
-            index = self._sources.pool_index
-            if is_pool(plan.location) and not index.has(plan, request.pages, request.req, tree):
-                raise FetchError("the pool has none of it")
             self._fetch(request, tree)
         except Exception as exc:
             log.exception("request %s: this rank cannot do as planned", name_of(request.req.rid))

@@ -3,14 +3,15 @@
 SGLang gives each adapter a radix tree of its own. What is inserted there is noted in the cache's
 tree too, at a location per adapter, so that one walk finds it for all others. SGLang does not tell
 what it evicts: a note is a hint, looked up in SGLang's tree before anything is planned on it, and
-corrected where it was wrong.
+corrected where it was wrong. Ranks look up what they like, so notes differ between them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -19,6 +20,11 @@ from cachetree.planning import Plan
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+from sglang_droidspeak.ranks import Ranks
+
+_MAX_PLACES: Final = 256
+"""Namespaces of which something is noted, each up to as much as the pool can hold. An activated
+adapter has one for every place at which it was invoked."""
 
 
 def pool_of(namespace: str) -> Location:
@@ -59,10 +65,9 @@ class PoolIndex:
     """Of which layers SGLang's forwards leave E beside the KV."""
     _page_size: int
     _num_slots: int
-    _ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = field(
-        default_factory=OrderedDict, init=False
-    )
-    """Pages noted, the one longest unused first, and each after those that stand on it."""
+    _ranks: Ranks
+    _places: OrderedDict[Location, None] = field(default_factory=OrderedDict, init=False)
+    """Where something is noted, the one longest unused first."""
     is_read: bool = field(default=False, init=False)
     """Whether anybody asks what the pool has, or may: a model of this server, or others."""
     has_approximate: bool = field(default=False, init=False)
@@ -86,6 +91,11 @@ class PoolIndex:
         use.
         """
         location = pool_of(namespace)
+        self._tree.remote.limit(location, self._num_slots // self._page_size)
+        self._places[location] = None
+        self._places.move_to_end(location)
+        if len(self._places) > _MAX_PLACES:
+            self._leave(list(self._places)[:1])
         num_known = self._tree.remote.reach(location, model, pages)
         start = min(num_there, num_known)
         if start < len(pages):
@@ -93,25 +103,22 @@ class PoolIndex:
             has_e = num_loaded <= num_there <= num_known
             e_layers = self._e_layers if has_e else ()
             self._tree.remote.add(location, model, parent, pages[start:], e_layers)
-        for page in reversed(pages):
-            self._ages[location, model, page] = None
-            self._ages.move_to_end((location, model, page))
-        while len(self._ages) > self._num_slots // self._page_size:
-            (location, model, page), _ = self._ages.popitem(last=False)
-            self._tree.remote.drop(location, model, [page])
 
     def forget(self, lora_id: str) -> None:
         """The adapter is gone, and nobody can ask for its part of SGLang's tree any more."""
         mine = pool_of(lora_id)
-        for location in {it for it, _, _ in self._ages if it.partition("@")[0] == mine}:
-            self._tree.remote.forget(location)
+        self._leave([it for it in self._places if it.partition("@")[0] == mine])
 
     def clear(self) -> None:
         """Nothing is in the pool any more."""
-        for location in {location for location, _, _ in self._ages}:
-            self._tree.remote.forget(location)
-        self._ages.clear()
+        self._leave(list(self._places))
         self.has_approximate = False
+
+    def _leave(self, places: Iterable[Location]) -> None:
+        for location in places:
+            self._tree.remote.forget(location)
+            self._tree.remote.leave(location)
+            del self._places[location]
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
         """What SGLang would find of the request's first pages in either namespace."""
@@ -125,8 +132,8 @@ class PoolIndex:
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
         """The plan's pages, of which SGLang evicts none before they are released; None where `has`
-        says so. All ranks do this for the same requests, in the same order."""
-        if not self.has(plan, pages, req, tree):
+        says so on any rank. All ranks do this for the same requests, in the same order."""
+        if not all(self._ranks.least([self.has(plan, pages, req, tree)])):
             return None
         namespace = plan.location.removeprefix(POOL_PREFIX)
         node, slots = prefixes.use(req, namespace, plan.pages.stop, tree)

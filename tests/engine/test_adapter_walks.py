@@ -28,6 +28,7 @@ from cachetree.tree.tree import CacheTree
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.adapters import models as models_module
 from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.pool import PoolIndex, pool_of
 
@@ -134,7 +135,7 @@ class Walk:
         self.rng = random.Random(seed)
         self.engine = Engine(self.rng)
         self.tree = CacheTree(family, host_bytes=40 * family.num_layers * family.kv_page_bytes)
-        self.index = PoolIndex(self.tree, (E_LAYER,), PAGE, NUM_PAGES * PAGE)
+        self.index = PoolIndex(self.tree, (E_LAYER,), PAGE, NUM_PAGES * PAGE, Ranks(None))
         self.models = Models(ModelId("base"), NUM_LAYERS, lambda folder: ModelId(folder.name))
         self.loaded: dict[str, tuple[str, str]] = {}
         """By name: SGLang's id of this loading, and the weights."""

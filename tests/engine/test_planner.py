@@ -17,6 +17,7 @@ from cachetree.ids import LOCAL, Location, PageHash, Span
 from cachetree.planning import Costs, Link, PlanId
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
 from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
@@ -74,7 +75,7 @@ def planned(
         models=MagicMock(
             owner_of=lambda _req: Owner(R, None, None), first_differences=lambda _lora_id: {}
         ),
-        pool=PoolIndex(MagicMock(), (), PAGE, 0),
+        pool=PoolIndex(MagicMock(), (), PAGE, 0, Ranks(None)),
     )
     req = SimpleNamespace(
         rid="r1",

@@ -40,6 +40,7 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.source import InPool
+from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
@@ -94,7 +95,7 @@ class Shelf:
 @pytest.fixture
 def shelf(model: Path, monkeypatch) -> Shelf:
     tree = CacheTree(family_of(model), host_bytes=0)
-    made = Shelf(PoolIndex(tree, (2,), PAGE, NUM_SLOTS), tree)
+    made = Shelf(PoolIndex(tree, (2,), PAGE, NUM_SLOTS, Ranks(None)), tree)
 
     for name, of in (
         ("num_held", lambda _req, _lora_id, num_pages, _tree: min(num_pages, made.num_there)),
@@ -174,6 +175,17 @@ def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
     assert shelf.e_pages(pages) == 0
 
 
+def test_nobody_loads_what_another_rank_has_not(shelf: Shelf) -> None:
+    """Its notes may be others: of what each has looked up alone."""
+    pages, asked = pages_of(6), []
+    shelf.insert(pages)
+    shelf.index._ranks = SimpleNamespace(least=lambda mine: asked.append(mine) or [False])  # type: ignore[assignment]
+    assert shelf.index.lock(shelf.plan(6, Span(2, 4)), pages, None, MagicMock()) is None
+    shelf.num_there = 3
+    assert shelf.index.lock(shelf.plan(6), pages, None, MagicMock()) is None
+    assert asked == [[True], [False]]
+
+
 @pytest.mark.parametrize("has_e", [True, False])
 def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e: bool) -> None:
     pages, adopted = pages_of(6), []
@@ -194,7 +206,7 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
 def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> None:
     """Each rank asks when it likes, and all have to evict the same."""
     sglangs = sglang_tree(core)
-    index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS)
+    index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS, Ranks(None))
     index.is_read = index.has_approximate = True
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     insertions = Insertions(models, index, None, PAGE)  # type: ignore[arg-type]
@@ -257,16 +269,44 @@ def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     assert (match.num_pages, match.e_pages[2]) == (6 if is_read else 2, e_pages)
 
 
-def test_no_more_is_noted_than_the_pool_can_hold(shelf: Shelf) -> None:
-    """The oldest leaves go first, so that what stays can still be reached from the root."""
+def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf: Shelf) -> None:
+    """What nobody asked for goes first."""
     shared = pages_of(8)
     shelf.insert(shared)
     for seed in range(1, 8):
         shelf.insert(pages_of(8, seed))
-    shelf.insert(shared[:2], num_there=2)
+    shelf.tree.match(shared)
     shelf.insert(pages_of(4, seed=9))
-    assert shelf.noted(shared) == 4
-    assert shelf.noted(pages_of(8, seed=7)) == 8
+    assert [shelf.noted(pages_of(8, seed)) for seed in (0, 1, 7)] == [8, 0, 8]
+    assert shelf.tree.remote.num_pages[pool_of("")] <= NUM_SLOTS // PAGE
+
+
+def test_of_places_without_number_the_one_longest_unused_is_forgotten(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As activated adapters make them, one for each token at which they are invoked."""
+    monkeypatch.setattr(pool_module, "_MAX_PLACES", 3)
+    pages = pages_of(2)
+    for namespace in ("x@1", "x@2", "x@3", "x@1", "x@4"):
+        shelf.index.note(namespace, BASE, pages, 0, 0)
+    assert {it.location for it in shelf.tree.match(pages)} == {*map(pool_of, ("x@1", "x@3", "x@4"))}
+    shelf.index.forget("x")
+    assert not shelf.tree.match(pages)
+
+
+def test_to_note_again_what_is_noted_costs_no_more_than_a_look(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each insertion of a long prompt, on the scheduler's thread."""
+    pages = pages_of(6)
+    shelf.insert(pages)
+    monkeypatch.setattr(shelf.tree.remote, "add", lambda *_: pytest.fail("it is noted"))
+
+    class Counted(list):  # type: ignore[type-arg]
+        __iter__ = __reversed__ = lambda *_: pytest.fail("page after page")  # type: ignore[assignment]
+
+    monkeypatch.setattr(shelf.tree.remote, "reach", lambda *_: 6)
+    shelf.insert(Counted(pages), num_there=6)
 
 
 def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
