@@ -64,7 +64,7 @@ class InFlightPrefills:
                 break
             common = pages[:num_pages]
             saved_s = self._planner.would_save_s(req, common, leader.model, leader.place)
-            if saved_s > 0:
+            if saved_s > 0 and not self._has_left(replace(leader, pages=common)):
                 return replace(leader, pages=common, patience_s=saved_s)
         if isinstance(planned, str):
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
@@ -78,8 +78,7 @@ class InFlightPrefills:
     def prune(self, waiting: Container[str]) -> None:
         """Forget whom nobody needs to follow any more, given the requests that wait."""
         for rid, leader in list(self._leaders.items()):
-            is_over = rid not in waiting and not _is_in_prefill(leader.req)
-            if is_over or self._has_left(leader):
+            if rid not in waiting and not _is_in_prefill(leader.req):
                 del self._leaders[rid]
 
     def clear(self) -> None:

@@ -469,6 +469,23 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
         crowd.leaders.clear()
 
 
+def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of the scheduler would be longer by all that wait."""
+    pages, leader = pages_of(4), FakeReq("1")
+    crowd.leaders.follow(leader, pages, "no_match")
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(CacheTree, "reach", lambda *_: pytest.fail("nobody follows"))
+        crowd.leaders.prune({"1"})
+    assert crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match").req is leader
+    crowd.index.note("", BASE, pages[:3], 0, 0)
+    crowd.leaders.prune({"1"})
+    assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match").req is leader
+    common = [*pages[:3], *pages_of(1, seed=5)]
+    assert crowd.leaders.follow(FakeReq("4", "x"), common, "no_match") is None, "these are there"
+
+
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
 def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
     pages, first = pages_of(4), FakeReq("1")
