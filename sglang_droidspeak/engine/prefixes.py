@@ -9,7 +9,7 @@ finds no other, also when SGLang inserts a chunk and goes on with what the tree 
                 tenant │ APPROXIMATE │ model's namespace    what was made with another's
 
 SGLang joins the two without a mark between. A key of the base model's that ends like a namespace
-of an adapter is therefore made another tenant's.
+of an adapter is therefore made another tenant's, which no user can name.
 
 After a change of plans a new generation of requests reads none of the approximate KV from before:
 its number stands after APPROXIMATE.
@@ -40,6 +40,8 @@ _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
 _WITHOUT_E: Final = "droidspeak_without_e"
+_ID_CHARS: Final = 32
+"""Of an adapter's id, SGLang's hexadecimal UUID."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
 """A user can give any extra key, but none that names this: what is read there would count as
 exact."""
@@ -139,8 +141,8 @@ def keep_apart(req: Req, adapters: Collection[str]) -> None:
     """Have a request of the base model's read and leave nothing where one of these adapters' KV
     lies, whatever extra key its user gave; while it holds nothing of SGLang's tree."""
     tenant = tenant_of(req) or ""
-    if req.lora_id is None and _AT.sub("", tenant).endswith(tuple(adapters)):
-        _note(req, _TENANT, f"{tenant}~")
+    if req.lora_id is None and _AT.sub("", tenant)[-_ID_CHARS:] in adapters:
+        _note(req, _TENANT, f"{tenant}~{SECRET}")
 
 
 def invoked_at(req: Req) -> int | None:

@@ -586,7 +586,10 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(
         planner.meet(user)
         prefixes.move(user, approximate=True)
         prefixes.move(user, approximate=False)
-    assert user.extra_key == f"{tenant}{namespace}~"
+    assert user.extra_key == f"{tenant}{namespace}~{prefixes.SECRET}"
+    neighbour = unsent(prompt, None, user.extra_key.removesuffix(prefixes.SECRET), None)
+    planner.meet(neighbour)
+    assert neighbour.extra_key != user.extra_key, "a tenant of its own"
     tree = sglang_tree(core)
     for req, other in ((user, adapters), (adapters, user)):
         req.refresh_fill_ids()
