@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
+from cachetree import LOCAL, FetchError, is_pool
 from cachetree.planning import Reason, Strategy, recompute_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.names import UnifiedRadixCache
@@ -35,8 +35,6 @@ NUM_NEXT: Final = 4
 """Requests that one step may take at most, as a rule: so many are looked at once more."""
 _RATE_S: Final = 0.2
 """How long a fetch has to run before its rate tells when it will end."""
-_ANSWER_S: Final = 0.1
-"""A worker that has sent nothing for so long counts as failing."""
 
 
 @dataclass(eq=False)
@@ -112,7 +110,7 @@ class Arrivals:
         return self._too_late(request) if is_too_slow else Phase.FETCHING
 
     def _too_late(self, request: Request) -> Phase:
-        source, staging = request.source, request.source.staging
+        staging = request.source.staging
         log.info(
             "request %s: %d of %d bytes came in %.3f s, and a full prefill is faster than the rest",
             name_of(request.req.rid),
@@ -120,7 +118,5 @@ class Arrivals:
             staging.num_bytes,
             request.waited_s,
         )
-        if not staging.num_landed_bytes and source.elapsed_s > _ANSWER_S:
-            staging.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
         request.failure = "SlowLink"
         return Phase.SETTLED

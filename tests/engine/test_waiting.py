@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import Cancelled, DeadlineExceeded
+from cachetree.errors import Cancelled
 from cachetree.ids import LOCAL, Location, ModelId, Span
 from cachetree.memory import Arena, Blocks, Staging, staged
 from cachetree.planning import Patience, PrefillCost
@@ -329,8 +329,8 @@ def test_a_request_waits_no_longer_than_reuse_saves(now: Now, num_landed: int) -
     assert told.outcome == "fallback: SlowLink"
     assert cache.memory.lent_bytes == 0
     assert told.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
-    # A worker that has not answered at all counts as failing, one that is slow does not.
-    assert isinstance(cache.stagings[0].error, Cancelled if num_landed else DeadlineExceeded)
+    # It fails nobody else's: a worker may be reading its disk first.
+    assert isinstance(cache.stagings[0].error, Cancelled)
 
 
 def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> None:

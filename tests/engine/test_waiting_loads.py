@@ -29,8 +29,8 @@ from cachetree.ids import Location, Span
 from cachetree.planning import Link, Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
-from sglang_droidspeak.request.request import Phase
 from sglang_droidspeak.request.planner import Declined, Planned
+from sglang_droidspeak.request.request import Phase
 from sglang_droidspeak.store.pool import Held
 
 
@@ -268,17 +268,6 @@ def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixt
     assert caplog.messages == [
         "request r1: 0 of 120 bytes came in 0.500 s, and a full prefill is faster than the rest"
     ]
-
-
-def test_a_worker_that_sent_nothing_is_told_why_it_was_given_up(now: Now) -> None:
-    cache, req = Asked(now), request()
-    planner = planner_of(**WANTED | {"patience": Patience(saving_s=0.25)})
-    waiting, _ = waiting_with(cache, planner=planner)
-    look(waiting, req)
-    waiting.pass_over(["r1"])
-    now.now_s += 0.5
-    look(waiting, req)
-    assert str(cache.stagings[0].error) == "no answer for 0.1 s"
 
 
 def test_a_fetch_that_fails_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
