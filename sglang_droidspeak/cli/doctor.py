@@ -269,7 +269,7 @@ def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> I
         found = f"{byte_s / 1e9:.2f} GB/s, {least}"
         yield _check(f"link {address}", byte_s > max(known), found, slow)
     if not links:
-        yield _check("break-even", True, f"{least}; no link was used yet")
+        yield _check("break-even", True, f"{least}; no link was used of late")
 
 
 def break_even_byte_s(price: Mapping[str, Any]) -> float | None:

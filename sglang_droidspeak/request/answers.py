@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cachetree import LOCAL, Cache, Location, ModelId, Span
+from cachetree import LOCAL, Cache, ModelId, Span
 from cachetree.metrics import Health, health_of
 from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weigh
 from cachetree.transport import Source
@@ -129,13 +129,12 @@ class Answers:
             output.internal_state[KEY] = answer
 
     def _state(self) -> ServerState:
-        peers = self._cache.sources()
-        links = {it.address: self._cache.link(Location(it.address)) for it in peers}
+        status = self._cache.status()
         return ServerState(
-            peers=peers,
-            links={at: 1 / it.byte_s for at, it in links.items() if it is not None and it.byte_s},
+            peers=self._cache.sources(),
+            links={it.address: it.bytes_per_s for it in status.peers if it.bytes_per_s},
             pairs=[self._pair(it) for it in self._planner.profiles.values()],
-            health=health_of(self._cache.status()),
+            health=health_of(status),
         )
 
     def _pair(self, profile: PairProfile) -> Pair:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from msgspec import structs
 from test_peers import FAMILY, info, serving  # noqa: F401
 from test_planner import PAGE, planned
 from test_policy import FAILED, FAR, MEASURED, PROFILES, links
@@ -19,7 +20,7 @@ from test_policy import FAILED, FAR, MEASURED, PROFILES, links
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import Span
-from cachetree.planning import full_prefill_s, index_profiles, times_of
+from cachetree.planning import Link, full_prefill_s, index_profiles, times_of
 from sglang_droidspeak.cli import ask as asking
 from sglang_droidspeak.cli import doctor as checks
 from sglang_droidspeak.cli import main
@@ -260,6 +261,18 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
         *("http", "backends", "clock", "memory,", "peer", "profile", "break-even")
     ]
     assert code == 0, out
+
+
+def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes a link that nobody uses to have become faster; a person is not told so."""
+    there = f"tcp://127.0.0.1:{free_port()}"
+    with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
+        status = cache.status()
+        monkeypatch.setattr(cache, "link", lambda _location: Link(byte_s=1e-12))
+        assert state(cache)[KEY]["links"] == {}
+        peers = tuple(structs.replace(it, bytes_per_s=1e8) for it in status.peers)
+        monkeypatch.setattr(cache, "status", lambda: structs.replace(status, peers=peers))
+        assert state(cache)[KEY]["links"] == {there: 1e8}
 
 
 @pytest.mark.parametrize(
