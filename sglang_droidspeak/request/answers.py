@@ -63,7 +63,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 def explained(
     it: Told, measured: RequestProvenance | None, page_tokens: int, profiles: Profiles
 ) -> Explanation:
-    """Pure: the decision is made again, of what it was made of."""
+    """Pure: the decision is made again, of what it was made of but for the profiles, which are
+    those of now: the drift guard may have changed a pair since."""
     seen, advice = it.considered, advice_on(it.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(
