@@ -152,12 +152,11 @@ class Loader:
         with torch.inference_mode(), self._copies.on_stream():
             for index, loads in batches:
                 for layer in range(self._num_layers):
-                    try:
-                        with self._copies.of(index, layer):
-                            for load in loads:
-                                load.copy(layer, self._copies.timed)
-                    except Exception:
-                        log.exception("loading layer %d failed", layer)
+                    with self._copies.of(index, layer):
                         for load in loads:
-                            load.is_broken = True
+                            try:
+                                load.copy(layer, self._copies.timed)
+                            except Exception:
+                                log.exception("loading layer %d failed", layer)
+                                load.is_broken = True
                     self.counter.complete(index, layer)

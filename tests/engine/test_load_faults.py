@@ -253,6 +253,14 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
     rig: Rig, failing: int | None
 ) -> None:
     """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
+def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -> None:
+    loads = [rig.loading().load, rig.loading().load]
+    rig.rows.failures = 1
+    rig.loader.finish(rig.loader.start(loads))
+    assert [it.is_good for it in loads] == [False, True]
+    assert [it.wait_staged(Deadline.after(0)) is None for it in loads] == [False, True]
+
+
     requests, indices = [rig.loading(), rig.loading()], []
     for number, it in enumerate(requests):
         rig.prefills.failures = 2 if number == failing else 0
