@@ -134,11 +134,12 @@ class Metrics:
         self.guard_plans.labels(*names).set(pair.num_left)
         self.guard_evidence.labels(*names).set(pair.strength)
 
-    def count_load(self, request: Request) -> None:
-        """One that has loaded, or was prefilled in full where it should have."""
+    def count_load(self, request: Request, *, is_good: bool) -> None:
+        """One that has loaded, or was prefilled in full where it should have; where its batch is
+        not good, SGLang aborts it."""
         self.fetched_bytes.inc(request.source.staging.num_landed_bytes)
         self.queued_s.observe(request.queued_s)
-        if not request.load.cause:
+        if is_good and not request.load.cause:
             self.reused_tokens.inc(len(request.load.at))
 
 

@@ -59,13 +59,13 @@ class ForwardPass:
         """The batch has run; whether what it read was what it should have read, on all ranks:
         SGLang aborts its requests where it was not."""
         requests = self._loading.pop(index, ())
+        is_good = all(self._ranks.least([it.load.is_good for it in requests]))
         for request in requests:
             self._meter.loaded(request.load.copied_bytes, request.load.copy_s)
-            request.settle()
-        is_good = all(self._ranks.least([it.load.is_good for it in requests]))
-        if not is_good:
-            for request in requests:
+            self._labels.metrics.count_load(request, is_good=is_good)
+            if not is_good:
                 self._labels.note(request.req, RequestProvenance(outcome="aborted"))
+            request.settle()
         return is_good
 
     def run_batch(
@@ -86,7 +86,6 @@ class ForwardPass:
             result = original(worker, batch, *args, **kw)
         forward_s = time.monotonic() - started_s
         for request in requests:
-            self._labels.metrics.count_load(request)
             self._labels.note(request.req, provenance_of(request, recompute, forward_s))
             traces.loaded(request, recompute)
         return result

@@ -127,6 +127,11 @@ class Rig:
         ((entry,),) = self.req.customized_info.values()
         return entry
 
+    def num_reused(self) -> float:
+        """As metrics have it."""
+        (metric,) = self.labels.metrics.reused_tokens.collect()
+        return metric.samples[0].value
+
     def is_told_exact(self) -> bool:
         return self.told()["exact"]
 
@@ -248,11 +253,6 @@ def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> No
     assert_reuse_works(rig)
 
 
-@pytest.mark.parametrize("failing", [0, 1, None])
-def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(
-    rig: Rig, failing: int | None
-) -> None:
-    """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
 def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -> None:
     loads = [rig.loading().load, rig.loading().load]
     rig.rows.failures = 1
@@ -261,6 +261,11 @@ def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
     assert [it.wait_staged(Deadline.after(0)) is None for it in loads] == [False, True]
 
 
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(
+    rig: Rig, failing: int | None
+) -> None:
+    """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
     requests, indices = [rig.loading(), rig.loading()], []
     for number, it in enumerate(requests):
         rig.prefills.failures = 2 if number == failing else 0
@@ -275,15 +280,14 @@ def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
 
 def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
     it = rig.loading()
-    rig.rows.failures = 1
-    index = rig.loader.start([it.load])
-    rig.forward.expect(index, [it])
-    rig.labels.note(rig.req, REUSED)
-    rig.loader.finish(index)
-    assert not rig.forward.done(index)
+    index = rig.launch(it)
+    it.load.is_broken = True
+    assert not rig.end(index)
     rig.req.finished_reason = FINISH_ABORT("External KV cache load failed")
     assert rig.told()["outcome"] == "aborted"
+    assert rig.num_reused() == 0
     assert_reuse_works(rig)
+    assert rig.num_reused() == NUM_TOKENS
 
 
 def test_a_copy_that_fails_on_another_rank_is_no_result(rig: Rig) -> None:
