@@ -183,20 +183,24 @@ class Planner:
             first_approximate=None if is_experiment else held.approximate,
             num_waiting=num_waiting,
         )
+        too_large: Declined | None = None
         while True:
             costs = self.costs({it.location for it in matches})
             considered = Considered(demand, matches, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", name_of(req.rid), plan.reason.value, plan.detail)
-                return Declined(plan.reason.value, plan.detail, considered)
+                return too_large or Declined(plan.reason.value, plan.detail, considered)
             if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
-            if not is_pool(plan.location) or self._pool.has(plan, pages, req, tree):
+            if is_pool(plan.location) and not self._pool.has(plan, pages, req, tree):
+                matches = self._matches(req, pages)  # The note was wrong and is mended.
+            elif detail := self._too_large(plan, costs):
+                too_large = too_large or Declined("staging_full", detail, considered)
+                taken = (plan.sender, plan.location)
+                matches = [it for it in matches if (it.model, it.location) != taken]
+            else:
                 break
-            matches = self._matches(req, pages)  # The note was wrong and is mended.
-        if too_large := self._too_large(plan, costs):
-            return Declined("staging_full", too_large, considered)
         if self._server.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
         return Planned(

@@ -194,6 +194,22 @@ def test_what_no_staging_will_hold_is_not_waited_for(
         assert found.detail == "the fetch takes 0.08 GiB, and staging_gb is 0.08"
 
 
+@pytest.mark.parametrize("num_there", [10, 0])
+def test_of_what_no_staging_will_hold_another_source_is_taken(num_there: int) -> None:
+    """Which has less of it, and is read in place."""
+    planner, _ = planned(staging_gb=0.08)
+    matches = [
+        match(S, num, it, dict.fromkeys(ALL_E, num)) for it, num in ((FAR, 10), (LOCAL, num_there))
+    ]
+    planner._cache.match = lambda _pages: [it for it in matches if it.num_pages]
+    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
+    found = planner.plan(planner.asked, pages, TREE, 0)
+    if num_there:
+        assert found.plan.location == LOCAL
+    else:
+        assert (found.outcome, found.considered.matches) == ("staging_full", matches[:1])
+
+
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     """Nor is its wait bounded by what it saves."""
     found = plan(controls={"block": "3:6"}, gate="off")
