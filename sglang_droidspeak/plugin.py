@@ -55,7 +55,7 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 
 def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
-    from cachetree.transport import check_ports
+    from cachetree.transport import check_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.record import check_record
     from sglang_droidspeak.start import refuse
@@ -64,17 +64,20 @@ def check_front_end(server_args: ServerArgs) -> Settings:
     args = engine.resolved(server_args)
     try:
         server = load_this_server(server_args)
+        settings = server.settings
         if args.device == "cuda":  # On CPUs memory is taken as it fills.
-            refuse.memory(server.settings, args.tp_size, free_memory_bytes() / GIB)
-        if server.settings.guard_path is not None:
-            check_record(Path(server.settings.guard_path))
+            refuse.memory(settings, args.tp_size, free_memory_bytes() / GIB)
+        if settings.guard_path is not None:
+            check_record(Path(settings.guard_path))
         for rank in range(args.tp_size):
-            config = cache_config(server.settings, server.identity.model_id, rank)
+            config = cache_config(settings, server.identity.model_id, rank)
             if config.serves:
                 check_ports(config.worker)
+        if settings.http is not None:
+            open_port(parse_http(settings.http, field="http"), field="http").close()
     except CacheTreeError as exc:
         raise SystemExit(f"droidspeak: {exc}") from None
-    return server.settings
+    return settings
 
 
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
