@@ -73,7 +73,7 @@ class Cache:
         self._stores = tuple(map(Location, config.stores))
         try:
             if config.disk_path:
-                path, num_bytes = config.disk_of(family), config.disk_bytes
+                path, num_bytes = config.disk_of(family.tp_rank, family.tp_size), config.disk_bytes
                 self._disk = self._add_tier(
                     lambda tree, note: DiskTier(tree, path, num_bytes, note, clock)
                 )

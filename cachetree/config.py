@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from cachetree.checkpoint import Family
 from cachetree.errors import UNREADABLE, ConfigError, written
 from cachetree.transport import PeerConfig, WorkerConfig, is_directory
 from cachetree.transport.address import parse_address, parse_remote
@@ -95,10 +94,10 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         server_key = self.peer_keys.get(address, self.peer.server_key)
         return msgspec.structs.replace(self.peer, server_key=server_key)
 
-    def disk_of(self, family: Family) -> Path:
+    def disk_of(self, tp_rank: int, tp_size: int) -> Path:
         """Where one rank keeps its entries."""
         path = Path(self.disk_path)
-        return path if family.tp_size == 1 else path / f"rank{family.tp_rank}"
+        return path if tp_size == 1 else path / f"rank{tp_rank}"
 
 
 def read_yaml(path: Path, what: str) -> Any:

@@ -55,6 +55,7 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 
 def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
+    from cachetree.disk import Directory
     from cachetree.transport import check_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.record import check_record
@@ -73,6 +74,8 @@ def check_front_end(server_args: ServerArgs) -> Settings:
             config = cache_config(settings, server.identity.model_id, rank)
             if config.serves:
                 check_ports(config.worker)
+            if config.disk_path:
+                Directory(config.disk_of(rank, args.tp_size), None).close()
         if settings.http is not None:
             open_port(parse_http(settings.http, field="http"), field="http").close()
     except CacheTreeError as exc:

@@ -39,9 +39,10 @@ _ENTRY: Final = rf"entry-.+-\d{{{_DIGITS}}}"
 class Directory:
     """Held by this process until `close`. Raises ConfigError where it is not ours to write."""
 
-    def __init__(self, path: Path, family: Family) -> None:
+    def __init__(self, path: Path, family: Family | None) -> None:
+        """One that may be any family's where there is none."""
         self.path: Final = path
-        self._prefix: Final = f"entry-{FORMAT}-{family.digest[:8]}-"
+        self._prefix: Final = f"entry-{FORMAT}-" + (f"{family.digest[:8]}-" if family else "")
         self._lock = -1
         try:
             for folder in [it for it in (*reversed(path.parents), path) if not it.exists()]:

@@ -21,6 +21,7 @@ from sglang.srt.configs.load_config import LoadFormat
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import Correction, maps_path, write_corrections
+from cachetree.disk import Directory
 from cachetree.errors import ConfigError
 from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
@@ -482,6 +483,17 @@ def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: st
         line = refusal(model, ports, "--tp-size", "2")
         assert f"{field} is 'tcp://127.0.0.1:{free + 1}', which cannot be bound" in line
         assert "choose another port" in line
+
+
+def test_a_folder_in_use_is_found_before_weights_are_loaded(model: Path, tmp_path: Path) -> None:
+    extra = {"disk_path": str(tmp_path), "disk_gb": 3}
+    check_front_end(server_args(model, extra, "--tp-size", "2"))
+    with contextlib.closing(Directory(tmp_path / "rank1", None)):
+        line = refusal(model, extra, "--tp-size", "2")
+    assert f"disk path is '{tmp_path}/rank1', which process" in line
+    assert "is using; give each process a directory of its own" in line
+    (tmp_path / "rank0" / "entry-6-01234567-000000000001").touch()
+    assert "of another family or release" in refusal(model, extra, "--tp-size", "2")
 
 
 def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
