@@ -30,6 +30,7 @@ from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
 from cachetree.tree.hashing import page_hashes
+from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.tree import CacheTree
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
@@ -476,7 +477,7 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
     pages, leader = pages_of(4), FakeReq("1")
     crowd.leaders.follow(leader, pages, "no_match")
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(CacheTree, "reach", lambda *_: pytest.fail("nobody follows"))
+        meanwhile.setattr(RemoteEntries, "reach", lambda *_: pytest.fail("nobody follows"))
         crowd.leaders.prune({"1"})
     assert crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match").req is leader
     crowd.index.note("", BASE, pages[:3], 0, 0)
