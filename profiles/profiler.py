@@ -255,7 +255,7 @@ def answerers(
     device_gb: float | None = None,
 ) -> tuple[Answerer, Answerer]:
     """Sender and receiver, with batches that fit into the memory that is stated, or there."""
-    stated = pair.tokenizer, documents, 2 * pair.num_layers + 1, (host_gb, device_gb)
+    stated = pair.tokenizer, documents, pair.num_layers, (host_gb, device_gb)
     return answerer_of(pair.sender, *stated), answerer_of(pair.receiver, *stated)
 
 

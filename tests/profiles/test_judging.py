@@ -8,16 +8,18 @@ import pytest
 import torch
 from measuring_parts import judge
 from shipped import DATA, SHIPPED
+from test_room import make_document
 
 from benchmarks.oracle import decode, prefill, recompute
 from cachetree import ConfigError, Span
 from profiles.compute.examination import Examination
 from profiles.compute.journal import temporary_journal
+from profiles.compute.measuring import judging_steps, sweep_steps
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
 from profiles.data.documents import Document
 from profiles.profiler import answerers
-from profiles.stats.choice import critical_runs
+from profiles.stats.choice import critical_runs, grid
 from profiles.stats.measured import Candidate
 from tools.pairs.questions import read_documents
 
@@ -91,3 +93,14 @@ def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
         # Both models; [2, 5), 7, 8; then 9. With [2, 5) kept there is no room for all layers, so
         # they are made anew, but for layer 0, which is the receiver's own.
         assert journal.num_passes == 2 + 3 + 1 + (NUM_LAYERS - 1)
+
+
+def test_no_more_mixtures_are_run_together_than_the_model_has_layers() -> None:
+    """Room is made for as many."""
+    document = make_document(32, 1)
+    plans = [Candidate(runs=(Span(0, it % NUM_LAYERS + 1),)) for it in range(3 * NUM_LAYERS)]
+    for steps in (
+        sweep_steps([document], grid(NUM_LAYERS, 1), NUM_LAYERS, pruned=False),
+        judging_steps([document], plans, NUM_LAYERS),
+    ):
+        assert max(len(it.plans) for it in steps) == NUM_LAYERS
