@@ -28,10 +28,10 @@ every peer's advert splits or takes out, while a file is used, replaced and dele
 wrong advert, which keeps others from a page's place in the tree, keeps nothing from the disk.
 """
 
-from cachetree.disk.directory import Directory
+from cachetree.disk.directory import Directory, hold, new_file
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.status import DiskStatus
 from cachetree.disk.store import DiskStore
 from cachetree.disk.tier import DiskTier
 
-__all__ = ["Directory", "DiskEntry", "DiskStatus", "DiskStore", "DiskTier"]
+__all__ = ["Directory", "DiskEntry", "DiskStatus", "DiskStore", "DiskTier", "hold", "new_file"]

@@ -139,22 +139,28 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _lock(path: Path) -> int:
-    """A handle that keeps others out while it is open."""
+def hold(path: Path) -> int:
+    """A handle to a file of this user, made where there is none, that keeps other processes out
+    while it is open; raises BlockingIOError where another has it, and OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    handle = os.open(path / _LOCK, flags, FILE_MODE)
+    handle = os.open(path, flags, FILE_MODE)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
+    except OSError:
         os.close(handle)
+        raise
+    return handle
+
+
+def _lock(path: Path) -> int:
+    try:
+        handle = hold(path / _LOCK)
+    except BlockingIOError:
+        owner = (path / _LOCK).read_bytes()[:32].decode(errors="replace").strip()
         raise ConfigError(
             f"disk path is {str(path)!r}, which process {owner or 'unknown'} is using; "
             "give each process a directory of its own"
         ) from None
-    except OSError:
-        os.close(handle)
-        raise
     with contextlib.suppress(OSError):  # Only for the message above; the disk may be full.
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid():<16}\n".encode(), 0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -12,8 +10,11 @@ from typing import Final
 import msgspec
 
 from cachetree import ConfigError
+from cachetree.disk import hold, new_file
 from sglang_droidspeak.guard.plans import WatchedPair
 
+_hold = functools.cache(hold)
+"""Until this process ends."""
 _VERSION: Final = 1
 _MAX_BYTES: Final = 16 << 20
 
@@ -52,7 +53,8 @@ def check_record(path: Path) -> None:
     it, where what is known cannot be read, or where it cannot be written."""
     pairs = read_record(path)
     try:
-        _hold(path.absolute())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _hold(path.absolute().with_name(f".{path.name}.lock"))
         write_record(path, pairs)
     except BlockingIOError:
         raise ConfigError(
@@ -65,26 +67,8 @@ def check_record(path: Path) -> None:
         ) from exc
 
 
-@functools.cache
-def _hold(path: Path) -> int:
-    """A handle that keeps other processes out; raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    handle = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
-
-
 def write_record(path: Path, pairs: Iterable[WatchedPair]) -> None:
     """Replace it as a whole, for its owner alone; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fresh.unlink(missing_ok=True)
-    descriptor = os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with new_file(path) as file:
         file.write(msgspec.json.encode(_Record(_VERSION, tuple(pairs))))
-    fresh.replace(path)
