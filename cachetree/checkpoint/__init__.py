@@ -5,7 +5,11 @@
 
 from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
 from cachetree.checkpoint.family import SCALE_BYTES, Codec, Family, ModelIdentity, vector_bytes
-from cachetree.checkpoint.identity import first_difference, read_model_identity
+from cachetree.checkpoint.identity import (
+    first_difference,
+    read_model_identity,
+    read_shape,
+)
 from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 
@@ -19,6 +23,7 @@ __all__ = [
     "read_adapter",
     "read_invocation",
     "read_model_identity",
+    "read_shape",
     "varying_rope",
     "vector_bytes",
     "weight_files",

@@ -67,11 +67,9 @@ def read_model_identity(
     checkpoint is kept by the path, size and modification time of every file; a broken cache is made
     anew. Raises ConfigError naming the file that is missing or wrong.
     """
-    for what, folder, kind in (("model", path, "checkpoint"), ("adapter", adapter, "PEFT")):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(
-                f"{what} folder {written(folder)} does not exist; give a local {kind} folder"
-            )
+    _require_folder("model", path, "checkpoint")
+    if adapter is not None:
+        _require_folder("adapter", adapter, "PEFT")
     identity = _read_base(path, cache_dir)
     if adapter is None:
         return identity
@@ -147,7 +145,10 @@ def _first_difference(
     return num_layers
 
 
-def _compute(path: Path) -> ModelIdentity:
+def read_shape(path: Path) -> dict[str, Any]:
+    """`ModelIdentity.shape` of the checkpoint in folder `path`, whose weights need not be there;
+    raises ConfigError as `read_model_identity` does."""
+    _require_folder("model", path, "checkpoint")
     whole = read_json(path / "config.json")
     config = _text_config(whole)
     architectures = whole.get("architectures") or config.get("architectures")
@@ -155,19 +156,34 @@ def _compute(path: Path) -> ModelIdentity:
         raise ConfigError(f"{path / 'config.json'} names no architectures; add the model class")
     num_heads = _number(config, "num_attention_heads", path)
     hidden_size = _number(config, "hidden_size", path)
+    return {
+        "architecture": str(architectures[0]),
+        "num_layers": _number(config, "num_hidden_layers", path),
+        "hidden_size": hidden_size,
+        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "head_dim": config.get("head_dim") or hidden_size // num_heads,
+        "rope": canonical_rope(config),
+        "tokenizer": _tokenizer_digest(path),
+    }
+
+
+def _compute(path: Path) -> ModelIdentity:
+    shape = read_shape(path)
+    config = _text_config(read_json(path / "config.json"))
     weights = hashlib.sha256(sampled_digest(read_tensors(weight_files(path))).encode())
     weights.update(_canonical(_computing(config)))
     return ModelIdentity(
-        architecture=str(architectures[0]),
-        num_layers=_number(config, "num_hidden_layers", path),
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden_size // num_heads,
-        rope=canonical_rope(config),
-        tokenizer=_tokenizer_digest(path),
+        **shape,
+        num_attention_heads=_number(config, "num_attention_heads", path),
         weights=weights.hexdigest(),
     )
+
+
+def _require_folder(what: str, folder: Path, kind: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{what} folder {written(folder)} does not exist; give a local {kind} folder"
+        )
 
 
 def _tokenizer_digest(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from cachetree.cache import Cache
-from cachetree.checkpoint import Codec, Family, read_model_identity
+from cachetree.checkpoint import Codec, Family, read_shape
 from cachetree.cli.show import show
 from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
@@ -39,7 +39,7 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A family, told by one of its models and how engines run it."""
 
     model: str
-    """Folder of a checkpoint."""
+    """Folder of a checkpoint; its weights need not be there."""
     kv_dtype: DType
     model_dtype: DType | None = None
     """The engines' `dtype`; None: as `kv_dtype`, which is how engines keep KV by default."""
@@ -50,7 +50,7 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def family(self) -> Family:
         return Family(
-            **read_model_identity(Path(self.model)).shape,
+            **read_shape(Path(self.model)),
             model_dtype=self.model_dtype or self.kv_dtype,
             kv_dtype=self.kv_dtype,
             page_size=self.page_size,

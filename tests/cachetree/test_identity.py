@@ -14,7 +14,7 @@ from checkpoint_parts import CONFIG, NUM_LAYERS, TOKENIZER, weights, write
 from safetensors.numpy import save_file
 
 from cachetree.checkpoint.family import Family
-from cachetree.checkpoint.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity, read_shape
 from cachetree.checkpoint.rope import canonical_rope, varying_rope
 from cachetree.errors import ConfigError
 
@@ -32,6 +32,15 @@ def test_what_an_identity_says(tmp_path: Path) -> None:
         tp_size=1,
         tp_rank=0,
     )
+
+
+def test_a_shape_is_read_without_weights(tmp_path: Path) -> None:
+    model = write(tmp_path / "m")
+    identity = read_model_identity(model)
+    (model / "model.safetensors").unlink()
+    assert read_shape(model) == identity.shape
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        read_shape(tmp_path / "nowhere")
 
 
 def test_head_sizes_have_defaults_and_may_be_nested(tmp_path: Path) -> None:
