@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import xxhash
 
@@ -30,25 +30,18 @@ _PEERS_BATCH_BYTES: Final = 8 << 20
 _KEEPALIVE_PROBES: Final = 3
 
 
-class Arrival(NamedTuple):
-    """A frame that came whole."""
-
-    frame: Frame
-    message: memoryview
-    """Where `frame.id` is `MESSAGE`; else empty, and the payload is in its place."""
-    is_sound: bool
-    """Whether its checksum is right."""
-
-
 class Sink(Protocol):
-    """Where payloads go."""
+    """Where payloads go, but for messages."""
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
         """`frame.size` writable bytes, or None for nowhere. Raises ProtocolError for a frame that
         ends the connection."""
 
     def is_pending(self, frame: Frame) -> bool:
-        """Whether what `buffer_for` gave may still be written. Not asked of messages."""
+        """Whether what `buffer_for` gave may still be written."""
+
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        """A frame came whole into what `buffer_for` gave; whether its checksum is right."""
 
 
 class Channel:
@@ -109,8 +102,9 @@ class Channel:
         if not self.send_queue.put_message(frame, message):
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 
-    def receive(self, sink: Sink) -> Iterator[Arrival]:
-        """Take what has come, some MiB at most; raises ProtocolError, and then it has to close."""
+    def receive(self, sink: Sink) -> Iterator[memoryview]:
+        """Take what has come, some MiB at most, and yield the messages in it; raises
+        ProtocolError, and then it has to close."""
         if self._into is not None and self._frame is not None:
             is_message = self._frame.id == frames.MESSAGE
             if not is_message and not sink.is_pending(self._frame):
@@ -130,9 +124,11 @@ class Channel:
                 frame, into, self._frame, self._into = self._frame, self._into, None, None
                 self._unit = self._piece = self._header
                 self._unit_at = 0
-                if into is not None:
-                    message = into if frame.id == frames.MESSAGE else into[:0]
-                    yield Arrival(frame, message, self._digest.intdigest() == frame.checksum)
+                if into is not None and frame.id == frames.MESSAGE:
+                    yield into
+                elif into is not None:
+                    is_sound = self._digest.intdigest() == frame.checksum
+                    sink.mark_received(frame, is_sound=is_sound)
             else:
                 self._await_piece()
         self._sleep()

@@ -27,7 +27,7 @@ from cachetree.errors import (
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import ArenaReader, Staging
 from cachetree.planning import Link
-from cachetree.transport import frames, wire
+from cachetree.transport import wire
 from cachetree.transport.address import Address, parse_remote, resolved
 from cachetree.transport.advertise import Advert, RemoteView
 from cachetree.transport.backoff import Backoff, Breaker, LogLimiter
@@ -276,11 +276,8 @@ class Peer:
         if self.state is PeerState.READY:
             most_s = min(most_s, self._stores.timeout_s())
         connection.wait(max(0.0, min(most_s, self._ends_at_s - self._clock())))
-        for arrival in connection.channel.receive(self._fetches):
-            if arrival.frame.id == frames.MESSAGE:
-                self._handle(connection, wire.decode_to_peer(arrival.message))
-            else:
-                self._fetches.mark_received(arrival)
+        for message in connection.channel.receive(self._fetches):
+            self._handle(connection, wire.decode_to_peer(message))
         self._look_after_fetches()
         if self._breaker.is_open:
             connection.send(wire.Bye(reason="too many errors"))

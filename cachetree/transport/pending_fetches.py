@@ -15,7 +15,6 @@ from cachetree.memory import Staging
 from cachetree.planning import Link
 from cachetree.transport import wire
 from cachetree.transport.backoff import Breaker
-from cachetree.transport.channel import Arrival
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.frames import Frame
@@ -131,16 +130,16 @@ class PendingFetches:
         receiver = self._asked.get(frame.id)
         return receiver is not None and receiver.staging.error is None
 
-    def mark_received(self, arrival: Arrival) -> None:
-        receiver = self._receiver_of(arrival.frame)
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        receiver = self._receiver_of(frame)
         if receiver is None:
             return
         try:
-            receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
+            receiver.mark_received(frame, is_sound=is_sound)
         except FetchError as exc:
             self._stop(receiver, exc)
         else:
-            self._received(receiver, arrival.frame.size)
+            self._received(receiver, frame.size)
 
     def read(self, located: wire.Located) -> None:
         """Copy what lies in the worker's memory."""

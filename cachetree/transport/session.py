@@ -13,9 +13,9 @@ from cachetree.disk import DiskTier
 from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
 from cachetree.memory import Staging
-from cachetree.transport import frames, verbs, wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.advertise import Advertiser
-from cachetree.transport.channel import Arrival, Channel
+from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame
 from cachetree.transport.receiver import FetchReceiver
@@ -74,11 +74,8 @@ class Session:
     def take(self) -> None:
         """Do what the peer has said; raises ProtocolError where that ends the session."""
         self._heard_at_s = self._clock()
-        for arrival in self.channel.receive(self._stores):
-            if arrival.frame.id == frames.MESSAGE:
-                self._handle(wire.decode_to_worker(arrival.message))
-            else:
-                self._stores.mark_received(arrival)
+        for message in self.channel.receive(self._stores):
+            self._handle(wire.decode_to_worker(message))
 
     def go_on(self) -> None:
         """With what no longer waits; raises as `take`."""
@@ -306,17 +303,17 @@ class StoreReceiver:
         """Whether the store still goes on that `buffer_for` was asked for."""
         return self._open is not None and self._open[0] == frame.id
 
-    def mark_received(self, arrival: Arrival) -> None:
-        """A frame came whole into its buffer; its store may have ended already."""
-        if self._open is None or not self.is_pending(arrival.frame):
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        """Its store may have ended already."""
+        if self._open is None or not self.is_pending(frame):
             return
         id, receiver, reservation = self._open
         try:
-            receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
+            receiver.mark_received(frame, is_sound=is_sound)
         except FetchError as exc:
             self.refuse(id, Why.PROTOCOL, wire.reason(exc))
             return
-        self._counts.num_received_bytes += arrival.frame.size
+        self._counts.num_received_bytes += frame.size
         if receiver.is_complete:
             reservation.commit()
             self.close()

@@ -143,8 +143,8 @@ class TicketUser:
         """Whether the worker says something that can be read, before it hangs up."""
         give_up_at_s = time.monotonic() + seconds
         while self.channel.error is None and time.monotonic() < give_up_at_s:
-            for arrival in self.channel.receive(Nowhere()):
-                return isinstance(wire.decode_to_peer(arrival.message), wire.Reset)
+            for header in self.channel.receive(Nowhere()):
+                return isinstance(wire.decode_to_peer(header), wire.Reset)
             time.sleep(0.002)
         return False
 

@@ -43,7 +43,7 @@ from cachetree.transport import Credentials, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
 from cachetree.transport.data_port import DataPort
-from cachetree.transport.frames import MESSAGE, Frame, Unsealed
+from cachetree.transport.frames import Frame, Unsealed
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -250,6 +250,9 @@ class Nowhere:
     def is_pending(self, frame: Frame) -> bool:
         return False
 
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        raise AssertionError(f"{frame} came into nowhere")
+
 
 class RawPeer:
     """A peer that says what it is told to, and nothing else; it hears no adverts."""
@@ -277,15 +280,10 @@ class RawPeer:
 
     def hear(self) -> None:
         """Take what has come."""
-        for arrival in self.channel.receive(self):
-            assert arrival.is_sound
-            if arrival.frame.id == MESSAGE:
-                message = wire.decode_to_peer(arrival.message)
-                if not isinstance(message, wire.Reset | wire.Entries | wire.Synced):
-                    self._messages.append(message)
-            else:
-                self.frames.append(arrival.frame)
-                self._payloads.append(self._buffer)
+        for header in self.channel.receive(self):
+            message = wire.decode_to_peer(header)
+            if not isinstance(message, wire.Reset | wire.Entries | wire.Synced):
+                self._messages.append(message)
 
     def receive(self) -> wire.ToPeer:
         def has_come() -> bool:
@@ -332,6 +330,11 @@ class RawPeer:
 
     def is_pending(self, frame: Frame) -> bool:
         return True
+
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        assert is_sound
+        self.frames.append(frame)
+        self._payloads.append(self._buffer)
 
     def close(self) -> None:
         self.channel.close()
@@ -415,8 +418,8 @@ class ScriptedWorker:
                 self.send(identity, wire.Reset())
                 self.send(identity, wire.Synced())
             for identity, opened in tuple(self.channels.items()):
-                for received in opened.receive(Nowhere()):
-                    self._hear(identity, wire.decode_to_worker(received.message))
+                for header in opened.receive(Nowhere()):
+                    self._hear(identity, wire.decode_to_worker(header))
                 if opened.error is not None:
                     self._poller.unregister(opened.fileno())
                     self.channels.pop(identity).close()

@@ -142,6 +142,9 @@ class _Receivers:
     def is_pending(self, frame: Frame) -> bool:
         return frame.offset % 3 > 0
 
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        self.receiver.mark_received(frame, is_sound=is_sound)
+
 
 def data_connection(data: bytes) -> None:
     """A stream of frames; the first byte says how it is sealed, and a sealed one starts soundly."""
@@ -155,11 +158,8 @@ def data_connection(data: bytes) -> None:
         far.shutdown(socket.SHUT_WR)
         sink = _Receivers()
         while channel.error is None:
-            for arrival in channel.receive(sink):
-                if arrival.frame.id == frames.MESSAGE:
-                    wire.decode_to_peer(arrival.message)
-                else:
-                    sink.receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
+            for message in channel.receive(sink):
+                wire.decode_to_peer(message)
 
 
 def _seals(data: bytes, *, is_worker: bool) -> Unsealed:
