@@ -18,9 +18,6 @@ from cachetree.tree import Retention
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
 """What msgspec says of a key that nobody knows."""
 
-_MAX_YAML_DEPTH: Final = 32
-_MAX_YAML_SIZE: Final = 1 << 20
-"""Values and characters of a file, with what its aliases stand for in their place."""
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -104,34 +101,8 @@ def read_yaml(path: Path, what: str) -> Any:
     """What the file says, None where that is nothing; raises ConfigError naming `what` and it."""
     import yaml  # A cache that a program embeds reads none.
 
-    class Bounded(yaml.SafeLoader):
-        """Refuses deep nesting: what it takes to read grows with the square of the depth. And
-        aliases of aliases: a few lines of them stand for gigabytes."""
-
-        depth = size = 0
-
-        def __init__(self, text: str) -> None:
-            super().__init__(text)
-            self.sizes: dict[Any, int] = {}
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.depth == _MAX_YAML_DEPTH:
-                raise yaml.YAMLError(f"it is nested more than {_MAX_YAML_DEPTH} deep")
-            before, is_alias = self.size, self.check_event(yaml.AliasEvent)
-            self.depth += 1
-            node: Any = super().compose_node(parent, index)
-            self.depth -= 1
-            if is_alias and node not in self.sizes:
-                raise yaml.YAMLError("an alias stands for what it is part of")
-            own = 1 + len(node.value) * isinstance(node, yaml.ScalarNode)
-            self.size += self.sizes[node] if is_alias else own
-            self.sizes[node] = self.size - before
-            if self.size > _MAX_YAML_SIZE:
-                raise yaml.YAMLError(f"it is longer than {_MAX_YAML_SIZE} with its aliases read")
-            return node
-
     try:
-        return Bounded(path.read_text()).get_single_data()
+        return yaml.safe_load(path.read_text())
     except OSError as exc:
         raise ConfigError(f"{what} {written(path)} cannot be read: {exc.strerror}") from exc
     except (yaml.YAMLError, *UNREADABLE) as exc:
