@@ -102,6 +102,14 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     costs: LayerTimes | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where it names layers that the receiver has not."""
+        named = [it.block for it in (*self.blocks, self.recommended) if it is not None]
+        num_layers = self.receiver.num_layers
+        for block in (Span(0, self.first_difference), *named):
+            if block.stop > num_layers:
+                raise ValueError(f"layers {block.start}:{block.stop} of a model of {num_layers}")
+
     @property
     def e_maps(self) -> tuple[EMap, ...]:
         """Those of its plans, each once."""
@@ -182,26 +190,11 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
                 f"profile {path} has version {version}; this release reads version "
                 f"{PROFILE_VERSION}, so make the profile again with `droidspeak profile`"
             )
-        profile = msgspec.json.decode(raw, type=schema)
+        return msgspec.json.decode(raw, type=schema)
     except UNREADABLE as exc:
-        raise ProfileError(f"profile {path} is not a pair profile: {exc}") from exc
-    if wrong := _beyond_layers(profile):
         raise ProfileError(
-            f"profile {path} has {wrong}, which is not within the receiver's layers, "
-            f"0:{profile.receiver.num_layers}; make the profile again with `droidspeak profile`"
-        )
-    return profile
-
-
-def _beyond_layers(profile: PairProfile) -> str:
-    """What names a layer that is none; empty where nothing does."""
-    num_layers = profile.receiver.num_layers
-    if not 0 <= profile.first_difference <= num_layers:
-        return f"a first_difference of {profile.first_difference}"
-    for it in (*profile.blocks, profile.recommended):
-        if it is not None and not 0 <= it.start <= it.stop <= num_layers:
-            return f"a block {it.start}:{it.stop}"
-    return ""
+            f"profile {path} is not a pair profile: {exc}; `droidspeak profile` makes them"
+        ) from exc
 
 
 def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:

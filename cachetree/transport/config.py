@@ -9,7 +9,7 @@ import msgspec
 
 from cachetree.errors import ConfigError
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
-from cachetree.transport.wire import MAX_MODEL_CHARS
+from cachetree.transport.wire import Model
 
 _MAX_SILENCE_S: Final = 65_534
 """Half of it, which `channel` tells the kernel, is Linux's MAX_TCP_KEEPIDLE."""
@@ -39,7 +39,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     announce: str = ""
     """Redis in which this server is found by those that have it in `peers`,
     `redis://HOST:PORT/DB`; empty for none."""
-    model: str = ""
+    model: Model = ""
     """Id of the model this server runs; empty where it runs none."""
     max_bytes_per_s: float | None = None
     """Cap on what all streams together send; None for no cap."""
@@ -74,11 +74,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"key_file is {self.key_file} and allowed_peers is empty, so that nobody could "
                 "read from this server; list the public keys of those who may"
-            )
-        if len(self.model) > MAX_MODEL_CHARS:
-            raise ConfigError(
-                f"model is {self.model!r:.80}..., which has {len(self.model)} characters; give an "
-                f"id of {MAX_MODEL_CHARS} at most"
             )
         if not 0 <= self.bulk_port <= 65535:
             raise ConfigError(

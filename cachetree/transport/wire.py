@@ -68,9 +68,7 @@ MAX_ENTRIES: Final = 256
 MAX_PLACES: Final = 256
 """In one `Located`."""
 
-MAX_MODEL_CHARS: Final = 128
-
-Model = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARS)]
+Model = Annotated[str, msgspec.Meta(max_length=128)]
 """An id: whoever stores under one has all peers told of it."""
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]

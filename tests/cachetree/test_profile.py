@@ -118,11 +118,11 @@ def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"first_difference": -1}, "a first_difference of -1"),
-        ({"first_difference": 5}, "a first_difference of 5"),
-        ({"blocks": [{"start": 1, "stop": 5, "quality": 0.8}]}, "a block 1:5"),
-        ({"blocks": [{"start": 3, "stop": 2, "quality": 0.8}]}, "a block 3:2"),
-        ({"recommended": {"start": -1, "stop": 2, "quality": 0.8}}, "a block -1:2"),
+        ({"first_difference": -1}, r"span \[0, -1\) is not 0 <= start <= stop"),
+        ({"first_difference": 5}, "layers 0:5 of a model of 4"),
+        ({"blocks": [{"start": 1, "stop": 5, "quality": 0.8}]}, "layers 1:5 of a model of 4"),
+        ({"blocks": [{"start": 3, "stop": 2, "quality": 0.8}]}, r"span \[3, 2\) is not"),
+        ({"recommended": {"start": -1, "stop": 2, "quality": 0.8}}, r"span \[-1, 2\) is not"),
     ],
 )
 def test_a_profile_names_no_layers_that_there_are_not(
@@ -131,7 +131,7 @@ def test_a_profile_names_no_layers_that_there_are_not(
     file = tmp_path / "pair.json"
     good = msgspec.to_builtins(profile(BLOCK))
     file.write_bytes(msgspec.json.encode({**good, **wrong}))
-    with pytest.raises(ProfileError, match=f"{named}, which is not within the .* layers, 0:4"):
+    with pytest.raises(ProfileError, match=f"pair.json is not a pair profile: {named}"):
         read_profile(file)
     whole = {"start": 0, "stop": 4, "quality": 0.8}
     file.write_bytes(msgspec.json.encode({**good, "blocks": [whole], "first_difference": 4}))
