@@ -100,7 +100,6 @@ class Peer:
         self._fetches = PendingFetches(
             self._who, tree.family, config, self._breaker, self._counts, clock
         )
-        self._connection: Connection | None = None
         self._attempt_at_s = clock()
         self._backoff = Backoff(config.reconnect_s)
         self._is_closing = False
@@ -121,7 +120,7 @@ class Peer:
     @property
     def status(self) -> PeerStatus:
         """Of what is read from the worker; from any thread."""
-        connection = self._connection
+        connection = self._fetches.link
         return msgspec.structs.replace(
             self._counts,
             state=self.state,
@@ -217,8 +216,8 @@ class Peer:
         with self._changed:
             self._is_closing = True
             self._wakeup.close()
-        if self._connection is not None:
-            self._connection.send(wire.Bye(reason="closing"))
+        if self._fetches.link is not None:
+            self._fetches.link.send(wire.Bye(reason="closing"))
         self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
         self._look_after_fetches()
 
@@ -235,7 +234,7 @@ class Peer:
         to = resolved(self._remote)
         deadline = Deadline.after(self._config.connect_s, self._clock)
         answer = answer_of(to, self._credentials, hello, deadline, until_up=False, wait=self._wait)
-        connection = self._connection = self._fetches.link = self._greeted(to, answer)
+        connection = self._fetches.link = self._greeted(to, answer)
         while not self._is_over:
             self._turn(connection)
 
@@ -340,13 +339,13 @@ class Peer:
             state = PeerState.RESTING
         cause = state.value
         if state is PeerState.CONNECTING:
-            cause = "lost" if self._connection is not None else "not reached"
+            cause = "lost" if self._fetches.link is not None else "not reached"
         if not self._is_closing and self._log_limiter.may(cause):
             log.warning("peer %s is %s: %s", self.address, cause, error)
             self._has_warned = True
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = self._fetches.link = None
+        if self._fetches.link is not None:
+            self._fetches.link.close()
+            self._fetches.link = None
             self._counts.num_losses += 1
             self._view.forget()
         self._stores.interrupt(error)

@@ -154,7 +154,7 @@ class PendingFetches:
             self._stop(receiver, exc)
         else:
             self._received(receiver, located.frame.size)
-            if receiver.is_complete:  # The worker waits for it.
+            if receiver.staging.is_complete:  # The worker waits for it.
                 self._link.send(wire.Cancel(id=located.frame.id))
 
     def ended(self, message: wire.Ended) -> None:
@@ -231,7 +231,7 @@ class PendingFetches:
     def _received(self, receiver: FetchReceiver, num_bytes: int) -> None:
         self._counts.num_landed_bytes += num_bytes
         self._carried_bytes += num_bytes
-        if receiver.is_complete:
+        if receiver.staging.is_complete:
             self._measure(receiver, None)
             self._withdraw(receiver)
             self._breaker.succeeded()

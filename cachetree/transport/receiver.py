@@ -38,10 +38,6 @@ class FetchReceiver:
         self._stops = list(accumulate(staging.sizes.values()))
         """Of all bytes of all steps, where each step ends."""
 
-    @property
-    def is_complete(self) -> bool:
-        return self.staging.is_complete
-
     def read(self, located: Located, arena: ArenaReader) -> None:
         """Copy and verify; raises as `buffer_for` and `mark_received` do.
 
@@ -61,7 +57,7 @@ class FetchReceiver:
     def buffer_for(self, frame: Frame) -> memoryview:
         """Where the next frame goes; raises ProtocolError, or what ended the staging."""
         staging = self.staging
-        if self.is_complete or frame.offset != staging.num_landed_bytes:
+        if staging.is_complete or frame.offset != staging.num_landed_bytes:
             raise ProtocolError(
                 f"a frame came at byte {frame.offset} where byte {staging.num_landed_bytes} of "
                 f"{staging.num_bytes} was due"

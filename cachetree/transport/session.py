@@ -314,7 +314,7 @@ class StoreReceiver:
             self.refuse(id, Why.PROTOCOL, wire.reason(exc))
             return
         self._counts.num_received_bytes += frame.size
-        if receiver.is_complete:
+        if receiver.staging.is_complete:
             reservation.commit()
             self.close()
             self._counts.stores_by_outcome["stored"] += 1
