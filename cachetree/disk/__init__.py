@@ -5,7 +5,7 @@
             ─► tree: these pages are at DISK
 
     read    fetch, or a promotion into memory ─► tier, reader's thread ─► index: which files, which
-            of their pages ─► entry_file: pread of one layer's pages, checksums ─► staging or memory
+            of their pages ─► entry_file: one layer's pages, their checksums ─► staging or memory
 
     restart directory: lock, names, sweep temporary files ─► entry_file: headers ─► index ─► tree
 
