@@ -76,17 +76,17 @@ class PairsInService:
 
     def _hear(self, shadow: Shadow) -> None:
         plan = shadow.plan
-        before = self._pairs.get((plan.sender, plan.receiver))
+        key = plan.sender, plan.receiver
+        before = self._pairs.get(key)
         if before is not None and plan.block is not None:
-            num_layers = self._profiles[plan.sender, plan.receiver].receiver.num_layers
+            num_layers = self._profiles[key].receiver.num_layers
             if not 0 <= plan.block[0] < plan.block[1] <= num_layers:
                 raise LookupError(f"block {plan.block} is not within 0:{num_layers}")
         self._metrics.shadows.labels("compared").inc()
-        pair = None if before is None else after(before, plan, shadow.tv)
-        if pair is None or before is None or pair is before:
+        if before is None or (pair := after(before, plan, shadow.tv)) is before:
             return
-        self._metrics.shadow_tv.labels(plan.sender, plan.receiver).observe(shadow.tv)
-        self._pairs[plan.sender, plan.receiver] = pair
+        self._metrics.shadow_tv.labels(*key).observe(shadow.tv)
+        self._pairs[key] = pair
         if pair.num_left < before.num_left:
             self._put_in_service(pair, _alarm(pair.plans[pair.num_left]))
         self._metrics.tell_guard(pair)

@@ -257,20 +257,12 @@ class HiCacheTier:
             try:
                 found = lane.read(batch)
             except Exception as exc:
-                culprit = self._culprit(batch, exc)
-                self._note_damage(culprit)
-                self._lose(model, pages[culprit.page :], BROKEN_S)
-                raise StaleEntry(f"{culprit.key} cannot be read") from exc
+                raise self._lost(model, pages, self._culprit(batch, exc), "damaged") from exc
             for index, piece in enumerate(batch):
                 is_there, memory = index < len(found) and found[index], lane.memory(index)
                 payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None
                 if payload is None:
-                    if is_there:
-                        self._note_damage(piece)
-                    else:
-                        lane.count("missing", 1)
-                    self._lose(model, pages[piece.page :], BROKEN_S)
-                    raise StaleEntry(f"{piece.key} is {'damaged' if is_there else 'not there'}")
+                    raise self._lost(model, pages, piece, "damaged" if is_there else "missing")
                 staging.write(piece.step, piece.page * payload.nbytes, payload)
             lane.count("read", len(batch))
 
@@ -294,15 +286,20 @@ class HiCacheTier:
         self._absent.add(model, pages[0], seconds)
         self._tree.remote.drop(HICACHE, model, pages)
 
-    def _note_damage(self, piece: Piece) -> None:
-        self._reading.count("damaged", 1)
-        if self._lines.may("damage"):
+    def _lost(
+        self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str
+    ) -> StaleEntry:
+        """One object of these pages is `damaged` or `missing`."""
+        self._reading.count(why, 1)
+        if why == "damaged" and self._lines.may(why):
             log.warning(
                 "object %s of the HiCache backend is damaged or not ours; others that are found "
                 "within %.0f s are counted and not logged",
                 piece.key,
                 LogLimiter.EVERY_S,
             )
+        self._lose(model, pages[piece.page :], BROKEN_S)
+        return StaleEntry(f"{piece.key} is {why}")
 
     # In the thread that writes.
 
