@@ -1,7 +1,7 @@
 """What one request goes through, from SGLang's queue to its answer: the phases of a `Request`.
 
     seen       queue      every request that waits, in SGLang's order
-               decisions  asks tiers that do not advertise; may wait for one that computes the
+               waiting    asks tiers that do not advertise; may wait for one that computes the
                           same pages right now (in_flight)
     planned    planner    whose KV, how many tokens, which layers are computed anew
     fetching   source     staged in host memory, or in this server's own pool
