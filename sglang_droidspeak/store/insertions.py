@@ -7,10 +7,9 @@ thread                  └► KV and E out of the pool, layer after layer ─�
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -26,8 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
-MAX_FAILED: Final = 65_536
-"""Pages that were not stored and are kept in mind; SGLang may have evicted the oldest."""
+_LOOK_S: Final = 0.001
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
@@ -150,7 +148,6 @@ class Offloader:
         self._pool = pool
         self._device = torch.get_device_module(pool.e_pool.valid.device)
         self._stream = self._device.Stream()
-        self._results: SimpleQueue[bool] = SimpleQueue()
         self.is_stopped = False
         """It stores nothing more."""
         self.storing: Offload | None = None
@@ -158,38 +155,34 @@ class Offloader:
         self.num_put = 0
         """Nodes that were ever queued."""
         self.num_done = 0
-        """Of these, how many are stored, or never will be."""
-        self._failed: OrderedDict[tuple[ModelId, PageHash | None], None] = OrderedDict()
-        """Pages whose nodes SGLang offers again, and then what follows them and cannot be stored
-        before; the oldest first. Its thread's, but where nothing is in flight."""
-        self._num_in_flight = 0
-        """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
+        """Of these, how many are stored, or never will be,"""
+        self._num_taken = 0
+        """and of how many of those SGLang knows: as many on each rank of a server."""
         self._turns: Turns[tuple[Offload | None]] = Turns("droidspeak-offload", self._run)
 
     def put(self, offload: Offload | None) -> bool:
         """Queue one node, or None for one that is let go in its turn and never offered again; False
         where too many are in flight."""
-        if self._num_in_flight >= MAX_IN_FLIGHT:
+        if self.num_put - self._num_taken >= MAX_IN_FLIGHT:
             return False
-        self._num_in_flight += 1
         self.num_put += 1
         self._turns.put((offload,))
         return True
 
     @property
     def num_results(self) -> int:
-        return self._results.qsize()
+        return self.num_done - self._num_taken
 
     def pop_result(self) -> bool:
-        self._num_in_flight -= 1
-        return self._results.get_nowait()
+        """True: SGLang is not to offer it again, whatever became of it."""
+        self._num_taken += 1
+        return True
 
     def reset(self) -> None:
         """Wait until nothing is in flight and forget the results."""
-        while self._num_in_flight:
-            self._results.get()
-            self._num_in_flight -= 1
-        self._failed.clear()
+        while self.num_done < self.num_put:
+            time.sleep(_LOOK_S)
+        self._num_taken = self.num_done
 
     def close(self) -> None:
         self._turns.close(10)
@@ -199,26 +192,13 @@ class Offloader:
         with torch.inference_mode(), self._device.stream(self._stream):
             for (offload,) in offloads:
                 self.storing = offload
-                stored = offload is None or (offload.model, offload.parent) not in self._failed
                 try:
-                    if offload is not None and stored:
+                    if offload is not None:
                         self._store(offload)
-                except Exception:
+                except Exception:  # As if it were evicted, and what follows it as well.
                     log.exception("a new node was not stored")
-                    stored = False
-                if offload is not None:
-                    self._keep_in_mind(offload, stored=stored)
                 self.storing = None
                 self.num_done += 1
-                self._results.put(stored)
-
-    def _keep_in_mind(self, offload: Offload, *, stored: bool) -> None:
-        for page in offload.pages:
-            self._failed.pop((offload.model, page), None)
-            if not stored:
-                self._failed[offload.model, page] = None
-        while len(self._failed) > MAX_FAILED:
-            self._failed.popitem(last=False)
 
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:
