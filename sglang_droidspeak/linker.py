@@ -133,11 +133,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._cache.tree, server.transition_layers, params.page_size, num_slots, self._ranks
         )
         self._pool_index.is_read = runner.lora_manager is not None
-        planner = Planner(
+        self._planner = planner = Planner(
             server, self._cache, self._meter, self._models, self._activated, self._pool_index
         )
-        self._profiles = planner.profiles
-        self._metrics.tell_pairs(self._profiles)
+        self._metrics.tell_pairs(planner.profiles)
         if settings.http is not None and self._ranks.is_first:
             args = engine.resolved(server_args)
             queries = Queries(
@@ -187,7 +186,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._insertions.about = events.about
             hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
         queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
-        self._answers = Answers(
+        answers = Answers(
             self._cache, planner, self._labels, adapters, params.page_size, guard.answer
         )
         engine.place_hooks(
@@ -203,7 +202,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
                 release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
                 release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                release.INTERNAL_STATE: (self._answers.add, HookType.AFTER),
+                release.INTERNAL_STATE: (answers.add, HookType.AFTER),
             }
         )
         for lora_id, ref in adapters.items():
@@ -279,12 +278,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         What is being stored was computed before, and what is stored is the KV of the model that it
         names.
         """
-        if self._answers.is_retired:
+        if self._planner.is_retired:
             return
         log.warning("weights are updated in place: droidspeak is off until this server restarts")
-        self._answers.is_retired = self._offloader.is_stopped = True
-        self._metrics.tell_pairs(self._profiles, are_off=True)
-        self._waiting.retire()
+        self._planner.is_retired = self._offloader.is_stopped = True
+        self._metrics.tell_pairs(self._planner.profiles, are_off=True)
+        self._waiting.clear()
         self._cache.stop_serving()
         self._while_serving.close()
 

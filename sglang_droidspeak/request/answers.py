@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -117,8 +117,6 @@ class Answers:
     _page_size: int
     _guard: Callable[[str], dict[str, Any]]
     """What the drift guard answers to a question in JSON, or raises as for any other question."""
-    is_retired: bool = field(default=False, init=False)
-    """Weights were updated in place: nothing is reused any more."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
@@ -140,7 +138,7 @@ class Answers:
 
     def _pair(self, profile: PairProfile) -> Pair:
         sender, receiver = profile.sender.model_id, profile.receiver.model_id
-        best, plan = profile.recommended, None
+        best, plan, is_off = profile.recommended, None, self._planner.is_retired
         if best is not None:
             plan = Plan(
                 sender=sender,
@@ -153,8 +151,8 @@ class Answers:
         return Pair(
             sender=sender,
             receiver=receiver,
-            usable=profile.is_usable and not self.is_retired,
-            reason=_RETIRED if self.is_retired else profile.reason,
+            usable=profile.is_usable and not is_off,
+            reason=_RETIRED if is_off else profile.reason,
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),
         )
@@ -187,11 +185,10 @@ class Answers:
         """What would become of it if it came now."""
         if not question.input_ids:
             raise LookupError("there is no request_id, and no prompt in input_ids")
-        if self.is_retired:
-            outcome = RequestProvenance(outcome="weights_updated")
-            return Told(outcome, len(question.input_ids), None)
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
+        if refusal := self._planner.refusal(req):
+            return Told(RequestProvenance(outcome=refusal), len(question.input_ids), None)
         self._planner.meet(req)
         pages = prefixes.reusable_pages(req, self._page_size)
         num_waiting = len(scheduler.waiting_queue)

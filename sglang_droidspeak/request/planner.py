@@ -133,6 +133,9 @@ class Planner:
         """How often what is in service of a pair has changed."""
         self.out_of_service: frozenset[PlanId] = frozenset()
         """Not even for a request that names them where no gate decides."""
+        self.is_retired = False
+        """Weights were updated in place, and are not those that were identified: nothing is planned
+        any more."""
         self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
 
     def put_in_service(self, profile: PairProfile) -> None:
@@ -149,6 +152,10 @@ class Planner:
         self._activated.meet(req)
         if self._generation:
             prefixes.join(req, str(self._generation))
+
+    def refusal(self, req: Req) -> str:
+        """Why nothing is planned for it, whoever has its pages; empty where something may be."""
+        return "weights_updated" if self.is_retired else prefixes.refusal(req)
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int

@@ -66,7 +66,6 @@ class WaitingRequests:
         self._page_size: Final = sources.server.page_size
         self._asks: Final = sources.server.settings.hicache_backend is not None and ranks.is_first
         self._requests: Final[dict[str, Request]] = {}
-        self._refusal = ""
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
@@ -179,11 +178,6 @@ class WaitingRequests:
         self._requests.clear()
         self._in_flight.clear()
 
-    def retire(self) -> None:
-        """As `clear`, and plan nothing any more: the loaded weights are not the identified ones."""
-        self.clear()
-        self._refusal = "weights_updated"
-
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Of the next in the queue those that count on pages which the device has no more: what is
         loaded has to follow on what is there. They wait no longer for it, taken together."""
@@ -205,7 +199,7 @@ class WaitingRequests:
             self._requests[req.rid].settle()
         request = self._requests[req.rid] = Request(req)
         self._planner.meet(req)
-        if not self._asks or self._refusal or prefixes.refusal(req):
+        if not self._asks or self._planner.refusal(req):
             return request
         # What goes wrong here goes wrong again in planning, which reports it.
         with contextlib.suppress(Exception):
@@ -248,7 +242,7 @@ class WaitingRequests:
     def _settle_or_plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> None:
         req = request.req
         try:
-            if outcome := self._refusal or prefixes.refusal(req):
+            if outcome := self._planner.refusal(req):
                 declined: Declined | None = Declined(outcome)
             else:
                 if not request.pages:

@@ -237,10 +237,9 @@ def state(
 ) -> dict[str, Any]:
     """What a server says, of this cache."""
     asked, _ = planned(**planner)
-    asked.profiles = profiles
+    asked.profiles, asked.is_retired = profiles, is_retired
     output = SimpleNamespace(internal_state={"model_path": "m"})
     answers = Answers(cache, asked, None, {}, PAGE, None)  # type: ignore[arg-type]
-    answers.is_retired = is_retired
     answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
     return output.internal_state
 

@@ -37,8 +37,8 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 
 
-def answers(labels: Labels) -> Answers:
-    planner = SimpleNamespace(profiles=PROFILES)
+def answers(labels: Labels, refusal: str = "") -> Answers:
+    planner = SimpleNamespace(profiles=PROFILES, refusal=lambda _req: refusal)
     cache = SimpleNamespace(sources=lambda: ())
 
     def guard(_question: str) -> dict[str, Any]:
@@ -69,8 +69,7 @@ def answered(labels: Labels, rid: str, told: RequestProvenance) -> Any:
 
 
 def test_after_an_update_of_the_weights_no_prompt_is_planned(labels: Labels) -> None:
-    it = answers(labels)
-    it.is_retired = True
+    it = answers(labels, "weights_updated")
     assert ask(it, input_ids=[1])["outcome"] == "weights_updated"
 
 

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
+from test_waiting import request
 
 from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, PageHash, Span
@@ -128,6 +129,14 @@ def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() 
     planner.put_in_service(PROFILE)
     planner.meet(after)
     assert prefixes.approximate_of(before) != prefixes.approximate_of(after)
+
+
+def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
+    planner, _ = planned()
+    req = request()
+    assert planner.refusal(req) == ""
+    planner.is_retired = True
+    assert planner.refusal(req) == "weights_updated"
 
 
 def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:

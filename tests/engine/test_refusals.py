@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -46,7 +47,7 @@ def request(**fields: Any) -> Req:
 
 def look(req: Req) -> tuple[set[str], MagicMock]:
     """Which requests are held, and the planner, which finds nothing."""
-    planner = MagicMock()
+    planner = MagicMock(refusal=refusal)
     planner.plan.side_effect = ValueError("a test: nothing is planned")
     settings = SimpleNamespace(
         hicache_backend=None, fetch_deadline_s=1.0, max_stall_s=None, gate="enforce", min_tokens=1
@@ -104,11 +105,12 @@ def test_where_nothing_is_stored_a_node_is_let_go_once_and_not_offered_again() -
     offered(request(), is_stopped=True).assert_called_once_with(None)
 
 
-def test_what_comes_after_a_node_that_is_let_go_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_a_node_that_is_let_go_is_stored(
+    offloader: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored: list[Any] = []
     monkeypatch.setattr(Offloader, "_store", lambda _self, it: stored.append(it))
-    pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
-    offloader, node = Offloader(MagicMock(), pool), MagicMock()
+    node = MagicMock()
     assert offloader.put(None)
     assert offloader.put(node)
     deadline_s = time.monotonic() + 20
@@ -116,26 +118,39 @@ def test_what_comes_after_a_node_that_is_let_go_is_stored(monkeypatch: pytest.Mo
         time.sleep(0.001)
     assert [offloader.pop_result(), offloader.pop_result()] == [True, True]
     assert (stored, offloader.num_done) == ([node], 2)
-    offloader.close()
 
 
-def test_a_node_that_fails_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows it finds no parent in the cache. A flush waits for what is in flight."""
+def test_a_node_that_fails_is_let_go(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows it finds no parent in the cache."""
     turns = iter([1, 0, 1])
-    monkeypatch.setattr(Offloader, "_store", lambda *_: time.sleep(0.05) or 1 / next(turns))
-    pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
-    offloader = Offloader(MagicMock(), pool)
+    monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / next(turns))
     for _ in range(3):
         assert offloader.put(MagicMock())
-    offloader.reset()
+    while offloader.num_results < 3:
+        time.sleep(0.001)
+    assert [offloader.pop_result() for _ in range(3)] == [True] * 3
     assert (offloader.num_done, offloader.num_results, offloader.storing) == (3, 0, None)
+
+
+def test_so_many_nodes_are_in_flight_until_sglang_knows_of_them(offloader: Offloader) -> None:
     for _ in range(insertions.MAX_IN_FLIGHT):
         assert offloader.put(None)
-    assert not offloader.put(None)
     while offloader.num_results < insertions.MAX_IN_FLIGHT:
         time.sleep(0.001)
+    assert not offloader.put(None)
     assert offloader.pop_result() and offloader.put(None)
-    offloader.close()
+    assert not offloader.put(None)
+    offloader.reset()
+    assert (offloader.num_done, offloader.num_results) == (insertions.MAX_IN_FLIGHT + 1, 0)
+    assert offloader.put(None)
+
+
+@pytest.fixture
+def offloader() -> Iterator[Offloader]:
+    pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
+    it = Offloader(MagicMock(), pool)
+    yield it
+    it.close()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from test_waiting import PLAN, planner_of, request
 from waiting_parts import STEP_BYTES, WANTED, Asked, loading, look, waiting_with
 
 from cachetree.errors import DeadlineExceeded
-from sglang_droidspeak.engine import tracing
+from sglang_droidspeak.engine import prefixes, tracing
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -111,7 +111,9 @@ def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
 @ON
 def test_why_there_is_no_plan_is_told_with_its_match() -> None:
     req = traced_request()
-    planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_profile"))
+    planner = SimpleNamespace(
+        meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_profile")
+    )
     assert not look(waiting_and_traced(Asked(), planner=planner), req)
     ((name, *_, told),) = req.time_stats.slices
     assert (name, told["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")

@@ -128,7 +128,9 @@ def waiting_on(
         "cache": cache,
         "meter": FakeMeter(recompute=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
-        "planner": SimpleNamespace(meet=lambda _req: None, plan=lambda *_: planned),
+        "planner": SimpleNamespace(
+            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: planned
+        ),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(
             follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
@@ -146,6 +148,7 @@ class Team:
     """Two models that may read each other, and have nothing yet; stands for what leaders ask."""
 
     plan = staticmethod(lambda *_: Declined("no_match"))
+    refusal = staticmethod(prefixes.refusal)
     would_save_s = staticmethod(lambda *_: SAVING_S)
     reach = staticmethod(lambda *_: 0)
 
@@ -296,7 +299,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def planner_of(**planned: Any) -> Any:
     fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0}
     value = Planned(**fixed | planned)
-    return SimpleNamespace(meet=lambda _req: None, plan=lambda *_: value)
+    return SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: value)
 
 
 OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
@@ -476,7 +479,10 @@ def test_which_held_requests_a_step_could_have_taken(
         look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
     )
     others: Any = SimpleNamespace(
-        release=lambda: None, settle=lambda _ranks: None, meet=lambda _req: None
+        release=lambda: None,
+        settle=lambda _ranks: None,
+        meet=lambda _req: None,
+        refusal=prefixes.refusal,
     )
     hidden = Queue(waiting, others, others, Ranks(None), PAGE)
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)

@@ -73,7 +73,9 @@ def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: floa
         )
 
     cache, req = Asked(now), request()
-    waiting, _ = waiting_with(cache, planner=SimpleNamespace(meet=lambda _req: None, plan=plan))
+    waiting, _ = waiting_with(
+        cache, planner=SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=plan)
+    )
     assert look(waiting, req) == {"r1"}
     now.now_s += 1.0
     waiting.pass_over(["r1"])
@@ -306,7 +308,10 @@ class Pair:
 def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
     pair, reqs, caches = Pair(), [request("r1"), request("r1")], [Asked(), Asked()]
     planned = WANTED | {"is_experiment": False, "patience": Patience(saving_s=7.0)}
-    planners: list[Any] = [planner_of(**planned), SimpleNamespace(meet=lambda _req: None)]
+    planners: list[Any] = [
+        planner_of(**planned),
+        SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal),
+    ]
     both = [
         waiting_with(cache, planner=planner, ranks=pair.rank(number))
         for number, (cache, planner) in enumerate(zip(caches, planners, strict=True))
@@ -350,7 +355,9 @@ def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
     pair, reqs = Pair(), [request("r1"), request("r1")]
     for number, req in enumerate(reqs):
         cache = Asked(held=None if number else Held(1, 3))
-        planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_match"))
+        planner = SimpleNamespace(
+            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_match")
+        )
         waiting, _ = waiting_with(cache, planner=planner, ranks=pair.rank(number))
         assert not look(waiting, req)
         assert prefixes.is_approximate(req)

@@ -29,7 +29,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
     asked: list[Any] = []
     planner = SimpleNamespace(
-        meet=lambda _req: None, plan=lambda *args: asked.append(args) or Declined("no_match")
+        meet=lambda _req: None,
+        refusal=prefixes.refusal,
+        plan=lambda *args: asked.append(args) or Declined("no_match"),
     )
     waiting, told = waiting_with(Asked(), planner=planner)
     queue = [request(f"r{i}") for i in range(3)]
@@ -44,7 +46,11 @@ def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
 
 @pytest.mark.parametrize("detail", ["", "1 of 2 peers not ready"])
 def test_why_there_is_no_plan_is_said_in_words_too(detail: str) -> None:
-    planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_match", detail))
+    planner = SimpleNamespace(
+        meet=lambda _req: None,
+        refusal=prefixes.refusal,
+        plan=lambda *_: Declined("no_match", detail),
+    )
     waiting, told = waiting_with(Asked(), planner=planner)
     assert not look(waiting, request())
     assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("no_match", detail or None)
@@ -57,7 +63,8 @@ def test_what_goes_wrong_while_planning_costs_the_reuse_alone(
         raise RuntimeError("a test")
 
     waiting, told = waiting_with(
-        Asked(), planner=SimpleNamespace(meet=lambda _req: None, plan=plan)
+        Asked(),
+        planner=SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=plan),
     )
     assert not look(waiting, request())
     assert told.by_rid["r1"].outcome == "error"
@@ -81,7 +88,9 @@ def declined(outcome: str, num_held: int) -> Declined:
 def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
     answers = iter(["too_short", "no_match", "never"])
     planner = SimpleNamespace(
-        meet=lambda _req: None, plan=lambda *_: declined(next(answers), cache.has.exact)
+        meet=lambda _req: None,
+        refusal=prefixes.refusal,
+        plan=lambda *_: declined(next(answers), cache.has.exact),
     )
     cache, req = Asked(held=Held(NUM_PAGES, 0)), request()
     waiting, told = waiting_with(cache, planner=planner)
@@ -99,6 +108,7 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     cache, req = Asked(now, held=Held(2, 0)), request()
     planner = SimpleNamespace(
         meet=lambda _req: None,
+        refusal=prefixes.refusal,
         plan=lambda *_: planned_as(
             replace(PLAN, pages=Span(cache.has.exact, NUM_PAGES)),
             is_experiment=True,
@@ -128,7 +138,9 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
 
 def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
     planner = SimpleNamespace(
-        meet=lambda _req: None, plan=lambda *_: declined("too_short", NUM_PAGES)
+        meet=lambda _req: None,
+        refusal=prefixes.refusal,
+        plan=lambda *_: declined("too_short", NUM_PAGES),
     )
     cache, queue = Asked(held=Held(NUM_PAGES, 0)), [request(f"r{i}") for i in range(9)]
     waiting, _ = waiting_with(cache, planner=planner)
@@ -140,9 +152,11 @@ def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
 
 def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
     cache, first, second = Asked(), request("r1"), request("r2")
-    waiting, told = waiting_with(cache)
+    planner = planner_of(**WANTED)
+    waiting, told = waiting_with(cache, planner=planner)
     assert look(waiting, first) == {"r1"}
-    waiting.retire()
+    planner.refusal = lambda _req: "weights_updated"
+    waiting.clear()
     assert cache.memory.lent_bytes == 0
     assert not look(waiting, first, second)
     assert {it.outcome for it in told.by_rid.values()} == {"weights_updated"}
@@ -155,7 +169,9 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
     """Unless it wants exact KV only, or has less of the other."""
     for held in (Held(1, 3), Held(3, 1)):
         cache, req = Asked(held=held), request()
-        planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined(outcome))
+        planner = SimpleNamespace(
+            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined(outcome)
+        )
         waiting, _ = waiting_with(cache, planner=planner)
         prefixes.move(req, approximate=True)
         look(waiting, req)
@@ -170,7 +186,9 @@ def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held
         follow=lambda req, *_: followed.append(req), prune=lambda _waiting: None
     )
     planner, req = (
-        SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_match")),
+        SimpleNamespace(
+            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_match")
+        ),
         request(),
     )
     waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
@@ -289,8 +307,6 @@ def asks(req: Any, cache: Asked, **parts: Any) -> bool:
     """Whether it waits for the store's answer."""
     req.sampling_params.custom_params = parts.pop("custom_params", None)
     waiting, _ = waiting_with(cache, **{"server": asking(), "meter": METER, **parts})
-    if parts.get("retired"):
-        waiting.retire()
     return look(waiting, req) == {"r1"} and not cache.fetched
 
 
@@ -310,12 +326,9 @@ def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
     refused.input_embeds = [[0.5]]
     assert not asks(refused, cache)
     assert not cache.searched
-    cache = Asked()
-    waiting, _ = waiting_with(cache, server=asking(), meter=METER)
-    waiting.retire()
-    req = request()
-    req.sampling_params.custom_params = None
-    assert not look(waiting, req)
+    planner, cache = planner_of(**WANTED), Asked()
+    planner.refusal = lambda _req: "weights_updated"
+    assert not asks(request(), cache, planner=planner)
     assert not cache.searched
 
 

@@ -57,7 +57,7 @@ def test_outcomes_are_described_as_they_are_written() -> None:
         found
         for path in (EXTENSION / "engine/prefixes.py", *(EXTENSION / "request").glob("*.py"))
         for found in re.findall(
-            r'(?:return |outcome=|cause = |_refusal = |else |Declined\()"(\w+)"', path.read_text()
+            r'(?:return |outcome=|cause = |else |Declined\()"(\w+)"', path.read_text()
         )
     }
     told = written | {reason.value for reason in Reason}
