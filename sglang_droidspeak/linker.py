@@ -114,7 +114,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             register=page_locked if self._on_cuda else unregistered,
             note_served=serve_spans() if tracing.is_on() else untraced,
         )
-        self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
+        self._while_serving = contextlib.ExitStack()
+        self._until_closed = contextlib.ExitStack()
+        self._until_closed.callback(self._cache.close)
+        if has_metrics:
+            self._until_closed.callback(CacheMetrics(self._cache.status).close)
         coding = Coding(settings.codec, server.identity.head_dim)
         server_pool = ServerPool(rows_of(pool, coding), attachment.e_pool, coding, params.page_size)
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
@@ -126,8 +130,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         identity = server.identity
         self._models = Models(identity.model_id, identity.num_layers, server.identify)
-        self._while_serving = contextlib.ExitStack()
-        self._until_closed = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, server.transition_layers, params.page_size, num_slots, self._ranks
@@ -320,9 +322,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._offloader.close()
         self._while_serving.close()
         self._until_closed.close()
-        if self._cache_metrics is not None:
-            self._cache_metrics.close()
-        self._cache.close()
 
 
 def mark_log() -> None:

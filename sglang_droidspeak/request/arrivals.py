@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from cachetree import LOCAL, FetchError, is_pool
+from cachetree import LOCAL, FetchError
 from cachetree.planning import Reason, Strategy, recompute_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.names import UnifiedRadixCache
@@ -83,19 +83,16 @@ class Arrivals:
             log.warning("request %s: %s; it does a full prefill", name_of(request.req.rid), exc)
             request.failure = type(exc).__name__
             return Phase.SETTLED
-        source, staging = request.source, request.source.staging
+        plan, source, staging = request.plan, request.source, request.source.staging
         if staging.is_complete:
-            location = request.plan.location
-            is_here = location == LOCAL or is_pool(location)
-            is_seen_first = request.phase is Phase.FETCHING
-            if is_seen_first and staging.completed_s is not None and not is_here:
-                self._meter.noticed(time.monotonic() - staging.completed_s)
+            ended_s, is_seen_first = staging.completed_s, request.phase is Phase.FETCHING
+            if is_seen_first and ended_s is not None and plan.location != LOCAL:
+                self._meter.noticed(time.monotonic() - ended_s)
             return Phase.READY
         num_landed = staging.num_landed_bytes
         if request.left_s(num_landed) < 0:
             return self._too_late(request)
-        plan, page_size = request.plan, self._sources.server.page_size
-        compute_s = recompute_s(plan, page_size, self._meter.recompute)
+        compute_s = recompute_s(plan, self._sources.server.page_size, self._meter.recompute)
         if compute_s is None:
             return Phase.FETCHING
         if plan.strategy is not Strategy.PIPELINED:

@@ -65,10 +65,10 @@ class Insertions:
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
     about: Callable[[Req, int, int], EventTokens | None] = field(
-        default_factory=lambda: _untold, init=False
+        default_factory=lambda: _nobody, init=False
     )
     """What events say of some of a request's tokens."""
-    name: Callable[[Req], object] = field(default_factory=lambda: _unnamed, init=False)
+    name: Callable[[Req], object] = field(default_factory=lambda: _nobody, init=False)
     """Has SGLang's own events name the request's adapter by the extra key that it has now."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
@@ -132,12 +132,8 @@ class Insertions:
         )
 
 
-def _unnamed(_req: Req) -> None:
-    """Nobody follows events."""
-
-
-def _untold(_req: Req, _start: int, _stop: int) -> None:
-    """Nobody follows events."""
+def _nobody(*_about: object) -> None:
+    """Follows events."""
 
 
 class Offloader:
