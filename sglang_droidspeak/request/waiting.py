@@ -290,9 +290,10 @@ class WaitingRequests:
 
     def _read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
         """Have a request without a load read the namespace of which the device has more."""
-        is_better, index = False, self._pool_index
-        if index.has_approximate and not must_stay_exact(request.req):
-            is_better = index.held(request.req, len(request.pages), tree).is_approximate_longer
+        is_better = False
+        if self._pool_index.has_approximate and not must_stay_exact(request.req):
+            held = self._pool_index.held(request.req, len(request.pages), tree)
+            is_better = held.approximate > held.exact
         prefixes.move(request.req, approximate=is_better)
 
     def _obey(self, request: Request, planned: Planned | None, tree: UnifiedRadixCache) -> None:

@@ -51,10 +51,6 @@ class Held:
     exact: int
     approximate: int
 
-    @property
-    def is_approximate_longer(self) -> bool:
-        return self.approximate > self.exact
-
 
 @dataclass(eq=False)
 class PoolIndex:

@@ -644,6 +644,5 @@ def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
     req: Any = SimpleNamespace(lora_id=None)
     assert shelf.index.held(req, 8, None) == Held(3, 0), "none was ever loaded"
     shelf.index.has_approximate = True
-    held = shelf.index.held(req, 8, None)
-    assert (held, held.is_approximate_longer) == (Held(3, 5), True)
-    assert not shelf.index.held(req, 3, None).is_approximate_longer
+    assert shelf.index.held(req, 8, None) == Held(3, 5)
+    assert shelf.index.held(req, 3, None) == Held(3, 3)

@@ -156,7 +156,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it])))  # type: ignore[arg-type]
     cache, taken, other = SilentCache(lambda: 0.0), request("taken"), request("other")
     taken.prefix_len = 0
-    nothing = SimpleNamespace(is_approximate_longer=False)
+    nothing = SimpleNamespace(exact=0, approximate=0)
     pool = SimpleNamespace(has_approximate=False, held=lambda *_: nothing)
     waiting, tree = waiting_on(cache, [], labels=labels, is_experiment=False, pool=pool), None
     assert waiting.look([taken], tree, is_decoding=False) == {"taken"}

@@ -175,7 +175,7 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
         waiting, _ = waiting_with(cache, planner=planner)
         prefixes.move(req, approximate=True)
         look(waiting, req)
-        assert prefixes.is_approximate(req) == (stays and held.is_approximate_longer)
+        assert prefixes.is_approximate(req) == (stays and (held.approximate > held.exact))
         assert cache.where == ([("r1", NUM_PAGES, TREE)] if stays else [])
 
 
@@ -193,7 +193,7 @@ def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held
     )
     waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
     look(waiting, req)
-    assert followed == ([] if held.is_approximate_longer else [req])
+    assert followed == ([] if (held.approximate > held.exact) else [req])
 
 
 def test_one_that_fails_reads_the_longer_of_what_the_device_has() -> None:
