@@ -150,7 +150,7 @@ class Team:
     plan = staticmethod(lambda *_: Declined("no_match"))
     refusal = staticmethod(prefixes.refusal)
     would_save_s = staticmethod(lambda *_: SAVING_S)
-    reach = staticmethod(lambda *_: 0)
+    remote = SimpleNamespace(reach=lambda *_: 0)
 
     def meet(self, req: Any) -> None:
         pass
