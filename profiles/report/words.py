@@ -23,7 +23,6 @@ _MAX_RUNS: Final = 4
 
 _METRICS: Final = {
     "f1": "token F1",
-    "token_f1": "token F1",
     "rouge_l": "Rouge-L",
     "edit_similarity": "edit similarity",
 }
