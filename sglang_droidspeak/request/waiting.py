@@ -224,10 +224,9 @@ class WaitingRequests:
             if it.phase != Phase.SEEN:
                 told = replace(it.planned, considered=None) if it.is_waiting else None
                 mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_counted_on))
-        by_rid = {it.req.rid: it for it in seen}
         for rid, is_approximate, planned, num_there in self._ranks.share(mine, list[_Decision]):
             if not self._ranks.is_first:
-                request = by_rid[rid]
+                request = self._requests[rid]
                 prefixes.move(request.req, approximate=is_approximate)
                 self._obey(request, planned, tree)
                 request.num_counted_on = num_there
@@ -242,12 +241,8 @@ class WaitingRequests:
     def _settle_or_plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> None:
         req = request.req
         try:
-            if outcome := self._planner.refusal(req):
-                declined: Declined | None = Declined(outcome)
-            else:
-                if not request.pages:
-                    request.pages = prefixes.reusable_pages(req, self._page_size)
-                declined = self._plan(request, tree, num_waiting)
+            outcome = self._planner.refusal(req)
+            declined = Declined(outcome) if outcome else self._plan(request, tree, num_waiting)
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
             declined = Declined("error")
@@ -268,6 +263,7 @@ class WaitingRequests:
     def _plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> Declined | None:
         """Take up a plan, or wait for another request; else why there is none."""
         req = request.req
+        request.pages = request.pages or prefixes.reusable_pages(req, self._page_size)
         planned = self._planner.plan(req, request.pages, tree, num_waiting)
         consider(req, planned.considered)
         if isinstance(planned, Planned) and not planned.plan.is_exact and must_stay_exact(req):
