@@ -327,7 +327,7 @@ def test_other_broken_folders_are_named(base, tmp_path):
         with pytest.raises(ConfigError, match=f"tokenizer of {base} cannot be loaded"):
             load_tokenizer(ModelSource(path=base))
     refused(edit_config(base, hidden_act=3), "config.json cannot be used: .*'hidden_act'")
-    (base / "tokenizer.json").unlink()
-    refused(base, r"has no tokenizer\.json")
     (base / "model.safetensors").unlink()
     refused(base, r"has neither model\.safetensors")
+    (base / "tokenizer.json").unlink()
+    refused(base, r"has no tokenizer\.json")
