@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
 PROFILE = PAIRS / "sender_to_receiver.json"
 OFF = {"mode": "off"}
+IDLE_S = 0.2
 
 
 def prompts(task: str = "biographies", num: int = 24) -> list[list[int]]:
@@ -78,7 +80,8 @@ class Pair:
         return bool(pair["plans"]) and not pair["num_left"]
 
     def requests_until_off(self, asked: list[list[int]], **options: Any) -> int:
-        """Reused ones; those asked for are gone from the list."""
+        """Reused ones; those asked for are gone from the list. Between them the server is idle for
+        a moment, as a comparison makes way for whoever asks."""
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda it: self.sender.generate(it, max_new_tokens=1), asked))
         eventually(lambda: self.ask(asked.pop(), **options).provenance["outcome"] == "reused")
@@ -86,6 +89,7 @@ class Pair:
         while not self.is_off:
             reply = self.ask(asked.pop(), rid=f"request {num_reused}", **options)
             num_reused += reply.provenance["outcome"] == "reused"
+            time.sleep(IDLE_S)
         print(
             num_reused,
             "requests:",
