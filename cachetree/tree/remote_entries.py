@@ -65,8 +65,9 @@ class RemoteEntries:
             had = [node.remote[key].e_layers for node in nodes if key in node.remote]
             noted = [self._put(node, key, layers) for node in nodes]
             self._listeners.noted(noted, added=True)
+            spread = spread_e(noted)
         if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
-            spread_e(self._lock, noted)
+            in_slices(self._lock, spread)
         in_slices(self._lock, partial(self._trim, location))
 
     def has(self, location: Location, model: ModelId, page: PageHash) -> bool:
@@ -80,9 +81,10 @@ class RemoteEntries:
         model: ModelId,
         pages: Sequence[PageHash],
         e_layers: Collection[int] = (),
+        *,
+        is_use: bool = False,
     ) -> int:
-        """How many leading `pages` are noted at `location`, with E at all of `e_layers`. Not a use,
-        unlike `match`."""
+        """How many leading `pages` are noted at `location`, with E at all of `e_layers`."""
         key, layers = (location, model), set(e_layers)
 
         def has(node: Node) -> bool:
@@ -90,7 +92,10 @@ class RemoteEntries:
             return entry is not None and layers.issubset(entry.e_reach.whole)
 
         with self._lock:
-            return depth_of(self._trie.deepest(pages, has))
+            place = self._trie.deepest(pages, has)
+            if is_use and place is not None:
+                place.node.remote[key].use()
+            return depth_of(place)
 
     def longest(self, location: Location) -> Change | None:
         """The most pages that are noted there in one run, as an addition."""

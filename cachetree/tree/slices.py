@@ -42,17 +42,17 @@ def seen_in_slices(lock: threading.Lock, root: Node, of_node: OfNode) -> Iterato
         yield from seen
 
 
-def spread_e(lock: threading.Lock, changed: Sequence[Entry]) -> None:
-    """Compute anew how far E reaches below entries of one model and place, after their `set_e`.
+def spread_e(changed: Sequence[Entry]) -> Callable[[int], bool]:
+    """How far E reaches below entries of one model and place, computed anew: work for `in_slices`,
+    made in the same hold of the lock as their `set_e`, as a node that is split has others below it.
 
-    Until then those below say what was so before.
+    Until it is done those below say what was so before.
     """
-    steps = _below_changed(changed)
-    in_slices(lock, lambda most: len(list(islice(steps, 2 * most))) == 2 * most)  # Short ones.
+    steps = _below_changed(changed, [it for each in changed for it in each.node.children.values()])
+    return lambda most: len(list(islice(steps, 2 * most))) == 2 * most  # Short ones.
 
 
-def _below_changed(changed: Sequence[Entry]) -> Iterator[None]:
-    pending = [node for entry in changed for node in entry.node.children.values()]
+def _below_changed(changed: Sequence[Entry], pending: list[Node]) -> Iterator[None]:
     while pending:
         entry = changed[0].at(pending.pop())
         if entry is not None:

@@ -321,8 +321,9 @@ class CacheTree:
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
         with self._lock:
             gained = self._local.end(reservation, is_commit)
+            spread = spread_e(gained)
         if gained:
-            spread_e(self._lock, gained)
+            in_slices(self._lock, spread)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:

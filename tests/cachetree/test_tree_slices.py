@@ -122,7 +122,7 @@ def test_e_reaches_below_as_far_as_it_does_whatever_comes_while_it_spreads() -> 
         for _ in range(80):
             any_change()
         tree._lock = tree.remote._lock = BusyLock(any_change)  # type: ignore[misc, assignment]
-        for text in ("a", "b"):
+        for text in ("a", "b", "abab", "bbaa"):
             store(tree, A, text, e_layers=[0, 1, 2])
             tree.remote.add(FAR, A, None, path(text), rng.choice([[0], [2], [0, 2]]))
         for node in tree._trie.root.walk():
@@ -130,6 +130,30 @@ def test_e_reaches_below_as_far_as_it_does_whatever_comes_while_it_spreads() -> 
                 said, above = entry.e_reach, entry.parent
                 entry.set_e(entry.e_layers)
                 assert said == entry.e_reach, f"seed {seed}, below {above}"
+
+
+@pytest.mark.parametrize("before", [[], [1]], ids=["gained", "lost"])
+def test_e_reaches_below_what_is_split_before_it_spreads(before: list[int]) -> None:
+    tree = make_tree(900)
+    tree.remote.add(FAR, A, None, path("abcd"), before)
+    tree.remote.add(FAR, A, path("abcd")[-1], path("abcdefgh")[4:], [1])
+    lock = BusyLock(lambda: tree.remote.add(FARTHER, B, None, path("abxy"), []))
+    tree.remote._lock = lock  # type: ignore[misc, assignment]
+    tree.remote.add(FAR, A, None, path("abcd"), [] if before else [1])
+    assert tree.remote.reach(FAR, A, path("abcdefgh"), [1]) == (0 if before else 8)
+
+
+def test_e_of_a_store_reaches_below_what_is_split_before_it_spreads() -> None:
+    tree = make_tree(900)
+    store(tree, A, "abcd")
+    store(tree, A, "abcdefgh", 4, e_layers=[1])
+    reservation = tree.reserve(A, None, path("abcd"), [1])
+    assert reservation is not None
+    lock = BusyLock(lambda: tree.remote.add(FARTHER, B, None, path("abxy"), []))
+    tree._lock = tree.remote._lock = lock  # type: ignore[misc, assignment]
+    reservation.commit()
+    (found,) = (it for it in tree.match(path("abcdefgh")) if it.location == LOCAL)
+    assert found.e_pages == {1: 8}
 
 
 def test_entries_that_have_grown_old_go_in_slices_too() -> None:
