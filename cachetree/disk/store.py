@@ -250,6 +250,8 @@ class DiskStore:
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict until there is room, and count it as taken; raises OSError where there is none."""
+        if num_bytes > self._budget_bytes:
+            raise OSError(f"an entry of {num_bytes:,} bytes is more than the disk's budget")
         while True:
             with self._lock:
                 if self._num_bytes + num_bytes <= self._budget_bytes:

@@ -116,7 +116,7 @@ class DiskTier:
         else:
             log.warning("%s does not answer; it is left as it is", self._store.path)
 
-    # Called under the lock of the store, and of the tree.
+    # Called under the lock of the index.
 
     def _show(self, change: Change) -> None:
         if change.added:

@@ -254,6 +254,16 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
         assert write(store, A, "new")
 
 
+def test_what_is_larger_than_the_budget_makes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path) as store:
+        write(store, A, "kept")
+        monkeypatch.setattr(store, "_budget_bytes", 100)
+        write(store, A, "new")
+        assert (num_right(store, A, "kept"), num_right(store, A, "new")) == (4, 0)
+
+
 def test_the_listener_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
     heard: list[Change] = []
 
