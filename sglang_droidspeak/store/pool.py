@@ -3,7 +3,8 @@
 SGLang gives each adapter a radix tree of its own. What is inserted there is noted in the cache's
 tree too, at a location per adapter, so that one walk finds it for all others. SGLang does not tell
 what it evicts: a note is a hint, looked up in SGLang's tree before anything is planned on it, and
-corrected where it was wrong. Ranks look up what they like, so notes differ between them.
+corrected where it was wrong. Ranks look up what they like, so notes may differ between them until
+they are about to load.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from sglang_droidspeak.ranks import Ranks
 _MAX_PLACES: Final = 256
 """Namespaces of which something is noted, each up to as much as the pool can hold. An activated
 adapter has one for every place at which it was invoked."""
+_MAX_POOLS: Final = 4
+"""Of notes in all, in times of what the pool can hold."""
 
 
 def pool_of(namespace: str) -> Location:
@@ -86,19 +89,22 @@ class PoolIndex:
         slots and so its note: unnoted, it counts as without E, and behind such a page E is of no
         use.
         """
-        location = pool_of(namespace)
-        self._tree.remote.limit(location, self._num_slots // self._page_size)
+        location, remote = pool_of(namespace), self._tree.remote
+        most = self._num_slots // self._page_size
+        remote.limit(location, most)
         self._places[location] = None
         self._places.move_to_end(location)
-        if len(self._places) > _MAX_PLACES:
-            self._leave(list(self._places)[:1])
-        num_known = self._tree.remote.reach(location, model, pages)
+        num_known = remote.reach(location, model, pages, is_use=True)
         start = min(num_there, num_known)
         if start < len(pages):
             parent = pages[start - 1] if start else None
             has_e = num_loaded <= num_there <= num_known
             e_layers = self._e_layers if has_e else ()
-            self._tree.remote.add(location, model, parent, pages[start:], e_layers)
+            remote.add(location, model, parent, pages[start:], e_layers)
+        while len(self._places) > _MAX_PLACES or (
+            sum(remote.num_pages[it] for it in self._places) > _MAX_POOLS * most
+        ):
+            self._leave([next(iter(self._places))])
 
     def forget(self, lora_id: str) -> None:
         """The adapter is gone, and nobody can ask for its part of SGLang's tree any more."""
@@ -127,26 +133,42 @@ class PoolIndex:
     def lock(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
-        """The plan's pages, of which SGLang evicts none before they are released; None where `has`
-        says so on any rank. All ranks do this for the same requests, in the same order."""
-        if not all(self._ranks.least([self.has(plan, pages, req, tree)])):
+        """The plan's pages, of which SGLang evicts none before they are released; None where a rank
+        has not all that the plan needs, which all then know. All ranks do this for the same
+        requests, in the same order."""
+        (num_pages,) = self._ranks.least([self._num_held(plan, pages, req, tree)])
+        if not self._is_all(plan, pages, num_pages):
             return None
         namespace = plan.location.removeprefix(POOL_PREFIX)
         node, slots = prefixes.use(req, namespace, plan.pages.stop, tree)
         lock = tree.lock(node)
         slots = slots[plan.pages.start * self._page_size :]
-        return PoolPages(slots, lambda: tree.unlock(lock), self._has_e(plan, pages))
+        has_e = self._num_with_e(plan, pages) == plan.pages.stop
+        return PoolPages(slots, lambda: tree.unlock(lock), has_e)
 
     def has(self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache) -> bool:
         """Whether SGLang has all of the plan's pages still, and they the E that it needs; what is
         gone is noted. Asks the device for nothing."""
-        namespace = plan.location.removeprefix(POOL_PREFIX)
-        num_there = prefixes.num_held(req, namespace, plan.pages.stop, tree)
-        if num_there < plan.pages.stop:
-            self._tree.remote.drop(plan.location, plan.sender, pages[num_there:])
-            return False
-        return not plan.transition_layers or self._has_e(plan, pages)
+        return self._is_all(plan, pages, self._num_held(plan, pages, req, tree))
 
-    def _has_e(self, plan: Plan, pages: Sequence[PageHash]) -> bool:
-        asked = plan.location, plan.sender, pages[: plan.pages.stop], self._e_layers
-        return bool(self._e_layers) and self._tree.remote.reach(*asked) == plan.pages.stop
+    def _is_all(self, plan: Plan, pages: Sequence[PageHash], num_pages: int) -> bool:
+        if num_pages == plan.pages.stop:
+            return True
+        self._tree.remote.drop(plan.location, plan.sender, pages[num_pages:])
+        return False
+
+    def _num_held(
+        self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
+    ) -> int:
+        """How many of the prompt's pages are there for the plan, up to its last."""
+        namespace = plan.location.removeprefix(POOL_PREFIX)
+        num_pages = prefixes.num_held(req, namespace, plan.pages.stop, tree)
+        return (
+            min(num_pages, self._num_with_e(plan, pages)) if plan.transition_layers else num_pages
+        )
+
+    def _num_with_e(self, plan: Plan, pages: Sequence[PageHash]) -> int:
+        if not self._e_layers:
+            return 0
+        noted = plan.location, plan.sender, pages[: plan.pages.stop]
+        return self._tree.remote.reach(*noted, self._e_layers, is_use=True)

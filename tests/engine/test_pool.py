@@ -176,15 +176,18 @@ def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
     assert shelf.e_pages(pages) == 0
 
 
-def test_nobody_loads_what_another_rank_has_not(shelf: Shelf) -> None:
+def test_nobody_loads_what_another_rank_has_not_and_all_note_it(shelf: Shelf) -> None:
     """Its notes may be others: of what each has looked up alone."""
     pages, asked = pages_of(6), []
+    least = 5
     shelf.insert(pages)
-    shelf.index._ranks = SimpleNamespace(least=lambda mine: asked.append(mine) or [False])  # type: ignore[assignment]
+    shelf.index._ranks = SimpleNamespace(least=lambda mine: asked.append(mine) or [least])  # type: ignore[assignment]
     assert shelf.index.lock(shelf.plan(6, Span(2, 4)), pages, None, MagicMock()) is None
-    shelf.num_there = 3
-    assert shelf.index.lock(shelf.plan(6), pages, None, MagicMock()) is None
-    assert asked == [[True], [False]]
+    assert shelf.e_pages(pages[:5]) == shelf.noted(pages) == 5
+    shelf.num_there = least = 3
+    assert shelf.index.lock(shelf.plan(5), pages, None, MagicMock()) is None
+    assert asked == [[6], [3]]
+    assert shelf.noted(pages) == 3
 
 
 @pytest.mark.parametrize("has_e", [True, False])
@@ -276,10 +279,31 @@ def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf: Shelf) -> Non
     shelf.insert(shared)
     for seed in range(1, 8):
         shelf.insert(pages_of(8, seed))
-    shelf.tree.match(shared)
+    shelf.insert(shared[:6], num_there=6)  # As on every rank, also where nobody asks.
     shelf.insert(pages_of(4, seed=9))
     assert [shelf.noted(pages_of(8, seed)) for seed in (0, 1, 7)] == [8, 0, 8]
     assert shelf.tree.remote.num_pages[pool_of("")] <= NUM_SLOTS // PAGE
+
+
+def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
+    """Only the first rank plans."""
+    shared = pages_of(8)
+    shelf.insert(shared)
+    for seed in range(1, 8):
+        shelf.insert(pages_of(8, seed))
+    assert shelf.index.lock(shelf.plan(8, Span(2, 4)), shared, None, MagicMock())
+    shelf.insert(pages_of(4, seed=9))
+    assert [shelf.noted(pages_of(8, seed)) for seed in (0, 1, 7)] == [8, 0, 8]
+
+
+def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
+    """Of what SGLang has evicted there are notes left in each."""
+    most = NUM_SLOTS // PAGE
+    for place in range(10):
+        for seed in range(most // 8):
+            shelf.index.note(f"{place}", BASE, pages_of(8, 100 * place + seed), 0, 0)
+    assert shelf.tree.remote.num_pages.total() <= 4 * most
+    assert shelf.tree.match(pages_of(8, 900))
 
 
 def test_of_places_without_number_the_one_longest_unused_is_forgotten(
@@ -306,7 +330,7 @@ def test_to_note_again_what_is_noted_costs_no_more_than_a_look(
     class Counted(list):  # type: ignore[type-arg]
         __iter__ = __reversed__ = lambda *_: pytest.fail("page after page")  # type: ignore[assignment]
 
-    monkeypatch.setattr(shelf.tree.remote, "reach", lambda *_: 6)
+    monkeypatch.setattr(shelf.tree.remote, "reach", lambda *_, **__: 6)
     shelf.insert(Counted(pages), num_there=6)
 
 
