@@ -69,13 +69,13 @@ class Part:
 
 
 def choose_lengths(
-    max_prefix_tokens: int, max_positions: int, page_size: int
+    max_prefix_tokens: int, max_positions: int, page_size: int, role: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Prefix lengths to fit on, and others between them to be judged on; both ascending.
 
     The longest prefix of the data and its halves, in whole pages where these are fine enough.
     `max_positions` is what a model has beside questions. Raises ConfigError where that is too
-    little to be timed.
+    little to be timed, naming the model by its role.
     """
     top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
     unit = page_size
@@ -89,8 +89,8 @@ def choose_lengths(
             return fitted, held_out
         unit //= 2
     raise ConfigError(
-        f"questions leave {top} of the model's positions for prefixes, too few to be timed; give "
-        "shorter questions"
+        f"questions leave {top} of the {role}'s positions for prefixes, too few to be timed; give "
+        "shorter questions, or a model of more positions"
     )
 
 

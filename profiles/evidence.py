@@ -99,7 +99,7 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     fidelity: Fidelity
     kl_by_context: tuple[float, ...]
-    """Means over the questions of each context of the training split that was swept, in order."""
+    """Means over the questions of each document of the training split that was swept, in order."""
 
 
 class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):

@@ -104,7 +104,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         settings, (sender, receiver), models, train.documents, held_out.documents
     )
     if journal.costs is None:
-        journal.put(Timed(costs=time_costs(receiver.model, documents, settings, console)))
+        costs = time_costs(receiver.model, "receiver", documents, settings, console)
+        journal.put(Timed(costs=costs))
     forecast = Forecast(journal.costs, receiver.model.head_layers)
     whole_s = forecast.whole(train.documents, held_out.documents, blocks, settings)
     console.print(
@@ -279,13 +280,18 @@ def answerer_of(
 
 
 def time_costs(
-    model: LayeredModel, documents: Sequence[Document], settings: Settings, console: Console
+    model: LayeredModel,
+    role: str,
+    documents: Sequence[Document],
+    settings: Settings,
+    console: Console,
 ) -> CostModel:
     """The cost model at the lengths of these documents."""
     positions = model.model.config.max_position_embeddings
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
-    lengths, others = choose_lengths(longest, positions - 2 * num_suffix, settings.page_size)
+    left = positions - 2 * num_suffix
+    lengths, others = choose_lengths(longest, left, settings.page_size, role)
     budget_s, done_s = settings.timing_seconds, 0.0
     with shown(console, "timing", budget_s) as done:
 
@@ -317,7 +323,7 @@ def measure_small(
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)
     answerer = answerer_of(model, tokenizer, documents, memory_gb=settings.memory_gb)
-    own = time_costs(answerer.model, documents, settings, console)
+    own = time_costs(answerer.model, "smaller model", documents, settings, console)
     seconds = [own.full_prefill_s(len(it.prefix), 0) for it in documents]
     qualities = []
     with shown(console, "smaller model", sum(seconds)) as done:

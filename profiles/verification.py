@@ -32,7 +32,7 @@ from profiles.stats.artifact import (
     tv_bound,
 )
 from profiles.stats.choice import qualities_of
-from profiles.stats.gate import contexts_lacking, verdict
+from profiles.stats.gate import contexts_lacking, is_within, nothing_to_lose, reason_of
 from profiles.stats.measured import Candidate, Measured
 
 
@@ -75,7 +75,8 @@ class Again:
     def verify(self) -> Verification:
         """What servers use of the profile, on all the data; the recommended plan is judged anew.
 
-        Raises ProfileError where they use none of its plans, and where a context is the profile's.
+        Raises ProfileError where they use none of its plans, where a context is the profile's, and
+        where full prefill answers nothing right at some task.
         """
         profile, documents = self._profile, self._documents
         if not profile.passed:
@@ -99,6 +100,8 @@ class Again:
             bench = self._bench(journal, *self._answerers(documents))
             judged = self._judge("judging", documents, [*plans], bench)
         split = split_of(data, judged)
+        if (unjudged := nothing_to_lose(split)) is not None:
+            raise ProfileError(unjudged)
         for candidate, point in plans.items():
             scores = judged.candidates[candidate]
             qualities = qualities_of(scores)
@@ -110,13 +113,13 @@ class Again:
                 ttft_s=profile.costs.ttft_s(candidate.runs, *split.mean_lengths),
             )
         best = plans[_candidate(profile.recommended)]
-        holds, reason = verdict([best], split, profile.tolerance)
+        holds = is_within(best.tasks, profile.tolerance)
         is_open = not holds and contexts_lacking(best, split, profile.tolerance) is not None
         return Verification(
             split=split,
             plans=tuple(plans.values()),
             holds=None if is_open else holds,
-            reason=reason,
+            reason=reason_of(best, split, profile.tolerance),
         )
 
     def calibrate(self) -> MeasuredProfile:

@@ -150,7 +150,9 @@ def split_of(data: Data, judged: Measured) -> Split:
     """What the models do by themselves."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)
-    lengths = {it.context: len(it.prefix) for it in documents}
+    lengths: dict[str, int] = {}
+    for it in documents:
+        lengths[it.context] = max(len(it.prefix), lengths.get(it.context, 0))
     return Split(
         files=data.files,
         contexts=tuple(lengths),

@@ -128,25 +128,35 @@ def proven(plans: Iterable[FrontierPoint], tolerance: float) -> tuple[FrontierPo
 
 def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> tuple[bool, str]:
     """Whether the pair passes with these plans in their order, and why, in one sentence."""
+    if (unjudged := nothing_to_lose(split)) is not None:
+        return False, unjudged
+    if not plans:
+        return False, "no plan smaller than all layers was measured on all training questions"
+    if passing := proven(plans, tolerance):
+        return True, reason_of(passing[-1], split, tolerance)
+    return False, f"no plan smaller than all layers passed: {reason_of(plans[0], split, tolerance)}"
+
+
+def nothing_to_lose(split: Split) -> str | None:
+    """Of a split at whose tasks no loss can be judged: why, in a sentence."""
     for it in split.tasks:
         if it.full_prefill <= 0:
-            return False, (
+            return (
                 f"the receiver alone answers nothing right on held-out questions{_of(it, split)}, "
                 "so no loss can be judged; check data, template and metric"
             )
-    if not plans:
-        return False, "no plan smaller than all layers was measured on all training questions"
-    passing = proven(plans, tolerance)
-    if passing:
-        return True, f"{finding(passing[-1], split)}; {100 * tolerance:.3g}% is accepted"
-    reason = (
-        "no plan smaller than all layers passed: "
-        f"{finding(plans[0], split)}; {100 * tolerance:.3g}% is accepted"
-    )
-    if (needed := contexts_lacking(plans[0], split, tolerance)) is not None:
-        task, _ = _worst(plans[0], split)
+    return None
+
+
+def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
+    """Why a plan passes or does not, in a sentence."""
+    reason = f"{finding(plan, split)}; {100 * tolerance:.3g}% is accepted"
+    if is_within(plan.tasks, tolerance):
+        return reason
+    if (needed := contexts_lacking(plan, split, tolerance)) is not None:
+        task, _ = _worst(plan, split)
         reason += f"; about {needed} such contexts could show it, not {task.num_contexts}"
-    return False, reason
+    return reason
 
 
 def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int | None:

@@ -111,11 +111,14 @@ def test_what_was_proven_says_how_many_contexts_reach_how_long(profile):
 
 def test_a_context_of_several_tasks_is_counted_and_drawn_once():
     one = make_document(32, 1)
-    other = dataclasses.replace(one, task=dataclasses.replace(one.task, name="other"))
+    task = dataclasses.replace(one.task, name="other")
+    other = dataclasses.replace(make_document(48, 1), task=task, context=one.context)
     right, wrong = ([Score(kl=0.0, tv=0.0, quality=it)] for it in (1.0, 0.0))
     judged = Measured(
         sender=[[0.0]] * 2, full_prefill=[[1.0], [0.0]], candidates={FULL_REUSE: [right, wrong]}
     )
+    for documents in ([one, other], [other, one]):
+        assert split_of(Data(files=(), documents=documents), judged).prefix_tokens == (48,)
     split = split_of(Data(files=(), documents=[one, other]), judged)
     assert (split.num_contexts, split.num_questions) == (1, 2)
     assert [it.num_contexts for it in split.tasks] == [1, 1]

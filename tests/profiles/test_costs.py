@@ -166,7 +166,7 @@ def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
 
 def test_real_times_are_finite_and_none_is_missing() -> None:
     model = LayeredModel(make_model("llama", 1))
-    lengths, held_out = choose_lengths(64, 256, 16)
+    lengths, held_out = choose_lengths(64, 256, 16, "receiver")
     costs = measure_costs(
         model,
         lengths=lengths,
@@ -290,7 +290,7 @@ def test_turns_end_with_the_budget_but_not_before_the_least(budget_s: float, tur
 
 @given(st.integers(16, 200_000), st.integers(64, 200_000), st.sampled_from([1, 16, 48, 64, 256]))
 def test_lengths_span_the_data_and_none_is_judged_on_itself(longest, positions, page_size) -> None:
-    fitted, held_out = choose_lengths(longest, positions, page_size)
+    fitted, held_out = choose_lengths(longest, positions, page_size, "receiver")
     top = min(max(longest, 512), positions)
     assert len(set(fitted)) == len(fitted) >= 4
     assert list(fitted) == sorted(fitted)
@@ -312,11 +312,12 @@ def test_lengths_span_the_data_and_none_is_judged_on_itself(longest, positions, 
 def test_lengths_are_halves_in_whole_pages_where_those_tell_them_apart(
     longest, positions, page_size, fitted, held_out
 ) -> None:
-    assert choose_lengths(longest, positions, page_size) == (fitted, held_out)
+    assert choose_lengths(longest, positions, page_size, "receiver") == (fitted, held_out)
 
 
 @pytest.mark.parametrize(("positions", "left"), [(16, 16), (0, 0), (-100, 0)])
 def test_a_model_too_short_to_be_timed_is_refused(positions: int, left: int) -> None:
     """Two questions may even be longer than all that it has."""
-    with pytest.raises(ConfigError, match=f"leave {left} of the model's positions"):
-        choose_lengths(300, positions, 16)
+    says = rf"leave {left} of the smaller model's positions .*, or a model of more positions"
+    with pytest.raises(ConfigError, match=says):
+        choose_lengths(300, positions, 16, "smaller model")

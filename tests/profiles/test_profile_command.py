@@ -20,6 +20,7 @@ from stranger import SEED, write_stranger
 
 from cachetree import ConfigError
 from cachetree.corrections import read_corrections
+from cachetree.planning import BlockQuality
 from cachetree.planning.profile import write_profile
 from profiles.cli import _made_as, _settings
 from profiles.compute.fitting import fit_maps
@@ -28,6 +29,7 @@ from profiles.compute.models import load_pair
 from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, read_measured
+from profiles.stats.gate import is_within
 from profiles.verification import Verification
 from sglang_droidspeak.cli import main, parser
 from tools.pairs.questions import make_records, read_documents
@@ -308,19 +310,48 @@ def test_a_pair_that_was_not_trained_together_fails(tmp_path):
     assert status == 1 and "none of its plans is served; profile the pair on these data" in said
 
 
-def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
-    """A profile that claims too small a block."""
+def claim_too_little(file: Path, *others: BlockQuality) -> None:
+    """Write a profile that recommends too small a block, beside these; so much may be lost that
+    eight contexts can show that the shipped plan passes."""
     profile = read_measured(FINE_TUNES.profile)
     small = next(point for point in profile.frontier if len(point.block) == 1)
     claimed = msgspec.structs.replace(
         profile.recommended, start=small.start, stop=small.stop, quality=0.99
     )
-    write_profile(profile.limited_to((claimed,), ""), tmp_path / "pair.json")
+    claiming = profile.limited_to((claimed, *others), "")
+    write_profile(msgspec.structs.replace(claiming, tolerance=0.4), file)
+
+
+def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
+    """And it is not said that no plan passed, where another does."""
+    wide = read_measured(FINE_TUNES.profile).recommended
+    claim_too_little(tmp_path / "pair.json", wide)
     some = tmp_path / "some.jsonl"
     write_records(read_records(unseen)[:24], some)
-    args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
+    args = [*flags(FINE_TUNES), *FAST, "--data", str(some), "--json"]
     assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
-    assert "does not hold" in capsys.readouterr().out
+    found = msgspec.json.decode(capsys.readouterr().out, type=Verification)
+    passes = {it.block: is_within(it.tasks, 0.4) for it in found.plans}
+    assert list(passes.values()).count(True) == 1 and passes[wide.block]
+    assert found.reason.startswith("the plan [4, 5) has 0.083 where full prefill has 1.000")
+    assert not found.holds
+
+
+@pytest.mark.parametrize("right", ["nothing", "what full prefill does not say"])
+def test_data_of_which_full_prefill_answers_nothing_are_refused(right, unseen, tmp_path, capsys):
+    """The template or the metric is wrong, which says nothing of the profile."""
+    claim_too_little(tmp_path / "pair.json")
+    records, some = read_records(unseen)[:24], tmp_path / "some.jsonl"
+    known = {word for it in records for word in " ".join(it.answers).split()}
+    for place, it in enumerate(records):
+        others = tuple(sorted(known - {*" ".join(it.answers).split()}))
+        answers = ("nothing",) if right == "nothing" else others
+        records[place] = msgspec.structs.replace(it, answers=answers)
+    write_records(records, some)
+    args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
+    assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == 1
+    said = "answers nothing right on held-out questions, so no loss can be judged; check data, temp"
+    assert said in capsys.readouterr().err
 
 
 def test_too_few_data_say_so_and_speak_against_no_verdict(unseen, tmp_path, capsys):
