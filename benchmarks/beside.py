@@ -27,14 +27,15 @@ NOW = Path(__file__).resolve().parents[1]
 
 
 def numbers(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Each number of some JSON, by its path; rows by what they are of, where they say it."""
+    """Each number of some JSON, by its path; rows by what they are of, where each says another."""
     if isinstance(found, dict):
         for key, value in found.items():
             if key != "environment":
                 yield from numbers(value, f"{name} / {key}" if name else key)
     elif isinstance(found, list):
-        for index, value in enumerate(found):
-            row = value.get("what", index) if isinstance(value, dict) else index
+        whats = [it.get("what") if isinstance(it, dict) else None for it in found]
+        for index, (value, what) in enumerate(zip(found, whats, strict=True)):
+            row = index if what is None or whats.count(what) > 1 else what
             yield from numbers(value, f"{name} {row}")
     elif isinstance(found, int | float):
         yield name, found

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import result
+from benchmarks import beside, result
 
 PAGE = Path(bench.__file__).with_name("README.md").read_text()
+RESULTS = sorted(Path(bench.__file__).parent.glob("results/**/*.json"))
 
 
 def test_one_that_fails_does_not_stop_the_others_and_is_told(
@@ -58,3 +59,14 @@ def test_the_page_marks_what_is_run() -> None:
     marked = re.findall(r"(?m)^\| `(\w+)` \* \|", PAGE)
     assert set(marked) == bench.NAMES.keys()
     assert all(find_spec(f"benchmarks.{name}") for name in bench.NAMES)
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda it: it.stem)
+def test_no_two_numbers_of_a_result_have_one_name(file: Path) -> None:
+    names = [name for name, _ in beside.numbers(json.loads(file.read_text()))]
+    assert len(names) == len({*names}) > 0
+
+
+def test_rows_are_named_by_what_they_are_of_where_each_says_another() -> None:
+    rows = [{"what": it, "s": 1} for it in ("read", "write")]
+    assert [*beside.numbers({"rows": rows})] == [("rows read / s", 1), ("rows write / s", 1)]
