@@ -3,7 +3,7 @@
     CacheTreeError
     ├── ConfigError            a value given by the user is wrong; names the remedy
     ├── FamilyMismatch         two models (or servers) cannot exchange caches; names the field
-    ├── AuthenticationError    the keys of two servers do not agree; names the side to change
+    ├── AuthenticationError    the keys of two servers do not agree; names what it may be
     ├── ProfileError           a pair profile cannot be read or does not fit the models
     ├── PinRefused             a pin would keep more of the budget than pins may
     ├── OrderDenied            a worker does not do what an operator told it

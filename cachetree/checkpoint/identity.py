@@ -63,7 +63,7 @@ def read_model_identity(
     """The identity of the Hugging Face checkpoint in folder `path`, with a PEFT adapter's if given.
 
     Of the weights about 12 KiB of each layer's tensor are read, and all of the others, embeddings
-    first of all: a gigabyte of them takes a second or two. Under `cache_dir` what was read of the
+    first of all: a little less than a second for each GB. Under `cache_dir` what was read of the
     checkpoint is kept by the path, size and modification time of every file; a broken cache is made
     anew. Raises ConfigError naming the file that is missing or wrong.
     """

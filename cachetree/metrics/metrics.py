@@ -141,7 +141,9 @@ METRICS: Final = (
         "stores", "Stores of peers, by what became of them", "worker.stores_by_outcome", "outcome"
     ),
     _counter("protocol_errors", "Messages that broke the protocol", "worker.num_protocol_errors"),
-    _counter("refused_peers", "Peers of another family or release", "worker.num_refused_peers"),
+    _counter(
+        "refused_peers", "Hellos of peers of another family or release", "worker.num_refused_peers"
+    ),
     _counter(
         "failed_handshakes",
         "Connections that did not prove themselves",
