@@ -191,9 +191,10 @@ class Planner:
             num_waiting=num_waiting,
         )
         too_large: Declined | None = None
+        offered = matches
         while True:
-            costs = self.costs({it.location for it in matches})
-            considered = Considered(demand, matches, costs)
+            costs = self.costs({it.location for it in offered})
+            considered = Considered(demand, offered, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", name_of(req.rid), plan.reason.value, plan.detail)
@@ -201,7 +202,7 @@ class Planner:
             if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
             if is_pool(plan.location) and not self._pool.has(plan, pages, req, tree):
-                matches = self._matches(req, pages)  # The note was wrong and is mended.
+                offered = matches = self._matches(req, pages)  # The note was wrong and is mended.
             elif detail := self._too_large(plan, costs):
                 too_large = too_large or Declined("staging_full", detail, considered)
                 taken = (plan.sender, plan.location)

@@ -214,7 +214,7 @@ def test_of_what_no_staging_will_hold_another_source_is_taken(num_there: int) ->
     pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     found = planner.plan(planner.asked, pages, TREE, 0)
     if num_there:
-        assert found.plan.location == LOCAL
+        assert (found.plan.location, found.considered.matches) == (LOCAL, matches)
     else:
         assert (found.outcome, found.considered.matches) == ("staging_full", matches[:1])
 
