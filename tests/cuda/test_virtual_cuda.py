@@ -159,9 +159,9 @@ def test_an_event_has_to_be_over_before_its_time_is_asked(cuda: VirtualCuda) -> 
 
 def test_queues_of_the_product_carry_clocks() -> None:
     from cachetree import tier
-    from sglang_droidspeak.store import insertions
+    from cachetree.transport import send_queue
 
-    for module in (tier, insertions):
+    for module in (tier, send_queue):
         assert module.SimpleQueue is SimpleQueue
         with VirtualCuda():
             assert module.SimpleQueue is not SimpleQueue
