@@ -5,11 +5,7 @@
 
 from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
 from cachetree.checkpoint.family import SCALE_BYTES, Codec, Family, ModelIdentity, vector_bytes
-from cachetree.checkpoint.identity import (
-    first_difference,
-    read_model_identity,
-    read_shape,
-)
+from cachetree.checkpoint.identity import first_difference, read_model_identity, read_shape
 from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 

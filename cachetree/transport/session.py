@@ -290,9 +290,9 @@ class StoreReceiver:
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None where its store has ended, or ends with it."""
-        if self._open is None or not self.is_pending(frame):
+        if (opened := self._opened(frame.id)) is None:
             return None
-        _, receiver, _ = self._open
+        _, receiver, _ = opened
         try:
             return receiver.buffer_for(frame)
         except FetchError as exc:
@@ -301,13 +301,13 @@ class StoreReceiver:
 
     def is_pending(self, frame: Frame) -> bool:
         """Whether the store still goes on that `buffer_for` was asked for."""
-        return self._open is not None and self._open[0] == frame.id
+        return self._opened(frame.id) is not None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
         """Its store may have ended already."""
-        if self._open is None or not self.is_pending(frame):
+        if (opened := self._opened(frame.id)) is None:
             return
-        id, receiver, reservation = self._open
+        id, receiver, reservation = opened
         try:
             receiver.mark_received(frame, is_sound=is_sound)
         except FetchError as exc:
@@ -322,7 +322,7 @@ class StoreReceiver:
 
     def cancel(self, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
-        if self._open is not None and self._open[0] == id:
+        if self._opened(id) is not None:
             self.close()
 
     def expire(self) -> None:
@@ -338,6 +338,10 @@ class StoreReceiver:
             self._open[-1].release()
             self._open = None
             self._counts.num_open_stores -= 1
+
+    def _opened(self, id: int) -> tuple[int, FetchReceiver, Reservation] | None:
+        """The store that is open, where it is this one."""
+        return self._open if self._open is not None and self._open[0] == id else None
 
     def _begin(self, store: wire.Store, deadline: Deadline) -> _Refusal | None:
         tree = self._service.tree

@@ -64,8 +64,9 @@ class InFlightPrefills:
                 break
             common = pages[:num_pages]
             saved_s = self._planner.would_save_s(req, common, leader.model, leader.place)
-            if saved_s > 0 and not self._has_left(replace(leader, pages=common)):
-                return replace(leader, pages=common, patience_s=saved_s)
+            awaited = replace(leader, pages=common, patience_s=saved_s)
+            if saved_s > 0 and not self._has_left(awaited):
+                return awaited
         if isinstance(planned, str):
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
         return None

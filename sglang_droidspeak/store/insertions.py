@@ -133,7 +133,7 @@ class Insertions:
 
 
 def _nobody(*_about: object) -> None:
-    """Follows events."""
+    """Where nobody follows events."""
 
 
 class Offloader:
