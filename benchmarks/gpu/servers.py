@@ -24,7 +24,10 @@ LAYERS, BLOCK = 8, Span(3, 5)
 LENGTHS = (2_000, 10_000, 40_000)
 PAGE = 64
 REPEATS = 3
-_TOLD = re.compile(r"::(\S+) (PASSED|FAILED|SKIPPED|ERROR)")
+_TOLD = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)")
+"""As pytest-xdist tells of each."""
+_AT_ONCE = 4
+"""Cases, each with two small servers: most of their time they start, on the host."""
 
 
 def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
@@ -93,6 +96,7 @@ def _first_token_ms(server: Server, tokens: Sequence[int], control: Mapping[str,
 def oracle(which: str) -> Iterator[dict[str, Any]]:
     """`tests/gpu` by pytest: of each test its outcome."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", which]
+    command += ["-n", str(_AT_ONCE), "--dist", "loadgroup"]
     with subprocess.Popen(
         [*command, "tests/gpu"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -107,5 +111,5 @@ def outcomes(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         sys.stderr.write(line)
         if told := _TOLD.search(line):
-            found[told[1]] = told[2].lower()
+            found[told[2]] = told[1].lower()
             yield found

@@ -188,9 +188,9 @@ def test_a_missing_sanitizer_is_said(monkeypatch) -> None:
 
 def test_outcomes_of_tests_are_told_one_by_one() -> None:
     lines = [
-        "tests/gpu/test_cuda_servers.py::test_blocks[llama] PASSED   [ 50%]\n",
+        "[gw1] [ 50%] PASSED tests/gpu/test_cuda_servers.py::test_blocks[llama] \n",
         "a log line\n",
-        "tests/gpu/test_cuda_servers.py::test_blocks[tp] SKIPPED (one device)   [100%]\n",
+        "[gw0] [100%] SKIPPED tests/gpu/test_cuda_servers.py::test_blocks[tp] \n",
     ]
     first, second = (dict(it) for it in servers.outcomes(lines))
     assert second == {"test_blocks[llama]": "passed", "test_blocks[tp]": "skipped"}

@@ -40,6 +40,7 @@ ROUNDED = 0.4
 OPTIONS = {
     "dtype": "bfloat16",
     "mem-fraction-static": 0.3,
+    "max-total-tokens": 1 << 16,  # Cases run at once: none takes by what others leave free.
     "page-size": 16,
     "max-running-requests": 8,  # Graphs of larger batches would take most of the start.
 }
@@ -72,7 +73,10 @@ CASES = {
 """Each attention, architecture, and graphs or none with each other's two."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(it, marks=pytest.mark.xdist_group(it)) for it in CASES],
+)
 def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server, float]]:
     folder, case = tmp_path_factory.mktemp("cuda"), CASES[request.param]
     weights = case.weights
