@@ -14,6 +14,7 @@
 
 Each part has a time of its own, and what the parts before it or not asked for have left; then it is
 cut: what it had found by then is told, and that it was cut. A part that cannot run here says why.
+Parts that are not asked for keep what the file has of them, with what that was found on.
 """
 
 from __future__ import annotations
@@ -24,13 +25,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import result
 from benchmarks.gpu.parts import (
@@ -123,14 +120,6 @@ def alone(num_tokens: int, name: str, most_s: float) -> Found:
     return found
 
 
-def table_of(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table("part", "what", "found")
-    for part, values in found.items():
-        for what, value in values.items():
-            table.add_row(part, what, str(value))
-    return table
-
-
 def main() -> None:
     parser = result.arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -146,8 +135,9 @@ def main() -> None:
     spare_s = sum(part.most_s for name, part in PARTS.items() if name not in args.only)
     asked = {it: PARTS[it] for it in args.only}
     found = run_all(asked, partial(alone, args.tokens), spare_s=spare_s)
-    Console().print(table_of(found))
-    result.write("gpu", found, environment, args.json)
+    rows = [{"part": name, **it} for name, it in found.items()]
+    rows = result.with_others(rows, "part", environment, args.json)
+    result.write("gpu", {"rows": rows}, environment, args.json)
     sys.exit(any("failed" in it for it in found.values()))
 
 

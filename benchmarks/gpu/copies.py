@@ -5,6 +5,7 @@ Each part checks what it copied before it tells a time.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from sglang_droidspeak.store.rows import Coding, DeviceRows
 
 HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 4
 """The KV of an 8B model, in bfloat16: 4 KiB per token and layer."""
-REPEATS = 5
+REPEATS = 20
 
 
 class Stack:
@@ -87,7 +88,7 @@ def pinned(num_tokens: int) -> dict[str, Any]:
     found = {}
     for name, pin in (("pinned", True), ("pageable", False)):
         loads = Loads(num_tokens, pin=pin)
-        ms = median_ms(loads.run)
+        (ms,) = medians_ms(loads.run)
         loads.check()
         found[f"{name}_gb_per_s"] = round(loads.num_bytes / ms / 1e6, 2)
     return found
@@ -109,22 +110,24 @@ def overlap(num_tokens: int) -> dict[str, Any]:
         compute()
         copies.forward_waits(0, 0)
 
-    alone_ms = [median_ms(loads.run), median_ms(compute)]
-    both_ms = median_ms(both)
+    copies_ms, compute_ms, both_ms = medians_ms(loads.run, compute, both)
     loads.check()
-    share = (sum(alone_ms) - both_ms) / min(alone_ms)
+    share = (copies_ms + compute_ms - both_ms) / min(copies_ms, compute_ms)
     names = ("copies_ms", "compute_ms", "both_ms", "overlap")
-    return dict(zip(names, (*alone_ms, both_ms, round(share, 3)), strict=True))
+    found = (copies_ms, compute_ms, both_ms, share)
+    return {name: round(it, 3) for name, it in zip(names, found, strict=True)}
 
 
-def median_ms(work: Callable[[], None]) -> float:
-    """On the current stream, by its events, after one run that is not counted."""
-    times = []
+def medians_ms(*works: Callable[[], None]) -> list[float]:
+    """Of each on the current stream, by its events. They take turns, as a device's clock drifts;
+    the first turn is not counted."""
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS + 1):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times[1:])[REPEATS // 2]
+        for work, taken in zip(works, times, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            taken.append(start.elapsed_time(stop))
+    return [statistics.median(taken[1:]) for taken in times]

@@ -30,6 +30,13 @@ _AT_ONCE = 4
 """Cases, each with two small servers: most of their time they start, on the host."""
 
 
+class SizedServer(ServerSpec):
+    """Told how many tokens its KV pool has: it can start while others take of the device."""
+
+    def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
+        return False
+
+
 def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
     """Median ms to the first token, of a full prefill and with the block recomputed."""
     with tempfile.TemporaryDirectory() as name:
@@ -45,13 +52,14 @@ def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
 
 def pair(paths: Sequence[Path]) -> list[ServerSpec]:
     options = {"mem-fraction-static": 0.35, "page-size": PAGE, "max-running-requests": 8}
+    options["max-total-tokens"] = 4 * LENGTHS[-1]
     address = f"tcp://127.0.0.1:{free_port()}"
     sends = {"listen": address, "capture_layers": [BLOCK.start], "host_gb": 8}
     reads = {"peers": [address], "gate": "off", "host_gb": 0, "staging_gb": 4}
     reads["max_recompute_tokens"] = LENGTHS[-1]
     names = ("sender", "receiver")
     return [
-        ServerSpec(model=path, name=name, options=options, droidspeak=settings)
+        SizedServer(model=path, name=name, options=options, droidspeak=settings)
         for path, name, settings in zip(paths, names, (sends, reads), strict=True)
     ]
 

@@ -19,11 +19,12 @@ from engine_parts import answer, eventually, prompt, whole_pages
 from lora_parts import BASE, Checkpoints
 from quantised_parts import write_quantised
 
+from benchmarks.gpu.servers import SizedServer
 from benchmarks.oracle import generate
 from cachetree.ids import Span
 from profiles.compute.models import ModelSource, load_model
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,7 @@ ROUNDED = 0.4
 OPTIONS = {
     "dtype": "bfloat16",
     "mem-fraction-static": 0.3,
-    "max-total-tokens": 1 << 16,  # Cases run at once: none takes by what others leave free.
+    "max-total-tokens": 1 << 16,
     "page-size": 16,
     "max-running-requests": 8,  # Graphs of larger batches would take most of the start.
 }
@@ -93,13 +94,13 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, S
     models = dict(zip(names, paths, strict=True))
     options, shared = case.options, {**tested, "recompute_attention": case.recompute}
     address = f"tcp://127.0.0.1:{free_port(case.num_ranks)}"
-    sender = ServerSpec(
+    sender = SizedServer(
         model=models["sender"],
         name="sender",
         options=options,
         droidspeak={"listen": address, "capture_layers": [2], **shared},
     )
-    receiver = ServerSpec(
+    receiver = SizedServer(
         model=models["receiver"],
         name="receiver",
         options=options,
@@ -141,7 +142,7 @@ def test_blocks_agree_with_the_oracle(pair) -> None:
 def test_an_adapter_reads_what_the_base_has(tmp_path) -> None:
     models = Checkpoints.write(tmp_path, {"adapter": {"rank": 8}})
     lora = {"max-loras-per-batch": 2, "max-lora-rank": 8, "lora-target-modules": ["all"]}
-    spec = ServerSpec(
+    spec = SizedServer(
         model=models.whole[BASE],
         options={**OPTIONS, "lora-backend": "triton", **lora},
         adapters=models.adapters,

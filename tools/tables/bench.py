@@ -220,6 +220,24 @@ def shared_tier(found: Any) -> str:
     return of_rows(found["rows"], columns)
 
 
+def gpu(found: Any) -> str:
+    """What each part found, and on which device."""
+    not_found = {"part", "environment"}
+    rows = [
+        {**row, "what": what, "found": round(value, 3) if isinstance(value, float) else value}
+        for row in found["rows"]
+        for what, value in row.items()
+        if what not in not_found
+    ]
+    columns = {
+        "part": "{part}",
+        "what": "{what}",
+        "found": "{found}",
+        "on": "{environment[accelerator]}, torch {environment[versions][torch]}",
+    }
+    return of_rows(rows, columns)
+
+
 def simulate(found: Any) -> str:
     """Prompt tokens found, and seconds of prefill that this saved."""
     columns = {"trace, memory": "`{trace}`, {host_gb:.0f} GiB"}
@@ -259,7 +277,7 @@ SOAKS: Final = {
 
 _NAMED: Final = (
     *(link_sweep, never_slower, lora, overhead, serving, transport, shared_tier, tree),
-    *(fleet_size, disk, compression, simulate),
+    *(fleet_size, disk, compression, gpu, simulate),
 )
 
 
