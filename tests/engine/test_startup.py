@@ -245,6 +245,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "device": ("npu", "xpu"),
     "disaggregation_mode": ("prefill", "decode"),
     "dllm_algorithm": ("LowConfidence",),
+    "download_dir": ("models",),
     "dp_size": (2,),
     "enable_attn_tp_input_scattered": (True,),
     "enable_hierarchical_cache": (True,),
