@@ -58,7 +58,9 @@ class Metrics:
             "droidspeak:reused_tokens", "Prompt tokens not prefilled in full"
         )
         self.fetched_bytes: Final[Counter] = counter(
-            "droidspeak:fetched_bytes", "Bytes of E and KV staged for requests"
+            "droidspeak:fetched_bytes",
+            "Bytes of E and KV staged for requests by when they were admitted; "
+            "cachetree:fetched_bytes has those given up before, too",
         )
         self.fallbacks: Final[Counter] = counter(
             "droidspeak:fallbacks",
