@@ -84,6 +84,7 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "rl_quant_profile": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
     "load_format": (_one_of(*_READ_AS_SAFETENSORS), _NOT_THE_CHECKPOINTS),
+    "weight_cache_mode": (_one_of("off"), _NOT_THE_CHECKPOINTS),
     "kt_weight_path": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "download_dir": (_one_of(None), "what is known of a model is read from the cache in HF_HOME"),
     "forward_hooks": (_one_of(None, []), "they may change what layers compute"),

@@ -293,6 +293,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "rl_quant_profile": ("profile.json",),
     "speculative_algorithm": ("EAGLE", "NGRAM"),
     "tokenizer_worker_num": (2,),
+    "weight_cache_mode": ("client", "daemon"),
 }
 
 
