@@ -14,6 +14,7 @@ from cachetree.checkpoint.safetensors_files import (
     layer_of,
     read_json,
     read_tensors,
+    require_no_others,
     sampled_digest,
 )
 from cachetree.errors import ConfigError
@@ -109,7 +110,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     weights = path / "adapter_model.safetensors"
     if not weights.is_file():
         raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
-    return read_tensors([weights])
+    return read_tensors(require_no_others([weights], path.glob("*.safetensors")))
 
 
 def _applied(path: Path) -> str:

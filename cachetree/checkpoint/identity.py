@@ -32,7 +32,7 @@ from cachetree.errors import UNREADABLE, ConfigError, written
 Config = Mapping[str, Any]
 """A config.json as it was parsed; which keys it has is up to the model."""
 
-_CACHE_VERSION = "2"
+_CACHE_VERSION = "3"
 """Part of every cache key; changes when the meaning of an identity does."""
 
 _COMPUTING_KEYS = """

@@ -63,13 +63,13 @@ def read_json(file: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The model's safetensors files: one, or the shards of an index; raises ConfigError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
     if not index.is_file():
-        raise ConfigError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json; only "
-            "safetensors checkpoints are supported, so save the model with safe_serialization"
-        )
+        if not single.is_file():
+            raise ConfigError(
+                f"{folder} has neither {single.name} nor {index.name}; only safetensors "
+                "checkpoints are supported, so save the model with safe_serialization"
+            )
+        return require_no_others([single], folder.glob("*.safetensors"))
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except UNREADABLE as exc:
@@ -78,7 +78,19 @@ def weight_files(folder: Path) -> list[Path]:
     for shard in shards:
         if not (folder / shard).is_file():
             raise ConfigError(f"{index} names {shard}, which is missing; download it again")
-    return [folder / shard for shard in shards]
+    return require_no_others([folder / it for it in shards], folder.glob(single.name))
+
+
+def require_no_others(files: list[Path], found: Iterable[Path]) -> list[Path]:
+    """`files`; raises ConfigError where more is found beside them that SGLang, or transformers,
+    would load too or instead."""
+    for other in sorted(set(found).difference(files)):
+        if other.name != "consolidated.safetensors":  # SGLang knows and ignores it.
+            raise ConfigError(
+                f"{other} lies beside other weights, and SGLang loads them otherwise than "
+                "transformers does; remove what is not the model's"
+            )
+    return files
 
 
 def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity, read_shape
 from cachetree.checkpoint.rope import canonical_rope, varying_rope
+from cachetree.checkpoint.safetensors_files import weight_files
 from cachetree.errors import ConfigError
 
 
@@ -225,6 +226,32 @@ def test_other_tokenizer_files_are_read_where_there_is_no_tokenizer_json(tmp_pat
     assert digest(b"other pieces", {"add_bos_token": True}) != same
 
 
+def write_index(folder: Path, *shards: str) -> None:
+    index = {"weight_map": {str(it): name for it, name in enumerate(shards)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_of_two_sets_of_weights_none_is_taken(tmp_path: Path) -> None:
+    """SGLang loads an index before a single file, and without one all files there are."""
+    model = write(tmp_path / "m")
+    identity = read_model_identity(model)
+    one = model / "model.safetensors"
+    shutil.copy(one, model / "consolidated.safetensors")
+    assert read_model_identity(model) == identity, "SGLang ignores it"
+    other = model / "model_old.safetensors"
+    shutil.copy(one, other)
+    for read in (read_model_identity, weight_files):
+        with pytest.raises(ConfigError, match=rf"{other} lies beside .* remove"):
+            read(model)
+    write_index(model, one.name)
+    assert read_model_identity(model) == identity, "only what the index names"
+    write_index(model, other.name)
+    with pytest.raises(ConfigError, match=rf"{one} lies beside .* remove"):
+        read_model_identity(model)
+    one.unlink()
+    assert read_model_identity(model) == identity
+
+
 def write_adapter(folder: Path, alpha: int = 16, first: float = 0.0) -> Path:
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha, "target_modules": ["q", "k"]}
@@ -246,6 +273,12 @@ def test_an_adapter_makes_another_model(tmp_path: Path) -> None:
     identities = [read_model_identity(model, adapter=adapter) for adapter in adapters]
     assert len({plain.model_id, *(it.model_id for it in identities)}) == 4
     assert {it.rope for it in identities} == {plain.rope}
+    shutil.copytree(tmp_path / "a", tmp_path / "d")
+    other = shutil.copy(
+        tmp_path / "b" / "adapter_model.safetensors", tmp_path / "d" / "b.safetensors"
+    )
+    with pytest.raises(ConfigError, match=rf"{other} lies beside"):
+        read_model_identity(model, adapter=tmp_path / "d")
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
         read_model_identity(model, adapter=tmp_path / "a")
@@ -303,8 +336,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"model\.safetensors"):
             read_model_identity(model)
     (model / "model.safetensors").unlink()
-    index = {"weight_map": {"x": "model-1.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(model, "model-1.safetensors")
     with pytest.raises(ConfigError, match=r"names model-1\.safetensors"):
         read_model_identity(model)
     with pytest.raises(ConfigError, match="hidden_size = None"):
