@@ -55,8 +55,9 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     e_map: EMap | None = None
     """What corrects E at its start; None leaves E as the sender's."""
     tv_bound: float | None = None
-    """With 99 % confidence the mean distance of an answer's first tokens from full prefill's is at
-    most this, as the drift guard measures it; None where that was not measured."""
+    """With 99 % confidence the mean distance from full prefill is at most this, along the first
+    tokens of full prefill's greedy answers, as the drift guard measures it along those that were
+    served; None where that was not measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,9 +52,9 @@ MAX_WAITING: Final = 64
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
 """Between two looks whether a request runs."""
-_TEMPERATURES: Final = (0.1, 10.0)
-"""From log-probabilities at others those at temperature 1 cannot be told: at a low one SGLang gives
-all but the first few tokens none."""
+_TEMPERATURES: Final = (0.1, 1.0)
+"""From log-probabilities at lower ones those at temperature 1 cannot be told: SGLang gives all but
+the first few tokens none. At higher ones answers lead where no profile has looked."""
 
 _KEPT: Final = (
     "lora_path",
@@ -73,8 +73,10 @@ _NEUTRAL: Final[Mapping[str, float]] = {
     "min_new_tokens": 0,
     "n": 1,
     "beam_width": 1,
+    "ignore_eos": False,
 }
-"""Sampling parameters that otherwise change its distributions, as these do;"""
+"""Sampling parameters that otherwise change its distributions, as these do, or have it say more
+than the model would, which no profile has measured;"""
 _WITHOUT: Final = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
 _UNASKED: Final = (
     "image_data",
@@ -349,8 +351,8 @@ def _params_of(obj: Any, manager: Any) -> Mapping[str, Any] | None:
         return None
     if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
         return None  # Greedy, and its log-probabilities are not.
-    temperature, (least, most) = _temperature(params), _TEMPERATURES
-    if not (isinstance(temperature, int | float) and least <= temperature <= most):
+    asked, (least, most) = params.get("temperature") or 1.0, _TEMPERATURES
+    if not (isinstance(asked, int | float) and 0 < asked <= most and _temperature(params) >= least):
         return None
     return params if _may_reuse(params.get("custom_params") or {}) else None
 
