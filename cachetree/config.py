@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from cachetree.errors import UNREADABLE, ConfigError, written
-from cachetree.transport import PeerConfig, WorkerConfig, is_directory
+from cachetree.transport import PeerConfig, WorkerConfig, is_directory, without_password
 from cachetree.transport.address import parse_address, parse_remote
 from cachetree.tree import Retention
 
@@ -64,8 +64,10 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "give both, or neither"
             )
         for field, named in (("peers", self.peers), ("stores", self.stores)):
-            if len(set(named)) != len(named):
-                raise ConfigError(f"{field} is {list(named)!r}; name each worker once")
+            for address in (it for it in named if named.count(it) > 1):
+                raise ConfigError(
+                    f"{field} has {without_password(address)} twice; name each worker once"
+                )
         own = parse_address(self.worker.listen, field="listen")
         for address in self.peers if self.serves and own.port else ():
             if not is_directory(address) and parse_remote(address, field="peers") == own:
@@ -74,7 +76,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 )
         for address in filter(is_directory, self.stores):
             raise ConfigError(
-                f"stores has {address}, which names no single worker; list the worker"
+                f"stores has {without_password(address)}, which names no single worker; list the "
+                "worker"
             )
         for address in set(self.stores) - set(self.peers):
             raise ConfigError(
@@ -83,7 +86,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         for address in self.peer_keys.keys() - set(self.peers):
             raise ConfigError(
-                f"peer_keys has {address}, which is not in peers; write the address alike in both"
+                f"peer_keys has {without_password(address)}, which is not in peers; write the "
+                "address alike in both"
             )
 
     def peer_at(self, address: str) -> PeerConfig:

@@ -17,7 +17,7 @@ store through these files are drawn in `cachetree/README.md`.
     status, tracing  what became of it all
 """
 
-from cachetree.transport.address import Address, open_port, parse_http
+from cachetree.transport.address import Address, open_port, parse_http, without_password
 from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
@@ -59,5 +59,6 @@ __all__ = [
     "parse_http",
     "serve_spans",
     "untraced",
+    "without_password",
     "write_key_pair",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -42,6 +43,11 @@ class Address:
             return False
 
 
+def without_password(text: str) -> str:
+    """What is to be shown of a URL, or of a text that has one."""
+    return re.sub("(?s)//.*@", "//", text)
+
+
 def resolved(address: Address) -> Address:
     """With what its name stands for now; blocks to look that up. Raises FetchError."""
     try:
@@ -70,15 +76,16 @@ def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socke
 
 def parse_address(value: str, *, field: str) -> Address:
     """An address as a user wrote it; raises ConfigError naming field, value and remedy."""
+    shown = value if value.startswith("tcp:") else without_password(value)
     try:
         parts = urlsplit(value)
         host, port = parts.hostname, parts.port
         (host or "").encode("idna")  # As who looks it up does.
     except ValueError as exc:
-        raise ConfigError(f"{field} is {value!r}: {exc}; {_EXAMPLE}") from exc
+        raise ConfigError(f"{field} is {shown!r}: {exc}; {_EXAMPLE}") from exc
     has_more = parts.path or parts.query or parts.fragment or "@" in parts.netloc
     if parts.scheme != "tcp" or not host or port is None or has_more:
-        raise ConfigError(f"{field} is {value!r}, which is not an address; {_EXAMPLE}")
+        raise ConfigError(f"{field} is {shown!r}, which is not an address; {_EXAMPLE}")
     return Address("127.0.0.1" if host == "localhost" else host, port)
 
 

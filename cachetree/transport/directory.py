@@ -25,7 +25,7 @@ import msgspec
 from cachetree.checkpoint import Family
 from cachetree.errors import UNREADABLE, ConfigError
 from cachetree.ids import Location
-from cachetree.transport.address import Address
+from cachetree.transport.address import Address, without_password
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.wakeup import CLOSE_S
 
@@ -67,9 +67,8 @@ class Rounds:
     def __init__(
         self, name: str, turn: Callable[[], object], end: Callable[[], object] | None = None
     ) -> None:
-        """`name` is a URL, and is shown without its password; `end` is the last thing to do."""
-        scheme, _, rest = name.partition("://")
-        self.name: Final = f"{scheme}://{rest.rpartition('@')[2]}"
+        """`name` is a URL; `end` is the last thing to do."""
+        self.name: Final = without_password(name)
         self.error = ""
         """Empty where the last one went well."""
         self.has_gone_well: Final = threading.Event()
@@ -196,7 +195,10 @@ def check_directory(url: str, *, field: str) -> Address:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as exc:
-        raise ConfigError(f"{field} names no directory ({exc}); {_EXAMPLE}") from exc
+        # Without what it says, which may have a part of a password.
+        raise ConfigError(
+            f"{field} names no directory; {_EXAMPLE}, and what is special in a password as %23"
+        ) from exc
     database = parts.path.lstrip("/")
     is_odd = parts.query or parts.fragment or not is_directory(url)
     if not parts.hostname or not port or is_odd or (database and not database.isdecimal()):

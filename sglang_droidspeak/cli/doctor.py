@@ -14,7 +14,14 @@ import msgspec
 import psutil
 
 from cachetree import CacheTreeError, ConfigError, read_yaml, settings_of
-from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_directory
+from cachetree.transport import (
+    Status,
+    StatusRequest,
+    ask,
+    credentials_of,
+    is_directory,
+    without_password,
+)
 from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, num_ranks, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
@@ -194,7 +201,7 @@ def _room(settings: Settings, ranks: int) -> Iterator[Check]:
 
 def _peer(address: str, settings: Settings) -> Check:
     """Connects as the server would."""
-    name = f"peer {address}"
+    name = f"peer {without_password(address)}"
     if is_directory(address):
         return _check(name, True, "looked into while it runs: see `droidspeak peers`")
     try:

@@ -434,6 +434,19 @@ def test_a_redis_that_does_not_answer_is_told_of(
         ({"peers": ("redis://x:7/y",)}, "no directory"),
         ({"peers": ("redis://x:7/0?a=b",)}, "no directory"),
         ({"peers": ("redis://me:secret@x:99999",)}, "no directory"),
+        ({"peers": ("redis://:secret#y@x:7",)}, "no directory; .* a password as %23"),
+        ({"peers": ("redis://:secret/y@x:7",)}, "no directory"),
+        ({"peers": ("Redis://:secret@x:7",)}, "is 'Redis://x:7', which is not an address"),
+        ({"worker": WorkerConfig(announce="redis://:secret#y@x:7")}, "announce names no directory"),
+        ({"peers": 2 * ("redis://:secret@x:7",)}, "peers has redis://x:7 twice"),
+        (
+            {"peers": ("redis://x:7",), "peer_keys": {"redis://:secret@x:7": "k"}},
+            "peer_keys has redis://x:7, which is not in peers",
+        ),
+        (
+            {"peers": ("redis://:secret@x:7",), "stores": ("redis://:secret@x:7",)},
+            "stores has redis://x:7, which names no single worker",
+        ),
         ({"worker": WorkerConfig(announce="dns://x:7")}, "cannot be written"),
         ({"worker": WorkerConfig(announce="x")}, "announce names no directory"),
         (

@@ -171,7 +171,9 @@ def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
     there = f"tcp://127.0.0.1:{free_port()}"
-    found = by_name(checks.configuration(configured(tmp_path, peers=[there])))
+    peers = [there, "redis://:secret@127.0.0.1:1"]
+    found = by_name(checks.configuration(configured(tmp_path, peers=peers)))
+    assert found["peer redis://127.0.0.1:1"].ok
     assert not found[f"peer {there}"].ok
     assert "no worker answered" in found[f"peer {there}"].found
 

@@ -108,6 +108,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"allowed_peers": [KEY]}, ["allowed_peers", "set listen"]),
         ({"key_file": "missing.key"}, ["missing.key", "set peer_keys"]),
         ({"bulk_port": 7}, ["bulk_port is 7", "set listen"]),
+        ({"announce": "redis://:secret@x:7"}, ["announce is 'redis://x:7'", "set listen"]),
         ({"peer_keys": {HERE: KEY}}, ["peer_keys", HERE, "not in peers"]),
         ({"peers": [HERE], "peer_keys": {HERE: KEY}}, ["set key_file"]),
         (
