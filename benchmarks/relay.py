@@ -108,7 +108,7 @@ def bench(
     sends = {"listen": direct, "host_gb": 4, "codec": setup.codec, **setup.sends}
     reads = {
         "peers": [direct, relayed],
-        "gate": "off",
+        "gate": "none",
         "host_gb": 0,
         "codec": setup.codec,
         "fetch_deadline_s": 60,

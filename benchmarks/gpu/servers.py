@@ -55,7 +55,7 @@ def pair(paths: Sequence[Path]) -> list[ServerSpec]:
     options["max-total-tokens"] = 4 * LENGTHS[-1]
     address = f"tcp://127.0.0.1:{free_port()}"
     sends = {"listen": address, "capture_layers": [BLOCK.start], "host_gb": 8}
-    reads = {"peers": [address], "gate": "off", "host_gb": 0, "staging_gb": 4}
+    reads = {"peers": [address], "gate": "none", "host_gb": 0, "staging_gb": 4}
     reads["max_recompute_tokens"] = LENGTHS[-1]
     names = ("sender", "receiver")
     return [

@@ -33,7 +33,7 @@ from sglang_droidspeak.fleet.servers import (
 from .client import Ask
 
 STORED_S = 60.0
-SETTINGS = {"gate": "off", "fetch_deadline_s": 60}
+SETTINGS = {"gate": "none", "fetch_deadline_s": 60}
 """Of servers with the extension."""
 
 

@@ -97,7 +97,7 @@ def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
     except OSError as exc:
         raise ProfileError(
             f"maps {written(file)} of profile {path.name} cannot be read: {exc}; copy "
-            "them beside the profile, or set e_correction: off"
+            "them beside the profile, or set e_correction: none"
         ) from exc
     except SafetensorError as exc:
         raise _refused(file, "format", str(exc), "safetensors with its maps") from exc
@@ -119,7 +119,7 @@ def _read(file: Path, opened: Any, it: EMap, hidden: int) -> Correction:
 def _refused(file: Path, field: str, value: str, needed: str) -> ProfileError:
     return ProfileError(
         f"maps {written(file)}: {field} is {value}, and the profile needs {needed}; copy profile "
-        "and maps together, make both again with `droidspeak profile`, or set e_correction: off"
+        "and maps together, make both again with `droidspeak profile`, or set e_correction: none"
     )
 
 

@@ -44,7 +44,7 @@ def allowed_blocks(
             return _ungated(block, allowed)
         return [_quality(EMPTY_SPAN, 1.0)]
     profile = profiles.get((match.model, demand.receiver))
-    is_free = demand.gate is Gate.OFF
+    is_free = demand.gate is Gate.NONE
     if block is not None and is_free:
         known = profile.blocks if profile is not None else ()
         e_map = next((it.e_map for it in known if it.block == block), None)

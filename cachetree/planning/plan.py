@@ -108,10 +108,10 @@ class Plan:
 
 
 class Gate(StrEnum):
-    """Whether a pair's profile decides; off is for experiments."""
+    """Whether a pair's profile decides; none is for experiments."""
 
     ENFORCE = "enforce"
-    OFF = "off"
+    NONE = "none"
 
 
 class Reason(StrEnum):

@@ -154,7 +154,7 @@ def specs_of(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerS
     # It keeps nothing itself, so that every prefix comes from the sender.
     receives = {
         "peers": [listen],
-        "gate": "off",
+        "gate": "none",
         "host_gb": 0,
         "staging_gb": config.host_gb,
         **maps,

@@ -38,7 +38,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     what this server has stored of it, and `fetch_deadline_s` later at most, or where generation is
     paused once it goes on."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time; obeyed with `gate: off` only, for measurements."""
+    """How loads and recompute share time; obeyed with `gate: none` only, for measurements."""
 
     def span(self, num_layers: int) -> Span | None:
         """The block asked for, None where the server may choose; ValueError where it is wrong."""

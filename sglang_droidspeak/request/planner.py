@@ -182,7 +182,7 @@ class Planner:
         demand = self._demand(req, owner, controls, requested, len(pages))
         held = self._pool.held(req, len(pages), tree)
         is_asked_for = requested.block is not None
-        is_experiment = is_asked_for and self._server.settings.gate == "off"
+        is_experiment = is_asked_for and self._server.settings.gate == "none"
         demand = replace(
             demand,
             first_page=held.exact,
@@ -209,7 +209,7 @@ class Planner:
                 matches = [it for it in matches if (it.model, it.location) != taken]
             else:
                 break
-        if self._server.settings.gate == "off":
+        if self._server.settings.gate == "none":
             plan = replace(plan, strategy=controls.strategy)
         return Planned(
             plan=plan,

@@ -82,14 +82,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     profiles: tuple[str, ...] = ()
     """Pair profiles, or folders of them; a file must name this server's model on one side, or an
     adapter on it."""
-    e_correction: Literal["off", "profile"] = "profile"
+    e_correction: Literal["none", "profile"] = "profile"
     """`profile` also uses plans that bring the sender's E closer to this model's by a map of the
-    profile, which lies beside it (`PAIR.maps.safetensors`), where the profile has some; `off` none
-    of them. The same at the senders, which keep E for the plan that is recommended then."""
+    profile, which lies beside it (`PAIR.maps.safetensors`), where the profile has some; `none` uses
+    no such plan. The same at the senders, which keep E for the plan that is recommended then."""
     capture_layers: tuple[int, ...] | None = None
     """Layers whose E is kept; none takes them from the profiles in which this model sends."""
-    gate: Literal["enforce", "off"] = "enforce"
-    """`off` lets a request name any block of any sender, profile or not, that the drift guard has
+    gate: Literal["enforce", "none"] = "enforce"
+    """`none` lets a request name any block of any sender, profile or not, that the drift guard has
     not taken out of service; for measurements."""
     host_gb: float = 2.0
     """Host memory for this server's own KV and E, GiB; made, and on CUDA page-locked, at start.

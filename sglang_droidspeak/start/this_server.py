@@ -234,7 +234,7 @@ def _read_profiles(
         path = Path(name)
         for file in profile_files(path):
             profile, is_named = read_profile(file), file == path
-            if settings.e_correction == "off":
+            if settings.e_correction == "none":
                 profile = profile.uncorrected()
             sides = (profile.sender, profile.receiver)
             if has_adapters:

@@ -120,7 +120,7 @@ def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> Non
     write_corrections(msgspec.structs.replace(found, blocks=(its,)), theirs, path)
     told = refusal(made)
     assert f"does not contain tensor {NAMES[0]}: bias, and the profile needs" in told
-    assert "set e_correction: off" in told
+    assert "set e_correction: none" in told
 
 
 def test_other_numbers_are_refused(made: tuple[PairProfile, Path]) -> None:

@@ -348,10 +348,10 @@ def test_a_request_may_name_a_block_that_passed() -> None:
     assert plan_for(match(S), demand=asks(2, 7)).block == Span(2, 7)
     for start, stop in ((4, 5), (1, 9), (0, 0), (0, 10)):
         assert reason_for(match(S), demand=asks(start, stop)) is Reason.UNGATED_BLOCK
-        free = asks(start, stop, gate=Gate.OFF)
+        free = asks(start, stop, gate=Gate.NONE)
         assert plan_for(match(S), demand=free, profiles={}).block == Span(start, stop)
     assert reason_for(match(S, e={3: 10}), demand=asks(2, 7)) is Reason.NO_E
-    assert reason_for(match(S), demand=asks(9, 11, gate=Gate.OFF)) is Reason.UNGATED_BLOCK
+    assert reason_for(match(S), demand=asks(9, 11, gate=Gate.NONE)) is Reason.UNGATED_BLOCK
     # What was asked for is done, even where it does not pay.
     slow = replace(MEASURED, links=links({FAR: MB}))
     assert plan_for(match(S, location=FAR), demand=asks(2, 7), costs=slow).block == Span(2, 7)
@@ -435,7 +435,7 @@ def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(
 
 
 def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
-    free = replace(DEMAND, gate=Gate.OFF)
+    free = replace(DEMAND, gate=Gate.NONE)
     failed = index_profiles([FAILED])
     assert plan_for(match(S), demand=free, profiles=failed).block == Span(3, 6)
     assert reason_for(match(S), demand=free, profiles={}) is Reason.NO_PROFILE

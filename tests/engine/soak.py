@@ -202,7 +202,7 @@ def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
             options=CPU,
             droidspeak={
                 "peers": [proxy.address],
-                "gate": "off",
+                "gate": "none",
                 "host_gb": 0,
                 "fetch_deadline_s": DEADLINE_S,
             },

@@ -255,7 +255,7 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
                 options={**CPU, "enable-metrics": True, "max-total-tokens": NUM_SLOTS},
                 droidspeak={
                     "peers": [proxy.address, authors_proxy.address],
-                    "gate": "off",
+                    "gate": "none",
                     "host_gb": 0,
                     "shared_memory": False,  # So that the proxy meets all that is sent.
                     "fetch_deadline_s": DEADLINE_S,

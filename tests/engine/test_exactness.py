@@ -156,7 +156,7 @@ def trio(request, tmp_path_factory) -> Iterator[Trio]:
                 "listen": f"tcp://127.0.0.1:{ports['receiver']}",
                 "peers": [f"tcp://127.0.0.1:{ports[name]}" for name in names[:-1]],
                 "profiles": [str(profile)],
-                "gate": "off",
+                "gate": "none",
                 "host_gb": 0.5,
             },
         )

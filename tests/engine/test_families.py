@@ -35,7 +35,7 @@ def test_block_equals_the_oracle(family: str, tmp_path: Path) -> None:
             model=receiver,
             name="receiver",
             options=CPU,
-            droidspeak={"peers": [address], "gate": "off", "host_gb": 0},
+            droidspeak={"peers": [address], "gate": "none", "host_gb": 0},
         ),
     )
     tokens = prompt(200, seed=1)

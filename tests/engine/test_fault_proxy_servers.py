@@ -91,7 +91,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             options=CPU,
             droidspeak={
                 "peers": [proxy.address],
-                "gate": "off",
+                "gate": "none",
                 "host_gb": 0,
                 "shared_memory": False,  # So that the proxy meets all that is sent.
                 "fetch_deadline_s": DEADLINE_S,

@@ -203,7 +203,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         options={**CPU, **traced, "enable-metrics": True},
         droidspeak={
             "peers": [address, stalling.address, replica.address, silent.proxy.address],
-            "gate": "off",
+            "gate": "none",
             "host_gb": 0,
             "fetch_deadline_s": DEADLINE_S,
             "peer_cooldown_s": 0.5,

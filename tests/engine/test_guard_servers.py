@@ -233,11 +233,11 @@ def test_drift_is_found_within_200_reused_requests(
 def test_a_bad_pair_that_was_let_through_is_taken_out_of_service_within_200_requests(
     plans: list[tuple[int, int]], controls: dict[str, Any], num_ranks: int, tmp_path: Path
 ) -> None:
-    """It did not pass its gate, and `gate: off`; one in twenty is compared."""
+    """It did not pass its gate, and `gate: none`; one in twenty is compared."""
     profile = let_through(tmp_path, *plans)
     failed = msgspec.structs.replace(read_profile(profile), passed=False, reason="it is bad")
     write_profile(failed, profile)
-    with served(tmp_path, profile, num_ranks=num_ranks, gate="off") as pair:
+    with served(tmp_path, profile, num_ranks=num_ranks, gate="none") as pair:
         last, *asked = prompts(num=211)
         pair.sender.generate(last, max_new_tokens=1)
         assert pair.requests_until_off(asked, droidspeak=controls) <= 200

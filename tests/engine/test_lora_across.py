@@ -52,7 +52,7 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
                 "listen": address,
                 "peers": [it for it in addresses if it != address],
                 "capture_layers": list(range(1, NUM_LAYERS)),
-                "gate": "off",
+                "gate": "none",
                 "host_gb": 0.25,
             },
         )

@@ -72,7 +72,7 @@ def team_in(folder: Path, **options) -> Iterator[Team]:
         options=WITH_LORA | options,
         adapters=models.adapters,
         droidspeak={
-            "gate": "off",
+            "gate": "none",
             "capture_layers": list(range(1, NUM_LAYERS)),
             "host_gb": 0.25,
             "listen": address,

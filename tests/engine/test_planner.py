@@ -221,13 +221,13 @@ def test_of_what_no_staging_will_hold_another_source_is_taken(num_there: int) ->
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     """Nor is its wait bounded by what it saves."""
-    found = plan(controls={"block": "3:6"}, gate="off")
+    found = plan(controls={"block": "3:6"}, gate="none")
     assert (found.plan.block, found.demand, found.patience.saving_s) == (Span(3, 6), None, math.inf)
     assert plan().demand is not None
 
 
 def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
-    planner, found = planned(controls={"block": "4:6"}, gate="off")
+    planner, found = planned(controls={"block": "4:6"}, gate="none")
     pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     planner.out_of_service = frozenset([PlanId(S, R, (4, 7), False)])
     assert planner.plan(planner.asked, pages, TREE, 0).plan == found.plan

@@ -104,7 +104,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             },
             droidspeak={
                 "peers": [gate.address],
-                "gate": "off",
+                "gate": "none",
                 "host_gb": 0,
                 "fetch_deadline_s": 60.0,
             },

@@ -128,7 +128,7 @@ def receiver(drawn: Drawn, tmp_path_factory) -> Iterator[Server]:
             model=RECEIVER,
             name="receiver",
             options=CPU,
-            droidspeak={"peers": [address], "gate": "off", "host_gb": 0},
+            droidspeak={"peers": [address], "gate": "none", "host_gb": 0},
         ),
     )
     with running(*specs, folder=tmp_path_factory.mktemp("profiled"), env=ENV) as (theirs, ours):

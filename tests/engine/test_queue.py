@@ -240,7 +240,7 @@ class Held:
             hicache_backend=None,
             fetch_deadline_s=60.0,
             max_stall_s=None,
-            gate="off",
+            gate="none",
             min_tokens=1,
         )
         self.req = request()

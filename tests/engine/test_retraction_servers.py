@@ -85,7 +85,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     write_profile(profile_of(*identities), profile)
     address = f"tcp://127.0.0.1:{free_port()}"
     offer = {"listen": address, "capture_layers": [1, 2, 3], "host_gb": 0.5}
-    read = {"peers": [address], "profiles": [str(profile)], "gate": "off", "host_gb": 0.5}
+    read = {"peers": [address], "profiles": [str(profile)], "gate": "none", "host_gb": 0.5}
     specs = [
         ServerSpec(model=sender, name="sender", options=CPU, droidspeak=offer),
         ServerSpec(

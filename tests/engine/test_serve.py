@@ -46,7 +46,7 @@ def arguments(words: list[str]) -> Any:
 
 
 def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, capsys: Any) -> None:
-    told = [*MODEL, *SETTINGS, "--set", "host_gb=0.25", "--set", "gate=off"]
+    told = [*MODEL, *SETTINGS, "--set", "host_gb=0.25", "--set", "gate=none"]
     with pytest.raises(Started):
         main([*told, *OPTIONS])
     assert started[1:3] == ["-m", "sglang.launch_server"]
@@ -67,7 +67,7 @@ def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, ca
             "peers": ["tcp://127.0.0.1:7001"],
             "profiles": [str(SHIPPED.profile)],
             "host_gb": 0.25,
-            "gate": "off",
+            "gate": "none",
         },
     }
 

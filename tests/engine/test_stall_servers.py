@@ -42,7 +42,7 @@ def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
         "max-total-tokens": 12288,
     }
     adapters = {"adapter": write_adapter(folder / "adapter", base, rank=8)}
-    droidspeak = {"gate": "off", "host_gb": 0, "capture_layers": [4]}
+    droidspeak = {"gate": "none", "host_gb": 0, "capture_layers": [4]}
     limits = {"default": {}, "unlimited": {"max_stall_ms": 1e6}}
     specs = [
         ServerSpec(

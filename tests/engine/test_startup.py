@@ -9,10 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from enum import EnumType
 from math import inf, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
+import msgspec
 import pytest
 import torch
 from engine_parts import ENV, profile_of
@@ -31,7 +33,7 @@ from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.plugin import check_front_end
 from sglang_droidspeak.start import refuse
-from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
+from sglang_droidspeak.start.config import LINKER_MODULE, Settings, cache_config, parse_settings
 from sglang_droidspeak.start.this_server import load_this_server, read_server
 from sglang_droidspeak.store.capture import correction_bytes, e_bytes_per_token
 
@@ -509,6 +511,21 @@ def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
     assert load_this_server(server_args(model, {"config": str(path)})).settings.host_gb == 1.5
 
 
+def test_no_choice_is_another_value_in_yaml(tmp_path: Path) -> None:
+    """As `off` is, which is false there."""
+    path = tmp_path / "droidspeak.yaml"
+    choices = {
+        it.name: getattr(it.type, "__args__", None) or list(it.type)
+        for it in msgspec.structs.fields(Settings)
+        if get_origin(it.type) is Literal or isinstance(it.type, EnumType)
+    }
+    assert {"gate", "e_correction", "codec"} <= choices.keys()
+    for name, values in choices.items():
+        for value in values:
+            path.write_text(f"{name}: {value}\n")
+            assert getattr(parse_settings({"config": str(path)}), name) == value
+
+
 def test_rotations_by_the_whole_batch(model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     file = copy / "config.json"
@@ -548,7 +565,7 @@ def test_two_profiles_of_one_pair(model: Path, tmp_path: Path) -> None:
         for file, it in zip(files, (True, passed), strict=True):
             write_profile(profile_of(replace(own, weights="other"), own, passed=it), file)
         for given in (files, [folder]):
-            extra = {"profiles": [*map(str, given)], "gate": "off"}
+            extra = {"profiles": [*map(str, given)], "gate": "none"}
             if passed:
                 assert len(load_this_server(server_args(model, extra)).profiles) == 2
                 continue
@@ -586,7 +603,7 @@ def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None
     write_profile(profile_of(own, other, passed=False), path)
     line = refusal(model, {"profiles": [str(path)]})
     assert f"{path} did not pass its gate: a test" in line
-    server = load_this_server(server_args(model, {"profiles": [str(path)], "gate": "off"}))
+    server = load_this_server(server_args(model, {"profiles": [str(path)], "gate": "none"}))
     assert [profile.passed for profile in server.profiles] == [False], "for measurements"
 
 
@@ -607,7 +624,7 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     assert correction_bytes(server, torch.bfloat16) == 2 * (width + width * width)
     assert server.senders[other.model_id] == {1}
 
-    without = extra | {"e_correction": "off"}
+    without = extra | {"e_correction": "none"}
     off = load_this_server(server_args(model, without))
     assert off.profiles == (replace(plain, recommended=plain.blocks[0]),)
     assert not off.corrections, "nobody would use them"
@@ -616,7 +633,7 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     read_server.cache_clear()
     line = refusal(model, extra)
     assert f"{maps_path(path)}: layer 1 is float32 of sha256 " in line
-    assert "set e_correction: off" in line
+    assert "set e_correction: none" in line
     write_profile(replace(paired, blocks=(best,)), path)
     read_server.cache_clear()
     line = refusal(model, without)

@@ -135,7 +135,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
             options=TP | WITH_LORA | {"tp-size": NUM_RANKS},
             adapters=models.adapters,
             droidspeak={
-                "gate": "off",
+                "gate": "none",
                 "capture_layers": list(range(1, NUM_LAYERS)),
                 "host_gb": 0.25,
                 "listen": address,
@@ -146,7 +146,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
             name=READER,
             options=TP,
             droidspeak={
-                "gate": "off",
+                "gate": "none",
                 "host_gb": 0,
                 "peers": [address, *stalls],
                 "profiles": [str(profile)],
@@ -352,7 +352,7 @@ def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path
         model=models.whole[BASE],
         options=TP | WITH_LORA | {"tp-size": NUM_RANKS},
         adapters=models.adapters,
-        droidspeak={"gate": "off", "capture_layers": [BROKEN_BLOCK.start], "host_gb": 0},
+        droidspeak={"gate": "none", "capture_layers": [BROKEN_BLOCK.start], "host_gb": 0},
     )
     tokens = prompt(200, seed=1)
     with running(spec, folder=tmp_path / "logs", env=ENV_OF_RANKS) as (server,):
@@ -376,7 +376,7 @@ def test_no_rank_touches_sglangs_tree_alone(tmp_path: Path) -> None:
         options=TP | WITH_LORA | {"tp-size": NUM_RANKS, "max-total-tokens": 1536},
         adapters=models.adapters,
         droidspeak={
-            "gate": "off",
+            "gate": "none",
             "capture_layers": [2],
             "host_gb": 0,
             "http": f"127.0.0.1:{free_port()}",

@@ -114,7 +114,7 @@ def waiting_on(
         hicache_backend=None,
         fetch_deadline_s=DEADLINE_S,
         max_stall_s=None,
-        gate="off",
+        gate="none",
         min_tokens=1,
     )
     planned = Planned(
@@ -354,7 +354,7 @@ def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> Non
 
 def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
     settings = SimpleNamespace(
-        hicache_backend="file", fetch_deadline_s=1e3, max_stall_s=None, gate="off", min_tokens=1
+        hicache_backend="file", fetch_deadline_s=1e3, max_stall_s=None, gate="none", min_tokens=1
     )
     server = SimpleNamespace(settings=settings, page_size=PAGE)
     pool = SimpleNamespace(held=lambda *_: SimpleNamespace(exact=0), has_approximate=False)

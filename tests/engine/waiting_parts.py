@@ -93,7 +93,7 @@ def asking(**settings: Any) -> Any:
         "hicache_backend": "file",
         "fetch_deadline_s": 1e3,
         "max_stall_s": None,
-        "gate": "off",
+        "gate": "none",
         "min_tokens": 2 * PAGE,
     }
     return SimpleNamespace(settings=SimpleNamespace(**known | settings), page_size=PAGE)

@@ -104,7 +104,7 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, S
         model=models["receiver"],
         name="receiver",
         options=options,
-        droidspeak={"peers": [address], "gate": "off", "host_gb": 0, **shared},
+        droidspeak={"peers": [address], "gate": "none", "host_gb": 0, **shared},
     )
     with running(sender, receiver, folder=folder / "logs") as (s, r):
         yield models, s, r, ROUNDED if weights == "fp8" else TOLERANCE
@@ -146,7 +146,7 @@ def test_an_adapter_reads_what_the_base_has(tmp_path) -> None:
         model=models.whole[BASE],
         options={**OPTIONS, "lora-backend": "triton", **lora},
         adapters=models.adapters,
-        droidspeak={"capture_layers": [2], "gate": "off"},
+        droidspeak={"capture_layers": [2], "gate": "none"},
     )
     tokens, block = prompt(400, seed=2), Span(2, 5)
     with running(spec, folder=tmp_path / "logs") as (server,):
