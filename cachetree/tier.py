@@ -170,7 +170,8 @@ IsOver = Callable[[], bool]
 """Whether the time to write is over: nothing more should be begun."""
 
 Write = Callable[[Change, Lease, IsOver], bool]
-"""Whether an entry was written in time; called in a thread, perhaps before whoever made it has.
+"""Whether pages of an entry were written in time; called in a thread, perhaps before whoever made
+it has.
 
 Raises StaleEntry where its bytes were taken away meanwhile.
 """
@@ -183,18 +184,26 @@ class WriteBehind:
     """
 
     def __init__(
-        self, tree: CacheTree, location: Location, name: str, write: Write, clock: Clock
+        self,
+        tree: CacheTree,
+        location: Location,
+        name: str,
+        write: Write,
+        clock: Clock,
+        num_at_once: Callable[[Change], int] = lambda change: len(change.pages),
     ) -> None:
-        """`write` takes entries to `location`; what it raises is logged."""
+        """`write` takes entries to `location`, `num_at_once` pages in a call; what it raises is
+        logged."""
         self.num_late = 0
         self.moves: Final = Moves()
-        """Each entry from before it is leased until it is no more."""
+        """What one call writes, from before it is leased until it is no more."""
         self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
         self._location: Final = location
         self._name: Final = name
         self._write: Final = write
+        self._num_at_once: Final = num_at_once
         self._clock: Final = clock
         self._turns: Turns[Change] = Turns(name, self._write_all)
         there, self._unsubscribe = tree.subscribe(self._note)
@@ -231,8 +240,7 @@ class WriteBehind:
         give_way()
         for change in changes:
             try:
-                with self.moves:
-                    is_late = not self._is_written(change)
+                is_late = not self._is_written(change)
                 self.num_late += is_late  # Without a call meanwhile: other threads add to it, too.
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
@@ -244,15 +252,18 @@ class WriteBehind:
         above: Sequence[Change] = ()
         if parent is not None and not tree.remote.has(self._location, model, parent):
             above = tree.line(model, parent)
-        return all(map(self._is_one_written, (*above, change)))
+        line = (*above, change)
+        parts = (part for each in line for part in each.parts(self._num_at_once(each)))
+        return all(map(self._is_part_written, parts))
 
-    def _is_one_written(self, change: Change) -> bool:
+    def _is_part_written(self, part: Change) -> bool:
         if self.is_over():
             return False
-        deadline = Deadline.after(_MAX_WRITE_S, self._clock)
-        lease = self._tree.lease(change.model, change.pages, self._name, deadline, is_use=False)
-        if lease is None:
-            return False
-        with lease, contextlib.suppress(StaleEntry):
-            return self._write(change, lease, self.is_over)
+        with self.moves:
+            deadline = Deadline.after(_MAX_WRITE_S, self._clock)
+            lease = self._tree.lease(part.model, part.pages, self._name, deadline, is_use=False)
+            if lease is None:
+                return False
+            with lease, contextlib.suppress(StaleEntry):
+                return self._write(part, lease, self.is_over)
         return False

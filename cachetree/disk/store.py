@@ -106,6 +106,11 @@ class DiskStore:
 
     # Writing.
 
+    def num_fitting(self, change: Change) -> int:
+        """How many of its pages go into one file."""
+        page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.e_layers))
+        return max(1, self._max_file_bytes // page_bytes)
+
     def write(self, change: Change, views: Views) -> bool:
         """Write pages that came into a tree, whose bytes `views` gives; blocks on the disk.
 
@@ -123,9 +128,7 @@ class DiskStore:
                     return True
                 if num_before is None:
                     return False
-                page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.e_layers))
-                num_fitting = max(1, self._max_file_bytes // page_bytes)
-                span = Span(start, min(limit, start + num_fitting))
+                span = Span(start, min(limit, start + self.num_fitting(change)))
                 part = change.part(span)
                 record = Record(
                     family=self.family.digest,

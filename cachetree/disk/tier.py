@@ -55,7 +55,9 @@ class DiskTier:
         self._is_warm = False
         self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
         self._store: Final = DiskStore(tree.family, path, budget_bytes, self._show)
-        self._behind = WriteBehind(tree, DISK, "cachetree-disk-write", self._write, clock)
+        self._behind = WriteBehind(
+            tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
+        )
         self._reads: Turns[Callable[[], object]] = Turns(
             "cachetree-disk-read", self._read_all, NUM_READERS
         )
@@ -127,7 +129,7 @@ class DiskTier:
     # In the writer's thread.
 
     def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
-        """An entry that has been begun is written, whether or not time is over."""
+        """A file that has been begun is written, whether or not time is over."""
         self._store.write(change, lease.views)
         return True
 

@@ -42,6 +42,11 @@ class Change:
             e_layers=self.e_layers,
         )
 
+    def parts(self, num_pages: int) -> Iterator[Change]:
+        """One after the other, each of so many of the pages, the last one of those that remain."""
+        for start in range(0, len(self.pages), num_pages):
+            yield self.part(Span(start, min(start + num_pages, len(self.pages))))
+
 
 class Hold:
     """Keeps the local entries of a run of pages; a lease, a reservation or a pin owns each one.

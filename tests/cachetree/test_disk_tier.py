@@ -51,7 +51,7 @@ from cachetree import (
     StaleEntry,
     Step,
 )
-from cachetree.disk import DiskStore
+from cachetree.disk import DiskStore, entry_file
 
 PROMPT_BYTES = 8 * 5 * PAGE_BYTES
 """Of eight pages: KV of four layers, E of one."""
@@ -341,11 +341,11 @@ def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
     return done
 
 
-def evict(cache: Cache) -> queue.SimpleQueue[tuple[int, int]]:
-    """Everything; gets what it freed."""
+def evict(cache: Cache, pages: Sequence[PageHash] = ()) -> queue.SimpleQueue[tuple[int, int]]:
+    """Everything, or a prompt; gets what it freed."""
     freed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     assert cache._disk is not None
-    cache._disk.evict(None, (), lambda *num_bytes: freed.put(num_bytes))
+    cache._disk.evict(None, pages, lambda *num_bytes: freed.put(num_bytes))
     return freed
 
 
@@ -386,6 +386,37 @@ def test_what_is_evicted_while_it_is_written_is_gone_from_both(tmp_path: Path) -
         num_bytes, num_disk_bytes = freed.get(timeout=20)
         assert num_bytes == PROMPT_BYTES < num_disk_bytes
         assert not cache.match(prompt(0))
+
+
+def test_an_order_to_evict_waits_for_one_file_of_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_write = threading.Event(), threading.Semaphore(0)
+    write_record = entry_file.write_record
+
+    def slow(*args: object) -> None:
+        begun.set()
+        assert may_write.acquire(timeout=20)
+        write_record(*args)  # type: ignore[arg-type]
+
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+        assert cache._disk is not None
+        monkeypatch.setattr(cache._disk._store, "_max_file_bytes", 1)  # A page in each.
+        monkeypatch.setattr(entry_file, "write_record", slow)
+        store(cache.tree, prompt(1))
+        assert begun.wait(20)
+        freed = evict(cache, prompt(0))
+        with pytest.raises(queue.Empty):
+            freed.get(timeout=0.2)
+        may_write.release()
+        num_bytes, num_disk_bytes = freed.get(timeout=20)
+        assert num_bytes == PROMPT_BYTES < num_disk_bytes
+        assert not cache.match(prompt(0))
+        assert num_found(cache, prompt(1), DISK) == 1
+        may_write.release(7)
+        eventually(lambda: num_found(cache, prompt(1), DISK) == 8)
+        assert cache._disk.status().num_late_entries == 0
 
 
 def test_an_order_to_evict_waits_for_no_disk_that_hangs(
