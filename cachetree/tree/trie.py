@@ -199,20 +199,20 @@ class PageTrie:
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
         """The nodes of all prompts that begin with `pages`, then those above; children first.
 
-        As it goes on, any of them may be taken out.
+        As it goes on, any of them may be taken out or split.
         """
         last = self.last(None, pages)
         if depth_of(last) < len(pages):
             return
         top = last.node if last else self.root
-        pending = [(top, False)]
+        pending = [(top, -1)]
         while pending:
-            node, is_next = pending.pop()
-            if is_next:
+            node, num_pages = pending.pop()
+            if num_pages == node.num_pages:  # Its children came before it, and none was cut off.
                 yield node
             else:
-                pending.append((node, True))
-                pending += [(it, False) for it in node.children.values()]
+                pending.append((node, node.num_pages))
+                pending += [(it, -1) for it in node.children.values()]
         while top.parent is not None:
             top = top.parent
             yield top

@@ -6,6 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from types import FrameType, TracebackType
 
 import pytest
@@ -91,7 +92,7 @@ def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], 
 class BusyLock(CountingLock):
     """Lets others do something each time that it was held."""
 
-    def __init__(self, others: Callable[[], None]) -> None:
+    def __init__(self, others: Callable[[], object]) -> None:
         super().__init__()
         self._others = others
         self._is_busy = False
@@ -154,6 +155,19 @@ def test_e_of_a_store_reaches_below_what_is_split_before_it_spreads() -> None:
     reservation.commit()
     (found,) = (it for it in tree.match(path("abcdefgh")) if it.location == LOCAL)
     assert found.e_pages == {1: 8}
+
+
+def test_what_is_split_while_it_is_evicted_goes_but_for_what_is_kept() -> None:
+    tree = make_tree(900)
+    store(tree, A, "abcdef")
+    for number in range(60):
+        store(tree, A, "abcdef" + chr(1000 + number))
+    holds = count()
+    # In the midst of it.
+    lock = BusyLock(lambda: next(holds) == 3 and tree.pin(A, path("ab")))
+    tree._lock = lock  # type: ignore[misc, assignment]
+    tree.evict()
+    assert tree.num_pages == num_pages(tree, A, "abcdef") == 2
 
 
 def test_entries_that_have_grown_old_go_in_slices_too() -> None:
