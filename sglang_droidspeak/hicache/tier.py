@@ -317,6 +317,8 @@ class HiCacheTier:
             for each in steps:
                 if not self._write_steps(change, lease, each, is_over):
                     return False
+        except StaleEntry:
+            raise
         except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
             lane.count("failed", 1)
             lane.breaker.fail(repr(exc))

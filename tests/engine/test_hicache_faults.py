@@ -114,6 +114,27 @@ def test_a_full_backend_is_read_and_soon_not_written() -> None:
         assert num_there(cache, prompt(1)) == 0
 
 
+def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> None:
+    """Here it has come again, without E."""
+    shelf = Hanging()
+    shelf.hangs_at = "write"
+    with cache_over(shelf) as cache:
+        for number in range(1 + breaker.MAX_FAILURES):
+            store(cache.tree, prompt(number))
+        eventually(lambda: shelf.calls[-1:] and shelf.calls[-1][0] == "write")  # Of the first.
+        for number in range(1, 1 + breaker.MAX_FAILURES):
+            cache.tree.evict(None, prompt(number))
+            reservation = cache.tree.reserve(MODEL, None, prompt(number), ())
+            assert reservation is not None
+            reservation.commit()
+        shelf.may_go_on.set()
+        eventually(lambda: num_there(cache, prompt(breaker.MAX_FAILURES)) == 8)
+        status = tier_of(cache).status()
+        assert status.num_late_entries == breaker.MAX_FAILURES
+        assert not status.is_writing_paused
+        assert "failed" not in objects_of(cache)
+
+
 def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "STALL_S", 0.2)
     monkeypatch.setattr(tier, "MAX_CLOSE_S", 0.2)
