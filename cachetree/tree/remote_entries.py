@@ -62,11 +62,12 @@ class RemoteEntries:
             if parent is not None and self._find(key, parent) is None:
                 return
             nodes = self._trie.cover(parent, pages)
-            had = [node.remote[key].e_layers for node in nodes if key in node.remote]
+            had = [(it, it.e_reach) for node in nodes if (it := node.remote.get(key)) is not None]
             noted = [self._put(node, key, layers) for node in nodes]
             self._listeners.noted(noted, added=True)
             spread = spread_e(noted)
-        if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
+        # What hangs below may have E without a gap, or not, also where only what is above has it.
+        if any(it.e_reach != before for it, before in had):
             in_slices(self._lock, spread)
         in_slices(self._lock, partial(self._trim, location))
 

@@ -144,6 +144,20 @@ def test_e_reaches_below_what_is_split_before_it_spreads(before: list[int]) -> N
     assert tree.remote.reach(FAR, A, path("abcdefgh"), [1]) == (0 if before else 8)
 
 
+def test_e_reaches_below_what_is_noted_again_while_it_spreads() -> None:
+    tree = make_tree(900)
+    tree.remote.add(FAR, A, None, path("a"), [])
+    texts = ["a" + chr(1000 + number) + "xy" for number in range(60)]
+    for text in texts:
+        tree.remote.add(FAR, A, path(text)[0], path(text)[1:3], [1])
+        tree.remote.add(FAR, A, path(text)[2], path(text)[3:], [1])
+    again = path(texts[0])
+    lock = BusyLock(lambda: tree.remote.add(FAR, A, again[0], again[1:3], [1]))
+    tree.remote._lock = lock  # type: ignore[misc, assignment]
+    tree.remote.add(FAR, A, None, path("a"), [1])
+    assert {tree.remote.reach(FAR, A, path(text), [1]) for text in texts} == {4}
+
+
 def test_e_of_a_store_reaches_below_what_is_split_before_it_spreads() -> None:
     tree = make_tree(900)
     store(tree, A, "abcd")
