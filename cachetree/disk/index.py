@@ -79,8 +79,8 @@ class DiskIndex:
 
     @property
     def num_pages(self) -> int:
-        with self._lock:
-            return sum(map(len, self._entry_of.values()))
+        """Waits for nobody."""
+        return sum(map(len, tuple(self._entry_of.values())))
 
     def has(self, model: ModelId, page: PageHash) -> bool:
         """Whether `page` is here, and so all before it; waits for nobody."""

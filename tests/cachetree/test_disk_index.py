@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from disk_parts import FAMILY, A
+from disk_parts import FAMILY, A, open_store, write
 
 from cachetree.disk import DiskEntry
 from cachetree.disk.entry_file import Record
@@ -53,6 +55,13 @@ def test_letting_go_of_many_entries_looks_at_each_once(is_everything: bool) -> N
     assert len(index) == index.num_pages == 0
     # About 0.1 s; 10 s where each entry looks at all others for what stands on it.
     assert seconds < 2
+
+
+def test_a_status_waits_for_nobody_who_takes_many_entries_out(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc")
+        with ThreadPoolExecutor() as others, store.index._lock:
+            assert others.submit(store.status).result(timeout=5).num_pages == 3
 
 
 def test_pages_that_are_no_prompt_let_nothing_of_another_go() -> None:
