@@ -31,7 +31,7 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disk_path: str = ""
     """Directory that keeps the entries also when they leave memory or this process ends; empty
     for none. It serves one family and one process at a time; each rank of a tensor-parallel server
-    makes one of its own inside. A killed process loses only the entry it was writing; a power cut
+    makes one of its own inside. A killed process loses what it had not written yet; a power cut
     may lose about the last 30 s, and what it damaged is found by checksum and dropped."""
     disk_bytes: int = 0
     """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""

@@ -35,8 +35,8 @@ class DiskTier:
 
     Entries are written when they come, not when they are evicted: eviction takes the last pages of
     a prompt first, which alone would never match after a restart; an entry on its way to the disk
-    would be in no budget; and a process that is killed leaves everything but the last entry. In
-    the long run as much is written either way. What is evicted before its turn is not written.
+    would be in no budget; and a process that is killed loses only what waits to be written. In the
+    long run as much is written either way. What is evicted before its turn is not written.
 
     In the tree the entries are at location `DISK`. When it is opened, a thread fills the tree's
     free memory with what was used last, so that peers find it again too.
