@@ -16,7 +16,7 @@ from cachetree.errors import (
 )
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
-from cachetree.transport.address import parse_remote
+from cachetree.transport.address import parse_remote, resolved
 from cachetree.transport.connection import answer_of
 from cachetree.transport.handshake import Credentials
 from cachetree.transport.wire import pages_of
@@ -35,9 +35,10 @@ def ask(
 ) -> _Answer:
     """Ask the worker at `address`, until one comes up or the time is over.
 
-    Raises ConfigError, AuthenticationError, DeadlineExceeded, ProtocolError, or OrderDenied.
+    Raises ConfigError, FetchError where its name stands for nothing, AuthenticationError,
+    DeadlineExceeded, ProtocolError, or OrderDenied.
     """
-    remote = parse_remote(address, field="address")
+    remote = resolved(parse_remote(address, field="address"))
     how, deadline = credentials or Credentials(), Deadline.after(timeout_s)
     answer = answer_of(remote, how, question, deadline, until_up=True)
     if isinstance(answer, verbs.Denied):

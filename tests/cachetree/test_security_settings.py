@@ -29,6 +29,7 @@ from cachetree import (
     Cache,
     CacheConfig,
     ConfigError,
+    FetchError,
     Location,
     Peer,
     PeerConfig,
@@ -99,6 +100,23 @@ def test_all_addresses_of_a_machine_are_those_of_both_kinds() -> None:
         listen = f"tcp://[::]:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot be bound"):
             check_ports(WorkerConfig(listen=listen, insecure=True))
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_operator_finds_a_worker_by_its_name_as_a_server_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look_up(name: str, port: int, *_: object) -> list[tuple[object, ...]]:
+        if name != "six.test":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port))]
+
+    with worker_of(new_tree(), listen="tcp://[::1]:0") as worker:
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        assert ask_status(worker.address.replace("[::1]", "six.test"), timeout_s=5)
+        for name in ("ho$t", "nowhere.test"):
+            with pytest.raises(FetchError, match="cannot be reached: Name or service not known"):
+                ask_status(f"tcp://{name}:7788", timeout_s=5)
 
 
 def test_a_peer_on_another_machine_without_a_key_is_remarked_on(
