@@ -42,7 +42,9 @@ class ChangeQueue:
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        return len(self._changes)
+        """How many changes the reader does not know, those that were dropped too."""
+        with self._lock:
+            return self.num_noted - self.num_taken
 
     def restart(self) -> Iterator[Change]:
         """What is in the tree now; what comes later is taken in from here on."""

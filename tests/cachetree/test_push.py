@@ -30,7 +30,7 @@ from transport_parts import (
 from cachetree import Cache, CacheConfig, ConfigError, Location, WorkerConfig
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
-from cachetree.transport.pending_stores import _parts
+from cachetree.transport.pending_stores import PendingStores, _parts
 from cachetree.tree import Change
 
 ACCEPTS = WorkerConfig(accepts=True)
@@ -136,6 +136,19 @@ def test_too_many_changes_lead_to_a_new_beginning(monkeypatch: pytest.MonkeyPatc
             store(cache.tree, PAGES[:num])
         with cache_of(worker=WorkerConfig(accepts=True, listen=address)) as worker:
             eventually(lambda: worker.tree.num_pages == 62)
+
+
+def test_what_waits_is_told_also_where_it_is_more_than_the_queue_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cachetree.transport.pending_stores._MAX_WAITING", 4)
+    tree = new_tree()
+    stores = PendingStores(Location("tcp://127.0.0.1:1"), tree, lambda: None, time.monotonic)
+    stores.begin()
+    for num in range(1, 7):
+        store(tree, pages_of(1, str(num)))
+        assert stores.status.num_waiting == num
+    assert stores.has_work
 
 
 def test_a_worker_that_accepts_nothing_is_told_nothing() -> None:
