@@ -5,6 +5,7 @@ well as it should be, three questions apart, at /health; and, where that is want
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +28,8 @@ _STUCK_S: Final = 5.0
 """A worker's thread turns four times a second also where nothing happens."""
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
-"""For a request to come whole."""
+"""For the next of a request to come."""
+_PIECE_BYTES: Final = 1 << 16
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +130,11 @@ class _Handler(MetricsHandler):
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(told + b"\n")
+        if 400 <= code < 500:
+            # While anything of the question is unread, closing takes the answer back.
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.rfile.read1(_PIECE_BYTES):
+                pass
 
     do_HEAD = do_POST = do_GET
 
@@ -144,7 +151,7 @@ class _Handler(MetricsHandler):
         return 200 if is_well else 503, msgspec.json.encode(health)
 
     def _answer_query(self, queries: Queries) -> tuple[int, bytes]:
-        """A question that is too long is not read."""
+        """A question that is too long is not kept."""
         if self.command != "POST":
             raise ConfigError(f"the method is {self.command}; give POST")
         length = self.headers.get("Content-Length", "")

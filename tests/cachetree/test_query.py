@@ -195,12 +195,14 @@ def test_questions_keep_nothing_in_memory() -> None:
         assert cache.tree.remote.reach(FAR, MODEL, pages) == 0
 
 
-def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_read() -> None:
+def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_kept() -> None:
     with cache_of() as cache, page_of(cache) as page:
         for body, headers, words in (
             (b"{", {}, "cannot be read"),
             (b"\xff", {}, "cannot be read"),
             (b"", {"Content-Length": str(MAX_BODY_BYTES + 1)}, "give one of at most"),
+            (bytes(MAX_BODY_BYTES + 1), {}, "give one of at most"),
+            (bytes(MAX_BODY_BYTES), {"Content-Length": ""}, "give one of at most"),
             (b"", {"Content-Length": "-1"}, "give one of at most"),
             (b"", {"Content-Length": "1" * 5000}, f"'{'1' * 40}'; give one of at most"),
             (b"", {"Content-Length": ""}, "give one of at most"),
