@@ -208,7 +208,7 @@ class PendingFetches:
                 first_byte=staging.num_landed_bytes,
                 frame_bytes=self._config.frame_bytes,
                 reads_arena=link.arena is not None,
-                timeout_ms=int(staging.deadline.remaining_s() * 1000),
+                timeout_ms=int(1000 * min(staging.deadline.remaining_s(), wire.MAX_REQUEST_S)),
                 traceparent=staging.traceparent,
             )
             link.send(fetch)

@@ -281,16 +281,20 @@ def test_a_deadline_ends_both_sides() -> None:
 
 
 def test_what_cannot_be_asked_for_fails_at_once_and_nothing_else_does() -> None:
-    """No message has a time without end."""
+    """A name that is no text, and a time without end, which is as long as a worker allows."""
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=5e6) as worker,
         peer_of(worker.address, new_tree()) as peer,
     ):
         other, endless = new_staging(256), new_staging(256, seconds=math.inf)
+        unspeakable = new_staging(256)
         for staging in (other, endless):
             peer.fetch(MODEL, PAGES, staging)
-        eventually(lambda: endless.error is not None, 5)
-        assert "internal error" in str(endless.error)
+        eventually(lambda: endless.is_complete, 5)
+        assert peer.status.num_losses == 0
+        peer.fetch(ModelId("\ud800"), PAGES, unspeakable)
+        eventually(lambda: unspeakable.error is not None, 5)
+        assert "internal error" in str(unspeakable.error)
         wait_all(other)
         check_content(other, PAGES)
 
