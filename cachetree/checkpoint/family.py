@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -14,6 +14,7 @@ from cachetree.ids import Kind, ModelId
 
 SCALE_BYTES: Final = 2
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Codec(StrEnum):
@@ -82,21 +83,21 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     architecture: str
-    num_layers: int
-    hidden_size: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: _Size
+    hidden_size: _Size
+    num_kv_heads: _Size
+    head_dim: _Size
     rope: str
     tokenizer: str
     model_dtype: str
     """What the model computes in, and E's: KV may be kept in another one."""
     kv_dtype: str
-    page_size: int
+    page_size: _Size
     quantization: str = "none"
     codec: Codec = Codec.NONE
     """How KV and E are kept and sent. All but `none` are lossy: what comes back is not exact."""
-    tp_size: int = 1
-    tp_rank: int = 0
+    tp_size: _Size = 1
+    tp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -92,6 +92,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     requests that their server traces. Empty for none."""
 
     def __post_init__(self) -> None:
+        rank, last = self.family.tp_rank, self.family.tp_size - 1
+        if rank > last:
+            raise ConfigError(f"family.tp_rank is {rank}; give at most {last}, or a larger tp_size")
+        known = get_args(DType)
+        for field in ("model_dtype", "kv_dtype"):
+            if (given := getattr(self.family, field)) not in known:
+                raise ConfigError(f"family.{field} is {given!r}; give {' or '.join(known)}")
         if self.http:
             parse_http(self.http, field="http")
         elif self.query:

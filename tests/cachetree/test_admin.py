@@ -29,7 +29,7 @@ from transport_parts import (
 
 from cachetree import Cache, ConfigError, Deadline, OrderDenied, PageHash, WorkerConfig
 from cachetree.cli import main
-from cachetree.cli.serve import read_config
+from cachetree.cli.serve import parse_config, read_config
 from cachetree.transport import ask, verbs
 from cachetree.tree.hashing import page_hashes
 
@@ -291,6 +291,27 @@ def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
     file.write_text(json.dumps(given))
     worker = read_config(file).cache.worker
     assert (worker.admin, worker.accepts) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_layers": 0}, "`int` >= 1 - at `$.family.num_layers`"),
+        ({"hidden_size": -2}, "`int` >= 1 - at `$.family.hidden_size`"),
+        ({"num_kv_heads": 0}, "`int` >= 1 - at `$.family.num_kv_heads`"),
+        ({"head_dim": -4}, "`int` >= 1 - at `$.family.head_dim`"),
+        ({"page_size": 0}, "`int` >= 1 - at `$.family.page_size`"),
+        ({"tp_size": 0}, "`int` >= 1 - at `$.family.tp_size`"),
+        ({"tp_rank": -1}, "`int` >= 0 - at `$.family.tp_rank`"),
+        ({"tp_size": 2, "tp_rank": 2}, "family.tp_rank is 2; give at most 1"),
+        ({"kv_dtype": "float8"}, "family.kv_dtype is 'float8'; give float32 or "),
+        ({"model_dtype": "half"}, "family.model_dtype is 'half'; give float32 or "),
+    ],
+)
+def test_a_family_that_cannot_be_is_refused(changed: dict[str, object], said: str) -> None:
+    given = {"family": {**msgspec.structs.asdict(FAMILY), **changed}}
+    with pytest.raises(ConfigError, match=f"^file: .*{re.escape(said)}"):
+        parse_config(given, "file")
 
 
 @pytest.mark.parametrize(
