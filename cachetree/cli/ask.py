@@ -141,6 +141,8 @@ def _prefix_of(args: argparse.Namespace) -> bytes:
         return join_hashes([_page(text) for text in args.pages])
     if args.page_size is None or args.page_size <= 0:
         raise ConfigError("--tokens needs --page-size: give that of the family, for example 64")
+    if len(args.salt) not in (0, 64):
+        raise ConfigError(f"--salt has {len(args.salt)} digits; give a tenant's 32 bytes in 64")
     try:
         tokens = [int(word) for word in args.tokens.read_text().split()]
         pages = page_hashes(tokens, args.page_size, bytes.fromhex(args.salt))

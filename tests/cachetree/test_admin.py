@@ -323,6 +323,7 @@ def test_a_family_that_cannot_be_is_refused(changed: dict[str, object], said: st
         (["match", "--pages", "xy"], "32 hex digits"),
         (["match", "--tokens", "/nowhere", "--page-size", "16"], "cannot be read"),
         (["match", "--tokens", "/nowhere"], "--tokens needs --page-size"),
+        (["match", "--tokens", "/", "--page-size", "16", "--salt", "abcd"], "--salt has 4 digits"),
         (["pin", "--pages", "00" * 16, "--ttl", "-1"], "above 0"),
         (["bench"], "holds nothing to read"),
         (["bench", "--num", "0"], "above 0"),
