@@ -79,7 +79,6 @@ def pages_of(req: Req, num_tokens: int, page_size: int, namespace: str = "") -> 
 
 def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
     """Pages that may come from a cache: never the last token, nothing after a wanted logprob."""
-    req.refresh_fill_ids()
     return pages_of(req, req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)), page_size)
 
 

@@ -189,6 +189,7 @@ class Answers:
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
         if refusal := self._planner.refusal(req):
             return Told(RequestProvenance(outcome=refusal), len(question.input_ids), None)
+        req.refresh_fill_ids()
         self._planner.meet(req)
         pages = prefixes.reusable_pages(req, self._page_size)
         num_waiting = len(scheduler.waiting_queue)

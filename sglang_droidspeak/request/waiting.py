@@ -180,13 +180,14 @@ class WaitingRequests:
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Of the next in the queue those that count on pages which the device has no more: what is
-        loaded has to follow on what is there. They wait no longer for it, taken together."""
+        loaded has to follow on what is there. Whose fetch had not come waits no longer in all."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
             is_approximate = prefixes.is_approximate(request.req)
             if (held.approximate if is_approximate else held.exact) < request.num_there:
-                self._see(request.req, tree).runnable_s = request.runnable_s
+                begun_s = None if request.phase is Phase.READY else request.runnable_s
+                self._see(request.req, tree).runnable_s = begun_s
 
     def _known(self, req: Req) -> Request | None:
         """Not another request of its name, which has left the queue since the last look."""
@@ -198,6 +199,7 @@ class WaitingRequests:
         if req.rid in self._requests:
             self._requests[req.rid].settle()
         request = self._requests[req.rid] = Request(req)
+        req.refresh_fill_ids()  # All ranks look up what the device has of it.
         self._planner.meet(req)
         if not self._asks or self._planner.refusal(req):
             return request

@@ -171,4 +171,5 @@ def test_no_page_is_reused_after_a_wanted_logprob(fields: dict[str, Any], num_pa
 def test_the_last_token_is_always_computed() -> None:
     req = request()
     req.origin_input_ids = array("q", TOKENS[: 2 * PAGE])
+    req.refresh_fill_ids()
     assert reusable_pages(req, PAGE) == page_hashes(TOKENS)[:1]

@@ -6,6 +6,7 @@ import gc
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,12 @@ class FakeMeter(SimpleNamespace):
 
 
 class Request(SimpleNamespace):
-    """Unlike its base it can be referred to weakly."""
+    """Unlike its base it can be referred to weakly. Like SGLang's it has no tokens at first."""
+
+    full_untruncated_fill_ids: Sequence[int] = ()
+
+    def refresh_fill_ids(self) -> None:
+        self.full_untruncated_fill_ids = range(4 * PAGE + 1)
 
 
 def request(rid: str = "r1", lora_id: str | None = None) -> Any:
@@ -97,8 +103,6 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
         extend_end=None,
         finished_reason=None,
         to_finish=None,
-        full_untruncated_fill_ids=list(range(4 * PAGE + 1)),
-        refresh_fill_ids=lambda: None,
         _compute_max_prefix_len=lambda length: length - 1,
     )
 

@@ -364,6 +364,25 @@ def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
         assert not cache.fetched
 
 
+def test_ranks_know_alike_that_the_device_has_still_what_a_request_counts_on() -> None:
+    """Seen anew on one of them alone, it would wait there for what the others do not tell."""
+    demand: Any = SimpleNamespace(first_page=2, first_approximate=None)
+    considered: Any = SimpleNamespace(demand=demand)
+    pair, plans = Pair(), [Declined("too_short", considered=considered)]
+    for number in range(2):
+        cache, req = Asked(), request()
+        cache.held = lambda req, num_pages, _tree: Held(  # type: ignore[method-assign]
+            min(num_pages, len(req.full_untruncated_fill_ids) // PAGE), 0
+        )
+        planner = SimpleNamespace(
+            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: plans.pop()
+        )
+        waiting, told = waiting_with(cache, planner=planner, ranks=pair.rank(number))
+        assert [look(waiting, req) for _step in range(3)] == 3 * [set()]
+        assert {it.outcome for it in told.by_rid.values()} == (set() if number else {"too_short"})
+    assert not pair._shared
+
+
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_ranks_of_which_one_has_no_memory_read_in_the_same_place(lacking: int) -> None:
     """Beyond the next in the queue nobody looks again where the others have more."""

@@ -100,11 +100,12 @@ def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
         assert told.by_rid["r1"].outcome == outcome
 
 
-@pytest.mark.parametrize("has_come", [True, False])
+@pytest.mark.parametrize(("has_come", "left_s"), [(True, 1.0), (False, 0.25)])
 def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
-    now: Now, has_come: bool
+    now: Now, has_come: bool, left_s: float
 ) -> None:
-    """What is loaded follows on what is there. It waits no longer in all."""
+    """What is loaded follows on what is there. It waits no longer in all, unless its wait was over
+    and it has stood in the queue as all others do."""
     cache, req = Asked(now, held=Held(2, 0)), request()
     planner = SimpleNamespace(
         meet=lambda _req: None,
@@ -122,12 +123,15 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     if has_come:
         cache.land()
     assert bool(look(waiting, req)) != has_come
+    now.now_s += 9 * has_come
     cache.has = Held(1, 0)
     assert look(waiting, req) == {"r1"}
+    waiting.pass_over(["r1"])
     assert [plan.pages.start for plan, _ in cache.fetched] == [2, 1]
     assert waiting.num_restorable("r1", keys_of(req)[1]) == NUM_PAGES - 1
+    now.now_s += left_s - 0.125
     assert look(waiting, req) == {"r1"}, "no more was lost"
-    now.now_s += 0.5
+    now.now_s += 0.25
     assert not look(waiting, req)
     assert told.by_rid["r1"].outcome == "fallback: SlowLink"
     cache.has = Held(0, 0)
