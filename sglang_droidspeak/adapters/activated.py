@@ -31,8 +31,9 @@ class ActivatedAdapters:
 
     def __init__(self, models: Models) -> None:
         self._models: Final = models
-        self._reqs: WeakValueDictionary[str, Req] = WeakValueDictionary()
-        """Requests whose adapter acts from somewhere on, by rid."""
+        self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
+        """Requests whose adapter acts from somewhere on, by rid and adapter: what has answered may
+        be in a batch under way yet when its rid is another's."""
         self._has_hooks = False
 
     def loaded(self, lora_id: str) -> None:
@@ -64,7 +65,7 @@ class ActivatedAdapters:
         at = last_of(invocation, prompt)
         # Never invoked, it does not act, nor in what is generated.
         prefixes.invoke(req, len(prompt) + req.sampling_params.max_new_tokens if at is None else at)
-        self._reqs[req.rid] = req
+        self._reqs[req.rid, req.lora_id] = req
 
     def _prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
         told = self._told(batch)
@@ -95,7 +96,8 @@ class ActivatedAdapters:
 
     def _told(self, batch: ForwardBatch) -> ForwardBatch:
         """On the host: with two requests where one is before its invocation first, then after."""
-        reqs = [self._reqs.get(rid) for rid in batch.rids or ()]
+        keys = zip(batch.rids or (), batch.lora_ids or (), strict=False)
+        reqs = [self._reqs.get(key) for key in keys]
         starts = [None if req is None else prefixes.invoked_at(req) for req in reqs]
         if not any(starts):
             return batch

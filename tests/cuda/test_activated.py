@@ -28,15 +28,15 @@ def cuda() -> Iterator[VirtualCuda]:
         yield device
 
 
-def request() -> Req:
+def request(lora_id: str = "judge") -> Req:
     tokens = [5] * INVOKED_AT + [7] + [5] * (NUM_TOKENS - INVOKED_AT - 1)
-    return unsent(tokens, "judge", None, None)
+    return unsent(tokens, lora_id, None, None)
 
 
 @pytest.fixture
 def activated() -> Iterator[ActivatedAdapters]:
     """They have met a request."""
-    models: Any = SimpleNamespace(invocation=lambda _lora_id: (7,))
+    models: Any = SimpleNamespace(invocation=lambda it: (7,) if it == "judge" else ())
     made = ActivatedAdapters(models)
     req = request()
     req.rid = RID
@@ -126,3 +126,14 @@ def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated
     batch = prefill()
     batch.extend_seq_lens = None  # What is on the device is not looked at.
     assert activated._fits_graph(LoRAManager.can_use_prefill_cuda_graph, manager(2), batch)
+
+
+def test_another_adapters_request_of_the_same_id_is_not_touched(
+    cuda: VirtualCuda, activated
+) -> None:
+    """The first one has answered, and is in the batch under way yet."""
+    other, batch = request("plain"), prefill()
+    other.rid = RID
+    activated.meet(other)
+    batch.lora_ids = ["plain"]
+    assert activated._told(batch) is batch
