@@ -52,8 +52,9 @@ class ActivatedAdapters:
         """Of SGLang's LoRAManager, beside what it has loaded; raises ConfigError."""
         refs = (*manager.lora_refs.values(), *loading)
         left = manager.max_loras_per_batch - sum(bool(it.pinned) for it in refs)
-        unpinned = (it for it in refs if not it.pinned)
-        refuse.slots(left, [it.lora_name for it in unpinned if self._models.invocation(it.lora_id)])
+        for ref in refs:
+            if self._models.invocation(ref.lora_id):
+                refuse.activated(ref, left, manager.target_modules)
 
     def meet(self, req: Req) -> None:
         """Find where the adapter acts, before SGLang first looks for the request's prefix."""
@@ -105,7 +106,8 @@ class ActivatedAdapters:
         told = copy(batch)
         told.rids, told.lora_ids, told.batch_size = None, lora_ids, len(lora_ids)
         if batch.forward_mode.is_extend():
-            told.extend_seq_lens_cpu = lengths
+            # Where log-probabilities begin is told of rows, and read for adapters of lm_head alone.
+            told.extend_seq_lens_cpu, told.return_logprob = lengths, False
         return told
 
 

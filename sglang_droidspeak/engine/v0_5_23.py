@@ -199,5 +199,5 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
     "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path pinned"),
-    _LORA_MANAGER: ("lora_refs fetch_new_loras max_loras_per_batch"),
+    _LORA_MANAGER: ("lora_refs fetch_new_loras max_loras_per_batch target_modules"),
 }

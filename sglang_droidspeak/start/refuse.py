@@ -6,7 +6,7 @@ and the remedy, or does nothing. What contradicts itself within the settings, `S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from sglang_droidspeak.engine import Quantization
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import MHATokenToKVPool
+    from sglang_droidspeak.engine.names import LoRARef, MHATokenToKVPool
 
 ARCHITECTURES = frozenset(
     {
@@ -256,11 +256,17 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
         )
 
 
-def slots(num_unpinned: int, activated: Sequence[str]) -> None:
-    """How many one batch has beside those of pinned adapters, for activated ones of these names."""
-    if activated and num_unpinned < 2:
+def activated(ref: LoRARef, num_unpinned: int, modules: Collection[str]) -> None:
+    """By how many adapters a batch has room for beside pinned ones, and what adapters may change:
+    SGLang takes the rows of lm_head from what it is told of a batch."""
+    if "lm_head" in modules:
         raise ConfigError(
-            f"activated LoRA {activated[0]} takes two slots of a batch, its own and the base's, "
+            f"activated LoRA {ref.lora_name} cannot be served where adapters may change lm_head; "
+            "name in --lora-target-modules what they change, without lm_head (`all` has it)"
+        )
+    if num_unpinned < 2 and not ref.pinned:
+        raise ConfigError(
+            f"activated LoRA {ref.lora_name} takes two slots of a batch, its own and the base's, "
             f"and --max-loras-per-batch leaves {num_unpinned} beside pinned adapters; raise it"
         )
 

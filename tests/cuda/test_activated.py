@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.utils import get_lm_head_pruned_lens
 from virtual_cuda import VirtualCuda
 
 from sglang_droidspeak.adapters.activated import ActivatedAdapters, last_of
@@ -137,3 +138,16 @@ def test_another_adapters_request_of_the_same_id_is_not_touched(
     activated.meet(other)
     batch.lora_ids = ["plain"]
     assert activated._told(batch) is batch
+
+
+def test_where_log_probabilities_begin_is_not_told_of_parts(cuda: VirtualCuda, activated) -> None:
+    """Else the triton backend counts less than no rows, in segments without an end."""
+    batch = prefill()
+    batch.rids, batch.lora_ids, batch.batch_size = [RID, "another"], ["judge", None], 2
+    batch.seq_lens_cpu = torch.tensor([NUM_TOKENS, 50])
+    batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu = [NUM_TOKENS, 50], [31, 49]
+    batch.return_logprob = True
+    assert get_lm_head_pruned_lens(batch) == [1, 1]
+    told = activated._told(batch)
+    assert told.lora_ids == [None, "judge", None]
+    assert get_lm_head_pruned_lens(told) == [1, 1, 1]

@@ -58,7 +58,12 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     published = json.dumps({"publisher": "zmq", "endpoint": at, "bind": True})
     spec = ServerSpec(
         model=models.whole[BASE],
-        options=WITH_LORA | {"max-loras-per-batch": 3, "kv-events-config": published},
+        options=WITH_LORA
+        | {
+            "max-loras-per-batch": 3,
+            "lora-target-modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "kv-events-config": published,
+        },
         adapters=models.adapters,
         droidspeak={"host_gb": 0.25},
     )

@@ -138,6 +138,7 @@ class Loads:
     def __init__(self, max_loras_per_batch: int, refs: list[LoRARef]) -> None:
         self.max_loras_per_batch = max_loras_per_batch
         self.lora_refs = {it.lora_id: it for it in refs}
+        self.target_modules = {"qkv_proj"}
         self.fails = False
 
     def has(self, ref: LoRARef) -> bool:
@@ -220,7 +221,17 @@ def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> Non
     models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
     models.add("x", adapter)
     activated = ActivatedAdapters(models)
-    manager = SimpleNamespace(max_loras_per_batch=3, lora_refs={"x": ref("x"), "p": ref("p", True)})
+    manager = Loads(3, [ref("x"), ref("p", True)])
     activated.require_room(manager)
     with pytest.raises(ConfigError, match="--max-loras-per-batch leaves 1"):
         activated.require_room(manager, ref("q", True))
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned: bool) -> None:
+    """On CUDA SGLang takes the rows of lm_head from what it is told of a batch."""
+    manager, late = Loads(4, [ref("a")]), ref(LATE, is_pinned)
+    manager.target_modules |= {"lm_head"}
+    of_one().require_room(manager)
+    with pytest.raises(ConfigError, match=f"activated LoRA {LATE} .* lm_head; name in --lora-targ"):
+        of_one().require_room(manager, late)
