@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
     from cachetree.disk import Directory
-    from cachetree.transport import check_ports, open_port, parse_http
+    from cachetree.transport import hold_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.record import check_record
     from sglang_droidspeak.start import refuse
@@ -70,14 +71,16 @@ def check_front_end(server_args: ServerArgs) -> Settings:
             refuse.memory(settings, args.tp_size, free_memory_bytes() / GIB)
         if settings.guard_path is not None:
             check_record(Path(settings.guard_path))
-        for rank in range(args.tp_size):
-            config = cache_config(settings, server.identity.model_id, rank)
-            if config.serves:
-                check_ports(config.worker)
-            if config.disk_path:
-                Directory(config.disk_of(rank, args.tp_size), None).close()
-        if settings.http is not None:
-            open_port(parse_http(settings.http, field="http"), field="http").close()
+        with ExitStack() as held:
+            if settings.http is not None:
+                http = parse_http(settings.http, field="http")
+                held.enter_context(open_port(http, field="http"))
+            for rank in range(args.tp_size):
+                config = cache_config(settings, server.identity.model_id, rank)
+                if config.serves:
+                    hold_ports(config.worker, held)
+                if config.disk_path:
+                    Directory(config.disk_of(rank, args.tp_size), None).close()
     except CacheTreeError as exc:
         raise SystemExit(f"droidspeak: {exc}") from None
     return settings

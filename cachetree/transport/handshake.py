@@ -15,6 +15,7 @@ no keys: the ticket that `frames` tells of comes over this one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -234,11 +235,13 @@ def check_worker(config: WorkerConfig) -> tuple[Address, Gate]:
     return listen, Gate(keys.read_key_pair(config.key_file), allowed, admins)
 
 
-def check_ports(config: WorkerConfig) -> None:
-    """Whether the ports that a worker would take are free now; raises ConfigError."""
+def hold_ports(config: WorkerConfig, held: ExitStack) -> None:
+    """Those that a worker is told to take, until that ends; raises ConfigError where one is not
+    free."""
     listen = parse_address(config.listen, field="listen")
-    for field, port in (("listen", listen.port), ("bulk_port", config.bulk_port)):
-        open_port(replace(listen, port=port), field=field).close()
+    held.enter_context(open_port(listen, field="listen"))
+    if config.bulk_port:
+        held.enter_context(open_port(replace(listen, port=config.bulk_port), field="bulk_port"))
 
 
 def _bound(socket: Socket, max_message_bytes: int) -> None:

@@ -490,6 +490,16 @@ def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: st
         assert "choose another port" in line
 
 
+def test_a_port_that_is_given_twice_is_found_before_weights_are_loaded(model: Path) -> None:
+    free = free_port(3)
+    ports = {"listen": f"tcp://127.0.0.1:{free}", "http": str(free + 1)}
+    check_front_end(server_args(model, ports))
+    line = refusal(model, ports, "--tp-size", "2")
+    assert f"listen is 'tcp://127.0.0.1:{free + 1}', which cannot be bound" in line
+    line = refusal(model, {**ports, "bulk_port": free + 1})
+    assert f"bulk_port is 'tcp://127.0.0.1:{free + 1}', which cannot be bound" in line
+
+
 def test_a_folder_in_use_is_found_before_weights_are_loaded(model: Path, tmp_path: Path) -> None:
     extra = {"disk_path": str(tmp_path), "disk_gb": 3}
     check_front_end(server_args(model, extra, "--tp-size", "2"))
