@@ -60,8 +60,11 @@ def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
     if shutil.which(command[0]) is None:
         raise NotHere(f"{command[0]} is not installed")
     done = subprocess.run([*command, *WATCHED], stdout=subprocess.PIPE, text=True, check=False)
-    told = lines_of_json(done.stdout.splitlines(keepends=True))
-    why = [f"exit {done.returncode}", *(it["failed"] for it in told if "failed" in it)]
+    told = [*lines_of_json(done.stdout.splitlines(keepends=True))]
+    failed, missing = ([it[how] for it in told if how in it] for how in ("failed", "not_run"))
+    if missing and not done.returncode:  # Under a sanitizer CUDA may not come up.
+        raise NotHere(missing[0])
+    why = [f"exit {done.returncode}", *failed]
     yield {"failed": ": ".join(why)} if done.returncode else {"found": "nothing"}
 
 

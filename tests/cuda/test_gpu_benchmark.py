@@ -180,6 +180,14 @@ def test_what_a_sanitizer_saw_fail_is_told(tmp_path, monkeypatch) -> None:
     assert list(gpu.sanitized(("env",), 16)) == [{"failed": "exit 1: a race"}]
 
 
+def test_that_a_sanitizer_had_nothing_to_watch_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "needs", lambda *_: None)
+    script = 'print(\'{"found": 1}\'); print(\'{"not_run": "there is no CUDA device"}\')'
+    monkeypatch.setattr(gpu, "WATCHED", (sys.executable, "-S", "-c", script))
+    with pytest.raises(NotHere, match="there is no CUDA device"):
+        list(gpu.sanitized(("env",), 16))
+
+
 def test_a_missing_sanitizer_is_said(monkeypatch) -> None:
     monkeypatch.setattr(gpu, "needs", lambda *_: None)
     with pytest.raises(NotHere, match="no-such-sanitizer is not installed"):
