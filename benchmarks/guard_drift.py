@@ -4,10 +4,10 @@
     python -m benchmarks.guard_drift --json benchmarks/results/guard_drift.json
 
 The shipped small pair and a real one, on servers, by the plan that their profiles recommend. Each
-receiver first reads documents of its own task, which its profile was not judged on, then those of
-another one, and last its own from KV that the sender keeps as int4. Every answer is compared with
-an exact run: that is what the guard sees of a pair that is as its profile says, and of one that is
-not any more.
+receiver first reads documents of its own task that its profile does not know, then those of another
+one (the real pair: other questions about the same), and last its own from KV that the sender keeps
+as int4. Every answer is compared with an exact run: that is what the guard sees of a pair that is
+as its profile says, and of one that is not any more.
 
 From these distances, drawn with replacement, requests are simulated with the guard's own code, at
 its default rate and with what the shipped profile allows: how many reused requests until the alarm,
@@ -48,8 +48,8 @@ NUM_HEALTHY = 20_000
 NUM_RUNS = 500
 NUM_SMALL = 300
 """Questions, each about another document."""
-NUM_REAL = 120
-"""Three about each."""
+REAL_SET = "verify"
+"""Of `tools.real`: three questions about each of its documents."""
 GOAL = 200
 
 
@@ -88,11 +88,10 @@ def small_prompts(task: str) -> list[Prompt]:
 
 def real_prompts(task: str) -> list[Prompt]:
     options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
-    sources = load_sources([str(ROOT / f"build/real/data/{task}/held_out.jsonl")], options)
+    sources = load_sources([str(ROOT / f"build/real/data/{task}/{REAL_SET}.jsonl")], options)
     tokenizer = load_tokenizer(ModelSource(path=REAL.receiver))
     found = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
-    asked = [Prompt(it.prefix, [*it.prefix, *one.suffix]) for it in found for one in it.questions]
-    return asked[:NUM_REAL]
+    return [Prompt(it.prefix, [*it.prefix, *one.suffix]) for it in found for one in it.questions]
 
 
 _WEIGHTS = ROOT / "examples/pairs/weights"

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.guard_drift import GOAL, REAL, SMALL, found, of_healthy
+from benchmarks.guard_drift import GOAL, REAL, REAL_SET, SMALL, found, of_healthy
+from profiles.data.records import context_digest
+from profiles.evidence import read_measured
+from tools.real.questions import records
 
 ROOT = Path(__file__).parents[2]
 PAIRS = {it.name: it for it in (SMALL, REAL)}
@@ -34,3 +37,11 @@ def test_documents_of_another_task_are_found_soon() -> None:
     (row,) = (it for it in recorded() if (it["pair"], it["reads"]) == (SMALL.name, "code"))
     assert row["found"]["from the first on"]["within_200"] > 0.95
     assert row["found"]["after 1,000"]["within_200"] > 0.75 and GOAL == 200
+
+
+@pytest.mark.parametrize("task", REAL.tasks)
+def test_the_real_pair_reads_documents_that_its_profile_does_not_know(task: str) -> None:
+    profile = read_measured(REAL.profile)
+    known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
+    asked = records(REAL.profile.parent / "packages.jsonl", REAL_SET, task)
+    assert known and known.isdisjoint(context_digest(it.context) for it in asked)

@@ -20,7 +20,7 @@ def guard_drift(found: Any) -> str:
         "answers": "{answers}",
         "allowed": "{allowed:.3f}",
         "mean distance": "{mean:.3f}",
-        "found within 200 requests (median)": "{from the first on}",
+        "found within 200 requests (median; 2,000: not at all)": "{from the first on}",
         "after 1,000 healthy ones": "{after 1,000}",
         "healthy ones that are compared": "{healthy[compared]:.1%}",
     }
@@ -29,14 +29,9 @@ def guard_drift(found: Any) -> str:
         row = {**it, "answers": len(it["distances"])}
         for when in ("from the first on", "after 1,000"):
             of = it.get("found", {}).get(when)
-            said = "no alarm" if of is None else "not in 2,000"
-            row[when] = told("{within_200:.0%} ({median:.0f})", of) if _is_found(of) else said
+            row[when] = "no alarm" if of is None else told("{within_200:.0%} ({median:,.0f})", of)
         rows.append(row)
     return of_rows(rows, columns)
-
-
-def _is_found(of: Any) -> bool:
-    return of is not None and of["within_200"] > 0
 
 
 # Corrected E: `docs/e-correction.md`.
