@@ -33,6 +33,7 @@ from profiles.compute.measuring import (
     comparing_steps,
     judging_steps,
     measure,
+    places_swept,
     screening_steps,
     sweep_steps,
 )
@@ -55,7 +56,7 @@ from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
-from profiles.stats.artifact import Data, Findings, best_of, build, interval_of
+from profiles.stats.artifact import Data, Findings, best_of, build, interval_of, split_of
 from profiles.stats.choice import (
     baselines,
     choose,
@@ -65,7 +66,7 @@ from profiles.stats.choice import (
     sensitive_first,
     shortlist,
 )
-from profiles.stats.gate import interval
+from profiles.stats.gate import interval, nothing_to_lose
 from profiles.stats.measured import Candidate, Measured
 
 SAMPLE_TOKENS: Final = 64
@@ -118,6 +119,10 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     watched = Watched(bench, forecast, console)
     steps = sweep_steps(train.documents, blocks, pair.num_layers, pruned=settings.pruned)
     swept = watched.measure("training", TRAIN, train.documents, steps)
+    places = places_swept(train.documents, pruned=settings.pruned)
+    first = Data(files=(), documents=[train.documents[it] for it in places])
+    if (unjudged := nothing_to_lose(split_of(first, swept), "the first training")) is not None:
+        console.print(unjudged, highlight=False, soft_wrap=True)
     listed = shortlist(swept, settings.plans)
     candidates = [Candidate(runs=(it,)) for it in listed]
     if settings.e_correction:

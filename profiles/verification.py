@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from rich.console import Console
@@ -68,9 +69,7 @@ class Again:
         _require_same("receiver", profile.receiver, receiver.identity)
         tokenizer = load_tokenizer(settings.pair[1])
         positions = receiver.config.max_position_embeddings
-        self._sources, self._documents = load_documents(
-            settings, settings.data, tokenizer, positions
-        )
+        self._load = partial(load_documents, settings, settings.data, tokenizer, positions)
 
     def verify(self) -> Verification:
         """What servers use of the profile, on all the data; the recommended plan is judged anew.
@@ -78,12 +77,13 @@ class Again:
         Raises ProfileError where they use none of its plans, where a context is the profile's, and
         where full prefill answers nothing right at some task.
         """
-        profile, documents = self._profile, self._documents
+        profile = self._profile
         if not profile.passed:
             raise ProfileError(
                 "the profile did not pass, so none of its plans is served; profile the pair on "
                 "these data"
             )
+        sources, documents = self._load()
         known = {*profile.train.contexts, *profile.held_out.contexts, *profile.made.fitted}
         contexts = {it.context for it in documents}
         if seen := len(contexts & known):
@@ -91,7 +91,7 @@ class Again:
                 f"{seen} of {len(contexts)} contexts ({seen / len(contexts):.0%}) are the "
                 "profile's own; verify on others"
             )
-        data = Data(files=data_files(self._sources, documents), documents=documents)
+        data = Data(files=data_files(sources, documents), documents=documents)
         for line in hardly_enough(data, profile.tolerance):
             self._console.print(line, highlight=False, soft_wrap=True)
         used = {_candidate(it) for it in profile.blocks}
@@ -134,7 +134,8 @@ class Again:
         plans = {_candidate(it): it for it in profile.blocks if len(it.block) < num_layers}
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
-        documents = _begun(profile, self._documents)
+        _, found = self._load()
+        documents = _begun(profile, found)
         answering = self._answerers(documents)
         journal = open_journal(settings, answering, profile, documents)
         judged = self._judge("calibrating", documents, [*plans], self._bench(journal, *answering))

@@ -244,6 +244,19 @@ def test_what_maps_are_fitted_on_has_to_fit_before_anything_is_measured(few, tmp
     assert "timing" not in said, "nothing was computed"
 
 
+def test_that_nothing_is_answered_right_is_said_after_the_sweep(few, tmp_path):
+    """A template or a metric that is wrong, which the verdict would tell at the end."""
+    right, wrong = few[few.index("--data") + 1], tmp_path / "wrong.jsonl"
+    train = read_records(Path(right))
+    write_records([msgspec.structs.replace(it, answers=("nothing",)) for it in train], wrong)
+    args = [str(wrong) if it == right else it for it in few]
+    _, said = run(*args, "--out", str(tmp_path / "pair.json"))
+    lines = said.splitlines()
+    (place,) = (i for i, it in enumerate(lines) if it.startswith("the receiver alone answers no"))
+    assert "right on the first training questions, so no loss can be judged" in lines[place]
+    assert lines[place - 1].startswith("training") and lines[place + 1].startswith("choosing")
+
+
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
     args = [*few, "--out", str(tmp_path / "pair.json"), "--no-prune"]
     args += ["--small", str(WEIGHTS / "foundation")]
@@ -306,7 +319,7 @@ def test_a_pair_that_was_not_trained_together_fails(tmp_path):
     assert "no plan smaller than all layers passed" in profile.reason
     assert {(it.start, it.stop) for it in profile.blocks} == {(0, 12)}
     assert (profile.train.num_contexts, profile.held_out.num_contexts) == (2, 2)
-    status, said = run("verify", str(out), *pair, "--data", str(DATA / "held_out.jsonl"))
+    status, said = run("verify", str(out), *pair, "--data", "read by nobody")
     assert status == 1 and "none of its plans is served; profile the pair on these data" in said
 
 
