@@ -88,6 +88,8 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "kt_weight_path": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "download_dir": (_one_of(None), "what is known of a model is read from the cache in HF_HOME"),
     "forward_hooks": (_one_of(None, []), "they may change what layers compute"),
+    "model_impl": (_one_of("auto", "sglang"), "its layers hand on no residual stream"),
+    "cpu_offload_gb": (_one_of(0), "its layers fetch their weights, and a recompute ends in one"),
     "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
     "is_embedding": (_OFF, "the model does not generate"),
     "enable_two_batch_overlap": (_OFF, "it splits the recompute's batch"),
@@ -107,6 +109,8 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
     "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
     "tokenizer_worker_num": (_one_of(1), "its workers have no drift guard, and explain nothing"),
+    "smg_grpc_mode": (_one_of(False), "that front end has no drift guard, and answers no page"),
+    "use_ray": (_one_of(False), "its schedulers load no plugins"),
 }
 
 VARIABLES: Final[Mapping[str, str]] = {

@@ -244,6 +244,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     # what SGLang resolves some argument to, and a server refuses
     "attn_cp_size": (2,),
     "attn_dp_size": (2,),
+    "cpu_offload_gb": (1,),
     "dcp_size": (2,),
     "device": ("npu", "xpu"),
     "disaggregation_mode": ("prefill", "decode"),
@@ -284,6 +285,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
         "ipc_cache",
         "private",
     ),
+    "model_impl": ("transformers", "mindspore"),
     "modelopt_quant": ("fp8",),
     "moe_a2a_backend": ("deepep", "flashinfer"),
     "moe_dense_tp_size": (1,),
@@ -294,8 +296,10 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "quantization_param_path": ("scales.json",),
     "rl_on_policy_target": ("fsdp",),
     "rl_quant_profile": ("profile.json",),
+    "smg_grpc_mode": (True,),
     "speculative_algorithm": ("EAGLE", "NGRAM"),
     "tokenizer_worker_num": (2,),
+    "use_ray": (True,),
     "weight_cache_mode": ("client", "daemon"),
 }
 
