@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import torch
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ServerArgs
 
 log = logging.getLogger(__name__)
+
+_SERVED: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_BESIDE: Final = ["*/*", "consolidated*"]
+"""Of a repository: the same weights once more, in other formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +189,11 @@ def folder_of(path: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, revision=revision))
+        return Path(
+            snapshot_download(
+                path, revision=revision, allow_patterns=_SERVED, ignore_patterns=_BESIDE
+            )
+        )
     except (OSError, ValueError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigError(

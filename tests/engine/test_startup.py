@@ -14,10 +14,12 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+import huggingface_hub
 import msgspec
 import pytest
 import torch
 from engine_parts import ENV, profile_of
+from huggingface_hub.utils import filter_repo_objects
 from msgspec.structs import replace
 from sglang.srt.configs.load_config import LoadFormat
 
@@ -34,7 +36,7 @@ from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port,
 from sglang_droidspeak.plugin import check_front_end
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import LINKER_MODULE, Settings, cache_config, parse_settings
-from sglang_droidspeak.start.this_server import load_this_server, read_server
+from sglang_droidspeak.start.this_server import folder_of, load_this_server, read_server
 from sglang_droidspeak.store.capture import correction_bytes, e_bytes_per_token
 
 HERE = "tcp://127.0.0.1:7001"
@@ -538,6 +540,32 @@ def test_no_choice_is_another_value_in_yaml(tmp_path: Path) -> None:
         for value in values:
             path.write_text(f"{name}: {value}\n")
             assert getattr(parse_settings({"config": str(path)}), name) == value
+
+
+def test_of_a_repository_only_what_is_served_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = """
+        config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model
+        vocab.json merges.txt chat_template.jinja model.safetensors.index.json
+        model-00001-of-00002.safetensors model-00002-of-00002.safetensors
+        adapter_config.json adapter_model.safetensors
+    """
+    others = """
+        original/consolidated.00.pth original/params.json original/model.safetensors
+        consolidated.safetensors consolidated.safetensors.index.json pytorch_model.bin
+        model-Q4_K_M.gguf onnx/model.onnx onnx/model.safetensors tf_model.h5 README.md
+    """
+    loaded: list[str] = []
+
+    def snapshot_download(_name: str, revision: str | None, **patterns: Any) -> str:
+        assert revision == "main"
+        loaded[:] = filter_repo_objects([*served.split(), *others.split()], **patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert folder_of("acme/reader", "main") == tmp_path
+    assert loaded == served.split()
 
 
 def test_rotations_by_the_whole_batch(model: Path, tmp_path: Path) -> None:
