@@ -10,13 +10,14 @@ from pathlib import Path
 
 import msgspec
 
+from cachetree import CacheTreeError, ConfigError
 from cachetree.checkpoint import read_model_identity
 from cachetree.cli import status_of
 from profiles import cli as profiler
 from sglang_droidspeak.cli import ask, demo, doctor, serve
 from sglang_droidspeak.cli.terminal import add_start_timeout, complain, show, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
-from sglang_droidspeak.fleet.servers import running
+from sglang_droidspeak.fleet.servers import ServerSpec, running
 from sglang_droidspeak.fleet.signals import terminable
 
 INTERRUPTED = 130
@@ -78,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
 def _up(args: argparse.Namespace) -> int:
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
+    for it in wanted:
+        if isinstance(it, ServerSpec) and it.droidspeak is not None:
+            try:
+                serve.server_of(it.droidspeak, str(it.model), [*serve.as_flags(it.options)])
+            except CacheTreeError as exc:
+                raise ConfigError(f"engines.{it.name}: {exc}") from exc
     show(f"starting {len(wanted)} processes; their logs are in {args.out}")
     env, timeout_s = shared_cores(wanted), args.start_timeout_s
     with running(*wanted, folder=args.out, env=env, start_timeout_s=timeout_s) as processes:

@@ -253,6 +253,18 @@ def test_what_loads_longer_than_it_may_is_told_with_the_remedy(tmp_path: Path, c
     assert "one is not ready after 0 s; --start-timeout gives it more" in capsys.readouterr().err
 
 
+def test_a_mistake_of_any_engine_is_told_before_anything_starts(tmp_path: Path, capsys) -> None:
+    engines = {
+        name: {"model-path": str(MODEL), "port": servers.free_port(), "droidspeak": settings}
+        for name, settings in (("one", {"host_gb": 0.01}), ("two", {"profiles": ["nope.json"]}))
+    }
+    out = tmp_path / "out"
+    assert main(["up", str(written(tmp_path, {"engines": engines})), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("droidspeak: engines.two: profile nope.json ") and said.count("\n") == 1
+    assert not out.exists()
+
+
 def test_anchors_have_a_place(tmp_path):
     path = written(tmp_path, {"x-shared": {"a": 1}, "engines": {"one": ENGINE}})
     assert read_fleet(path) == Fleet(engines={"one": ENGINE})
