@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,7 +157,10 @@ def configuration(path: Path) -> Iterator[Check]:
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
         extra, flags = _extra_of(options, path), ["--page-size=1", *as_flags(options)]
-        server = server_of(extra, str(options.get("model-path")), flags)
+        model = options.get("model-path", options.get("model"))
+        if not isinstance(model, str):
+            raise ConfigError("there is no model-path; add it")
+        server = server_of(extra, model, flags)
     except CacheTreeError as exc:
         yield _check("settings", False, str(exc), f"correct {path}")
         return
@@ -172,6 +176,8 @@ def configuration(path: Path) -> Iterator[Check]:
 
 def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
+    with contextlib.suppress(TypeError, ValueError):  # As on a command line.
+        linker = json.loads(linker)
     if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
         raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
     for name, wanted in linker_options({}).items():

@@ -178,6 +178,20 @@ def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "no worker answered" in found[f"peer {there}"].found
 
 
+def test_what_sglang_takes_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = configured(tmp_path)
+    options = yaml.safe_load(path.read_text())
+    linker = "unified-cache-external-linker-config"
+    options |= {"model": options.pop("model-path"), linker: json.dumps(options[linker])}
+    path.write_text(yaml.safe_dump(options))
+    assert by_name(checks.configuration(path))["settings"].ok
+    del options["model"]
+    path.write_text(yaml.safe_dump(options))
+    (found,) = checks.configuration(path)
+    assert found.found == "there is no model-path; add it"
+
+
 def test_a_file_of_another_server(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("model-path: m\n")
     (found,) = checks.configuration(tmp_path / "server.yaml")
