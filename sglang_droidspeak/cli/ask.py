@@ -159,7 +159,7 @@ def _question(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"{', '.join(beside)} is known of a request; give it with --text")
         return {"request_id": args.request}
     try:
-        text = args.text.read_text()
+        text = args.text.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"text {args.text} cannot be read: {exc}") from exc
     tokens = post(args, "/tokenize", {"prompt": text})["tokens"]

@@ -225,10 +225,10 @@ def test_the_command_asks_and_prints(
     assert json.loads(capsys.readouterr().out) == server.says[asking.EXPLAIN]
 
     server.says["/tokenize"] = {"tokens": [5, 6]}
-    (tmp_path / "prompt").write_text("a b")
+    (tmp_path / "prompt").write_bytes("a\r\nβ".encode())
     text = ["explain", "--text", str(tmp_path / "prompt"), "--model", server.url]
     assert main([*text, "--cache-salt", "bob"]) == 0
-    assert server.asked["/tokenize"] == {"prompt": "a b"}
+    assert server.asked["/tokenize"] == {"prompt": "a\r\nβ"}
     assert server.asked[asking.EXPLAIN] == {"input_ids": [5, 6], "cache_salt": "bob"}
 
 
