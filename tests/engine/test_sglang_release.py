@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_the_installed_release_is_the_recorded_one() -> None:
     root = probe.installed()
     assert list(probe.lacking(root)) == []
     assert list(probe.changed(root)) == []
+
+
+@pytest.mark.parametrize("folder", [".", "platforms/torch_cpu"])
+def test_no_other_release_is_installed(folder: str) -> None:
+    """Such as a `.post1`, which every server refuses."""
+    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    assert f"sglang=={release.VERSION}" in project["dependencies"]
 
 
 @pytest.fixture
