@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import yaml
 
 from cachetree import ConfigError
@@ -111,7 +112,7 @@ def _named(told: str) -> tuple[str, Any]:
     if not (name and equals):
         raise ConfigError(f"--set is {told!r}; write NAME=VALUE, for example host_gb=8")
     try:
-        return name, json.loads(value)
+        return name, msgspec.json.decode(value)
     except ValueError:
         return name, value
 

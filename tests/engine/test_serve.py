@@ -96,6 +96,8 @@ def test_adapters_are_read_too(capsys: Any) -> None:
         (["--set", "hots_gb=1"], "hots_gb; did you mean host_gb?"),
         (["--set", "host_gb"], "NAME=VALUE"),
         (["--set", "host_gb=many"], "host_gb"),
+        (["--set", "host_gb=NaN"], "host_gb"),
+        (["--set", "ttl_s=Infinity"], "ttl_s"),
         (["--", "--mem-fraction-statc", "0.5"], "did you mean mem-fraction-static?"),
         (["--listen", "tcp://0.0.0.0:7001"], "loopback"),
         (["--", "--page-size", "8"], "page_size is 8: .*--page-size 16"),
