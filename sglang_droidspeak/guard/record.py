@@ -51,11 +51,10 @@ def read_record(path: Path) -> tuple[WatchedPair, ...]:
 def check_record(path: Path) -> None:
     """Keep other servers away from it while this process lives; raises ConfigError where one has
     it, where what is known cannot be read, or where it cannot be written."""
-    pairs = read_record(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _hold(path.absolute().with_name(f".{path.name}.lock"))
-        write_record(path, pairs)
+        write_record(path, read_record(path))
     except BlockingIOError:
         raise ConfigError(
             f"guard_path {path} is another server's; give each server a file of its own"

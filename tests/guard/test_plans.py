@@ -18,6 +18,7 @@ from cachetree import ConfigError
 from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.cli.ask import guard_lines
 from sglang_droidspeak.engine import asking
+from sglang_droidspeak.guard import record
 from sglang_droidspeak.guard.plans import (
     NOISE,
     GuardQuestion,
@@ -289,6 +290,16 @@ def test_a_record_is_one_servers_alone(tmp_path: Path) -> None:
         check_record(path)
     other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
     assert f"guard_path {path} is another server's; give each server a file" in other.stderr
+
+
+def test_what_the_server_before_wrote_last_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it ends, and lets go of the record."""
+    path, last = tmp_path / "guard.json", (watched(PAIR),)
+    monkeypatch.setattr(record, "_hold", lambda _: write_record(path, last))
+    check_record(path)
+    assert read_record(path) == last
 
 
 def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> None:
