@@ -57,10 +57,13 @@ class InFlightPrefills:
             return None
         pages, place = owner.pages_of(pages, self._page_size), pool_of(namespace_of(req))
         num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
-        others = [it for it in self._leaders.values() if it.place != place]
-        shared = [(_num_common(it.pages, pages), it) for it in others]
-        for num_pages, leader in sorted(shared, key=lambda it: -it[0]):
-            if num_pages <= num_planned or planned in _READS_NOBODY:
+        longest: dict[Location, tuple[int, InFlightPrefill]] = {}
+        for it in self._leaders.values():
+            num_pages = _num_common(it.pages, pages)
+            if it.place != place and num_pages > longest.get(it.place, (num_planned,))[0]:
+                longest[it.place] = num_pages, it
+        for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
+            if planned in _READS_NOBODY:
                 break
             common = pages[:num_pages]
             saved_s = self._planner.would_save_s(req, common, leader.model, leader.place)

@@ -8,7 +8,7 @@ import multiprocessing
 import threading
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -509,6 +509,21 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
     assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match").req is leader
     common = [*pages[:3], *pages_of(1, seed=5)]
     assert crowd.leaders.follow(FakeReq("4", "x"), common, "no_match") is None, "these are there"
+
+
+def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(
+    crowd: Crowd,
+) -> None:
+    """Each new request would take longer by all that lead."""
+    weighed: list[Any] = []
+    planner: Any = SimpleNamespace(would_save_s=lambda *args: weighed.append(args) or 0.0)
+    leaders = replace(crowd.leaders, _planner=planner)
+    for number in range(20):
+        mine = [*pages_of(1 + number % 3), *pages_of(1, seed=10 + number)]
+        assert leaders.follow(FakeReq(f"{number}"), mine, "no_match") is None
+    assert not weighed, "its own tree will have it"
+    assert leaders.follow(FakeReq("other", "x"), pages_of(4), "no_match") is None
+    assert [args[1:] for args in weighed] == [(pages_of(3), BASE, pool_of(""))]
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
