@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from enum import EnumType
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -122,11 +123,23 @@ def settings_of(given: Any, kind: type[_T], where: str) -> _T:
     try:
         return msgspec.convert(given, kind)
     except UNREADABLE as exc:
-        unknown = _UNKNOWN.fullmatch(str(exc))
-        problem = _meant(unknown[1], unknown[2], kind) if unknown else str(exc)
+        unknown, problem = _UNKNOWN.fullmatch(str(exc)), str(exc)
+        if unknown:
+            problem = _meant(unknown[1], unknown[2], kind)
+        elif choices := _choices(kind, problem):
+            problem += f"; it is one of {', '.join(choices)}"
         raise ConfigError(f"{where}: {problem}") from exc
     except ConfigError as exc:
         raise ConfigError(f"{where}: {exc}") from exc
+
+
+def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
+    """What the field may be that an error of msgspec names, where it is one of a few words."""
+    name = problem.rpartition("`$.")[2].rstrip("`")
+    types = [it.type for it in msgspec.structs.fields(kind) if it.name == name]
+    literals = [get_args(it) for it in types if get_origin(it) is Literal]
+    enums = [[value.value for value in it] for it in types if isinstance(it, EnumType)]
+    return [value for values in (*literals, *enums) for value in values]
 
 
 def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:

@@ -88,6 +88,8 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
     ("extra", "words"),
     [
         ({"lisen": "tcp://127.0.0.1:1"}, ["no key lisen; did you mean listen?"]),
+        ({"gate": False}, ["$.gate`; it is one of enforce, none"]),  # As YAML reads off.
+        ({"codec": "int2"}, ["'int2' - at `$.codec`; it is one of none, int8, int4"]),
         ({"host_gb": "much"}, ["host_gb", "float"]),
         ({"eviction": "fifo"}, ["eviction is 'fifo'", "lru, value"]),
         ({"ttl_s": 0}, ["ttl_s is 0", "positive"]),
