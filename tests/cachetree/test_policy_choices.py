@@ -235,7 +235,7 @@ def test_a_profile_is_used_up_to_twice_the_length_that_it_was_measured_on() -> N
     assert isinstance(choose(DEMAND, [match(S)], profiles, MEASURED), Plan)
     told = choose(longer, [match(S)], profiles, MEASURED)
     assert isinstance(told, NoReuse) and told.reason is Reason.LONGER_THAN_MEASURED
-    free = replace(longer, gate=Gate.OFF)
+    free = replace(longer, gate=Gate.NONE)
     assert isinstance(choose(free, [match(S)], profiles, MEASURED), Plan), "no gate, no bound"
     alike = replace(longer, first_differences={S: 3})
     plan = choose(alike, [match(S)], profiles, MEASURED)
