@@ -130,6 +130,7 @@ class Reason(StrEnum):
     NO_E = "no_e"
     RECOMPUTE_TOO_LONG = "recompute_too_long"
     SLOWER = "slower"
+    STAGING_FULL = "staging_full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,8 @@ class Demand:
     """Of longer prefixes only so many tokens are reused where layers are recomputed."""
     max_recompute_s: float | None = None
     """The same as time, once the device's speed is known."""
+    max_fetch_bytes: int | None = None
+    """What comes from elsewhere is staged in so much memory."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
     """By sender whose content was compared with the receiver's: the first layer that differs. Of
     others the profile tells."""

@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from cachetree.ids import Location, ModelId, Span, is_pool, nearness
+from cachetree.ids import LOCAL, Location, ModelId, Span, is_pool, nearness
 from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
 from cachetree.planning.plan import Demand, Match, NoReuse, Plan, Reason, Requested
 from cachetree.planning.prediction import (
@@ -40,6 +40,7 @@ from cachetree.planning.speeds import FREE_LINK
 
 NEARLY: Final = 1.05
 """Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
+_GIB: Final = 1 << 30
 _TAKEN: Final = "taken"
 _TOO_LONG: Final = "what may be recomputed at a time is less than the fewest pages worth a fetch"
 
@@ -247,10 +248,15 @@ def _fitted(
             return replace(it, miss=NoReuse(reason=reason, detail=detail))
     found = _priced(replace(it, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
     is_explicit = demand.requested is not None and demand.requested.block is not None
-    if is_explicit or found.saving > 0:
-        return found
-    slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
-    return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
+    if not (is_explicit or found.saving > 0):
+        slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
+        return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
+    is_staged = match.location != LOCAL and not is_pool(match.location)
+    num_bytes, most = sum(bytes_of(found.plan, costs)), demand.max_fetch_bytes
+    if is_staged and most is not None and num_bytes > most:
+        full = f"the fetch takes {num_bytes / _GIB:.2f} GiB, and staging_gb is {most / _GIB:g}"
+        return replace(found, miss=NoReuse(reason=Reason.STAGING_FULL, detail=full))
+    return found
 
 
 def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:

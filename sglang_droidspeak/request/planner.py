@@ -54,7 +54,7 @@ UNMEASURED_S: Final = 0.2
 """What a reuse is taken to save before the device's speed was measured."""
 
 _TAKES_WHAT_IS_THERE: Final = frozenset(
-    ["staging_full", *(it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK))]
+    it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK)
 )
 
 
@@ -190,25 +190,18 @@ class Planner:
             first_approximate=None if is_experiment else held.approximate,
             num_waiting=num_waiting,
         )
-        too_large: Declined | None = None
-        offered = matches
         while True:
-            costs = self.costs({it.location for it in offered})
-            considered = Considered(demand, offered, costs)
+            costs = self.costs({it.location for it in matches})
+            considered = Considered(demand, matches, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", name_of(req.rid), plan.reason.value, plan.detail)
-                return too_large or Declined(plan.reason.value, plan.detail, considered)
+                return Declined(plan.reason.value, plan.detail, considered)
             if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
-            if is_pool(plan.location) and not self._pool.has(plan, pages, req, tree):
-                offered = matches = self._matches(req, pages)  # The note was wrong and is mended.
-            elif detail := self._too_large(plan, costs):
-                too_large = too_large or Declined("staging_full", detail, considered)
-                taken = (plan.sender, plan.location)
-                matches = [it for it in matches if (it.model, it.location) != taken]
-            else:
+            if not is_pool(plan.location) or self._pool.has(plan, pages, req, tree):
                 break
+            matches = self._matches(req, pages)  # The note was wrong and is mended.
         if self._server.settings.gate == "none":
             plan = replace(plan, strategy=controls.strategy)
         return Planned(
@@ -273,14 +266,6 @@ class Planner:
         cost = self._meter.recompute
         return 0.0 if cost is None else work * cost.seconds(0, self._meter.step_tokens) / most_s
 
-    def _too_large(self, plan: Plan, costs: Costs) -> str:
-        """Of which the memory for fetches never has enough; empty where it may have."""
-        num_bytes, most_gb = sum(bytes_of(plan, costs)), self._server.settings.staging_gb
-        is_here = plan.location == LOCAL or is_pool(plan.location)
-        if is_here or num_bytes <= int(most_gb * GIB):
-            return ""
-        return f"the fetch takes {num_bytes / GIB:.2f} GiB, and staging_gb is {most_gb}"
-
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
         mine = pool_of(prefixes.namespace_of(req))
@@ -321,6 +306,7 @@ class Planner:
             gate=Gate(settings.gate),
             max_recompute_tokens=settings.max_recompute_tokens,
             max_recompute_s=settings.max_stall_s,
+            max_fetch_bytes=int(settings.staging_gb * GIB),
             is_lossy=self._cache.family.codec is not Codec.NONE,
         )
 

@@ -463,6 +463,7 @@ def test_reasons_are_labels() -> None:
         "no_e",
         "recompute_too_long",
         "slower",
+        "staging_full",
     ]
 
 

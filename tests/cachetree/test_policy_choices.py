@@ -10,6 +10,7 @@ from test_policy import (
     DEMAND,
     FAILED,
     FAR,
+    MB,
     MEASURED,
     OTHER,
     PROFILE,
@@ -153,6 +154,20 @@ def measured_on(num_tokens: int) -> Profiles:
             Reason.SLOWER,
             f"{S} at {FAR}: full prefill is faster, or nearly so",
         ),
+        (
+            replace(DEMAND, max_fetch_bytes=1 << 20),
+            [match(S, location=FAR)],
+            PROFILES,
+            Reason.SLOWER,
+            f"{S} at {FAR}: full prefill is faster, or nearly so",
+        ),
+        (
+            replace(DEMAND, max_fetch_bytes=1 << 20),
+            [match(S, location=FAR), match(S, location=Location("tcp://fast:1"))],
+            PROFILES,
+            Reason.STAGING_FULL,
+            "the fetch takes 0.08 GiB, and staging_gb is 0.000976562",
+        ),
     ],
 )
 def test_why_nothing_is_reused_is_told_to_a_person(
@@ -160,6 +175,16 @@ def test_why_nothing_is_reused_is_told_to_a_person(
 ) -> None:
     slow = replace(MEASURED, links={FAR: Link(byte_s=1e-3)})
     assert choose(demand, matches, profiles, slow) == NoReuse(reason=reason, detail=detail)
+
+
+@pytest.mark.parametrize(("most", "taken"), [(90, Span(3, 6)), (89, Span(2, 7)), (69, Span(0, 8))])
+def test_a_block_that_fits_into_the_staging_is_taken_before_what_does_not(
+    most: int, taken: Span
+) -> None:
+    """A page takes a megabyte of each layer that is loaded, and two of E."""
+    demand = replace(DEMAND, max_fetch_bytes=most * MB)
+    assert plan_for(match(S, location=FAR), demand=demand, costs=MEASURED).block == taken
+    assert plan_for(match(S), demand=demand, costs=MEASURED).block == Span(3, 6)
 
 
 def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers() -> None:

@@ -15,7 +15,7 @@ from test_waiting import request
 
 from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, PageHash, Span
-from cachetree.planning import Costs, Link, PlanId
+from cachetree.planning import Costs, Link, PlanId, weigh
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
@@ -190,22 +190,26 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
 
 @pytest.mark.parametrize(
     ("location", "staging_gb", "is_taken"),
-    [(FAR, 0.09, True), (FAR, 0.08, False), (LOCAL, 0.0, True)],
+    [(FAR, 0.09, True), (FAR, 0.01, False), (LOCAL, 0.0, True)],
 )
 def test_what_no_staging_will_hold_is_not_waited_for(
     location: Location, staging_gb: float, is_taken: bool
 ) -> None:
-    """Ten pages take 70 MB of KV and 20 of E; what is here is read in place."""
+    """Ten pages take 90 MB by the recommended block, and 20 at least; what is here is read in
+    place."""
     found = plan(location=location, staging_gb=staging_gb)
     assert hasattr(found, "plan") == is_taken
     if not is_taken:
         assert (found.outcome, found.may_be_approximate) == ("staging_full", True)
-        assert found.detail == "the fetch takes 0.08 GiB, and staging_gb is 0.08"
+        assert found.detail == "the fetch takes 0.08 GiB, and staging_gb is 0.01"
 
 
-@pytest.mark.parametrize("num_there", [10, 0])
-def test_of_what_no_staging_will_hold_another_source_is_taken(num_there: int) -> None:
-    """Which has less of it, and is read in place."""
+@pytest.mark.parametrize(("num_there", "location"), [(0, FAR), (6, FAR), (10, LOCAL)])
+def test_of_what_no_staging_will_hold_the_next_best_is_taken_and_told(
+    num_there: int, location: Location
+) -> None:
+    """[3, 6) is 90 MB of 86. [2, 7), which is 70, saves more than six pages that are read in
+    place."""
     planner, _ = planned(staging_gb=0.08)
     matches = [
         match(S, num, it, dict.fromkeys(ALL_E, num)) for it, num in ((FAR, 10), (LOCAL, num_there))
@@ -213,10 +217,13 @@ def test_of_what_no_staging_will_hold_another_source_is_taken(num_there: int) ->
     planner._cache.match = lambda _pages: [it for it in matches if it.num_pages]
     pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     found = planner.plan(planner.asked, pages, TREE, 0)
-    if num_there:
-        assert (found.plan.location, found.considered.matches) == (LOCAL, matches)
-    else:
-        assert (found.outcome, found.considered.matches) == ("staging_full", matches[:1])
+    block = Span(2, 7) if location == FAR else Span(3, 6)
+    assert (found.plan.location, found.plan.block) == (location, block)
+    ways = weigh(found.considered, planner.profiles)
+    taken = [(it.location, it.block) for it in ways if it.reason == "taken"]
+    assert taken == [(location, (block.start, block.stop))]
+    full = [(it.location, it.block) for it in ways if it.reason == "staging_full"]
+    assert full == [(FAR, (3, 6))]
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
