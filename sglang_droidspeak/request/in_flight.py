@@ -65,9 +65,9 @@ class InFlightPrefills:
         for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
             if planned in _READS_NOBODY:
                 break
-            common = pages[:num_pages]
-            saved_s = self._planner.would_save_s(req, common, leader.model, leader.place)
-            awaited = replace(leader, pages=common, patience_s=saved_s)
+            where = leader.model, leader.place
+            saved_s = self._planner.would_save_s(req, len(pages), num_pages, *where)
+            awaited = replace(leader, pages=pages[:num_pages], patience_s=saved_s)
             if saved_s > 0 and not self._has_left(awaited):
                 return awaited
         if isinstance(planned, str):

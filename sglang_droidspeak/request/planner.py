@@ -230,17 +230,17 @@ class Planner:
         return saved_s is None or saved_s > 0
 
     def would_save_s(
-        self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location
+        self, req: Req, num_pages: int, num_there: int, sender: ModelId, location: Location
     ) -> float:
-        """What the request would save if that model had these pages there, with all E; 0 where it
-        would not take them."""
+        """What the request would save of its pages if that model had the first of them there, with
+        all E; 0 where it would not take them."""
         owner = self._models.owner_of(req)
         if owner is None:
             return 0.0
         controls = parse_controls(req.sampling_params.custom_params)
-        demand = self._demand(req, owner, controls, self._requested(controls), len(pages))
-        e_pages = dict.fromkeys(self._server.transition_layers, len(pages))
-        match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
+        demand = self._demand(req, owner, controls, self._requested(controls), num_pages)
+        e_pages = dict.fromkeys(self._server.transition_layers, num_there)
+        match = Match(model=sender, location=location, num_pages=num_there, e_pages=e_pages)
         costs = self.costs({location})
         plan = choose(demand, [match], self.profiles, costs)
         return _patience(plan, demand, costs).saving_s if isinstance(plan, Plan) else 0.0

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
@@ -224,6 +225,18 @@ def test_of_what_no_staging_will_hold_the_next_best_is_taken_and_told(
     assert taken == [(location, (block.start, block.stop))]
     full = [(it.location, it.block) for it in ways if it.reason == "staging_full"]
     assert full == [(FAR, (3, 6))]
+
+
+@pytest.mark.parametrize(("measured_tokens", "is_covered"), [(80, True), (79, False)])
+def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measured(
+    measured_tokens: int, is_covered: bool
+) -> None:
+    """160 tokens are twice as many as 80. Once the first 96 were there, nothing would be read."""
+    planner, _ = planned()
+    profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
+    planner.put_in_service(profile)
+    saved_s = planner.would_save_s(planner.asked, 10, 6, S, pool_of(""))
+    assert (saved_s > 0) == is_covered
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:

@@ -523,7 +523,7 @@ def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed
         assert leaders.follow(FakeReq(f"{number}"), mine, "no_match") is None
     assert not weighed, "its own tree will have it"
     assert leaders.follow(FakeReq("other", "x"), pages_of(4), "no_match") is None
-    assert [args[1:] for args in weighed] == [(pages_of(3), BASE, pool_of(""))]
+    assert [args[1:] for args in weighed] == [(4, 3, BASE, pool_of(""))]
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
