@@ -138,7 +138,7 @@ def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
     name = problem.rpartition("`$.")[2].rstrip("`")
     types = [it.type for it in msgspec.structs.fields(kind) if it.name == name]
     literals = [get_args(it) for it in types if get_origin(it) is Literal]
-    enums = [[value.value for value in it] for it in types if isinstance(it, EnumType)]
+    enums = [list[str](it) for it in types if isinstance(it, EnumType)]
     return [value for values in (*literals, *enums) for value in values]
 
 
