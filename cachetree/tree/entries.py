@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeVar
@@ -137,11 +137,6 @@ class Entry(ABC):
         above = self.node.parent
         return self.at(above) if above else None
 
-    @property
-    def children(self: _Entry) -> Iterator[_Entry]:
-        nodes = self.node.children.values() if self.num_children else ()
-        return filter(None, map(self.at, nodes))
-
     def set_e(self, e_layers: tuple[int, ...]) -> None:
         """After that of the node above has its own."""
         above = self.parent
@@ -273,6 +268,21 @@ class Node:
             pending.extend(node.children.values())
             yield node
 
+    def bottom_up(self, goes_below: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+        """This node and those below it, children before parents.
+
+        As it goes on, any of them may be taken out or split.
+        """
+        pending = [(self, -1)]
+        while pending:
+            node, num_pages = pending.pop()
+            # Its children came before it, and none was cut off; or they are not asked for.
+            if num_pages == node.num_pages or not goes_below(node):
+                yield node
+            else:
+                pending.append((node, node.num_pages))
+                pending += [(it, -1) for it in node.children.values()]
+
     def cut(self, num_pages: int) -> None:
         """Keep the first pages only."""
         self.pages, self.num_pages = self.pages[:num_pages], num_pages
@@ -299,12 +309,3 @@ class Node:
                 if hold.stop > tail.start:
                     hold.add(entry)
         return tail
-
-
-def below(entry: _Entry) -> Iterator[_Entry]:
-    """All that descend from it, parents before children."""
-    pending = list(entry.children)
-    while pending:
-        top = pending.pop()
-        yield top
-        pending += top.children

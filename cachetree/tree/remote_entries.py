@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import Final
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey, below
+from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey
 from cachetree.tree.listeners import ChangeListeners
 from cachetree.tree.slices import in_slices, spread_e
 from cachetree.tree.trie import PageTrie, Place, depth_of
@@ -108,7 +109,15 @@ class RemoteEntries:
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
         with self._lock:
-            self._drop(location, model, pages)
+            self._drop((location, model), pages)
+
+    def drop_in_slices(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
+        """As `drop`, slower, but others have the lock between: for pages with much after them."""
+        key = (location, model)
+        with self._lock:
+            nodes = self._from(key, pages)
+        in_slices(self._lock, lambda most: self._take_out(key, islice(nodes, most)) == most)
+        self.drop(location, model, pages)  # What came meanwhile, and they with it.
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`, in slices; what is added meanwhile may stay."""
@@ -120,17 +129,33 @@ class RemoteEntries:
         place = self._trie.find(page)
         return place if place is not None and key in place.node.remote else None
 
-    def _drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
-        key = (location, model)
+    def _drop(self, key: RemoteKey, pages: Sequence[PageHash]) -> None:
+        self._take_out(key, self._from(key, pages))
+
+    def _from(self, key: RemoteKey, pages: Sequence[PageHash]) -> Iterator[Node]:
+        """The nodes of the first of `pages` that is noted, and of all after it; children first."""
+
+        def has_below(node: Node) -> bool:
+            entry = node.remote.get(key)
+            return entry is not None and entry.num_children > 0
+
         for page in pages:
             if (place := self._find(key, page)) is not None:
-                first = self._trie.split(place.node, place.start).remote[key]
-                gone = [first, *below(first)][::-1]
-                self._listeners.noted(gone, added=False)
-                for entry in gone:
-                    self._remove(entry)
-                self._trie.prune([entry.node for entry in gone])
-                return
+                return self._trie.split(place.node, place.start).bottom_up(has_below)
+        return iter(())
+
+    def _take_out(self, key: RemoteKey, nodes: Iterable[Node]) -> int:
+        """What is noted in these nodes, but where there is more below; how many nodes they are."""
+        gone, num_nodes = [], 0
+        for node in nodes:
+            num_nodes += 1
+            entry = node.remote.get(key)
+            if entry is not None and not entry.num_children:
+                self._listeners.noted([entry], added=False)
+                self._remove(entry)
+                gone.append(node)
+        self._trie.prune(gone)
+        return num_nodes
 
     def give_way(self, pages: Sequence[PageHash]) -> bool:
         """Drop what hinders the first of `pages`, which is local, from its place; whether it did.
@@ -141,8 +166,8 @@ class RemoteEntries:
         if place is None or place.node.local:
             return False
         there = list(place.node.remote)
-        for location, model in there:
-            self._drop(location, model, pages[:1])
+        for key in there:
+            self._drop(key, pages[:1])
         return bool(there)
 
     def _trim(self, location: Location, most: int) -> bool:

@@ -205,14 +205,7 @@ class PageTrie:
         if depth_of(last) < len(pages):
             return
         top = last.node if last else self.root
-        pending = [(top, -1)]
-        while pending:
-            node, num_pages = pending.pop()
-            if num_pages == node.num_pages:  # Its children came before it, and none was cut off.
-                yield node
-            else:
-                pending.append((node, node.num_pages))
-                pending += [(it, -1) for it in node.children.values()]
+        yield from top.bottom_up()
         while top.parent is not None:
             top = top.parent
             yield top

@@ -284,7 +284,7 @@ class HiCacheTier:
     def _lose(self, model: ModelId, pages: Sequence[PageHash], seconds: float) -> None:
         """The first of these pages could not be read: it is taken to stay away for so long."""
         self._absent.add(model, pages[0], seconds)
-        self._tree.remote.drop(HICACHE, model, pages)
+        self._tree.remote.drop_in_slices(HICACHE, model, pages)
 
     def _lost(
         self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str

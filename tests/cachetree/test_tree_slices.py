@@ -70,12 +70,24 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         lambda tree: list(tree.subscribe_kept(lambda change: None)[0]),
         lambda tree: tree.remote.forget(FAR),
         lambda tree: (tree.remote.limit(FAR, 10), tree.remote.add(FAR, A, None, path("x"), [])),
+        lambda tree: tree.remote.drop_in_slices(FAR, A, path("s")),
         lambda tree: tree.remote.add(FAR, A, None, path("s"), [0, 1]),
         lambda tree: store(tree, A, "s", e_layers=[1]),
         lambda tree: tree.evict(),
         lambda tree: tree.evict(A, path("s")),
     ],
-    ids=["scrape", "subscribe", "kept", "forget", "trim", "advert", "gain", "evict", "evict some"],
+    ids=[
+        "scrape",
+        "subscribe",
+        "kept",
+        "forget",
+        "trim",
+        "drop",
+        "advert",
+        "gain",
+        "evict",
+        "evict some",
+    ],
 )
 def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], object]) -> None:
     tree = make_tree(3 * 900)
@@ -182,6 +194,20 @@ def test_what_is_split_while_it_is_evicted_goes_but_for_what_is_kept() -> None:
     tree._lock = lock  # type: ignore[misc, assignment]
     tree.evict()
     assert tree.num_pages == num_pages(tree, A, "abcdef") == 2
+
+
+def test_what_comes_while_what_is_above_it_is_dropped_goes_too() -> None:
+    tree = make_tree(900)
+    forked(tree, 60, FAR)
+    numbers = count(2000)
+
+    def more() -> None:
+        tree.remote.add(FAR, A, path("s")[0], path(f"s{chr(next(numbers))}")[1:], [])
+
+    tree.remote._lock = BusyLock(more)  # type: ignore[misc, assignment]
+    tree.remote.drop_in_slices(FAR, A, path("s"))
+    assert tree.remote.num_pages[FAR] == 0
+    assert not tree.match(path(f"s{chr(2001)}"))
 
 
 def test_entries_that_have_grown_old_go_in_slices_too() -> None:
