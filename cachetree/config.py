@@ -126,7 +126,7 @@ def settings_of(given: Any, kind: type[_T], where: str) -> _T:
         unknown, problem = _UNKNOWN.fullmatch(str(exc)), str(exc)
         if unknown:
             problem = _meant(unknown[1], unknown[2], kind)
-        elif choices := _choices(kind, problem):
+        elif "`$." in problem and (choices := _choices(kind, problem)):
             problem += f"; it is one of {', '.join(choices)}"
         raise ConfigError(f"{where}: {problem}") from exc
     except ConfigError as exc:
