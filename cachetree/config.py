@@ -82,8 +82,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         for address in set(self.stores) - set(self.peers):
             raise ConfigError(
-                f"stores has {address}, which is not in peers, so that nothing stored there would "
-                "be read; add it to peers"
+                f"stores has {without_password(address)}, which is not in peers, so that nothing "
+                "stored there would be read; add it to peers"
             )
         for address in self.peer_keys.keys() - set(self.peers):
             raise ConfigError(

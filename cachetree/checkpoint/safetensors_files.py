@@ -69,7 +69,9 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder} has neither {single.name} nor {index.name}; only safetensors "
                 "checkpoints are supported, so save the model with safe_serialization"
             )
-        return require_no_others([single], folder.glob("*.safetensors"))
+        # SGLang knows and ignores what Mistral's own format has beside it.
+        consolidated = folder / "consolidated.safetensors"
+        return require_no_others([single], {*folder.glob("*.safetensors")} - {consolidated})
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except UNREADABLE as exc:
@@ -85,11 +87,10 @@ def require_no_others(files: list[Path], found: Iterable[Path]) -> list[Path]:
     """`files`; raises ConfigError where more is found beside them that SGLang, or transformers,
     would load too or instead."""
     for other in sorted(set(found).difference(files)):
-        if other.name != "consolidated.safetensors":  # SGLang knows and ignores it.
-            raise ConfigError(
-                f"{other} lies beside other weights, and SGLang loads them otherwise than "
-                "transformers does; remove what is not the model's"
-            )
+        raise ConfigError(
+            f"{other} lies beside other weights, and SGLang loads them otherwise than transformers "
+            "does; remove what is not the model's"
+        )
     return files
 
 

@@ -8,6 +8,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -133,7 +134,8 @@ class _Handler(MetricsHandler):
         if 400 <= code < 500:
             # While anything of the question is unread, closing takes the answer back.
             self.connection.shutdown(socket.SHUT_WR)
-            while self.rfile.read1(_PIECE_BYTES):
+            until_s = time.monotonic() + _PATIENCE_S
+            while self.rfile.read1(_PIECE_BYTES) and time.monotonic() < until_s:
                 pass
 
     do_HEAD = do_POST = do_GET

@@ -45,7 +45,7 @@ class Address:
 
 def without_password(text: str) -> str:
     """What is to be shown of a URL, or of a text that has one."""
-    return re.sub("(?s)//.*@", "//", text)
+    return re.sub("(?s)(/+).*@", r"\1", text)
 
 
 def resolved(address: Address) -> Address:
@@ -76,13 +76,16 @@ def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socke
 
 def parse_address(value: str, *, field: str) -> Address:
     """An address as a user wrote it; raises ConfigError naming field, value and remedy."""
-    shown = value if value.startswith("tcp:") else without_password(value)
+    is_tcp = value.startswith("tcp:")
+    shown = value if is_tcp else without_password(value)
     try:
         parts = urlsplit(value)
         host, port = parts.hostname, parts.port
         (host or "").encode("idna")  # As who looks it up does.
     except ValueError as exc:
-        raise ConfigError(f"{field} is {shown!r}: {exc}; {_EXAMPLE}") from exc
+        # Of other URLs urlsplit may tell a part of a password.
+        why = f": {exc}" if is_tcp else ", which is not an address"
+        raise ConfigError(f"{field} is {shown!r}{why}; {_EXAMPLE}") from None
     has_more = parts.path or parts.query or parts.fragment or "@" in parts.netloc
     if parts.scheme != "tcp" or not host or port is None or has_more:
         raise ConfigError(f"{field} is {shown!r}, which is not an address; {_EXAMPLE}")

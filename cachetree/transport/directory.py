@@ -194,11 +194,11 @@ def check_directory(url: str, *, field: str) -> Address:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as exc:
+    except ValueError:
         # Without what it says, which may have a part of a password.
         raise ConfigError(
             f"{field} names no directory; {_EXAMPLE}, and what is special in a password as %23"
-        ) from exc
+        ) from None
     database = parts.path.lstrip("/")
     is_odd = parts.query or parts.fragment or not is_directory(url)
     if not parts.hostname or not port or is_odd or (database and not database.isdecimal()):

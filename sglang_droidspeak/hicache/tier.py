@@ -126,6 +126,8 @@ class HiCacheTier:
         self._reading = Lane(backend, objects, range(half), reading, count, clock)
         self._writing = Lane(backend, objects, range(half, 2 * half), writing, count, clock)
         self._absent = AbsentPages(clock)
+        self._lost_pages: list[tuple[ModelId, Sequence[PageHash]]] = []
+        """To be forgotten by the thread that reads."""
         self._lines = LogLimiter(clock)
         self._is_closed = False
         tree.remote.limit(HICACHE, MAX_KNOWN_PAGES)
@@ -247,6 +249,8 @@ class HiCacheTier:
             seconds = lane.clock() - begun_at_s
             self._note_speed(staging.num_landed_bytes, seconds, staging.error)
             del staging
+            while self._lost_pages:  # Long work where much is below them: whom it failed knows.
+                self._tree.remote.drop_in_slices(HICACHE, *self._lost_pages.pop())
 
     def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         lane = self._reading
@@ -284,7 +288,7 @@ class HiCacheTier:
     def _lose(self, model: ModelId, pages: Sequence[PageHash], seconds: float) -> None:
         """The first of these pages could not be read: it is taken to stay away for so long."""
         self._absent.add(model, pages[0], seconds)
-        self._tree.remote.drop_in_slices(HICACHE, model, pages)
+        self._lost_pages.append((model, pages))
 
     def _lost(
         self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str

@@ -437,6 +437,9 @@ def test_a_redis_that_does_not_answer_is_told_of(
         ({"peers": ("redis://:secret#y@x:7",)}, "no directory; .* a password as %23"),
         ({"peers": ("redis://:secret/y@x:7",)}, "no directory"),
         ({"peers": ("Redis://:secret@x:7",)}, "is 'Redis://x:7', which is not an address"),
+        ({"peers": ("redis:/:secret@x:7",)}, "is 'redis:/x:7', which is not an address"),
+        ({"peers": ("reids://:secret#y@x:7",)}, "is 'reids://x:7', which is not an address"),
+        ({"stores": ("Redis://:secret@x:7",)}, "stores has Redis://x:7, which is not in peers"),
         ({"worker": WorkerConfig(announce="redis://:secret#y@x:7")}, "announce names no directory"),
         ({"peers": 2 * ("redis://:secret@x:7",)}, "peers has redis://x:7 twice"),
         (

@@ -274,11 +274,11 @@ def test_an_adapter_makes_another_model(tmp_path: Path) -> None:
     assert len({plain.model_id, *(it.model_id for it in identities)}) == 4
     assert {it.rope for it in identities} == {plain.rope}
     shutil.copytree(tmp_path / "a", tmp_path / "d")
-    other = shutil.copy(
-        tmp_path / "b" / "adapter_model.safetensors", tmp_path / "d" / "b.safetensors"
-    )
-    with pytest.raises(ConfigError, match=rf"{other} lies beside"):
-        read_model_identity(model, adapter=tmp_path / "d")
+    for name in ("b.safetensors", "consolidated.safetensors"):  # SGLang loads it all.
+        other = shutil.copy(tmp_path / "b" / "adapter_model.safetensors", tmp_path / "d" / name)
+        with pytest.raises(ConfigError, match=rf"{other} lies beside"):
+            read_model_identity(model, adapter=tmp_path / "d")
+        Path(other).unlink()
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
         read_model_identity(model, adapter=tmp_path / "a")

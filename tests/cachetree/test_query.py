@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,10 +21,11 @@ from test_policy import DEMAND, FAR, MEASURED, PROFILE, PROFILES, UNKNOWN, R, S,
 from transport_parts import FAMILY, MODEL, eventually, store
 from tree_parts import FakeTime
 
-from cachetree import DISK, LOCAL, Cache, CacheConfig, ConfigError, Location, ProfileError
+from cachetree import DISK, LOCAL, Cache, CacheConfig, ConfigError, Deadline, Location, ProfileError
 from cachetree.cli import serve
 from cachetree.cli.serve import parse_config
 from cachetree.metrics import Queries, StatusPage
+from cachetree.metrics import http as page_of_status
 from cachetree.metrics.query import MAX_BODY_BYTES, MAX_TOKENS
 from cachetree.planning import Costs, write_profile
 from cachetree.transport import ask, parse_http, verbs
@@ -212,6 +214,18 @@ def test_what_is_no_question_is_refused_and_what_is_too_long_not_even_kept() -> 
         reply = http.client.HTTPConnection(urlsplit(page.url).netloc, timeout=10)
         reply.request("GET", "/query")
         assert reply.getresponse().status == 400
+
+
+def test_who_asks_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_of_status, "_PATIENCE_S", 0.2)
+    with cache_of() as cache, page_of(cache) as page:
+        netloc = urlsplit(page.url)
+        with socket.create_connection((netloc.hostname, netloc.port), timeout=10) as asking:
+            asking.sendall(b"POST /nowhere HTTP/1.0\r\n\r\n")
+            deadline = Deadline.after(10)
+            with pytest.raises(ConnectionError):
+                while not deadline.has_passed:
+                    asking.sendall(bytes(1 << 16))
 
 
 def test_retired_queries_leave_monitors_what_they_see() -> None:

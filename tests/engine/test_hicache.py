@@ -37,6 +37,7 @@ from cachetree import (
     StaleEntry,
     Step,
 )
+from cachetree.tree.remote_entries import RemoteEntries
 from sglang_droidspeak.engine.hicache import check_backend
 from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
 from sglang_droidspeak.hicache.tier import AbsentPages
@@ -201,13 +202,37 @@ def test_what_is_wrong_is_a_miss(
         with pytest.raises(StaleEntry):
             fetch(receiver, pages, Span(0, 8))
         assert objects_of(receiver)[counted] == 1
-        assert num_there(receiver, pages) == page
+        eventually(lambda: num_there(receiver, pages) == page)
         assert search(receiver, pages) == page, "found again what is known to be wrong"
         if page:
             fetch(receiver, pages, Span(0, page))
         assert search(receiver, prompt(1)) == 8
         fetch(receiver, prompt(1), Span(0, 8))
         assert receiver.status().staging_bytes_in_use == 0
+
+
+def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be long, and is no time of the backend's."""
+    pages, may_forget = prompt(0), threading.Event()
+    forget = RemoteEntries.drop_in_slices
+
+    def slowly(self: RemoteEntries, *what: Any) -> None:
+        assert may_forget.wait(10)
+        forget(self, *what)
+
+    monkeypatch.setattr(RemoteEntries, "drop_in_slices", slowly)
+    with open_cache(tmp_path) as sender:
+        store_and_wait(sender, pages)
+    file_of(tmp_path, pages[5], Step(Kind.KV, 1)).unlink()
+    with open_cache(tmp_path) as receiver:
+        assert search(receiver, pages) == 8
+        with pytest.raises(StaleEntry):
+            fetch(receiver, pages, Span(0, 8))
+        assert num_there(receiver, pages) == 8
+        may_forget.set()
+        eventually(lambda: num_there(receiver, pages) == 5)
 
 
 def test_every_single_bit_counts() -> None:
