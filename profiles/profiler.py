@@ -66,7 +66,7 @@ from profiles.stats.choice import (
     sensitive_first,
     shortlist,
 )
-from profiles.stats.gate import interval, nothing_to_lose
+from profiles.stats.gate import interval
 from profiles.stats.measured import Candidate, Measured
 
 SAMPLE_TOKENS: Final = 64
@@ -121,8 +121,14 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     swept = watched.measure("training", TRAIN, train.documents, steps)
     places = places_swept(train.documents, pruned=settings.pruned)
     first = Data(files=(), documents=[train.documents[it] for it in places])
-    if (unjudged := nothing_to_lose(split_of(first, swept), "the first training")) is not None:
-        console.print(unjudged, highlight=False, soft_wrap=True)
+    for task in split_of(first, swept).tasks:
+        if task.full_prefill <= 0:
+            console.print(
+                f"the receiver alone answers nothing of {task.name} right so far; check data, "
+                "template and metric",
+                highlight=False,
+                soft_wrap=True,
+            )
     listed = shortlist(swept, settings.plans)
     candidates = [Candidate(runs=(it,)) for it in listed]
     if settings.e_correction:

@@ -137,12 +137,12 @@ def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> t
     return False, f"no plan smaller than all layers passed: {reason_of(plans[0], split, tolerance)}"
 
 
-def nothing_to_lose(split: Split, which: str = "held-out") -> str | None:
+def nothing_to_lose(split: Split) -> str | None:
     """Of a split at whose tasks no loss can be judged: why, in a sentence."""
     for it in split.tasks:
         if it.full_prefill <= 0:
             return (
-                f"the receiver alone answers nothing right on {which} questions{_of(it, split)}, "
+                f"the receiver alone answers nothing right on held-out questions{_of(it, split)}, "
                 "so no loss can be judged; check data, template and metric"
             )
     return None

@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def _up(args: argparse.Namespace) -> int:
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
+    show("checking what the engines are given")
     for it in wanted:
         if isinstance(it, ServerSpec) and it.droidspeak is not None:
             try:

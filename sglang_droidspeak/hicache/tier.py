@@ -321,9 +321,9 @@ class HiCacheTier:
             for each in steps:
                 if not self._write_steps(change, lease, each, is_over):
                     return False
-        except StaleEntry:
-            raise
-        except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
+        except Exception as exc:  # The breaker counts it, and says so.
+            if isinstance(exc, StaleEntry) and not lease.is_over:
+                raise  # It left memory; a lease that is over says that the backend is too slow.
             lane.count("failed", 1)
             lane.breaker.fail(repr(exc))
             return False

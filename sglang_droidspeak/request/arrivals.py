@@ -8,7 +8,8 @@ its recompute is done:
 
 It gives up once its fetch is later than predicted by all that reuse is to save, counted from the
 first step that could have taken it (`Patience`): at once where the rate says that it will be. So
-nothing that others do, or fail to do, makes it take more than twice a full prefill.
+nothing that others do, or fail to do, makes it take more than twice a full prefill; but where the
+device loses what a request that is ready, or settled, counts on, its wait begins anew.
 """
 
 from __future__ import annotations

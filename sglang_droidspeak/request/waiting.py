@@ -180,13 +180,14 @@ class WaitingRequests:
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Of the next in the queue those that count on pages which the device has no more: what is
-        loaded has to follow on what is there. Whose fetch had not come waits no longer in all."""
+        loaded has to follow on what is there. Whose wait was not over waits no longer in all."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
             is_approximate = prefixes.is_approximate(request.req)
             if (held.approximate if is_approximate else held.exact) < request.num_there:
-                begun_s = None if request.phase is Phase.READY else request.runnable_s
+                was_over = request.phase in (Phase.READY, Phase.SETTLED)
+                begun_s = None if was_over else request.runnable_s
                 self._see(request.req, tree).runnable_s = begun_s
 
     def _known(self, req: Req) -> Request | None:

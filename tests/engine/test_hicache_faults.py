@@ -114,6 +114,23 @@ def test_a_full_backend_is_read_and_soon_not_written() -> None:
         assert num_there(cache, prompt(1)) == 0
 
 
+def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cachetree.tier._MAX_WRITE_S", 0.05)
+
+    class Slow(Shelf):
+        def before(self, call: str) -> None:
+            if call == "write":
+                time.sleep(0.1)
+                cache.tree.sweep()
+
+    with cache_over(Slow()) as cache:
+        for number in range(breaker.MAX_FAILURES):
+            store(cache.tree, prompt(number))
+        eventually(lambda: tier_of(cache).status().is_writing_paused)
+
+
 def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> None:
     """Here it has come again, without E."""
     shelf = Hanging()

@@ -140,6 +140,30 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     assert cache.memory.lent_bytes == 0
 
 
+def test_who_was_settled_after_a_wait_and_is_planned_anew_may_wait_anew(now: Now) -> None:
+    """As who has not waited for anything before it stood in the queue."""
+    cache, req = Asked(now, held=Held(NUM_PAGES, 0)), request()
+    planner = SimpleNamespace(
+        meet=lambda _req: None,
+        refusal=prefixes.refusal,
+        plan=lambda *_: (
+            planned_as(
+                replace(PLAN, pages=Span(cache.has.exact, NUM_PAGES)),
+                patience=Patience(saving_s=1.0),
+            )
+            if cache.has.exact < NUM_PAGES
+            else declined("too_short", NUM_PAGES)
+        ),
+    )
+    waiting, told = waiting_with(cache, planner=planner)
+    assert not look(waiting, req)
+    waiting._requests["r1"].runnable_s = now.now_s  # As one has it that was held a while.
+    now.now_s += 9
+    cache.has = Held(1, 0)
+    assert look(waiting, req) == {"r1"}, "its fetch has just begun"
+    assert "r1" not in told.by_rid or told.by_rid["r1"].outcome == "too_short"
+
+
 def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
     planner = SimpleNamespace(
         meet=lambda _req: None,
