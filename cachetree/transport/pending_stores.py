@@ -239,6 +239,4 @@ class PendingStores:
 
 def _parts(change: Change, page_bytes: int) -> Iterator[Change]:
     """The entry in stores of about `_PART_BYTES`, each the parent of the next."""
-    num_pages = min(max(1, _PART_BYTES // page_bytes), _MAX_PAGES)
-    for start in range(0, len(change.pages), num_pages):
-        yield change.part(Span(start, min(start + num_pages, len(change.pages))))
+    return change.parts(min(max(1, _PART_BYTES // page_bytes), _MAX_PAGES))

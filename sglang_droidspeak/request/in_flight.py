@@ -58,15 +58,17 @@ class InFlightPrefills:
         pages, place = owner.pages_of(pages, self._page_size), pool_of(namespace_of(req))
         num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
         longest: dict[Location, tuple[int, InFlightPrefill]] = {}
-        for it in self._leaders.values():
+        leaders = () if planned in _READS_NOBODY else self._leaders.values()
+        for it in leaders:
+            if it.place == place:
+                continue
             num_pages = _num_common(it.pages, pages)
-            if it.place != place and num_pages > longest.get(it.place, (num_planned,))[0]:
+            if num_pages > longest.get(it.place, (num_planned,))[0]:
                 longest[it.place] = num_pages, it
         for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
-            if planned in _READS_NOBODY:
-                break
-            where = leader.model, leader.place
-            saved_s = self._planner.would_save_s(req, len(pages), num_pages, *where)
+            saved_s = self._planner.would_save_s(
+                req, len(pages), num_pages, leader.model, leader.place
+            )
             awaited = replace(leader, pages=pages[:num_pages], patience_s=saved_s)
             if saved_s > 0 and not self._has_left(awaited):
                 return awaited
