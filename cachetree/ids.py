@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NewType
+
+import msgspec
 
 PageHash = NewType("PageHash", bytes)
 """First 16 bytes of the SHA-256 chain hash of a page of tokens. It covers every token before the
@@ -42,9 +43,10 @@ def nearness(location: Location) -> int:
     return 2 if is_pool(location) else int(location == LOCAL)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, order=True, gc=False):
     """Half-open range `[start, stop)` of layers or of pages.
+
+    A struct, as most calls make one: a frozen dataclass takes four times as long.
 
     >>> Span(2, 5).intersection(Span(4, 9))
     Span(start=4, stop=5)
@@ -96,8 +98,7 @@ class Kind(StrEnum):
     E = "e"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, gc=False):
     """One unit of a fetch: the whole page range of one kind at one layer."""
 
     kind: Kind

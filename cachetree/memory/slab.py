@@ -4,7 +4,6 @@ tree one loan per reservation, of which pages are given back."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol
 
@@ -89,8 +88,7 @@ class Pool(Protocol):
         """Where in `file` these bytes are; None where they are not in it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """What an entry of `num_pages` pages has: KV of every layer, then E of each of `e_layers`."""
 
     num_pages: int

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeVar
+
+import msgspec
 
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Slab
@@ -15,8 +16,7 @@ from cachetree.memory import Slab
 RemoteKey = tuple[Location, ModelId]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Local pages that came or went; what a worker advertises.
 
     Additions name the parent before its children do, removals children before their parent, so
@@ -78,8 +78,7 @@ class Hold:
 _NOBODY: Final[frozenset[Hold]] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class EReach:
+class EReach(msgspec.Struct, frozen=True):
     """How far E reaches from the root along a path, whose last node it belongs to."""
 
     whole: tuple[int, ...]

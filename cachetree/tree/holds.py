@@ -74,7 +74,7 @@ class Holds:
         """As `CacheTree.pin`; also the hold of the pin that this one took the place of."""
         depths: dict[ModelId, int] = {}
         # Upwards, and every page compared: whoever asks may have sent what is no prompt.
-        for place in upwards(self._trie.last(None, pages), 0):
+        for place in upwards(self._trie.last(pages), 0):
             for each in place.node.local:
                 if model in (None, each):
                     depths.setdefault(each, depth_of(place))

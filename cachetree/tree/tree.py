@@ -284,7 +284,7 @@ class CacheTree:
     def num_there(self, pages: Sequence[PageHash]) -> int:
         """How many leading `pages` anybody has. Each is compared: they need not be a prompt's."""
         with self._lock:
-            return depth_of(self._trie.last(None, pages))
+            return depth_of(self._trie.last(pages))
 
     # Changes of local entries, for the advertiser.
 

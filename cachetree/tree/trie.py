@@ -41,9 +41,10 @@ class PageIndex:
 
     def find_at(self, page: PageHash, depth: int) -> Node | None:
         """The node that has `page` after `depth` others; None where it is elsewhere, too."""
-        node = self.find(page)
-        if node is None:
+        id = self._ids.get(page)  # Not by `find`, which makes it dearer by a third.
+        if id is None:
             return None
+        node = self._nodes[id]
         index = depth - node.start
         is_there = 0 <= index < len(node.pages) and node.pages[index] == page
         return node if is_there else None
@@ -104,9 +105,12 @@ class PageTrie:
         return Place(node, index, index + 1)
 
     def deepest(
-        self, pages: Sequence[PageHash], has: Callable[[Node], bool] | None = None
+        self,
+        pages: Sequence[PageHash],
+        has: Callable[[Node], bool] | None = None,
+        parent: Place | None = None,
     ) -> Place | None:
-        """The end of the longest prefix of `pages`; None where it is empty.
+        """The end of the longest prefix of `pages`, right after `parent`; None where it is empty.
 
         Only nodes count that `has` is true of, if it is given; then it is of all above them, too.
 
@@ -116,18 +120,19 @@ class PageTrie:
         found.
         """
         node: Node | None = None
-        num_found, stop = 0, len(pages)
+        first, num_found, stop = depth_of(parent), 0, len(pages)
         probe = stop - 1
         while num_found < stop:
-            found = self._index.find_at(pages[probe], probe)
+            found = self._index.find_at(pages[probe], first + probe)
             if found is None or (has and not has(found)):
                 stop = probe
             else:
                 node, num_found = found, probe + 1
             probe = (num_found + stop) // 2
         if node is None or not self._is_after(node, pages):
-            return self.last(None, pages, has)
-        return Place(node, 0, num_found - node.start)
+            return self.last(pages, has, parent)
+        stop = first + num_found - node.start
+        return Place(node, max(0, stop - num_found), stop)
 
     def _is_after(self, node: Node, pages: Sequence[PageHash]) -> bool:
         """Whether the nodes from the root to `node`, in which one of `pages` was found, have at
@@ -147,11 +152,11 @@ class PageTrie:
 
     def last(
         self,
-        parent: Place | None,
         pages: Sequence[PageHash],
         has: Callable[[Node], bool] | None = None,
+        parent: Place | None = None,
     ) -> Place | None:
-        """As `deepest`, right after `parent`; every page is compared, so that it holds for any."""
+        """As `deepest`; every page is compared, so that it holds for any."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         pages, num = tuple(pages), 0
         while num < len(pages):
@@ -173,7 +178,7 @@ class PageTrie:
         if first is None:
             return []
         before = first._replace(stop=first.start)
-        return list(upwards(self.last(before, pages), depth_of(before)))[::-1]
+        return list(upwards(self.last(pages, None, before), depth_of(before)))[::-1]
 
     def find_local(self, model: ModelId, page: PageHash) -> Place | None:
         place = self.find(page)
@@ -188,8 +193,12 @@ class PageTrie:
     ) -> Place | None:
         """The end of the leading `pages` after `place` that the model has, up to the first that
         storing it again would add E to; `place` where there are none."""
-        last = self.last(place, pages, lambda node: model in node.local) or place
         stop = depth_of(place)
+        if not pages or self._index.find_at(pages[0], stop) is None:
+            return place  # As mostly, at one look.
+        # Without E no page between the two ends is looked up, so that they need not be compared.
+        find = self.last if e_layers else self.deepest
+        last = find(pages, lambda node: model in node.local, place) or place
         nodes = [it.node for it in upwards(last, stop)] if e_layers else []
         starts = [node.start for node in nodes if node.local[model].gains(e_layers)]
         if not starts:
@@ -201,7 +210,7 @@ class PageTrie:
 
         As it goes on, any of them may be taken out or split.
         """
-        last = self.last(None, pages)
+        last = self.last(pages)
         if depth_of(last) < len(pages):
             return
         top = last.node if last else self.root

@@ -30,7 +30,7 @@ from cachetree.errors import StaleEntry
 from cachetree.ids import LOCAL, ModelId, PageHash, Span
 from cachetree.memory import Arena, Blocks, Loan
 from cachetree.planning.plan import Match
-from cachetree.tree.entries import Change
+from cachetree.tree.entries import Change, Node
 from cachetree.tree.tree import CacheTree
 
 
@@ -54,6 +54,28 @@ def test_e_counts_only_without_a_gap_from_the_first_page() -> None:
     store(tree, A, "abc", start=2, e_layers=[1])
     store(tree, A, "abcd", start=3, e_layers=[1, 2])
     assert tree.match(path("abcd"))[0].e_pages == {1: 4, 2: 2}
+
+
+@pytest.mark.parametrize("num_before", [0, 40])
+def test_what_is_there_of_a_new_prompt_is_found_by_halving(
+    num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = make_tree(num_pages=200)
+    prompt = [PageHash(bytes([it]) * 16) for it in range(200)]
+    for stop in range(1, 101):  # A node each.
+        parent = prompt[stop - 2] if stop > 1 else None
+        tree.reserve(A, parent, prompt[stop - 1 : stop], ()).commit()
+    compared: list[Node] = []
+    num_common = Node.num_common
+    monkeypatch.setattr(
+        Node, "num_common", lambda self, *rest: compared.append(self) or num_common(self, *rest)
+    )
+    parent = prompt[num_before - 1] if num_before else None
+    reservation = tree.reserve(A, parent, prompt[num_before:], ())
+    reservation.commit()
+    assert (reservation.skipped, len(reservation.pages)) == (100 - num_before, 100)
+    assert tree.match(prompt)[0].num_pages == 200
+    assert len(compared) < 3
 
 
 def test_a_reservation_is_invisible_until_it_is_committed() -> None:

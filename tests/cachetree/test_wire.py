@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -188,7 +187,7 @@ def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
         pages[advertise.ENTRY_PAGES - 1],
         pages[2 * advertise.ENTRY_PAGES - 1],
     ]
-    removed = list(advertise.entries_of(replace(change, added=False, e_layers=())))
+    removed = list(advertise.entries_of(msgspec.structs.replace(change, added=False, e_layers=())))
     assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
 
 
