@@ -31,12 +31,14 @@ REPORT = f"{_STREAMER}.stream_output"
 REPORT_ABORT = f"{SCHEDULER_MODULE}.Scheduler.send_abort_output"
 REQUEST_LEVEL = f"{_STREAMER}.is_request_level_customized_info_key"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_RESET_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors"
 WEIGHTS_WRITTEN = (
     f"{_WEIGHT_UPDATER}.begin_weight_update",
     f"{_WEIGHT_UPDATER}.update_weights_from_disk",
     f"{_WEIGHT_UPDATER}.load_weights_from_distributed",
     f"{_WEIGHT_UPDATER}.update_weights_from_tensor",
     f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
+    _RESET_WEIGHTS,
 )
 """Each of them, and nothing else, goes before a write to weights that serve; what writes into
 memory from outside (RDMA) does so after the first."""
@@ -103,6 +105,7 @@ USED: Mapping[str, str] = {
     f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e",
     f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6",
     f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0",
+    _RESET_WEIGHTS: "bef8a4645594",
     f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76",
     f"{_FORWARD_BATCH}.init_new": "53f9f0da3b38",
     f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396",

@@ -19,6 +19,7 @@ import torch
 from engine_parts import CPU, ENV, Watcher, answer, eventually, profile_of, prompt
 from forked import ServerSpec
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.utils.weight_checker import WeightChecker
 from struck_parts import scraped
 
 from cachetree.checkpoint.identity import read_model_identity
@@ -64,6 +65,14 @@ def updater_of(model: Weights) -> WeightUpdater:
     )
 
 
+def checker_of(model: Weights) -> WeightChecker:
+    """Of `POST /weights_checker`, by which it is proven that an update writes all weights: random
+    ones come first."""
+    checker = WeightChecker.__new__(WeightChecker)  # As constructed, it asks for groups of ranks.
+    checker._get_model = lambda: model
+    return checker
+
+
 def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
     model, seen = Weights(), []
 
@@ -81,6 +90,9 @@ def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
     }
     public = {name for name, _ in inspect.getmembers(WeightUpdater, inspect.isfunction)}
     assert {it for it in public if not it.startswith("_")} == HARMLESS | ways.keys()
+    checker = checker_of(model)
+    checker.handle("snapshot", role="target")  # Only reads.
+    ways["reset_tensors"] = lambda _: checker.handle("reset_tensors", role="target")
     for name, update in ways.items():
         with torch.no_grad():
             model.w.zero_()
