@@ -9,7 +9,7 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock
-from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, ProtocolError, StaleEntry
+from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash
 from cachetree.memory import Staging
 from cachetree.planning import Link
@@ -33,7 +33,8 @@ class PendingFetches:
 
     One whose connection ends, or whose frames are damaged or missing, waits until `resume` asks
     for the rest of it, on this connection or the next: `max_retries` times, within `resume_s`, and
-    never longer than its deadline. Every error is told to `breaker` once.
+    never longer than its deadline. `breaker` is told once of each error of the worker or the link;
+    a worker that is busy, and what the reader gives up, are none.
     """
 
     def __init__(
@@ -270,21 +271,18 @@ class PendingFetches:
     def _end(self, receiver: FetchReceiver, error: FetchError) -> None:
         """It fails."""
         error = receiver.staging.error or error
-        is_cancelled = isinstance(error, Cancelled)
-        if receiver.id == NOT_ASKED:
-            self._breaker.released()
-        else:
+        if receiver.id != NOT_ASKED:
             if self.link is not None:
                 self.link.send(wire.Cancel(id=receiver.id))
             self._measure(receiver, error)
             self._withdraw(receiver)
-            if is_cancelled or isinstance(error, StaleEntry):
-                self._breaker.released()
-            else:
+            if isinstance(error, DeadlineExceeded):
                 self._breaker.failed(error)
+        self._breaker.released()
         if receiver in self._broken:
             self._broken.remove(receiver)
-        self._counts.num_failed_fetches += not is_cancelled  # Who reads it finds it measured.
+        # Who reads it finds it measured.
+        self._counts.num_failed_fetches += not isinstance(error, Cancelled)
         receiver.staging.fail(error)
 
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:

@@ -24,7 +24,16 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import ConfigError, FetchError, Peer, PeerConfig, PeerState, Staging, StaleEntry
+from cachetree import (
+    Cancelled,
+    ConfigError,
+    FetchError,
+    Peer,
+    PeerConfig,
+    PeerState,
+    Staging,
+    StaleEntry,
+)
 from cachetree.transport import wire
 from cachetree.transport.backoff import Breaker
 
@@ -198,7 +207,7 @@ class MoodyWorker(ScriptedWorker):
 
     def __init__(self) -> None:
         self.num_hellos = 0
-        self.error = "failed"
+        self.error = "deadline"
         super().__init__(lambda _self, identity, fetch: self._fail(identity, fetch))
 
     def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
@@ -269,17 +278,32 @@ def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(
     assert "internal error" not in caplog.text
 
 
-def test_stale_entries_and_what_the_reader_gives_up_are_no_errors() -> None:
+@pytest.mark.parametrize(("told", "error"), [("stale", StaleEntry), ("failed", FetchError)])
+def test_that_pages_are_gone_or_a_worker_is_busy_is_no_error(
+    told: str, error: type[FetchError]
+) -> None:
     with MoodyWorker() as worker, peer_of(worker.address, new_tree(), STRICT) as peer:
-        worker.error = "stale"
+        worker.error = told
         for _ in range(10):
-            assert isinstance(failed_fetch(peer.fetch), StaleEntry)
-        worker.error = "nothing of the kind"
-        for _ in range(10):
-            staging = new_staging(16)
-            staging.cancel()
+            assert type(failed_fetch(peer.fetch)) is error
+        assert peer.status.probe_in_s is None
+
+
+@pytest.mark.parametrize("error", [Cancelled("it left"), FetchError("it could not compute")])
+def test_what_the_reader_gives_up_is_no_error_and_ends_no_other_fetch(error: FetchError) -> None:
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker,
+        peer_of(worker.address, new_tree(), STRICT) as peer,
+    ):
+        lasting, *given_up = (new_staging(16) for _ in range(5))
+        for staging in (lasting, *given_up):
             peer.fetch(MODEL, PAGES, staging)
-            eventually(lambda: not peer._fetches._all)
+        for staging in given_up:
+            eventually(lambda it=staging: it.writes)
+            staging.fail(error)
+        wait_all(lasting)
+        check_content(lasting, PAGES)
+        assert peer.state is PeerState.READY
         assert peer.status.probe_in_s is None
 
 

@@ -280,11 +280,13 @@ def test_too_many_fetches_and_peers_are_turned_away(
 ) -> None:
     with worker_of(new_tree(PAGES), max_bytes_per_s=1e5, max_streams=1, max_peers=1) as worker:
         with peer_of(worker.address, new_tree()) as peer:
-            first, second = new_staging(16), new_staging(16)
-            peer.fetch(MODEL, PAGES, first)
-            peer.fetch(MODEL, PAGES, second)
-            with pytest.raises(FetchError, match="already serves 1 fetches"):
-                wait_all(second)
+            first, *others = (new_staging(16) for _ in range(4))
+            for staging in (first, *others):
+                peer.fetch(MODEL, PAGES, staging)
+            for staging in others:
+                with pytest.raises(FetchError, match="already serves 1 fetches"):
+                    wait_all(staging)
+            wait_all(first)
             bye = ask(raw(worker.address), wire.hello(new_tree().family, "", 0))
             assert isinstance(bye, wire.Bye)
             assert "already serves 1 peers" in bye.reason
