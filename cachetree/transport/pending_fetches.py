@@ -53,8 +53,6 @@ class PendingFetches:
         self._breaker = breaker
         self._counts = counts
         self._clock = clock
-        self._carried_bytes = 0
-        """Of frames that came, whether somebody still waited for them or not."""
         self.link: Connection | None = None
         """While there is one: its owner sets it."""
         self._asked: dict[int, FetchReceiver] = {}
@@ -66,6 +64,13 @@ class PendingFetches:
     def _link(self) -> Connection:
         assert self.link is not None
         return self.link
+
+    @property
+    def _carried_bytes(self) -> int:
+        """By this link, whether somebody still waited for it or not; of what is read in the
+        worker's memory, what was."""
+        link = self._link
+        return link.channel.received_bytes if link.arena is None else self._counts.num_landed_bytes
 
     @property
     def _all(self) -> list[FetchReceiver]:
@@ -116,7 +121,6 @@ class PendingFetches:
     def buffer_for(self, frame: Frame) -> memoryview | None:
         receiver = self._receiver_of(frame)
         if receiver is None:
-            self._carried_bytes += frame.size
             if owed_bytes := self._link.owed.get(frame.id):
                 self._link.owed[frame.id] = max(0, owed_bytes - frame.size)
             return None
@@ -231,7 +235,6 @@ class PendingFetches:
 
     def _received(self, receiver: FetchReceiver, num_bytes: int) -> None:
         self._counts.num_landed_bytes += num_bytes
-        self._carried_bytes += num_bytes
         if receiver.staging.is_complete:
             self._measure(receiver, None)
             self._withdraw(receiver)
@@ -274,7 +277,7 @@ class PendingFetches:
         if receiver.id != NOT_ASKED:
             if self.link is not None:
                 self.link.send(wire.Cancel(id=receiver.id))
-            self._measure(receiver, error)
+                self._measure(receiver, error)
             self._withdraw(receiver)
             if isinstance(error, DeadlineExceeded):
                 self._breaker.failed(error)

@@ -343,3 +343,29 @@ def test_what_may_still_come_of_a_cancelled_fetch_is_ahead_of_the_next() -> None
         orders.put(None)
         eventually(lambda: wire.Cancel(id=2) in worker.received)
         assert peer.state is PeerState.READY
+
+
+def test_what_came_of_a_frame_is_measured_though_its_reader_left_before_the_rest() -> None:
+    """A user who stops two requests in a row makes no link look slow."""
+    quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
+    now, pages, half = [1000.0], pages_of(1024), bytes(512 * PAGE_BYTES)
+
+    def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        """Half a frame, behind the other half of the one before."""
+        worker.send_raw(identity, half if fetch.id > 1 else b"")
+        worker.send(identity, frame(fetch, 2 * half), half)
+
+    with (
+        ScriptedWorker(script) as worker,
+        peer_of(worker.address, new_tree(), quiet, clock=lambda: now[0]) as peer,
+    ):
+        assert peer._fetches.link is not None
+        channel = peer._fetches.link.channel
+        for number in (1, 2):
+            came_bytes, staging = channel.received_bytes, new_staging(1024)
+            peer.fetch(MODEL, pages, staging)
+            eventually(lambda: channel.received_bytes >= came_bytes + number * len(half))  # noqa: B023
+            now[0] += 0.1 * number
+            staging.cancel()
+            eventually(lambda: not peer._fetches.is_under_way)
+            assert peer.status.bytes_per_s == pytest.approx(10 * len(half), rel=0.01)
