@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cachetree.clock import Clock
 from cachetree.errors import Cancelled, DeadlineExceeded, FetchError
-from cachetree.planning import Link, Margin, most_of, weighted_median
+from cachetree.planning import FREE_LINK, Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
@@ -105,7 +105,9 @@ class Bandwidth:
         """Sample a fetch that has ended, with that error or none, where it says something."""
         is_late = isinstance(error, DeadlineExceeded) and seconds >= self._MIN_LATE_S
         is_given_up = isinstance(error, Cancelled) and seconds >= self._MIN_GIVEN_UP_S
-        if num_bytes >= self.MIN_SAMPLE_BYTES or is_late or is_given_up:
+        link = self.link or FREE_LINK
+        was_due = seconds >= link.fixed_s + link.seconds(self.MIN_SAMPLE_BYTES)
+        if num_bytes >= self.MIN_SAMPLE_BYTES or (was_due and (is_late or is_given_up)):
             self.sample(num_bytes, seconds)
 
     def sample(self, num_bytes: int, seconds: float) -> None:

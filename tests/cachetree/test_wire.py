@@ -377,6 +377,23 @@ def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: i
         bandwidth.note(100 * mb, 0.1005, None)
 
 
+@pytest.mark.parametrize(("trip_s", "mb_s"), [(0.05, 1000), (0.0005, 5)])
+def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s: float, mb_s: int) -> None:
+    """Of a worker far away, or one that is slow; what is believed to have recovered is due."""
+    clock, mb = FakeTime(), 1 << 20
+    bandwidth = Bandwidth(clock)
+    for num_mb in (1, 100, 1, 100):
+        bandwidth.note(num_mb * mb, trip_s + num_mb / mb_s, None)
+    known = bandwidth.link
+    for _ in range(2):
+        bandwidth.note(0, 0.02, Cancelled("its reader left"))
+    assert bandwidth.link == known
+    clock.now_s += 600.0
+    believed = bandwidth.link
+    bandwidth.note(0, 0.02, Cancelled("its reader left"))
+    assert bandwidth.link.byte_s > believed.byte_s
+
+
 def test_a_round_trip_that_was_long_is_believed_to_have_recovered() -> None:
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
