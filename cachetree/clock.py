@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ class Deadline:
         return cls(clock() + seconds, clock)
 
     def remaining_s(self) -> float:
-        """Never negative."""
-        return max(0.0, self.at_s - self.clock())
+        """Never negative, nor longer than a thread can wait."""
+        return min(max(0.0, self.at_s - self.clock()), threading.TIMEOUT_MAX)
 
     @property
     def has_passed(self) -> bool:

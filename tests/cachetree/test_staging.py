@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -71,8 +72,9 @@ def test_more_bytes_than_a_step_has_are_refused() -> None:
         staging.write(E2, 0, payload("ab"))
 
 
-def test_a_waiting_reader_wakes_when_its_step_lands() -> None:
-    staging = make()
+@pytest.mark.parametrize("seconds", [30, math.inf])
+def test_a_waiting_reader_wakes_when_its_step_lands(seconds: float) -> None:
+    staging = make(seconds)
     thread, outcome = in_thread(staging.wait, KV0)
     staging.write(E2, 0, payload("abcd"))
     time.sleep(0.05)
