@@ -27,6 +27,9 @@ from cachetree.tree import CacheTree
 
 T = TypeVar("T", bound=Tier)
 
+_UNSEEN_BYTES: Final = 1 << 40
+"""No rate is told from what a tier has read: it comes in parts as long as a step."""
+
 
 class Cache:
     """Entries of every model of one family, here and on the peers. `store`, `match`, `fetch`.
@@ -243,8 +246,14 @@ class Cache:
             return None
         with self._under_way_lock:
             there = [it for it, at in self._under_way.items() if at == location]
-        rests = [it.num_bytes - it.num_landed_bytes for it in there if it.error is None]
-        return replace(link, backlog=[rest for rest in rests if rest])
+        rests = sorted(it.num_bytes - it.num_landed_bytes for it in there if it.error is None)
+        backlog = [rest for rest in rests if rest]
+        tier = self._tiers.get(location)
+        if tier is None:
+            return replace(link, backlog=backlog)
+        num_ahead = max(0, len(backlog) - tier.num_readers + 1)  # The longest go on beside it.
+        ahead, beside = sum(backlog[:num_ahead]), backlog[num_ahead:]
+        return replace(link, ahead=ahead, backlog=beside, frame_bytes=_UNSEEN_BYTES)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until every peer is ready; False when the time is over or one is refused."""

@@ -64,6 +64,10 @@ class Tier(Protocol):
     def location(self) -> Location:
         """Of its entries, in the tree and in plans; it never changes."""
 
+    @property
+    def num_readers(self) -> int:
+        """Fetches that it reads at once; others wait for their turn."""
+
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Fill `staging` in a thread of its own; what goes wrong fails it."""
 

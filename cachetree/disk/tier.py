@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _MAX_CLOSE_S: Final = 5.0
 _MAX_STOP_S: Final = 5.0
-NUM_READERS: Final = 2
 _MAX_PROMOTIONS: Final = 64
 
 
@@ -43,6 +42,7 @@ class DiskTier:
     """
 
     location: Final[Location] = DISK
+    num_readers: Final = 2
 
     def __init__(
         self, tree: CacheTree, path: Path, budget_bytes: int, note_speed: NoteSpeed, clock: Clock
@@ -59,7 +59,7 @@ class DiskTier:
             tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
         )
         self._reads: Turns[Callable[[], object]] = Turns(
-            "cachetree-disk-read", self._read_all, NUM_READERS
+            "cachetree-disk-read", self._read_all, self.num_readers
         )
         self._reads.put(self._warm_up)
 

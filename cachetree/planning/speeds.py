@@ -86,9 +86,10 @@ class Link:
     backlog: Sequence[int] = ()
     """Bytes that each fetch under way still has to bring."""
     ahead: int = 0
-    """Bytes that come first, at most: nobody waits for them any more, and nobody can stop them."""
+    """Bytes that come first, at most: of fetches whose turn is before, or that nobody waits for any
+    more and nobody can stop."""
     frame_bytes: int = 0
-    """What comes is seen in parts of so many bytes."""
+    """What comes is seen in parts of so many bytes at most."""
     copy_byte_s: float = 0.0
     """From host memory into the device's KV slots."""
 

@@ -104,6 +104,7 @@ class HiCacheTier:
     """Keeps what comes into `tree` in a backend, and shows the tree what is there."""
 
     location: Final[Location] = HICACHE
+    num_readers: Final = 1
 
     def __init__(
         self,

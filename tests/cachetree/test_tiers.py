@@ -37,6 +37,7 @@ from cachetree import (
     Staging,
     WriteBehind,
 )
+from cachetree.planning import Patience
 from cachetree.tree import Change, Lease
 
 SHELF = Location("shelf")
@@ -50,6 +51,7 @@ class ShelfTier:
     """Has every page of the one model that it is asked about, and answers by `answer` only."""
 
     location = SHELF
+    num_readers = 1
 
     def __init__(self, tree: CacheTree, note_speed: NoteSpeed) -> None:
         self.tree = tree
@@ -155,6 +157,43 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
         assert tier.used == [pages]
         assert cache.status().tiers == {SHELF: Shelf(1)}
     assert tier.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("num_readers", "num_ahead", "beside"),
+    [(1, 14, []), (2, 6, [8]), (3, 2, [4, 8]), (9, 0, [2, 4, 8])],
+)
+def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(
+    num_readers: int, num_ahead: int, beside: Sequence[int]
+) -> None:
+    """Nor while what it reads is one part, of which nothing is seen before its end."""
+
+    class SlowTier(ShelfTier):
+        def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+            pass
+
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
+        made = SlowTier(tree, note_speed)
+        made.num_readers = num_readers
+        note_speed(64 << 20, 64.0, None)
+        return made
+
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=[make]) as cache:
+        stagings = [
+            cache.fetch(plan_of(n, SHELF), pages_of(n), Deadline.after(9)) for n in (8, 2, 4)
+        ]
+        assert all(stagings)
+        link, page_bytes = cache.link(SHELF), stagings[0].num_bytes // 8
+        assert link is not None
+        assert link.ahead == num_ahead * page_bytes
+        assert link.backlog == [it * page_bytes for it in beside]
+        wait_s = link.fixed_s + link.seconds(4 * page_bytes)
+        patience = Patience(saving_s=0.01, wait_s=wait_s, link=link)
+        assert patience.limit_s(0) == pytest.approx(wait_s + 0.01)
+        assert link.rest_s(wait_s / 2, 1, 4 * page_bytes) == 0.0, "no rate is told from a part"
+        for staging in stagings:
+            staging.release()
+        assert cache.link(SHELF).seconds(page_bytes) == pytest.approx(page_bytes / (1 << 20))
 
 
 def test_a_cache_without_tiers_searches_nothing() -> None:

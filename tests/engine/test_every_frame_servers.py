@@ -20,7 +20,7 @@ from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards, Via
 from struck_parts import NUM_FRAMES, RECOVERY_S, Blow, Rig, rig_in
 
 from cachetree import Deadline
-from cachetree.disk.tier import NUM_READERS
+from cachetree.disk import DiskTier
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -117,7 +117,7 @@ def kept(rig: Rig, before: dict[str, float]) -> dict[str, tuple[float, float]]:
 
     A worker's disk has readers that start when they are first needed: after a restart, mostly.
     """
-    allowed = {"worker's threads": NUM_READERS}
+    allowed = {"worker's threads": DiskTier.num_readers}
     return {
         name: (before[name], now)
         for name, now in rig.held().items()
