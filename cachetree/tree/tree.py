@@ -333,4 +333,6 @@ class CacheTree:
         """With the lock held; whether there may be more entries that have grown old."""
         for hold in self._holds.expired(self._clock()):
             self._local.let_go(hold)
+        if self._eviction.ttl_s is None:
+            return False
         return self._local.evict(islice(self._eviction.expired(), most // 2)) > 0
