@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _MAX_CLOSE_S: Final = 5.0
 _MAX_STOP_S: Final = 5.0
 _MAX_PROMOTIONS: Final = 64
+_MAX_PROMOTE_S: Final = 10.0
 
 
 class DiskTier:
@@ -55,11 +56,11 @@ class DiskTier:
         self._is_warm = False
         self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
         self._store: Final = DiskStore(tree.family, path, budget_bytes, self._show)
-        self._behind = WriteBehind(
-            tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
-        )
         self._reads: Turns[Callable[[], object]] = Turns(
             "cachetree-disk-read", self._read_all, self.num_readers
+        )
+        self._behind = WriteBehind(
+            tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
         )
         self._reads.put(self._warm_up)
 
@@ -131,6 +132,11 @@ class DiskTier:
     def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
         """A file that has been begun is written, whether or not time is over."""
         self._store.write(change, lease.views)
+        there = self._store.index.find(change.model, change.pages)
+        if any(set(change.e_layers) < set(it.record.layout.e_layers) for it, _ in there):
+            # It was loaded, without the E that is here, and hides that from those who read memory.
+            deadline = Deadline.after(_MAX_PROMOTE_S, self._clock)
+            self.promote(change.model, change.pages[-1], deadline, lambda: None)
         return True
 
     # In a reader's thread.

@@ -13,6 +13,7 @@ from disk_parts import data_files
 from push_parts import PAGE_TOTAL, cache_of, fetched, new_store, plan_of
 from transport_parts import (
     E_LAYER,
+    FAMILY,
     MODEL,
     PAGE_BYTES,
     RawPeer,
@@ -36,6 +37,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.disk import DiskTier
+from cachetree.memory import scatter
 from cachetree.transport import wire
 from cachetree.tree import Lease, join_hashes
 
@@ -251,6 +253,29 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
         fetched(worker, DISK, PAGES)
         fetched(worker, DISK, PAGES)
         assert worker.match(other)[0].location == "local", "others were evicted for it"
+
+
+def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
+    """As a server stores what it has read of its own."""
+    with (
+        on_disk_only(tmp_path, host_bytes=3 * ROOM) as (worker, address),
+        reader_of(address) as cache,
+    ):
+        store(worker.tree, pages_of(64, "other"))
+        reservation = worker.tree.reserve(MODEL, None, PAGES, ())
+        assert reservation is not None
+        for layer in range(FAMILY.num_layers):
+            step = Step(Kind.KV, layer)
+            kv = b"".join(content(page, step) for page in PAGES)
+            scatter(reservation.kv(layer), memoryview(kv))
+        reservation.commit()
+        eventually(lambda: worker.match(PAGES)[0].e_pages == {E_LAYER: 64})
+        eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
+        fetched(cache, address, PAGES)
+        settle(worker, 128)
+        disk = worker.status().disk
+        assert disk is not None
+        assert disk.counts.num_written_entries == 3, "what was on disk was written again"
 
 
 def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
