@@ -329,8 +329,11 @@ class HiCacheTier:
             lane.breaker.fail(repr(exc))
             return False
         lane.breaker.succeed()
-        parent, layers = change.parent, change.e_layers
-        self._tree.remote.add(HICACHE, change.model, parent, change.pages, layers)
+        remote, model = self._tree.remote, change.model
+        # Pages that were loaded come without E, which takes none from what is known of them here.
+        known = 0 if change.e_layers else sum(remote.has(HICACHE, model, it) for it in change.pages)
+        new = change.part(Span(known, len(change.pages)))
+        remote.add(HICACHE, model, new.parent, new.pages, new.e_layers)
         return True
 
     def _write_steps(

@@ -268,6 +268,22 @@ def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path
         assert third.match(pages)[0].e_pages == {E_LAYER: 8}
 
 
+@pytest.mark.parametrize("num_loaded", [8, 12])
+def test_what_is_loaded_without_e_takes_none_from_what_is_known(num_loaded: int) -> None:
+    """As a server stores what it has read of its own."""
+    shelf, pages = Shelf(), prompt(0, 12)
+    with cache_over(shelf) as sender:
+        store_and_wait(sender, pages[:8])
+    with cache_over(shelf) as receiver:
+        assert search(receiver, pages[:8]) == 8
+        reservation = receiver.tree.reserve(MODEL, None, pages[:num_loaded], [])
+        assert reservation is not None
+        reservation.commit()
+        store_and_wait(receiver, prompt(1))  # And before it what came before.
+        (match,) = (it for it in receiver.match(pages) if it.location == HICACHE)
+        assert (match.num_pages, match.e_pages) == (num_loaded, {E_LAYER: 8})
+
+
 @pytest.mark.parametrize("lost_layer", [0, FAMILY.num_layers - 1])
 def test_pages_that_are_not_whole_are_not_found_and_are_written_again(
     tmp_path: Path, lost_layer: int
