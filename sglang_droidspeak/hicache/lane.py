@@ -41,6 +41,8 @@ class Breaker:
         self._num_failures = 0
         self._pauses: Final = Backoff(MIN_PAUSE_S)
         self._paused_until_s = 0.0
+        self.longest_answer_s = 0.0
+        """Of a lane's `num_leading`, since the thread that calls it set this to 0."""
 
     @property
     def is_open(self) -> bool:
@@ -98,8 +100,11 @@ class Lane:
         for start in range(0, len(pages), _KEYS_PER_CALL):
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self.objects.key(model, page, step) for page in part]
+            begun_at_s = self.clock()
             with self.breaker.call():
                 num = self.backend.num_leading(keys)
+            took_s = self.clock() - begun_at_s
+            self.breaker.longest_answer_s = max(self.breaker.longest_answer_s, took_s)
             if num < len(keys):
                 return start + max(0, num)
         return len(pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from cachetree import (
     Cache,
     CacheConfig,
     CacheTree,
+    Clock,
     Deadline,
     Family,
     ModelId,
@@ -133,11 +135,11 @@ class Shelf:
         self.is_closed = True
 
 
-def cache_over(shelf: Shelf, **config: Any) -> Cache:
+def cache_over(shelf: Shelf, clock: Clock = time.monotonic, **config: Any) -> Cache:
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
-        return HiCacheTier(tree, shelf, SENDERS, note_speed, count=Counts())
+        return HiCacheTier(tree, shelf, SENDERS, note_speed, count=Counts(), clock=clock)
 
-    return Cache(FAMILY, CacheConfig(serves=False, **config), tiers=[make])
+    return Cache(FAMILY, CacheConfig(serves=False, **config), tiers=[make], clock=clock)
 
 
 class PointerStore(HiCacheStorage):

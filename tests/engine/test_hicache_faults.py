@@ -194,6 +194,25 @@ def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPat
         shelf.may_go_on.set()
 
 
+@pytest.mark.parametrize(("call_s", "is_paused"), [(0.09, False), (0.12, True)])
+def test_what_pauses_reading_is_late_answers_not_long_prompts(
+    call_s: float, is_paused: bool
+) -> None:
+    now = [0.0]
+
+    class Slow(Shelf):
+        def before(self, call: str) -> None:
+            now[0] += call_s
+
+    shelf = Slow()
+    shelf.lies = True
+    with cache_over(shelf, lambda: now[0]) as cache:
+        for number in range(breaker.MAX_FAILURES):
+            (asked,) = cache.search(prompt(number, 1280))
+            eventually(lambda it=asked: it._answered.is_set())
+        assert tier_of(cache).status().is_reading_paused == is_paused
+
+
 def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
     shelf = Hanging()
     with cache_over(shelf) as cache:
