@@ -194,7 +194,7 @@ class WriteBehind:
         name: str,
         write: Write,
         clock: Clock,
-        num_at_once: Callable[[Change], int] = lambda change: len(change.pages),
+        num_at_once: Callable[[Change], int],
     ) -> None:
         """`write` takes entries to `location`, `num_at_once` pages in a call; what it raises is
         logged."""

@@ -44,7 +44,7 @@ from cachetree import (
     Turns,
     WriteBehind,
 )
-from cachetree.memory import Staging
+from cachetree.memory import Layout, Staging
 from cachetree.planning import Match
 from cachetree.transport import LogLimiter
 from cachetree.tree import CacheTree, Change, Lease
@@ -58,6 +58,8 @@ MAX_SLOTS: Final = 64
 """Objects that move in one call of the backend."""
 MAX_LANE_BYTES: Final = 16 << 20
 """Memory for them, for reading and for writing."""
+PART_BYTES: Final = 64 << 20
+"""Of an entry, written on one lease and found from then on."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Pages that the tree shows of the backend; past them the coldest go, to be found anew."""
 MAX_CLOSE_S: Final = 5.0
@@ -138,7 +140,9 @@ class HiCacheTier:
         self._fetches: Turns[tuple[ModelId, Sequence[PageHash], Staging]] = Turns(
             "hicache-read", self._read_all
         )
-        self._behind = WriteBehind(tree, HICACHE, "hicache-write", self._write, clock)
+        self._behind = WriteBehind(
+            tree, HICACHE, "hicache-write", self._write, clock, self._num_at_once
+        )
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         is_paused = self._reading.breaker.is_open
@@ -308,6 +312,11 @@ class HiCacheTier:
         return StaleEntry(f"{piece.key} is {why}")
 
     # In the thread that writes.
+
+    def _num_at_once(self, change: Change) -> int:
+        """How many pages of an entry `PART_BYTES` are."""
+        layout = Layout.of(self._tree.family, 1, change.e_layers)
+        return max(1, PART_BYTES // layout.page_bytes)
 
     def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
         """Whether all of an entry is in the backend.

@@ -38,6 +38,7 @@ from cachetree import (
     WriteBehind,
 )
 from cachetree.planning import Patience
+from cachetree.tier import Write
 from cachetree.tree import Change, Lease
 
 SHELF = Location("shelf")
@@ -227,6 +228,10 @@ def test_a_tier_that_cannot_work_stops_the_start_and_closes_the_others() -> None
     assert made[0].num_closed == 1
 
 
+def written_behind(tree: CacheTree, write: Write) -> WriteBehind:
+    return WriteBehind(tree, SHELF, "test-write", write, time.monotonic, lambda it: len(it.pages))
+
+
 def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
     """From the first entry on, for which the thread may ask before the constructor returns."""
     begun = threading.Event()
@@ -243,7 +248,7 @@ def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
 
     tree = CacheTree(FAMILY, host_bytes=1 << 20)
     store(tree, pages_of(2))
-    behind = WriteBehind(tree, SHELF, "test-write", write, time.monotonic)
+    behind = written_behind(tree, write)
     assert begun.wait(30)
     assert behind.close(0.0)
     behind.close(60.0)
@@ -262,7 +267,7 @@ def test_what_is_late_while_an_entry_is_written_stays_counted(
         return may_end.wait(30)
 
     tree = CacheTree(FAMILY, host_bytes=1 << 20)
-    behind = WriteBehind(tree, SHELF, "test-write", write, time.monotonic)
+    behind = written_behind(tree, write)
     store(tree, pages_of(2, "0 "))
     assert begun.wait(30)
     for number in range(1, 12):  # The first of them waits.

@@ -19,6 +19,7 @@ from hicache_parts import (
     store_and_wait,
     tier_of,
 )
+from push_parts import PAGE_TOTAL
 from tier_parts import fetch_too_late
 from transport_parts import FAMILY, MODEL, eventually, store
 
@@ -129,6 +130,25 @@ def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(
         for number in range(breaker.MAX_FAILURES):
             store(cache.tree, prompt(number))
         eventually(lambda: tier_of(cache).status().is_writing_paused)
+
+
+def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier, "PART_BYTES", 8 * PAGE_TOTAL)
+    now = [0.0]
+
+    class Slow(Shelf):
+        def before(self, call: str) -> None:
+            if call == "write":
+                now[0] += 1.0
+                cache.tree.sweep()
+
+    with cache_over(Slow(), lambda: now[0]) as cache:
+        store(cache.tree, prompt(0, 64))
+        eventually(lambda: num_there(cache, prompt(0, 64)) == 64)
+        status = tier_of(cache).status()
+        assert (status.num_late_entries, status.is_writing_paused) == (0, False)
 
 
 def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> None:
