@@ -241,9 +241,10 @@ class HiCacheTier:
     def _read_all(self, fetches: Iterator[tuple[ModelId, Sequence[PageHash], Staging]]) -> None:
         lane = self._reading
         for model, pages, staging in fetches:
-            begun_at_s = lane.clock()
+            begun_at_s, num_read_bytes = lane.clock(), 0
             try:
-                self._read(model, pages, staging)
+                for num_bytes in self._read(model, pages, staging):
+                    num_read_bytes += num_bytes
                 lane.breaker.succeed()
             except FetchError as exc:
                 staging.fail(exc)
@@ -253,12 +254,13 @@ class HiCacheTier:
                 self._lose(model, pages, ABSENT_S)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
             seconds = lane.clock() - begun_at_s
-            self._note_speed(staging.num_landed_bytes, seconds, staging.error)
+            self._note_speed(num_read_bytes, seconds, staging.error)
             del staging
             while self._lost_pages:  # Long work where much is below them: whom it failed knows.
                 self._tree.remote.drop_in_slices(HICACHE, *self._lost_pages.pop())
 
-    def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+    def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> Iterator[int]:
+        """The bytes of each batch, once it has come: one that was given up meanwhile lands none."""
         lane = self._reading
         for batch in lane.batches(model, pages, staging.steps):
             staging.check()
@@ -268,6 +270,7 @@ class HiCacheTier:
                 found = lane.read(batch)
             except Exception as exc:
                 raise self._lost(model, pages, self._culprit(batch, exc), "damaged") from exc
+            yield sum(lane.objects.page_bytes(piece.step) for piece in batch)
             for index, piece in enumerate(batch):
                 is_there, memory = index < len(found) and found[index], lane.memory(index)
                 payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None

@@ -23,7 +23,16 @@ from push_parts import PAGE_TOTAL
 from tier_parts import fetch_too_late
 from transport_parts import FAMILY, MODEL, eventually, store
 
-from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, Span, StaleEntry, Step
+from cachetree import (
+    Cancelled,
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Kind,
+    Span,
+    StaleEntry,
+    Step,
+)
 from sglang_droidspeak.hicache import Objects, tier
 from sglang_droidspeak.hicache import lane as breaker
 from sglang_droidspeak.hicache.lane import Breaker, Lane
@@ -231,6 +240,26 @@ def test_what_pauses_reading_is_late_answers_not_long_prompts(
             (asked,) = cache.search(prompt(number, 1280))
             eventually(lambda it=asked: it._answered.is_set())
         assert tier_of(cache).status().is_reading_paused == is_paused
+
+
+def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same() -> None:
+    shelf, noted = Hanging(), list[tuple[int, FetchError | None]]()
+
+    def note(num_bytes: int, _seconds: float, error: FetchError | None) -> None:
+        noted.append((num_bytes, error))
+
+    with cache_over(shelf) as cache:
+        store_and_wait(cache, prompt(0))
+        tier_of(cache)._note_speed = note
+        shelf.hangs_at = "read"
+        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+        assert staging is not None
+        eventually(lambda: ("read", 4) in shelf.calls)
+        staging.release()
+        shelf.may_go_on.set()
+        eventually(lambda: noted)
+    ((num_bytes, error),) = noted
+    assert (num_bytes, type(error)) == (4 * FAMILY.e_page_bytes, Cancelled)
 
 
 def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
