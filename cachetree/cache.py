@@ -158,7 +158,9 @@ class Cache:
 
         It counts as a use of them where `is_use`.
         """
-        return self.tree.match(pages, is_use=is_use)
+        paused = {location for location, tier in self._tiers.items() if tier.is_paused}
+        there = self.tree.match(pages, is_use=is_use)
+        return [it for it in there if it.location not in paused]
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
         """Ask the tiers that do not advertise; once all are over, `match` knows what they have."""

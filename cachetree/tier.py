@@ -68,6 +68,10 @@ class Tier(Protocol):
     def num_readers(self) -> int:
         """Fetches that it reads at once; others wait for their turn."""
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing can be read now, so that `match` leaves it out; any thread."""
+
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Fill `staging` in a thread of its own; what goes wrong fails it."""
 

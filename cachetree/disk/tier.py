@@ -44,6 +44,7 @@ class DiskTier:
 
     location: Final[Location] = DISK
     num_readers: Final = 2
+    is_paused: Final = False
 
     def __init__(
         self, tree: CacheTree, path: Path, budget_bytes: int, note_speed: NoteSpeed, clock: Clock

@@ -144,9 +144,12 @@ class HiCacheTier:
             tree, HICACHE, "hicache-write", self._write, clock, self._num_at_once
         )
 
+    @property
+    def is_paused(self) -> bool:
+        return self._reading.breaker.is_open
+
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        is_paused = self._reading.breaker.is_open
-        if is_paused or not self._fetches.put((model, pages, staging)):
+        if self.is_paused or not self._fetches.put((model, pages, staging)):
             staging.fail(FetchError("the HiCache backend is paused or closed"))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
@@ -154,7 +157,7 @@ class HiCacheTier:
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         search = Search(Deadline.after(WAIT_S, self._reading.clock))
-        is_futile = self._reading.breaker.is_open or self._searches.num_waiting >= MAX_WAITING
+        is_futile = self.is_paused or self._searches.num_waiting >= MAX_WAITING
         if is_futile or not self._unknown(pages):
             search.end()
         else:
@@ -164,7 +167,7 @@ class HiCacheTier:
     def status(self) -> HiCacheStatus:
         return HiCacheStatus(
             num_late_entries=self._behind.num_late,
-            is_reading_paused=self._reading.breaker.is_open,
+            is_reading_paused=self.is_paused,
             is_writing_paused=self._writing.breaker.is_open,
         )
 

@@ -53,6 +53,7 @@ class ShelfTier:
 
     location = SHELF
     num_readers = 1
+    is_paused = False
 
     def __init__(self, tree: CacheTree, note_speed: NoteSpeed) -> None:
         self.tree = tree
@@ -149,6 +150,9 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
         tier.answer()
         assert search.is_over
         assert [(it.location, it.num_pages) for it in cache.match(pages)] == [(SHELF, 6)]
+        tier.is_paused = True
+        assert cache.match(pages) == [], "planned from where nothing can be read"
+        tier.is_paused = False
         assert cache.link(SHELF) is None
         fetch(cache, pages, SHELF)
         assert cache.link(SHELF).byte_s == pytest.approx(1 / (128 << 20))

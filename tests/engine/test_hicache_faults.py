@@ -70,6 +70,7 @@ def test_a_backend_that_raises_is_left_alone() -> None:
         with pytest.raises(FetchError, match="paused"):
             fetch(cache, prompt(breaker.MAX_FAILURES), Span(0, 8))
         assert search(cache, prompt(99)) == 0
+        assert num_there(cache, prompt(breaker.MAX_FAILURES)) == 0, "planned from a paused backend"
         assert shelf.calls == []
         status = tier_of(cache).status()
         assert (status.is_reading_paused, status.is_writing_paused) == (True, False)
