@@ -43,7 +43,8 @@ class Replies:
     _labels: Labels
     _patience_s: float
     """No answer waits longer: a peer may be gone."""
-    _held: dict[str, _Held] = field(default_factory=dict, init=False)
+    _held: dict[Req, _Held] = field(default_factory=dict, init=False)
+    """By request: once the first rank has answered, another may have its id."""
 
     def stream(
         self,
@@ -61,13 +62,13 @@ class Replies:
             original(streamer, some, return_logprob, skipped)
 
         for req in reqs:
-            if req is not skip_req and _waits(req) and req.rid not in self._held:
-                self._held[req.rid] = _Held(
+            if req is not skip_req and _waits(req) and req not in self._held:
+                self._held[req] = _Held(
                     answer=partial(send, [req]),
                     num_put=self._offloader.num_put,
                     deadline=Deadline.after(self._patience_s),
                 )
-        send([it for it in reqs if it.rid not in self._held], skip_req)
+        send([it for it in reqs if it not in self._held], skip_req)
         self.release()
 
     def sleep(self, original: Any, scheduler: Any) -> None:
@@ -80,19 +81,22 @@ class Replies:
 
     def release(self) -> None:
         """Answer what has waited; called in every step."""
-        for rid, held in list(self._held.items()):
+        for req, held in list(self._held.items()):
             if held.knows is None and self._offloader.num_done >= held.num_put:
                 held.knows = self._cache.knowing()
             is_published = held.knows is not None and held.knows()
             if is_published or held.deadline.has_passed:
-                del self._held[rid]
+                del self._held[req]
                 held.answer()
 
 
 def _waits(req: Req) -> bool:
+    params = req.sampling_params
     if not req.finished() or req.finished_output:
         return False
+    if params.n > 1 and params.max_new_tokens == 0:
+        return False  # SGLang's own, before the samples: they wait.
     try:
-        return parse_controls(req.sampling_params.custom_params).publish is not None
+        return parse_controls(params.custom_params).publish is not None
     except ValueError:
         return False

@@ -36,13 +36,24 @@ class Streamer:
         self.replies.stream(self.original, None, reqs, False, skip_req)
 
 
-def request(rid: str, *, is_finished: bool = True, **controls: str) -> Any:
-    return SimpleNamespace(
-        rid=rid,
-        finished=lambda: is_finished,
-        finished_output=None,
-        sampling_params=SimpleNamespace(custom_params={"droidspeak": controls}),
-    )
+class Request:
+    """As SGLang's Req, which is like no other one."""
+
+    finished_output = None
+
+    def __init__(self, rid: str, params: Any, *, is_finished: bool) -> None:
+        self.rid, self.sampling_params, self._is_finished = rid, params, is_finished
+
+    def finished(self) -> bool:
+        return self._is_finished
+
+
+def request(
+    rid: str, *, is_finished: bool = True, n: int = 1, max_new_tokens: int = 8, **controls: str
+) -> Any:
+    custom = {"droidspeak": controls}
+    params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=custom)
+    return Request(rid, params, is_finished=is_finished)
 
 
 BEFORE = {"publish": "before_reply"}
@@ -67,6 +78,22 @@ def test_an_answer_waits_until_its_pages_are_stored_and_known() -> None:
     streamer.replies.release()
     assert streamer.sent == ["goes on", "plain", "bad", "waits"]
     assert streamer.labelled == streamer.sent, "of what it has read until it is sent"
+
+
+def test_what_sglang_prefills_for_all_samples_does_not_keep_them_waiting() -> None:
+    streamer = Streamer()
+    stored = request("stored", max_new_tokens=0, **BEFORE)
+    samples = [request(it, n=2, **BEFORE) for it in ("first", "second")]
+    streamer.stream(request("for all", n=2, max_new_tokens=0, **BEFORE), stored, *samples)
+    assert streamer.sent == ["for all"]
+
+
+def test_who_has_the_id_of_one_that_waits_is_answered_and_labelled() -> None:
+    """The first rank has answered the other one, whose id is free again then."""
+    streamer = Streamer()
+    streamer.stream(request("r1", **BEFORE))
+    streamer.stream(request("r1", is_finished=False))
+    assert streamer.sent == streamer.labelled == ["r1"]
 
 
 @pytest.mark.parametrize("custom", [5, "x", [1], {"droidspeak": 5}], ids=str)
