@@ -172,11 +172,9 @@ def explanation_lines(told: dict[str, Any]) -> Iterator[str]:
     yield f"outcome  {told['outcome']}{detail}"
     yield f"cause    {told['cause']}"
     yield f"remedy   {told['remedy']}"
-    num_tokens, page = told["prompt_tokens"], told["page_tokens"]
-    yield (
-        f"prompt   {num_tokens:,} tokens, {num_tokens // page:,} whole pages of {page}, "
-        f"{told['device_pages']:,} of them on the device"
-    )
+    num_tokens, page, num_held = told["prompt_tokens"], told["page_tokens"], told["device_pages"]
+    held = "" if num_held is None else f", {num_held:,} of them on the device"
+    yield f"prompt   {num_tokens:,} tokens, {num_tokens // page:,} whole pages of {page}{held}"
     if told["model"]:
         yield f"model    {told['model']}"
         full_s = told["full_prefill_s"]

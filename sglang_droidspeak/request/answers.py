@@ -51,7 +51,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     page_tokens: int
     model: ModelId | None = None
-    device_pages: int = 0
+    device_pages: int | None = None
+    """None where it was decided without a look at the device."""
     holdings: Sequence[Match] = ()
     full_prefill_s: float | None = None
     """Predicted, of what the device lacks."""
@@ -75,7 +76,7 @@ def explained(
         prompt_tokens=it.num_tokens,
         page_tokens=page_tokens,
         model=demand and demand.receiver,
-        device_pages=demand.num_held if demand else 0,
+        device_pages=demand and demand.num_held,
         holdings=seen.matches if seen else (),
         full_prefill_s=seen and seen.full_prefill_s,
         ways=weigh(seen, profiles) if seen else (),

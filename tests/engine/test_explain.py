@@ -110,16 +110,17 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     _, found = planned(**told)
     assert getattr(found, "outcome", "plan") == outcome
     seen = found.considered
+    it = explained(Told(RequestProvenance(outcome=outcome), 161, seen), None, PAGE, PROFILES)
+    shown = "\n".join(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
+    assert ("of them on the device" in shown) == (reasons is not None)
     if reasons is None:
         assert seen is None
         return
     assert seen is not None
-    it = explained(Told(RequestProvenance(outcome=outcome), 161, seen), None, PAGE, PROFILES)
     assert {way.reason for way in it.ways} == reasons
     assert it.full_prefill_s == pytest.approx(1.61)
     (holding,) = it.holdings
     assert (holding.num_pages, holding.e_pages[3]) == (10, 10)
-    assert list(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
 
 
 @pytest.mark.parametrize("page", [asking.EXPLAIN, asking.GUARD])
