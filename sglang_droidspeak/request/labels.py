@@ -57,7 +57,8 @@ class Labels:
         """By request id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
-        """By prompt: what SGLang's own request has read before the samples of `n` above 1."""
+        """By prompt and controls: what SGLang's own request has read before the samples of `n`
+        above 1."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """What is known so far; the last word counts, and none once the request has its label."""
@@ -103,7 +104,8 @@ class Labels:
                 return
             warmed = self._warmed.get(_prompt(req), told)
             # Exact where that was not: it has not read what was reused.
-            if not told.reused_tokens and warmed.exact == label.is_exact:
+            has_read = told.reused_tokens or told.outcome.startswith("fallback")
+            if not has_read and warmed.exact == label.is_exact:
                 told = warmed
         told = msgspec.structs.replace(told, exact=label.is_exact)
         if not asking.is_own(req):
@@ -152,8 +154,9 @@ def consider(req: Req, considered: Considered | None) -> None:
 
 
 def _prompt(req: Req) -> int:
-    tokens = req.origin_input_ids.tobytes()
-    return hash((tokens, req.lora_id, prefixes.tenant_of(req), req.cache_salt))
+    tokens, custom = req.origin_input_ids.tobytes(), req.sampling_params.custom_params
+    controls = repr(custom.get(KEY)) if isinstance(custom, dict) else None
+    return hash((tokens, controls, req.lora_id, prefixes.tenant_of(req), req.cache_salt))
 
 
 def _write(rid: str, provenance: RequestProvenance) -> None:

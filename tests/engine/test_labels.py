@@ -250,6 +250,28 @@ def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: C
     assert counts.outcomes == {"fallback: StaleEntry": 1}
 
 
+def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts: Counts) -> None:
+    """Of one prompt that two ask for at the same time, one of whom forbids reuse."""
+    read = {"auto": reused(), "off": RequestProvenance(outcome="off")}
+    for mode, it in read.items():
+        ask(labels, mode, it, max_new_tokens=0)
+    for mode, own in (("auto", "too_short"), ("off", "off")):
+        req = ask(labels, mode, RequestProvenance(outcome=own))
+        assert told(req) == read[mode]
+    failed = RequestProvenance(outcome="fallback: StaleEntry")
+    assert told(ask(labels, "auto", failed)) == failed
+    assert counts.outcomes == {"reused": 1, "off": 1, "fallback: StaleEntry": 1}
+
+
+def ask(labels: Labels, mode: str, it: RequestProvenance, max_new_tokens: int = 8) -> Any:
+    """One of several samples, or what SGLang prefills for all."""
+    req = request(n=2, max_new_tokens=max_new_tokens)
+    req.sampling_params.custom_params = {"droidspeak": {"mode": mode}, "__req__": object()}
+    labels.note(req, it)
+    labels.report([req])
+    return req
+
+
 def test_a_reuse_that_became_a_full_prefill_is_logged(
     labels: Labels, caplog: pytest.LogCaptureFixture
 ) -> None:
