@@ -207,6 +207,8 @@ class _Answer:
     served: list[LogProbs] = field(default_factory=list)
     """and the distributions they are from."""
     told: Mapping[str, Any] = field(default_factory=dict)
+    num_cached: int = 0
+    """Tokens of the prompt that SGLang has read from a cache, those that were loaded too."""
     is_whole: bool = True
     """Every token of it came with its distribution."""
     asked: Any = None
@@ -223,6 +225,8 @@ class _Answer:
             return None
         if told.get("outcome") != "reused" or told["exact"] or told["sender"] == told["receiver"]:
             return None
+        if 2 * told["reused_tokens"] < self.num_cached:
+            return None  # Most of it the device had, by whichever plan.
         block = told["block"] and tuple(told["block"])
         return PlanId(told["sender"], told["receiver"], block, told["e_corrected"])
 
@@ -241,6 +245,7 @@ class _Answer:
         """What the user sees of a reply."""
         meta = reply["meta_info"]
         self.told = (meta.get(KEY) or [self.told])[0]
+        self.num_cached = meta["cached_tokens"]
         start = 0 if is_delta else len(self.tokens)
         tokens, tops = meta.get("output_token_logprobs", ()), meta.get("output_top_logprobs", ())
         self.is_whole &= len(tokens) == len(tops)

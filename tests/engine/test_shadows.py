@@ -32,6 +32,7 @@ REUSED = {
     "receiver": "R",
     "block": [2, 5],
     "e_corrected": False,
+    "reused_tokens": 32,
 }
 SERVED, EXACT = 0.9, 0.4
 """How likely token 1 is; token 2 has the rest."""
@@ -77,6 +78,7 @@ class Manager:
             self.loaded[obj.lora_path] = SimpleNamespace(lora_id=obj.lora_id)
         await asyncio.sleep(0)
         meta: dict[str, Any] = {"id": obj.rid, "finish_reason": {"type": "length"}}
+        meta["cached_tokens"] = 64
         if ANSWERED in (obj.sampling_params.get("custom_params") or {}):
             if self.fails:
                 raise ValueError("no room")
@@ -185,6 +187,7 @@ def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
         {**REUSED, "exact": True},
         {**REUSED, "outcome": "own"},
         {**REUSED, "receiver": "S"},
+        {**REUSED, "reused_tokens": 31},  # Most of it may be by another plan.
         {},
     ],
     ids=str,
