@@ -158,7 +158,7 @@ FIELDS: Mapping[str, str] = {
         "full_untruncated_fill_ids kv prefix_len extend_end sampling_params customized_info "
         "finished finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
         "multimodal_inputs input_embeds positional_embed_overrides session time_stats "
-        "return_logprob"
+        "return_logprob cached_tokens cached_tokens_host retracted_stain"
     ),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager": (
         "incremental_streaming_output preferred_sampling_params rid_to_state lora_registry"

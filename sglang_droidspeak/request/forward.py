@@ -162,13 +162,17 @@ class ForwardPass:
             prefixes.note_without_e(req, load.at.stop)
 
     def _fall_back(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError) -> None:
-        """Have every layer of a load in place by a full prefill."""
+        """Have every layer of a load in place by a full prefill, of which SGLang has counted the
+        tokens as read from a cache."""
         req = batch.reqs[row]
         log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
         self._loader.abandon(load, error)
         begun_s = time.monotonic()
         self._prefill_in_full(batch, row, load)
         traces.fell_back(req, load.cause, begun_s)
+        if not req.retracted_stain:  # It counts what comes first alone.
+            req.cached_tokens -= len(load.at)
+            req.cached_tokens_host -= len(load.at)
         if not load.at.start:
             prefixes.move(req, approximate=False)
 

@@ -41,9 +41,10 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     loaded_layers: int = 0
     """How many layers were loaded."""
     fetched_bytes: int = 0
-    """E and KV moved for this request."""
+    """E and KV moved for this request; 0 where it was given up before it was admitted."""
     match_ms: float = 0.0
-    """To hash the prompt, match it and plan; with a `hicache_backend` also to ask it."""
+    """To hash the prompt, match it and plan; with a `hicache_backend` also to ask it, and where
+    another request of this server computed the same, to wait for that."""
     queued_ms: float = 0.0
     """From first sight to admission, or to giving the plan up; the fetch runs meanwhile."""
     fetch_ms: float = 0.0
@@ -69,7 +70,10 @@ def provenance_of(
     queued_ms = _ms(request.queued_s)
     if load.cause:
         return RequestProvenance(
-            outcome=f"fallback: {load.cause}", sender=plan.sender, queued_ms=queued_ms
+            outcome=f"fallback: {load.cause}",
+            sender=plan.sender,
+            fetched_bytes=staging.num_landed_bytes,
+            queued_ms=queued_ms,
         )
     fetch = (staging.started_s, staging.completed_s or staging.started_s)
     return RequestProvenance(

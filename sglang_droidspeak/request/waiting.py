@@ -103,7 +103,9 @@ class WaitingRequests:
                 outcome = Reason.TOO_SHORT.value if is_on_device else cause
                 if not is_on_device:
                     traces.given_up(request, cause)
-                self._labels.note(request.req, RequestProvenance(outcome=outcome))
+                queued_ms = round(1000 * request.age_s, 3)
+                provenance = RequestProvenance(outcome=outcome, queued_ms=queued_ms)
+                self._labels.note(request.req, provenance)
             request.settle()
 
     def pass_over(self, rids: Iterable[str]) -> None:

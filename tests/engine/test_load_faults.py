@@ -127,6 +127,11 @@ class Rig:
         ((entry,),) = self.req.customized_info.values()
         return entry
 
+    @property
+    def num_cached(self) -> tuple[int, int]:
+        """Tokens that SGLang says it has not computed, and how many of them were loaded."""
+        return self.req.cached_tokens, self.req.cached_tokens_host
+
     def num_reused(self) -> float:
         """As metrics have it."""
         (metric,) = self.labels.metrics.reused_tokens.collect()
@@ -143,6 +148,8 @@ class Rig:
         """Run the batch of this load; the index by which SGLang ends it."""
         index = self.loader.start([it.load])
         self.forward.expect(index, [it])
+        if not self.req.retracted_stain:  # As SGLang counts.
+            self.req.cached_tokens, self.req.cached_tokens_host = NUM_TOKENS, len(it.load.at)
         batch = SimpleNamespace(
             reqs=[self.req],
             prefix_lens=[NUM_TOKENS],
@@ -193,6 +200,7 @@ def assert_reuse_works(rig: Rig) -> None:
 def test_without_a_fault_the_block_is_computed_and_the_rest_copied(rig: Rig) -> None:
     assert_reuse_works(rig)
     assert not rig.is_told_exact()
+    assert rig.num_cached == (NUM_TOKENS, NUM_TOKENS)
 
 
 def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
@@ -200,6 +208,12 @@ def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
     assert rig.run()
     assert rig.prefills.blocks == [EVERYTHING]
     assert rig.is_told_exact()
+    assert rig.num_cached == (0, 0)
+    rig.req.retracted_stain = True  # SGLang does not count again what it admits again.
+    rig.prefills.failures = 1
+    assert rig.run()
+    assert rig.num_cached == (0, 0)
+    rig.req.retracted_stain = False
     assert_reuse_works(rig)
 
 
@@ -210,6 +224,7 @@ def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None
     assert rig.prefills.blocks == [EVERYTHING]
     assert not rig.is_told_exact()
     assert prefixes.is_approximate(rig.req)
+    assert rig.num_cached == (PAGE, 0)
 
 
 def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -> None:

@@ -214,8 +214,10 @@ def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None
 def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
     it = loading_request()
     it.queued_s, it.load.error = 1.25, DeadlineExceeded("a test")
+    it.source.staging.write(it.plan.steps[0], 0, memoryview(bytes(40)))
     told = provenance_of(it, (0.0, 0.0), 0.0)
     assert (told.outcome, told.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
+    assert told.fetched_bytes == 40
 
 
 def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:

@@ -338,8 +338,8 @@ def test_where_one_rank_lacks_its_part_all_prefill_in_full(
     team.reader.flush()
     reply = team.ask(READER, tokens, droidspeak={"sender": name, "block": "1:5"})
     assert reply.provenance["outcome"].startswith("fallback: ")
-    is_admitted = reply.meta["cached_tokens"] == whole_pages(NUM_STALLED)
-    assert is_admitted == (name == LATE)
+    is_admitted = reply.provenance["fetched_bytes"] > 0
+    assert (is_admitted, reply.meta["cached_tokens"]) == (name == LATE, 0)
     assert reply.ids == alone.ids
     assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
     assert team.ask(READER, prompt(100, seed=700)).provenance["outcome"] == "no_match"
