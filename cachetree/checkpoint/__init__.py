@@ -5,7 +5,12 @@
 
 from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
 from cachetree.checkpoint.family import SCALE_BYTES, Codec, Family, ModelIdentity, vector_bytes
-from cachetree.checkpoint.identity import first_difference, read_model_identity, read_shape
+from cachetree.checkpoint.identity import (
+    adapted,
+    first_difference,
+    read_model_identity,
+    read_shape,
+)
 from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 
@@ -15,6 +20,7 @@ __all__ = [
     "Codec",
     "Family",
     "ModelIdentity",
+    "adapted",
     "first_difference",
     "read_adapter",
     "read_invocation",

@@ -68,11 +68,13 @@ def read_model_identity(
     anew. Raises ConfigError naming the file that is missing or wrong.
     """
     _require_folder("model", path, "checkpoint")
-    if adapter is not None:
-        _require_folder("adapter", adapter, "PEFT")
     identity = _read_base(path, cache_dir)
-    if adapter is None:
-        return identity
+    return identity if adapter is None else adapted(identity, adapter)
+
+
+def adapted(identity: ModelIdentity, adapter: Path) -> ModelIdentity:
+    """What a PEFT adapter, of which a sample is read, makes of a model; raises ConfigError."""
+    _require_folder("adapter", adapter, "PEFT")
     weights = hashlib.sha256(f"{identity.weights}{adapter_digest(adapter)}".encode())
     return msgspec.structs.replace(identity, weights=weights.hexdigest())
 

@@ -14,7 +14,14 @@ import torch
 from platformdirs import user_cache_path
 
 from cachetree import ConfigError, ModelId
-from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
+from cachetree.checkpoint import (
+    Codec,
+    Family,
+    ModelIdentity,
+    adapted,
+    read_adapter,
+    read_model_identity,
+)
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
 from cachetree.planning import (
@@ -48,7 +55,6 @@ class ThisServer:
     """
 
     settings: Settings
-    folder: Path
     identity: ModelIdentity
     profiles: tuple[PairProfile, ...]
     page_size: int
@@ -81,8 +87,9 @@ class ThisServer:
         }
 
     def identify(self, adapter: Path) -> ModelId:
-        """What an adapter makes of this server's model; raises ConfigError."""
-        return read_model_identity(self.folder, _cache_dir(), adapter).model_id
+        """What an adapter makes of this server's model, whatever lies in its folder by now; raises
+        ConfigError."""
+        return adapted(self.identity, adapter).model_id
 
     @property
     def prefill_prior(self) -> PrefillCost:
@@ -157,7 +164,7 @@ def read_server(
 
         check_backend(settings.hicache_backend, settings.hicache_config)
     path = folder_of(model_path, revision)
-    identity = read_model_identity(path, _cache_dir())
+    identity = read_model_identity(path, user_cache_path("sglang-droidspeak"))
     refuse.model(identity, model_path)
     refuse.capture_layers(settings, identity)
     e_width = _e_width(settings.codec, identity, page_size, tp_size)
@@ -171,7 +178,6 @@ def read_server(
             corrections |= read_corrections(profile, file)
     return ThisServer(
         settings=settings,
-        folder=path,
         identity=identity,
         profiles=tuple(profiles.values()),
         page_size=page_size,
@@ -199,10 +205,6 @@ def folder_of(path: str, revision: str | None = None) -> Path:
         raise ConfigError(
             f"model {path} is no folder, and Hugging Face does not give it: {reason}"
         ) from exc
-
-
-def _cache_dir() -> Path:
-    return user_cache_path("sglang-droidspeak")
 
 
 def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int) -> int:

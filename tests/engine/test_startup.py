@@ -21,8 +21,10 @@ import torch
 from engine_parts import ENV, profile_of
 from huggingface_hub.utils import filter_repo_objects
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadFormat
 
+from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import Correction, maps_path, write_corrections
 from cachetree.disk import Directory
@@ -638,6 +640,20 @@ def test_senders_are_those_of_usable_profiles_and_the_model_itself(
     write_profile(profile_of(own, bad), tmp_path / "sends.json")
     server = load_this_server(server_args(model, {"profiles": [str(tmp_path)]}))
     assert server.senders == {own.model_id: frozenset(), good.model_id: frozenset({2})}
+
+
+def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -> None:
+    """Not of what was written to its folder meanwhile, and if that is gone."""
+    base = shutil.copytree(model, tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base)
+    server = load_this_server(server_args(base, {}))
+    served = server.identify(adapter)
+    assert served == read_model_identity(base, None, adapter).model_id
+    weights = base / "model.safetensors"
+    save_file({name: it + 1 for name, it in load_file(weights).items()}, weights)
+    assert read_model_identity(base, None, adapter).model_id != served == server.identify(adapter)
+    shutil.rmtree(base)
+    assert server.identify(adapter) == served
 
 
 def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:
