@@ -57,16 +57,19 @@ class ActivatedAdapters:
                 refuse.activated(ref, left, manager.target_modules)
 
     def meet(self, req: Req) -> None:
-        """Find where the adapter acts, before SGLang first looks for the request's prefix."""
+        """Find where the adapter acts, before SGLang first looks for the request's prefix. Never
+        invoked, it acts on nothing, nor on what is generated: the base answers."""
         invocation = self._models.invocation(req.lora_id)
         if not invocation or prefixes.invoked_at(req) is not None:
             return
         prompt = req.origin_input_ids
         prompt = prompt[: len(prompt) - num_answered(req)]
         at = last_of(invocation, prompt)
-        # Never invoked, it does not act, nor in what is generated.
-        prefixes.invoke(req, len(prompt) + req.sampling_params.max_new_tokens if at is None else at)
-        self._reqs[req.rid, req.lora_id] = req
+        if at is None:
+            prefixes.ask_base(req)
+        else:
+            prefixes.invoke(req, at)
+            self._reqs[req.rid, req.lora_id] = req
 
     def _prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
         told = self._told(batch)

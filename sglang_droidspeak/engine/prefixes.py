@@ -154,6 +154,12 @@ def invoke(req: Req, at: int) -> None:
     _note(req, _INVOKED_AT, at)
 
 
+def ask_base(req: Req) -> None:
+    """Have no adapter act on any of the request; before SGLang looks for its prefix."""
+    tenant, req.lora_id = tenant_of(req), None
+    _note(req, _TENANT, tenant)
+
+
 def num_without_e(req: Req) -> int:
     """How many of its first tokens may have been loaded without E."""
     return getattr(req, _WITHOUT_E, 0)

@@ -145,11 +145,11 @@ class Planner:
         self._generation += 1
 
     def meet(self, req: Req) -> None:
-        """Keep it out of adapters' namespaces, find where its own acts, and have it read no
+        """Find where its adapter acts, keep it out of others' namespaces, and have it read no
         approximate KV from before the last change of what is in service. While it holds nothing of
         SGLang's tree; on all ranks, and again as often as it is seen."""
+        self._activated.meet(req)  # First: it may find the request to be the base's.
         prefixes.keep_apart(req, self._models.ids)
-        self._activated.meet(req)
         if self._generation:
             prefixes.join(req, str(self._generation))
 

@@ -17,7 +17,7 @@ from virtual_cuda import VirtualCuda
 
 from sglang_droidspeak.adapters.activated import ActivatedAdapters, last_of
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.asking import unsent
+from sglang_droidspeak.engine.asking import ANSWERED, unsent
 from sglang_droidspeak.engine.names import ForwardMode, Req
 
 RID, INVOKED_AT, NUM_TOKENS = "a request", 20, 32
@@ -64,6 +64,20 @@ def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: in
     begun_s = time.process_time()
     assert last_of((7, 8, 9), tokens) is None
     assert time.process_time() - begun_s < 0.1
+
+
+@pytest.mark.parametrize("num_answered", [0, 10])
+def test_what_never_invokes_it_is_the_bases_and_so_is_the_guards_exact_run(
+    activated: ActivatedAdapters, num_answered: int
+) -> None:
+    """Which has the answer in its input, with tokens that would have invoked it, and makes none."""
+    req = unsent([5] * NUM_TOKENS + [7] * num_answered, "judge", "tenant", None)
+    req.sampling_params.max_new_tokens = 10 - num_answered
+    req.sampling_params.custom_params = {ANSWERED: num_answered}
+    for _ in range(2):
+        activated.meet(req)
+        assert (req.lora_id, req.extra_key) == (None, "tenant")
+        assert (prefixes.invoked_at(req), prefixes.namespace_of(req)) == (None, "")
 
 
 def prefill() -> Any:

@@ -116,8 +116,12 @@ def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) ->
 
 
 def test_without_an_invocation_it_is_the_base(pair: Pair) -> None:
+    """Which has it on the device already."""
     tokens = plain_prompt(150, 12)
-    pair.ask(tokens).assert_equals(pair.expected_of_base(tokens))
+    answer(pair.server, tokens, max_new_tokens=1)
+    reply = pair.ask(tokens)
+    assert (reply.meta["cached_tokens"], reply.provenance["reused_tokens"]) == (144, 0)
+    reply.assert_equals(pair.expected_of_base(tokens))
 
 
 def test_events_call_it_by_its_name(pair: Pair) -> None:

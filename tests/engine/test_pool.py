@@ -644,6 +644,19 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(
     assert again.extra_key == user.extra_key, "what it left may still be there"
 
 
+def test_nor_where_the_users_own_adapter_is_never_invoked(model: Path, tmp_path: Path) -> None:
+    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    sql, judge = (LoRARef.deterministic_id(name, name) for name in ("sql", "judge"))
+    for lora_id in (sql, judge):
+        models.add(lora_id, write_adapter(tmp_path / lora_id, model))
+    models._invocations[judge] = (7,)
+    planner = made(Planner, models=models, activated=ActivatedAdapters(models))
+    user = unsent([5] * 20, judge, sql, None)
+    for _ in range(2):
+        planner.meet(user)
+        assert (user.lora_id, user.extra_key) == (None, f"{sql}~{prefixes.SECRET}")
+
+
 def test_any_other_extra_key_stays_as_it_is() -> None:
     lora_id, other = (LoRARef.deterministic_id(name, "/models") for name in "ab")
     for key, of in ((None, None), ("", None), ("tenant", None), (other, None), (lora_id, other)):
