@@ -110,7 +110,16 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     weights = path / "adapter_model.safetensors"
     if not weights.is_file():
         raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
-    return read_tensors(require_no_others([weights], path.glob("*.safetensors")))
+    tensors = read_tensors(require_no_others([weights], path.glob("*.safetensors")))
+    targets = read_json(path / "adapter_config.json").get("target_modules")
+    if isinstance(targets, list) and "embed_tokens" not in {it.split(".")[-1] for it in targets}:
+        for name in tensors:
+            if "embed_tokens.lora_" in name:
+                raise ConfigError(
+                    f"{weights} has {name}, which SGLang leaves out; name embed_tokens in the "
+                    "config's target_modules, or save the adapter without it"
+                )
+    return tensors
 
 
 def _applied(path: Path) -> str:

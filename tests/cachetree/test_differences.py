@@ -155,6 +155,17 @@ def test_an_activated_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
         read_adapter(activated, NUM_LAYERS)
 
 
+def test_factors_of_embeddings_that_sglang_would_leave_out_are_refused(tmp_path: Path) -> None:
+    """By its target_modules; two that differ in these alone would else be one model."""
+    tensors = factors(K1) | {"embed_tokens.lora_embedding_A": np.zeros((2, 200), np.float32)}
+    for targets in (["k_proj", "model.embed_tokens"], "all-linear", None):
+        folder = write_lora(tmp_path / f"{targets}", tensors, target_modules=targets)
+        assert read_adapter(folder, NUM_LAYERS).layers.keys() == {0, 1}
+    folder = write_lora(tmp_path / "left out", tensors, target_modules=["k_proj"])
+    with pytest.raises(ConfigError, match="lora_embedding_A, which SGLang leaves out"):
+        read_adapter(folder, NUM_LAYERS)
+
+
 def test_settings_at_their_default_are_no_difference(tmp_path: Path) -> None:
     same, settings = factors(K1), {"use_rslora": False, "alpha_pattern": {}, "use_dora": None}
     assert two_adapters(tmp_path, same, same, **settings) == NUM_LAYERS
