@@ -197,6 +197,11 @@ def capture_layers(settings: Settings, identity: ModelIdentity) -> None:
 def ports(settings: Settings, tp_size: int) -> None:
     """Those of all ranks, which follow on the first rank's."""
     port = int((settings.listen or ":0").rpartition(":")[2])
+    if settings.listen and not port and tp_size > 1:
+        raise ConfigError(
+            f"listen is {settings.listen}, and each of {tp_size} ranks would take a free port, "
+            "where other servers' ranks do not look for it; name the first rank's port"
+        )
     if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
         raise ConfigError(
             f"bulk_port is {settings.bulk_port} and listen {settings.listen}, from each of which "

@@ -488,6 +488,10 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["listen", "bulk_port"])
+    at_any = {"listen": "tcp://127.0.0.1:0"}
+    check_front_end(server_args(model, at_any))
+    line = refusal(model, at_any, "--tp-size", "2")
+    assert "listen is tcp://127.0.0.1:0" in line and "name the first rank's" in line
 def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: str) -> None:
     free = free_port(4)
     with socket.create_server(("127.0.0.1", free + 1)):
