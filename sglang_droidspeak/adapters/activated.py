@@ -50,11 +50,12 @@ class ActivatedAdapters:
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
         """Of SGLang's LoRAManager, beside what it has loaded; raises ConfigError."""
-        refs = (*manager.lora_refs.values(), *loading)
-        left = manager.max_loras_per_batch - sum(bool(it.pinned) for it in refs)
-        for ref in refs:
-            if self._models.invocation(ref.lora_id):
-                refuse.activated(ref, left, manager.target_modules)
+        refuse.activated(
+            (*manager.lora_refs.values(), *loading),
+            lambda it: self._models.invocation(it.lora_id),
+            manager.max_loras_per_batch,
+            manager.target_modules,
+        )
 
     def meet(self, req: Req) -> None:
         """Find where the adapter acts, before SGLang first looks for the request's prefix. Never

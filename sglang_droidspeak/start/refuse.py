@@ -6,7 +6,7 @@ and the remedy, or does nothing. What contradicts itself within the settings, `S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -247,6 +247,30 @@ def another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> N
     )
 
 
+def activated(
+    refs: Collection[LoRARef],
+    invocation: Callable[[LoRARef], Sequence[int]],
+    num_slots: int,
+    modules: Collection[str],
+) -> None:
+    """Those of some adapters that have an `invocation`, by how many a batch has room for, and what
+    they may change: SGLang takes the rows of lm_head from what it is told of a batch."""
+    num_unpinned = num_slots - sum(bool(it.pinned) for it in refs)
+    for ref in filter(invocation, refs):
+        if not {"all", "lm_head"}.isdisjoint(modules):
+            raise ConfigError(
+                f"activated LoRA {ref.lora_name} cannot be served where adapters may change "
+                "lm_head; name in --lora-target-modules what they change, without lm_head (`all` "
+                "has it)"
+            )
+        if num_unpinned < 2 and not ref.pinned:
+            raise ConfigError(
+                f"activated LoRA {ref.lora_name} takes two slots of a batch, its own and the "
+                f"base's, and --max-loras-per-batch leaves {num_unpinned} beside pinned adapters; "
+                "raise it"
+            )
+
+
 # When the model is loaded.
 
 
@@ -262,21 +286,6 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
         raise ConfigError(
             f"KV is kept in {pool.dtype}: {_SCALED}; start the server with --kv-cache-dtype "
             "bfloat16"
-        )
-
-
-def activated(ref: LoRARef, num_unpinned: int, modules: Collection[str]) -> None:
-    """By how many adapters a batch has room for beside pinned ones, and what adapters may change:
-    SGLang takes the rows of lm_head from what it is told of a batch."""
-    if "lm_head" in modules:
-        raise ConfigError(
-            f"activated LoRA {ref.lora_name} cannot be served where adapters may change lm_head; "
-            "name in --lora-target-modules what they change, without lm_head (`all` has it)"
-        )
-    if num_unpinned < 2 and not ref.pinned:
-        raise ConfigError(
-            f"activated LoRA {ref.lora_name} takes two slots of a batch, its own and the base's, "
-            f"and --max-loras-per-batch leaves {num_unpinned} beside pinned adapters; raise it"
         )
 
 

@@ -20,6 +20,7 @@ from cachetree.checkpoint import (
     ModelIdentity,
     adapted,
     read_adapter,
+    read_invocation,
     read_model_identity,
 )
 from cachetree.corrections import Correction, read_corrections
@@ -60,8 +61,8 @@ class ThisServer:
     page_size: int
     e_width: int
     """Columns of E on each rank."""
-    adapters: tuple[Path, ...] | None
-    """Those that it starts with; None where it serves none at all."""
+    adapters: Mapping[Path, ModelId] | None
+    """What those make of it that it starts with; None where it serves none at all."""
     corrections: Mapping[str, Correction]
     """Maps of E of the profiles in which this model may receive, by digest, in host memory."""
 
@@ -81,7 +82,7 @@ class ThisServer:
     def senders(self) -> dict[ModelId, frozenset[int]]:
         """Models whose caches this server may use, and the layers whose E it needs of each."""
         receives = self._profiles_of("receiver")
-        own = {self.identity.model_id, *(self.identify(it) for it in self.adapters or ())}
+        own = {self.identity.model_id, *(self.adapters or {}).values()}
         return dict.fromkeys(own, self._first_differences) | {
             p.sender.model_id: p.transition_layers() | self._first_differences for p in receives
         }
@@ -136,15 +137,22 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
     tested = parse_settings(extra).gpu_tested_weights
     refuse.weights(args.model_path, engine.quantization(server_args), tested)
-    paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
-    return read_server(
+    refs = args.lora_paths if args.enable_lora else None
+    server = read_server(
         msgspec.json.encode(extra, order="sorted"),
         args.model_path,
         args.revision,
         args.page_size,
         args.tp_size,
-        tuple(path for path in paths if path) if args.enable_lora else None,
+        None if refs is None else tuple(it.lora_path for it in refs),
     )
+    refuse.activated(
+        refs or (),
+        lambda it: read_invocation(folder_of(it.lora_path)),
+        args.max_loras_per_batch,
+        args.lora_target_modules or (),
+    )
+    return server
 
 
 @functools.cache
@@ -168,8 +176,9 @@ def read_server(
     refuse.model(identity, model_path)
     refuse.capture_layers(settings, identity)
     e_width = _e_width(settings.codec, identity, page_size, tp_size)
-    adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
-    has_adapters = adapters is not None
+    has_adapters = lora_paths is not None
+    folders = map(folder_of, lora_paths or ())
+    adapters = {it: adapted(identity, it).model_id for it in folders} if has_adapters else None
     profiles = dict(_read_profiles(settings, identity, has_adapters=has_adapters))
     require_one_each(profiles)
     corrections: dict[str, Correction] = {}

@@ -53,6 +53,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def server_args(model: Path, extra: dict[str, Any], *flags: str) -> Any:
+    from sglang.srt.arg_groups.lora_hook import check_lora_server_args
     from sglang.srt.server_args import prepare_server_args
 
     linker = {
@@ -60,7 +61,7 @@ def server_args(model: Path, extra: dict[str, Any], *flags: str) -> Any:
         "linker_module_path": LINKER_MODULE,
         "linker_extra_config": extra,
     }
-    return prepare_server_args(
+    args = prepare_server_args(
         [
             "--model-path",
             str(model),
@@ -76,6 +77,8 @@ def server_args(model: Path, extra: dict[str, Any], *flags: str) -> Any:
             *flags,
         ]
     )
+    check_lora_server_args(args)  # As SGLang does before the extension looks.
+    return args
 
 
 def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
@@ -485,13 +488,13 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
     assert "leave 2 between them" in line
     line = refusal(model, {"listen": "tcp://127.0.0.1:65535"}, "--tp-size", "2")
     assert "listen is 'tcp://127.0.0.1:65536'" in line
-
-
-@pytest.mark.parametrize("field", ["listen", "bulk_port"])
     at_any = {"listen": "tcp://127.0.0.1:0"}
     check_front_end(server_args(model, at_any))
     line = refusal(model, at_any, "--tp-size", "2")
     assert "listen is tcp://127.0.0.1:0" in line and "name the first rank's" in line
+
+
+@pytest.mark.parametrize("field", ["listen", "bulk_port"])
 def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: str) -> None:
     free = free_port(4)
     with socket.create_server(("127.0.0.1", free + 1)):
@@ -658,6 +661,29 @@ def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -
     assert read_model_identity(base, None, adapter).model_id != served == server.identify(adapter)
     shutil.rmtree(base)
     assert server.identify(adapter) == served
+
+
+def test_adapters_that_cannot_be_served_are_refused_before_weights_are_loaded(
+    model: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", model)
+    flags = ("--enable-lora", "--lora-paths", f"judge={adapter}", "--max-loras-per-batch", "1")
+    check_front_end(server_args(model, {}, *flags))
+    config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    stated = json.loads(config.read_text())
+
+    def refused(**settings: object) -> str:
+        read_server.cache_clear()
+        config.write_text(json.dumps(stated | settings))
+        return refusal(model, {}, *flags)
+
+    assert "has layer_replication = " in refused(layer_replication=[[0, 4]])
+    assert "has alora_invocation_tokens = 7" in refused(alora_invocation_tokens=7)
+    assert "judge takes two slots of a batch" in refused(alora_invocation_tokens=[7])
+    flags = (*flags[:-1], "2", "--lora-target-modules", "all")
+    assert "judge cannot be served where adapters may" in refused(alora_invocation_tokens=[7])
+    weights.unlink()
+    assert f"adapter weights {weights} are missing" in refused()
 
 
 def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:
