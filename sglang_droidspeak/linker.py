@@ -218,7 +218,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             list(server.transition_layers),
             len(server.profiles),
             self._cache.address or "no address",
-            ", ".join(settings.peers) or "no peers",
+            ", ".join(it.address for it in self._cache.sources()) or "no peers",
         )
 
     # Waiting and admission.

@@ -23,13 +23,7 @@ import msgspec
 
 from cachetree import CacheConfig, ConfigError, ModelId, read_yaml, settings_of
 from cachetree.checkpoint import Codec
-from cachetree.transport import (
-    MAX_REQUEST_S,
-    PeerConfig,
-    WorkerConfig,
-    parse_http,
-    without_password,
-)
+from cachetree.transport import MAX_REQUEST_S, PeerConfig, WorkerConfig, parse_http
 from cachetree.tree import Retention
 
 LINKER_MODULE = "sglang_droidspeak.linker"
@@ -200,9 +194,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field, needed, why in _NEEDS:
             given, other = getattr(self, field), getattr(self, needed)
             if given and given != defaults[field] and not other:
-                raise ConfigError(
-                    f"{field} is {without_password(repr(given))} and {needed} is {other}, so "
-                    f"{why}; set {needed}, or remove {field}"
+                raise ConfigError(  # Credentials may be in what is given.
+                    f"{field} is set and {needed} is {other}, so {why}; set {needed}, or remove "
+                    f"{field}"
                 )
         if self.key_file is not None and self.listen is None and not self.peer_keys:
             raise ConfigError(
