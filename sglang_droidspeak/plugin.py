@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
     from cachetree.disk import Directory
-    from cachetree.transport import hold_ports, open_port, parse_http
+    from cachetree.transport import Address, hold_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.record import check_record
     from sglang_droidspeak.start import refuse
@@ -72,6 +72,9 @@ def check_front_end(server_args: ServerArgs) -> Settings:
         if settings.guard_path is not None:
             check_record(Path(settings.guard_path))
         with ExitStack() as held:
+            # SGLang's own; its Engine takes none, and may run beside who has it.
+            with suppress(ConfigError):
+                held.enter_context(open_port(Address(args.host, args.port), field="port"))
             if settings.http is not None:
                 http = parse_http(settings.http, field="http")
                 held.enter_context(open_port(http, field="http"))

@@ -516,6 +516,16 @@ def test_a_port_that_is_given_twice_is_found_before_weights_are_loaded(model: Pa
     assert f"listen is 'tcp://127.0.0.1:{free + 1}', which cannot be bound" in line
     line = refusal(model, {**ports, "bulk_port": free + 1})
     assert f"bulk_port is 'tcp://127.0.0.1:{free + 1}', which cannot be bound" in line
+    line = refusal(model, ports, "--port", str(free))
+    assert f"listen is 'tcp://127.0.0.1:{free}', which cannot be bound" in line
+    line = refusal(model, ports, "--port", str(free + 1))
+    assert f"http is 'http://127.0.0.1:{free + 1}', which cannot be bound" in line
+
+
+def test_a_port_that_sglang_may_not_take_may_be_taken(model: Path) -> None:
+    """`sglang.Engine` has no HTTP server, and the same default port as who has one."""
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        check_front_end(server_args(model, {}, "--port", str(taken.getsockname()[1])))
 
 
 def test_a_folder_in_use_is_found_before_weights_are_loaded(model: Path, tmp_path: Path) -> None:
