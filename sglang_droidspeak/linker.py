@@ -22,7 +22,7 @@ from cachetree import Cache, ConfigError, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
 from cachetree.metrics import Queries, StatusPage
-from cachetree.transport import parse_http, serve_spans, untraced
+from cachetree.transport import Address, parse_http, serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
@@ -143,7 +143,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             args = engine.resolved(server_args)
             queries = Queries(
                 cache=self._cache,
-                name=f"http://{args.host}:{args.port}",
+                name=Address(args.host, args.port, "http").url,
                 usual=planner.usual(identity.model_id),
                 costs=planner.costs,
                 profiles=planner.profiles,

@@ -80,7 +80,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which models' caches it holds; all servers it talks to must agree. The file may have the
     fields of a `CheckpointFamily` instead."""
     cache: ServedCache = ServedCache()
-    http: str = ""
+    http: str | int = ""
     """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
     query: bool = False
     """Whether `POST /query` there tells how much of a prompt is here, and of whom: whoever reaches
@@ -99,7 +99,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for field in ("model_dtype", "kv_dtype"):
             if (given := getattr(self.family, field)) not in known:
                 raise ConfigError(f"family.{field} is {given!r}; give {' or '.join(known)}")
-        if self.http:
+        if self.http != "":
             parse_http(self.http, field="http")
         elif self.query:
             raise ConfigError("query is true and http is not set; set http, or remove query")
@@ -136,7 +136,7 @@ def run(config: ServeConfig) -> None:
         note_served = stack.enter_context(exported(config.traces))
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
-        if config.http:
+        if config.http != "":
             queries = _queries(cache, profiles) if config.query else None
             page = StatusPage(parse_http(config.http, field="http"), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")

@@ -116,9 +116,9 @@ def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None
     return address
 
 
-def parse_http(value: str, *, field: str) -> Address:
+def parse_http(value: str | int, *, field: str) -> Address:
     """`HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
-    host, _, port = value.rpartition(":")
+    host, _, port = str(value).rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
             f"{field} is {value!r}; write HOST:PORT, for example 127.0.0.1:9464, which only this "

@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     push_to: tuple[str, ...] = ()
     """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
     server; they need not stand in `peers` too."""
-    http: str | None = None
+    http: str | int | None = None
     """`HOST:PORT` of /metrics and /health of this server's cache, and of /query, by which a router
     asks how soon a prompt would be served; a port alone is for this machine. Whoever reaches it can
     find out which prompts are cached. None has none of them."""

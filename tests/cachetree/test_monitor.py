@@ -206,12 +206,13 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
     ("given", "meant"),
     [
         ("9464", "http://127.0.0.1:9464"),
+        (9464, "http://127.0.0.1:9464"),
         (":0", "http://127.0.0.1:0"),
         ("0.0.0.0:80", "http://0.0.0.0:80"),
         ("[::1]:80", "http://[::1]:80"),
     ],
 )
-def test_where_the_page_is(given: str, meant: str) -> None:
+def test_where_the_page_is(given: str | int, meant: str) -> None:
     assert parse_http(given, field="http").url == meant
 
 
@@ -261,8 +262,8 @@ def test_a_scrape_may_ask_for_a_form_and_is_told_it() -> None:
             assert gzip.decompress(answer.read()).endswith(b"# EOF\n")
 
 
-@pytest.mark.parametrize("given", ["", "host", "host:port", "127.0.0.1:70000"])
-def test_a_wrong_address_is_refused(given: str) -> None:
+@pytest.mark.parametrize("given", ["", "host", "host:port", "127.0.0.1:70000", 70000, -1])
+def test_a_wrong_address_is_refused(given: str | int) -> None:
     with pytest.raises(ConfigError, match="http is"):
         parse_http(given, field="http")
 
@@ -276,7 +277,7 @@ def test_a_taken_port_is_refused() -> None:
 
 def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> None:
     config = tmp_path / "serve.yaml"
-    given = {"family": msgspec.to_builtins(FAMILY), "http": "0"}
+    given = {"family": msgspec.to_builtins(FAMILY), "http": 0}
     config.write_text(json.dumps({**given, "cache": {"host_bytes": 1 << 20}}))
     command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -40,7 +40,7 @@ def test_a_server_says_how_soon_and_by_whom(tmp_path: Path) -> None:
             model=model,
             name=model.name,
             options={**CPU, "max-total-tokens": 4096, "served-model-name": model.name},
-            droidspeak={"profiles": [profile], "http": str(port), **told},
+            droidspeak={"profiles": [profile], "http": port, **told},
         )
         for model, port, told in zip((SENDER, RECEIVER), ports, settings, strict=True)
     ]

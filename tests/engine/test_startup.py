@@ -499,7 +499,7 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
 def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: str) -> None:
     free = free_port(4)
     with socket.create_server(("127.0.0.1", free + 1)):
-        line = refusal(model, {"http": str(free + 1)})
+        line = refusal(model, {"http": free + 1})
         assert f"http is 'http://127.0.0.1:{free + 1}', which cannot be bound" in line
         ports = {"listen": f"tcp://127.0.0.1:{free + 2}", "bulk_port": 0}
         ports[field] = f"tcp://127.0.0.1:{free}" if field == "listen" else free
