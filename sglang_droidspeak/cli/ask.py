@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import requests
 
-from cachetree import CacheTreeError, ConfigError
+from cachetree import CacheTreeError, ConfigError, printable
 from sglang_droidspeak.cli.terminal import show, tell
 from sglang_droidspeak.fleet.servers import ask_server
 from sglang_droidspeak.guard.detector import strength
@@ -139,7 +139,8 @@ def _peers(args: argparse.Namespace) -> int:
     state, _ = state_of(args.url, args.api_key)
     peers = state[KEY]["peers"]
     for peer in peers:
-        show(f"{peer['address']:30} {peer['state']:12} {peer['reason']}".rstrip())
+        line = f"{peer['address']:30} {peer['state']:12} {peer['reason']}"
+        show(printable(line.rstrip()))
     return int(any(peer["state"] != "ready" for peer in peers))
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 
+from cachetree import printable
 from cachetree.cli import show, show_json
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
@@ -18,7 +19,7 @@ def tell(args: argparse.Namespace, told: object, lines: Iterable[str]) -> None:
         show_json(told)
     else:
         for line in lines:
-            show(line)
+            show(printable(line))
 
 
 def add_start_timeout(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from cachetree import printable
 from cachetree.planning import Considered
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_generate_req
@@ -165,4 +166,5 @@ def _write(rid: str, provenance: RequestProvenance) -> None:
     if log.isEnabledFor(level):
         told = msgspec.structs.asdict(provenance)
         fields = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
-        log.log(level, "rid=%s %s", name_of(rid), fields.replace("fallback: ", "fallback:"))
+        fields = printable(fields.replace("fallback: ", "fallback:"))
+        log.log(level, "rid=%s %s", name_of(rid), fields)

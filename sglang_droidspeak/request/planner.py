@@ -195,7 +195,6 @@ class Planner:
             considered = Considered(demand, matches, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
-                log.debug("request %s: %s: %s", name_of(req.rid), plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail, considered)
             if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)

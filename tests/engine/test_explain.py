@@ -225,6 +225,13 @@ def test_the_command_asks_and_prints(
     assert main(["explain", "r1", "--url", server.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == server.says[asking.EXPLAIN]
 
+    for way in server.says[asking.EXPLAIN]["ways"]:  # Peers say what their models are called.
+        way["sender"] = "\x1b]0;a title\x07a\nline"
+    assert main(["explain", "r1", "--url", server.url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert all(map(str.isprintable, shown))
+    assert len(shown) == len(out.splitlines()) and "]0;a title a line" in " ".join(shown)
+
     server.says["/tokenize"] = {"tokens": [5, 6]}
     (tmp_path / "prompt").write_bytes("a\r\nβ".encode())
     text = ["explain", "--text", str(tmp_path / "prompt"), "--model", server.url]

@@ -133,7 +133,8 @@ def test_a_long_id_is_neither_kept_nor_logged(
     caplog.set_level(logging.INFO, "droidspeak.request")
     for rid in ("r" * 256, "a\nb" * 9999):
         req = request(rid)
-        labels.note(req, RequestProvenance(outcome="fallback: SlowLink"))
+        detail = "no profile with sender \x1b[2J\nrid=r2"  # Which a peer has said.
+        labels.note(req, RequestProvenance(outcome="fallback: SlowLink", detail=detail))
         labels.report([req])
     assert counts.outcomes == {"fallback: SlowLink": 2}
     assert [*labels.told] == ["r" * 256]

@@ -92,6 +92,9 @@ def test_the_command_shows_states_and_errors(
             info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources())}
             assert main(["peers", info.url]) == 0
         assert capsys.readouterr().out.split()[:2] == [there, "ready"]
+    info.internal_state[KEY]["peers"][0]["reason"] = "\x1b[2Jone\nline"
+    assert main(["peers", info.url]) == 0
+    assert capsys.readouterr().out.endswith("[2Jone line\n")
 
 
 def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsys: Any) -> None:
