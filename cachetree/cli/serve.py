@@ -195,6 +195,9 @@ def _queries(cache: Cache, profiles: Profiles) -> Queries:
 def _with_family(given: Any, where: str) -> Any:
     match given:
         case {"family": {"model": _, **_rest} as told}:
-            family = settings_of(told, CheckpointFamily, f"{where}: family").family()
-            return {**given, "family": msgspec.structs.asdict(family)}
+            named = settings_of(told, CheckpointFamily, f"{where}: family")
+            try:
+                return {**given, "family": msgspec.structs.asdict(named.family())}
+            except ConfigError as exc:
+                raise ConfigError(f"{where}: {exc}") from exc
     return given

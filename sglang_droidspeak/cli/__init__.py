@@ -20,17 +20,11 @@ from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerSpec, running
 from sglang_droidspeak.fleet.signals import terminable
 
-INTERRUPTED = 130
-
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     with terminable():
-        try:
-            return status_of("droidspeak", partial(args.run, args))
-        except KeyboardInterrupt:
-            complain("interrupted; nothing was left running")
-            return INTERRUPTED
+        return status_of("droidspeak", partial(args.run, args))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from transport_parts import (
 )
 
 from cachetree import Cache, ConfigError, Deadline, OrderDenied, PageHash, WorkerConfig
-from cachetree.cli import main
+from cachetree.cli import main, status_of
 from cachetree.cli.serve import parse_config, read_config
 from cachetree.transport import ask, verbs
 from cachetree.tree.hashing import page_hashes
@@ -138,6 +138,14 @@ def test_nobody_reads_on_is_no_fault() -> None:
         command.stdout.close()
         assert command.stderr.read() == ""
         assert command.wait() == 0
+
+
+def test_who_waits_no_longer_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert status_of("cachetree", interrupted) == 130
+    assert capsys.readouterr().err == "cachetree: interrupted; nothing was left running\n"
 
 
 def test_a_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
