@@ -129,7 +129,11 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--page-size", type=int, metavar="N", help="tokens per page of --tokens")
     command.add_argument(
-        "--salt", default="", metavar="HEX", help="32 bytes of the tenant that --tokens belong to"
+        "--salt",
+        default="",
+        metavar="HEX",
+        help="32 bytes of the tenant that --tokens belong to, as SGLang's function "
+        "`storage_namespace_seed(extra_key, cache_salt)` in `sglang.srt.mem_cache.utils` has them",
     )
 
 

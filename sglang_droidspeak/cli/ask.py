@@ -41,8 +41,8 @@ def add_parsers(commands: Any) -> None:
         help="say why a request was or was not reused",
         description="Ask a running server why a request was or was not served from another model's "
         "cache: who had how much of the prompt, which ways there were, what each was predicted to "
-        "take, what was measured, and what to do. The server knows the last 1,000 requests that it "
-        "answered. With --text, what would become of a prompt if it came now.",
+        "take, what was measured, and what to do. The server knows up to 1,000 requests that it "
+        "answered last. With --text, what would become of a prompt if it came now.",
     )
     explain.add_argument(
         "request", nargs="?", metavar="REQUEST_ID", help="`id` of its answer's `meta_info`"
