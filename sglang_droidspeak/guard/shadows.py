@@ -245,7 +245,7 @@ class _Answer:
         """What the user sees of a reply."""
         meta = reply["meta_info"]
         self.told = (meta.get(KEY) or [self.told])[0]
-        self.num_cached = meta["cached_tokens"]
+        self.num_cached = meta.get("cached_tokens", self.num_cached)
         start = 0 if is_delta else len(self.tokens)
         tokens, tops = meta.get("output_token_logprobs", ()), meta.get("output_top_logprobs", ())
         self.is_whole &= len(tokens) == len(tops)

@@ -245,10 +245,18 @@ def test_what_sglang_ignores_without_log_probabilities_stays_without_effect(
 
 
 @pytest.mark.parametrize("is_delta", [False, True])
-@pytest.mark.parametrize("part", ["output_top_logprobs", "output_token_logprobs", KEY])
-def test_an_answer_that_lacks_a_part_is_not_kept(part: str, is_delta: bool) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["output_top_logprobs"],
+        ["output_token_logprobs"],
+        [KEY],
+        [KEY, "cached_tokens"],  # Aborted before it was in a batch.
+    ],
+)
+def test_an_answer_that_lacks_a_part_is_not_kept(parts: list[str], is_delta: bool) -> None:
     manager, alone = (Manager(REUSED, guard(it), is_delta=is_delta) for it in (1.0, 0.0))
-    manager.lacks = alone.lacks = (part,)
+    manager.lacks = alone.lacks = tuple(parts)
     assert served(manager, asked(stream=is_delta)) == served(alone, asked(stream=is_delta))
     assert manager.heard == [] and len(manager.asked) == 1
 
