@@ -8,21 +8,27 @@ SGLang names the release of transformers; what a newer one might do differently 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Final
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizer,
     PreTrainedTokenizerBase,
+    TokenizersBackend,
 )
 
 from cachetree import ConfigError, Family, ModelIdentity
@@ -42,6 +48,8 @@ _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
 """What servers compare in their handshake, as far as it is a property of the models."""
+_BEGINS_AS_STATED: Final = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
+"""Tokenizers, fast ones too, at which SGLang goes by `add_bos_token`, true where not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +139,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device)
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The base's: an adapter does not change which ids a text becomes."""
     try:
-        return AutoTokenizer.from_pretrained(source.path)
+        return _tokenizer_of_server(source.path)
     except Exception as exc:  # tokenizers raises nothing narrower
         raise ConfigError(
             f"the tokenizer of {source.path} cannot be loaded: {_line(exc)}; save it again with "
@@ -172,6 +180,30 @@ def look_at(source: ModelSource) -> Supported:
     if source.adapter is not None:
         read_config(source.adapter)
     return Supported(source=source, identity=identity, config=config, quantization=quantization)
+
+
+def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
+    """As SGLang's `get_tokenizer` mends what transformers 5 makes of some folders: of another class
+    than they state, with parts that tokenizer.json does not have, without `add_bos_token`."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    name = config.get("tokenizer_class") or ""
+    stated = getattr(transformers, name, None)
+    general = None, TokenizersBackend, PreTrainedTokenizer, PreTrainedTokenizerBase
+    if type(tokenizer) is TokenizersBackend and stated not in general:
+        with suppress(OSError, ValueError, TypeError, ImportError):
+            tokenizer = stated.from_pretrained(path)
+    if isinstance(tokenizer, TokenizersBackend):
+        ours = tokenizer.backend_tokenizer
+        whole = Tokenizer.from_file(str(path / "tokenizer.json"))
+        kinds = {type(it.pre_tokenizer) for it in (ours, whole)} - {NoneType}
+        if len(kinds) == 2:
+            ours.pre_tokenizer, ours.decoder = whole.pre_tokenizer, whole.decoder
+    begins = config.get("add_bos_token") is not False
+    if name.removesuffix("Fast") in _BEGINS_AS_STATED and tokenizer.add_bos_token != begins:
+        tokenizer.add_bos_token = begins
+    return tokenizer
 
 
 def _require_plain_folder(path: Path) -> None:
