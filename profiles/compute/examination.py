@@ -147,7 +147,7 @@ class Examination:
             for part in torch.arange(num_mixtures).split(max(1, positions // len(tokens))):
                 got = model.logits(streams[part][:, tokens]).log_softmax(-1)
                 kl = (likely * (expected - got)).sum(-1).clamp(min=0)
-                tv = (likely - got.exp()).abs().sum(-1) / 2
+                tv = ((likely - got.exp()).abs().sum(-1) / 2).clamp(max=1)
                 differs = (got.argmax(-1) != targets).float()
                 found = torch.stack([kl, tv, differs], 1).cpu()
                 values[part[:, None, None], torch.arange(3)[:, None], tokens] = found

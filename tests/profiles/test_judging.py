@@ -78,6 +78,27 @@ def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
     assert examination.examine([own], [mixture], is_decoded=True)[0][0].tv < 1e-3
 
 
+def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatch) -> None:
+    """Above it there would be no bound for the drift guard."""
+    document = document_of(pair, 0)
+    _, receiver = answerers(pair, [document], 2.0)
+    own = receiver.model.prefix(document.prefix, ()).kv
+    examination = Examination(receiver, document, own, receiver.answer(document, own))
+    drawn = 3 * torch.randn(50, 2, 32_000, generator=torch.Generator().manual_seed(2))
+    drawn[:, 0, :16_000] -= 40
+    drawn[:, 1, 16_000:] -= 40
+    likely, got = drawn.log_softmax(-1).exp().unbind(1)
+    apart = drawn[((likely - got).abs().sum(-1) / 2).argmax()]
+
+    def logits(_: object, streams: torch.Tensor) -> torch.Tensor:
+        """Of the own streams, or of a mixture's."""
+        return apart[streams.dim() - 2].expand(*streams.shape[:-1], -1)
+
+    monkeypatch.setattr(type(receiver.model), "logits", logits)
+    (scores,) = examination.examine([own], [(0,) * NUM_LAYERS], is_decoded=False)
+    assert {it.tv for it in scores} == {1.0}
+
+
 def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
     """Of what candidates have in common, the passes are made once as long as there is room."""
     document = document_of(pair, 0)
