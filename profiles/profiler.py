@@ -14,7 +14,9 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import torch
@@ -66,7 +68,6 @@ from profiles.stats.choice import (
     sensitive_first,
     shortlist,
 )
-from profiles.stats.gate import interval
 from profiles.stats.measured import Candidate, Measured
 
 SAMPLE_TOKENS: Final = 64
@@ -140,7 +141,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     tried = watched.measure("choosing", TRAIN, train.documents, steps)
     choice = choose(
         {it: tried.candidates[it] for it in candidates},
-        interval(tried.full_prefill).mean,
+        fmean(chain.from_iterable(tried.full_prefill)),
         settings.tolerance,
         settings.plans,
     )

@@ -5,6 +5,7 @@ Rates are of seeded simulations in which the truth is known.
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,6 +207,16 @@ def test_an_interval_is_the_same_each_time_and_is_rounded_outward_of_nothing():
         found.low,
         found.high,
     ]
+
+
+def test_an_interval_of_many_contexts_fits_beside_the_weights():
+    """Which all samples together would not: 400 MB."""
+    tracemalloc.start()
+    try:
+        interval([[1.0]] * 5000)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_interval_leaves_out_as_much_on_either_side():
