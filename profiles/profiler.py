@@ -286,8 +286,9 @@ def answerer_of(
     check_layers(layered, sample)
     bounds = bounds_of(*memory_gb, layered.device)
     room = make_room(Sizes.of(layered), documents, num_mixtures, bounds)
-    stated = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])}
+    ends = {tokenizer.eos_token_id}
+    for it in (model.config, model.generation_config):
+        ends |= {*it.eos_token_id} if isinstance(it.eos_token_id, list) else {it.eos_token_id}
     return Answerer(model=layered, tokenizer=tokenizer, ends=frozenset(ends - {None}), room=room)
 
 

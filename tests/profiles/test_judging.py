@@ -18,7 +18,7 @@ from profiles.compute.measuring import judging_steps, sweep_steps
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
 from profiles.data.documents import Document
-from profiles.profiler import answerers
+from profiles.profiler import answerer_of, answerers
 from profiles.stats.choice import critical_runs, grid
 from profiles.stats.measured import Candidate
 from tools.pairs.questions import read_documents
@@ -97,6 +97,14 @@ def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatc
     monkeypatch.setattr(type(receiver.model), "logits", logits)
     (scores,) = examination.examine([own], [(0,) * NUM_LAYERS], is_decoded=False)
     assert {it.tv for it in scores} == {1.0}
+
+
+def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
+    """A server goes by config.json and by generation_config.json."""
+    monkeypatch.setattr(pair.receiver.config, "eos_token_id", 7)
+    monkeypatch.setattr(pair.receiver.generation_config, "eos_token_id", [5, 6])
+    answerer = answerer_of(pair.receiver, pair.tokenizer, [document_of(pair, 0)])
+    assert answerer.ends == {5, 6, 7, pair.tokenizer.eos_token_id}
 
 
 def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
