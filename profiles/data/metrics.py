@@ -28,7 +28,10 @@ from rapidfuzz.distance import LCSseq
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
-_UNSPACED: Final = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+_UNSPACED: Final = re.compile(
+    "[\u0e01-\u0e3a\u0e40-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+)
+"""Thai without its currency, Lao, Burmese, Khmer, kana and Han."""
 _NUMBER: Final = re.compile(r"((?<!\w)-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 _DIGITS: Final = re.compile(r"\d+")
 _PARAGRAPH: Final = re.compile(r"Paragraph (\d+)")

@@ -78,6 +78,8 @@ def test_longbenchs_scores_of_classes_and_numbers(metric, prediction, answer, ex
     ("metric", "answer", "problem"),
     [
         (Metric.F1, "\u5317\u4eac\u662f\u9996\u90fd", "a script without spaces, in which f1"),
+        (Metric.F1, "\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e", "a script without spaces"),
+        (Metric.F1, "\u0e3f100", ""),
         (Metric.ROUGE_L, "\u5317\u4eac", "a script without spaces, in which rouge_l"),
         (Metric.EDIT_SIMILARITY, "\u5317\u4eac", ""),
         (Metric.EXACT_NUMBER, "many", "without a number"),
