@@ -26,7 +26,7 @@ from .measures import percentiles
 from .rig import Size
 from .studies import Found, Say
 
-FULL, REUSE = "full prefill", "full reuse"
+FULL, REUSE, CORRECTED = "full prefill", "full reuse", ", E corrected"
 NUM_BLOCKS = 3
 """Of each pair's frontier, the shortest that begin with E."""
 
@@ -65,6 +65,7 @@ def quality_and_delay(size: Size, folder: Path, say: Say) -> Found:
     for pair in pairs(size):
         subject, profile = pair.config.pair()
         blocks = [it for it in profile.frontier if it.start][:NUM_BLOCKS]
+        corrected = {it.block for it in profile.blocks if it.e_map is not None}
         documents = pair.config.documents(profile)
         say(f"{pair.name}: {len(documents)} documents")
         starts = [it.start for it in blocks]
@@ -73,8 +74,8 @@ def quality_and_delay(size: Size, folder: Path, say: Say) -> Found:
             for it in blocks:
                 named, said = {"block": f"{it.start}:{it.stop}"}, words.span(it.block)
                 ways.append(Way(f"block {said}", plain, named))
-                if it.e_map is not None:
-                    ways.append(Way(f"block {said}, E corrected", mapped, named))
+                if it.block in corrected:
+                    ways.append(Way(f"block {said}{CORRECTED}", mapped, named))
             asked = _ask_all(sender, ways, documents)
         found[pair.name] = {name: _row(of) for name, of in asked.items()}
         requests += [
@@ -87,7 +88,7 @@ def quality_and_delay(size: Size, folder: Path, say: Say) -> Found:
 def _served(
     pair: Pair, subject: Subject, starts: Sequence[int], folder: Path
 ) -> Iterator[Sequence[Server]]:
-    """A sender, and two receivers: E as it is, and corrected where the profile has a map."""
+    """A sender, and two receivers: E as it is, and corrected by the maps of proven plans."""
     listen = f"tcp://127.0.0.1:{free_port()}"
     sender, receiver = specs_of(subject, pair.config, listen)
     settings = {**receiver.droidspeak} if receiver.droidspeak else {}
@@ -116,7 +117,8 @@ def _ask_all(
         for way in rotated(ways, index):
             answer = _ask(way, document)
             if index:
-                assert answer["outcome"] == ("off" if way.name == FULL else "reused"), answer
+                wanted = "off" if way.name == FULL else "reused", way.name.endswith(CORRECTED)
+                assert (answer["outcome"], answer["e_corrected"]) == wanted, answer
                 found[way.name].append(answer)
     return found
 

@@ -11,8 +11,8 @@ import pytest
 from engine_parts import ENV
 from forked import ServerSpec
 
-from benchmarks.serving_study import agents, rig
-from benchmarks.serving_study.__main__ import main
+from benchmarks.serving_study import agents, quality, rig
+from benchmarks.serving_study.__main__ import KEPT, main
 from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
 from benchmarks.serving_study.client import Answer
 from benchmarks.serving_study.links import fair_link
@@ -153,6 +153,13 @@ def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
     assert len(first) == sum(num // 32 for _, num in lines[0].prompt)
     assert second[: len(first)] == first and len(second) > len(first)
     assert other[:16] != first[:16]
+
+
+def test_ways_are_called_by_what_was_served() -> None:
+    """A server corrects E of the plans that its profile proved, and of no others."""
+    requests = (KEPT / "s14_requests.jsonl").open()
+    for it in map(json.loads, requests):
+        assert it["e_corrected"] == it["way"].endswith(quality.CORRECTED), it["way"]
 
 
 def study(out: Path, *names: str) -> None:
