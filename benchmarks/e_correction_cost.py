@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -95,7 +96,7 @@ def main() -> None:
         added = processor_time(receiver, document, args.corrected, correction)
     told: dict[str, Any] = {
         "pair": f"{args.sender.name}_to_{args.receiver.name}" if args.sender else "random weights",
-        "tokens": len(document),
+        "tokens": round(fmean(map(len, it.documents[1:]))),
         "processor_time_added": added,
         "dtype": args.dtype,
         "documents": len(samples["plain"]),
