@@ -15,6 +15,7 @@
     client     sends them
     measures   percentiles, goodput, and the queue that theory expects
 
-Every contender gets the same requests at the same times. Their answers are compared with those of
-an idle server before their times are.
+Contenders get the same requests at the same times; but in S15b each has documents of its own, as
+they have to be new, and in S16 a prompt holds the answers before it. In S15 and S21 answers are
+compared with those of an idle server before times are. Elsewhere outcomes are counted.
 """
