@@ -282,7 +282,8 @@ PICTURES: Final = (
         "Every block",
         "Each cell is a block, from single layers on the diagonal to all of them in the upper "
         "right corner. Blocks with a dot are good enough on the training split; answers of pale "
-        "ones were not decoded, because others stay closer to full prefill and are no larger.",
+        "ones were not decoded, because others stay closer to full prefill and are no larger. All "
+        "cells are of E as it is; the plan at the star may correct it.",
         _blocks,
     ),
     Picture(
