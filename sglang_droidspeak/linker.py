@@ -180,6 +180,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             adapters = runner.lora_manager.lora_refs
             hooks[release.LOAD_LORA] = self._load_lora, HookType.AROUND
             hooks[release.UNLOAD_LORA] = self._unload_lora, HookType.AFTER
+            hooks[release.VALIDATE_LORA] = self._validate_lora, HookType.BEFORE
         if params.enable_kv_cache_events:
             self._insertions.name = params.kv_event_lora_names.register
         if params.enable_kv_cache_events and settings.host_gb:
@@ -294,7 +295,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         lora_id = lora_ref.lora_id
 
         def load() -> None:
-            self._activated.require_room(manager, lora_ref)
             result = original(manager, lora_ref)
             if not result.success:
                 raise ConfigError(result.error_message)
@@ -310,6 +310,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             return manager.create_lora_update_result(success=False, error_message=str(exc))
         self._activated.loaded(lora_id)
         return manager.create_lora_update_result(success=True)
+
+    def _validate_lora(self, manager: Any, _config: object, lora_ref: LoRARef) -> None:
+        """Of one from files, or from tensors; SGLang answers with the ConfigError."""
+        self._activated.require_room(manager, lora_ref)
 
     def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:
         if result.success:

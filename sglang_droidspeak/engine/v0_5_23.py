@@ -47,6 +47,7 @@ SLEEP_ON_IDLE = f"{SCHEDULER_MODULE}.Scheduler.maybe_sleep_on_idle"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 LOAD_LORA = f"{_LORA_MANAGER}.load_lora_adapter"
 UNLOAD_LORA = f"{_LORA_MANAGER}.unload_lora_adapter"
+VALIDATE_LORA = f"{_LORA_MANAGER}.validate_new_adapter"
 PREPARE_LORA = f"{_LORA_MANAGER}.prepare_lora_batch"
 FITS_LORA_GRAPH = f"{_LORA_MANAGER}.can_use_prefill_cuda_graph"
 CAN_SCHEDULE_LORA = f"{SCHEDULER_MODULE}.Scheduler.can_schedule_lora_req"
@@ -92,6 +93,8 @@ USED: Mapping[str, str] = {
     SLEEP_ON_IDLE: "7b4ae7392209",
     LOAD_LORA: "546088693f0a",
     f"{_LORA_MANAGER}._load_lora_adapter": "14f96263af61",
+    f"{_LORA_MANAGER}._load_lora_adapter_from_tensors": "2a78612132cb",
+    VALIDATE_LORA: "4a008f47fec8",
     f"{_LORA_MANAGER}.create_lora_update_result": "c563c2981d10",
     "sglang.srt.lora.lora_registry.LoRARegistry.get_all_adapters": "2f904a742e77",
     UNLOAD_LORA: "014090d3f36c",

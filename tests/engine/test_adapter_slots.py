@@ -133,22 +133,33 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads:
-    """As SGLang's LoRAManager, of which it loads what it is told."""
+    """SGLang's LoRAManager without weights, and with that hook."""
 
-    def __init__(self, max_loras_per_batch: int, refs: list[LoRARef]) -> None:
+    load = LoRAManager._load_lora_adapter
+    load_from_tensors = LoRAManager._load_lora_adapter_from_tensors
+
+    def __init__(self, linker: Any, max_loras_per_batch: int, refs: list[LoRARef]) -> None:
         self.max_loras_per_batch = max_loras_per_batch
         self.lora_refs = {it.lora_id: it for it in refs}
         self.target_modules = {"qkv_proj"}
         self.fails = False
+        self.loras: dict[str, Any] = {}
+        self.configs: dict[str, Any] = {}
+        self.base_hf_config = SimpleNamespace(vocab_size=1)
+        self.num_pinned_loras = 0
+        self._linker = linker
 
     def has(self, ref: LoRARef) -> bool:
         return ref.lora_id in self.lora_refs
 
-    def load(self, ref: LoRARef) -> Any:
+    def validate_new_adapter(self, config: Any, ref: LoRARef) -> None:
+        DroidSpeakLinker._validate_lora(self._linker, self, config, ref)
+
+    def load_lora_weights(self, _ref: LoRARef, _tensors: Any = None) -> None:
         if self.fails:
-            return self.create_lora_update_result(success=False, error_message="no memory")
-        self.lora_refs[ref.lora_id] = ref
-        return self.create_lora_update_result(success=True)
+            raise MemoryError("no memory")
+
+    load_lora_weights_from_tensors = load_lora_weights
 
     def unload_lora_adapter(self, ref: LoRARef) -> None:
         del self.lora_refs[ref.lora_id]
@@ -168,7 +179,7 @@ def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
     activated = ActivatedAdapters(models)
     activated._has_hooks = True
     linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=Ranks(None))
-    manager = Loads(num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
+    manager = Loads(linker, num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
     result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
     assert result.success == manager.has(late) == (not is_refused)
@@ -207,7 +218,7 @@ def test_all_ranks_have_a_new_adapter_or_none_has(
         folder.write_text("no folder")
     if broken == "invocation":
         (folder / "adapter_config.json").write_text("{")
-    manager = Loads(4, [])
+    manager = Loads(linker, 4, [])
     manager.fails = broken == "load"
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(folder), pinned=False)
     result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
@@ -221,16 +232,21 @@ def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> Non
     models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
     models.add("x", adapter)
     activated = ActivatedAdapters(models)
-    manager = Loads(3, [ref("x"), ref("p", True)])
+    linker: Any = SimpleNamespace(_activated=activated)
+    manager = Loads(linker, 3, [ref("x"), ref("p", True)])
     activated.require_room(manager)
-    with pytest.raises(ConfigError, match="--max-loras-per-batch leaves 1"):
-        activated.require_room(manager, ref("q", True))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for pinned in (True, False):
+        late = LoRARef(lora_id="q", lora_name="q", lora_path=str(adapter), pinned=pinned)
+        for result in (manager.load(late), manager.load_from_tensors(late, {}, config)):
+            assert result.success == (not pinned)
+            assert pinned == ("--max-loras-per-batch leaves 1" in result.error_message)
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned: bool) -> None:
     """On CUDA SGLang takes the rows of lm_head from what it is told of a batch."""
-    manager, late = Loads(4, [ref("a")]), ref(LATE, is_pinned)
+    manager, late = Loads(None, 4, [ref("a")]), ref(LATE, is_pinned)
     manager.target_modules |= {"lm_head"}
     of_one().require_room(manager)
     with pytest.raises(ConfigError, match=f"activated LoRA {LATE} .* lm_head; name in --lora-targ"):
