@@ -188,7 +188,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._while_serving.callback(events.close)
             self._insertions.about = events.about
             hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
-        queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
+        queue = Queue(self._waiting, self._replies, self._models, self._ranks)
         answers = Answers(
             self._cache, planner, self._labels, adapters, params.page_size, guard.answer
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
 
@@ -25,7 +25,8 @@ class Queue:
     _replies: Replies
     _models: Models
     _ranks: Ranks
-    _page_size: int
+    _least_chunk: int = field(default=1, init=False)
+    """Tokens: of what is cut for a step SGLang takes no fewer."""
 
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
@@ -47,6 +48,7 @@ class Queue:
         scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue
         grammars.grammar_queue = []
         is_in_chunks = scheduler.chunked_req is not None
+        self._least_chunk = scheduler.truncation_align_size or scheduler.page_size
         try:
             batch, running = original(scheduler, running_batch=running_batch, **rest)
         finally:
@@ -68,14 +70,14 @@ class Queue:
     def charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
         """Take recomputed layers off the tokens of a step, as SGLang does what it replays itself.
 
-        The first of a step is never refused: what remains is a page for it to go on with, or where
+        The first of a step is never refused: what remains is a chunk for it to go on with, or where
         nobody decodes all of its new tokens.
         """
         charge = self._waiting.step_tokens(req.rid, prefix_len - req.prefix_len)
         if adder.rem_chunk_tokens is not None and not adder.can_run_list:
             num_new = len(req.full_untruncated_fill_ids) - prefix_len
             is_decoding = not adder.running_batch.is_empty()
-            kept = self._page_size if is_decoding else adder.ceil_paged_tokens(num_new)
+            kept = self._least_chunk if is_decoding else adder.ceil_paged_tokens(num_new)
             charge = min(charge, max(0, adder.rem_chunk_tokens - kept))
         return replayed + charge
 

@@ -46,6 +46,8 @@ class Round:
             waiting_queue=[self.queued(rid) for rid in queue],
             tree_cache=None,
             chunked_req=None,
+            truncation_align_size=None,
+            page_size=PAGE,
             enable_priority_scheduling=bool(priorities),
             policy=SimpleNamespace(calc_priority=sort_by_priority),
             grammar_manager=SimpleNamespace(
@@ -57,7 +59,7 @@ class Round:
         waiting = MagicMock()
         waiting.look.side_effect = self._look
         waiting.pass_over.side_effect = lambda rids: self.passed_over.extend(rids)
-        self._queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None), PAGE)
+        self._queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None))
         self.held, self.planned, self.seen = held, "", ""
         self.passed_over: list[str] = []
 
@@ -289,7 +291,7 @@ def test_with_e_the_rest_may_arrive_beside_the_recompute() -> None:
 def test_a_source_that_is_gone_leaves_no_hit_behind() -> None:
     """SGLang forgets a hit where it loads it, and where a request is aborted."""
     waiting, req, wrapper = MagicMock(), request(), SimpleNamespace(hit_markers={})
-    queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None), PAGE)
+    queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None))
 
     def match(it: Any, _key: object, req: Any, result: object) -> object:
         it.hit_markers[req.rid] = "its pages"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -36,15 +37,15 @@ class Slots:
 class Adder(PrefillAdder):
     """As the hook makes it; of each loaded token half of the layers are computed anew."""
 
-    def __init__(self, *, is_decoding: bool) -> None:
+    def __init__(self, *, is_decoding: bool, align: int | None = None) -> None:
         tree = SimpleNamespace(supports_mamba=lambda: False, supports_prefix_sharing=lambda: True)
         running = SimpleNamespace(reqs=[], is_empty=lambda: not is_decoding)
         super().__init__(PAGE, tree, Slots(), running, 1.0, 1 << 20, STEP_TOKENS)
-        self.waiting = waiting = SimpleNamespace(
-            step_tokens=lambda _rid, num_tokens: num_tokens // 2
-        )
-        others: Any = waiting
-        self._queue = Queue(others, others, others, others, PAGE)
+        self.waiting = MagicMock(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
+        self.waiting.look.return_value = set()
+        self._align, self._queue = align, Queue(self.waiting, *(MagicMock() for _ in range(3)))
+        scheduler = MagicMock(page_size=PAGE, truncation_align_size=align, waiting_queue=[])
+        self._queue.new_prefill(lambda *_, **__: (None, running), scheduler, running_batch=running)
 
     def _replay_len(self, req: Any, prefix_len: int) -> int:
         return self._queue.charge(0, self, req, prefix_len)
@@ -64,7 +65,7 @@ class Adder(PrefillAdder):
             total_tokens=0,
             host_hit_length=num_loaded,
             swa_host_hit_length=0,
-            truncation_align_size=None,
+            truncation_align_size=self._align,
         )
         if isinstance(found, AddReqResult):
             return False
@@ -87,6 +88,12 @@ def test_a_step_takes_partial_prefills_up_to_its_tokens(is_decoding: bool) -> No
 def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding: bool) -> None:
     adder = Adder(is_decoding=is_decoding)
     assert [adder.add(num_loaded, 10) for num_loaded in (640, 640, 0)] == [True, False, False]
+
+
+def test_one_is_not_refused_where_chunks_are_of_many_pages() -> None:
+    """SGLang leaves whoever is refused first, and all behind, for as long as anything decodes."""
+    adder = Adder(is_decoding=True, align=4 * PAGE)
+    assert [adder.add(640, 5 * PAGE) for _ in range(2)] == [True, False]
 
 
 def test_what_is_only_loaded_takes_nothing_but_its_own_tokens() -> None:

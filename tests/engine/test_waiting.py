@@ -490,13 +490,15 @@ def test_which_held_requests_a_step_could_have_taken(
         meet=lambda _req: None,
         refusal=prefixes.refusal,
     )
-    hidden = Queue(waiting, others, others, Ranks(None), PAGE)
+    hidden = Queue(waiting, others, others, Ranks(None))
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
         tree_cache=None,
         grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[]),
         chunked_req=object() if is_in_chunks else None,
+        truncation_align_size=None,
+        page_size=PAGE,
         enable_priority_scheduling=False,
     )
 
@@ -585,7 +587,8 @@ def test_recomputed_layers_take_their_share_of_a_step(
 ) -> None:
     """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
     waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
-    queue = Queue(waiting, waiting, waiting, waiting, PAGE)
+    queue = Queue(waiting, waiting, waiting, waiting)
+    queue._least_chunk = PAGE
     req: Any = SimpleNamespace(rid="r1", prefix_len=32, full_untruncated_fill_ids=range(180))
     adder: Any = Adder(room, others, is_decoding)
     assert queue.charge(5, adder, req, 160) == 5 + charge
