@@ -56,10 +56,14 @@ class Queue:
             left = {id(req) for req in scheduler.waiting_queue}
             if held:
                 scheduler.waiting_queue = _rejoined(queue, held, scheduler.waiting_queue)
-        if held and not is_in_chunks and (batch is not None or not running.batch_is_full):
-            # Nothing that came before these is being prefilled, and there was room for one.
-            ahead = takewhile(lambda req: req.rid in held or id(req) in left, queue)
-            self._waiting.pass_over(req.rid for req in ahead if req.rid in held)
+        if held:
+            ahead = [*takewhile(lambda req: req.rid in held or id(req) in left, queue)]
+            # SGLang notes that all is full only where it had another request to look at.
+            room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
+            is_busy = is_in_chunks or running.batch_is_full or room <= 0
+            if len(ahead) < len(queue) or not is_busy:
+                # One that came after these was taken; or none, and nothing else was in their way.
+                self._waiting.pass_over(req.rid for req in ahead if req.rid in held)
         if batch is not None:
             self._waiting.admitted(batch.reqs)
         elif held and running.is_empty():

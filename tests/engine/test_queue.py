@@ -46,6 +46,7 @@ class Round:
             waiting_queue=[self.queued(rid) for rid in queue],
             tree_cache=None,
             chunked_req=None,
+            get_num_allocatable_reqs=lambda _num, running_batch: 1,
             truncation_align_size=None,
             page_size=PAGE,
             enable_priority_scheduling=bool(priorities),

@@ -466,17 +466,20 @@ def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "is_in_chunks", "is_full", "could_run"),
+    ("taken", "is_in_chunks", "is_full", "num_slots", "could_run"),
     [
-        ("", False, False, "ac"),  # Nothing was to be done.
-        ("", False, True, ""),  # There was no room.
-        ("d", False, False, "ac"),
-        ("b", False, False, "a"),  # One that came before c is being prefilled,
-        ("b", True, False, ""),  # or before both.
+        ("", False, False, 1, "ac"),  # Nothing was to be done.
+        ("", False, True, 1, ""),  # There was no room,
+        ("", False, False, 0, ""),  # which SGLang did not need to know.
+        ("", True, False, 1, ""),  # One that came before them is being prefilled,
+        ("b", False, False, 1, "a"),  # or before c,
+        ("b", True, False, 1, "a"),
+        ("d", False, False, 0, "ac"),  # or after both.
+        ("d", True, True, 1, "ac"),
     ],
 )
 def test_which_held_requests_a_step_could_have_taken(
-    taken: str, is_in_chunks: bool, is_full: bool, could_run: str
+    taken: str, is_in_chunks: bool, is_full: bool, num_slots: int, could_run: str
 ) -> None:
     queue = [Request(rid=rid) for rid in "abcd"]
     passed: list[str] = []
@@ -491,12 +494,13 @@ def test_which_held_requests_a_step_could_have_taken(
         refusal=prefixes.refusal,
     )
     hidden = Queue(waiting, others, others, Ranks(None))
-    running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
+    running = SimpleNamespace(reqs=[], is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
         tree_cache=None,
         grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[]),
         chunked_req=object() if is_in_chunks else None,
+        get_num_allocatable_reqs=lambda _num, running_batch: num_slots,
         truncation_align_size=None,
         page_size=PAGE,
         enable_priority_scheduling=False,
