@@ -227,8 +227,8 @@ class Meter:
         """From the end of a fetch until the scheduler sees it: what two in three did not exceed,
         each for a minute. Whoever avoids what was slow would not see that it has recovered."""
         since_s = self._clock() - _NOTICES_AGE_S
-        known_s = most_of(late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)
-        return _NOTICE_S if known_s is None else known_s
+        known = (late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)
+        return most_of((_NOTICE_S, *known)) or _NOTICE_S
 
     def noticed(self, late_s: float) -> None:
         """The end of a fetch was seen so long after it."""
