@@ -203,6 +203,7 @@ class WaitingRequests:
             self._requests[req.rid].settle()
         request = self._requests[req.rid] = Request(req)
         req.refresh_fill_ids()  # All ranks look up what the device has of it.
+        prefixes.move(req, approximate=False)  # On all of them, until the first has decided.
         self._planner.meet(req)
         if not self._asks or self._planner.refusal(req):
             return request
@@ -251,10 +252,9 @@ class WaitingRequests:
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
             declined = Declined("error")
+            prefixes.move(req, approximate=False)
         if declined is not None:
             request.settle()
-            if not declined.may_be_approximate:
-                prefixes.move(req, approximate=False)
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
             if declined.outcome == Reason.TOO_SHORT.value and declined.considered is not None:
                 demand = declined.considered.demand

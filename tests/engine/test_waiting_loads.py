@@ -364,6 +364,23 @@ def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
         assert not cache.fetched
 
 
+def test_ranks_look_in_the_same_place_for_one_that_waits_for_another() -> None:
+    """It was retracted, and had read approximate KV. SGLang may sort and touch it by its place."""
+    pair, leader = Pair(), SimpleNamespace(patience_s=1.0)
+    planner = SimpleNamespace(
+        meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_profile")
+    )
+    in_flight = SimpleNamespace(follow=lambda *_: leader, prune=lambda _waiting: None)
+    for number in range(2):
+        req = request()
+        prefixes.move(req, approximate=True)
+        waiting, _ = waiting_with(
+            Asked(held=Held(3, 1)), planner=planner, in_flight=in_flight, ranks=pair.rank(number)
+        )
+        assert look(waiting, req) == {"r1"}
+        assert not prefixes.is_approximate(req)
+
+
 def test_ranks_know_alike_that_the_device_has_still_what_a_request_counts_on() -> None:
     """Seen anew on one of them alone, it would wait there for what the others do not tell."""
     demand: Any = SimpleNamespace(first_page=2, first_approximate=None)
