@@ -16,9 +16,9 @@ from cachetree import Location, ModelId, PageHash
 from cachetree.planning import Reason
 from cachetree.tree import CacheTree
 from sglang_droidspeak.adapters.models import Models
-from sglang_droidspeak.engine.names import Req
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.engine.prefixes import namespace_of
-from sglang_droidspeak.request.planner import Planned, Planner
+from sglang_droidspeak.request.planner import Declined, Planned, Planner
 from sglang_droidspeak.store.pool import pool_of
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
@@ -34,7 +34,7 @@ class InFlightPrefill:
     place: Location
     pages: Sequence[PageHash]
     patience_s: float = math.inf
-    """What a follower is predicted to save by reading them, and the longest that it waits."""
+    """What a follower is predicted to save by waiting for them, and the longest that it waits."""
 
 
 @dataclass(eq=False)
@@ -48,17 +48,22 @@ class InFlightPrefills:
     _leaders: dict[str, InFlightPrefill] = field(default_factory=dict, init=False)
 
     def follow(
-        self, req: Req, pages: Sequence[PageHash], planned: Planned | str
+        self,
+        req: Req,
+        pages: Sequence[PageHash],
+        found: Planned | Declined,
+        tree: UnifiedRadixCache,
     ) -> InFlightPrefill | None:
-        """Whom to wait for rather than do as planned, with the pages that both have; else this
+        """Whom to wait for rather than do as was found, with the pages that both have; else this
         request may lead from now on."""
         owner = self._models.owner_of(req)
         if len(self._models) == 1 or owner is None or not pages:
             return None
         pages, place = owner.pages_of(pages, self._page_size), pool_of(namespace_of(req))
-        num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
+        is_declined, known = isinstance(found, Declined), found.considered
+        num_planned, saving_s = (0, 0.0) if is_declined else (found.plan.pages.stop, found.saving_s)
         longest: dict[Location, tuple[int, InFlightPrefill]] = {}
-        leaders = () if planned in _READS_NOBODY else self._leaders.values()
+        leaders = () if is_declined and found.outcome in _READS_NOBODY else self._leaders.values()
         for it in leaders:
             if it.place == place:
                 continue
@@ -66,13 +71,12 @@ class InFlightPrefills:
             if num_pages > longest.get(it.place, (num_planned,))[0]:
                 longest[it.place] = num_pages, it
         for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
-            saved_s = self._planner.would_save_s(
-                req, len(pages), num_pages, leader.model, leader.place
-            )
-            awaited = replace(leader, pages=pages[:num_pages], patience_s=saved_s)
-            if saved_s > 0 and not self._has_left(awaited):
+            demand = known.demand if known else self._planner.demand(req, owner, len(pages), tree)
+            saved_s = self._planner.would_save_s(demand, num_pages, leader.model, leader.place)
+            awaited = replace(leader, pages=pages[:num_pages], patience_s=saved_s - saving_s)
+            if awaited.patience_s > 0 and not self._has_left(awaited):
                 return awaited
-        if isinstance(planned, str):
+        if is_declined:
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
         return None
 

@@ -80,6 +80,12 @@ class Planned:
         return self.considered.demand if is_optional else None
 
     @property
+    def saving_s(self) -> float:
+        """Predicted as it was chosen; 0 while the device's speed is unknown."""
+        it = self.considered
+        return 0.0 if it is None else saving_s(self.plan, it.demand, it.costs) or 0.0
+
+    @property
     def is_approximate(self) -> bool:
         """Whether its request is to read and leave approximate KV where others find it."""
         return not (self.plan.is_exact or self.is_experiment)
@@ -179,17 +185,7 @@ class Planner:
         matches = self._matches(req, pages)
         if not matches:
             return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
-        demand = self._demand(req, owner, controls, requested, len(pages))
-        held = self._pool.held(req, len(pages), tree)
-        is_asked_for = requested.block is not None
-        is_experiment = is_asked_for and self._server.settings.gate == "none"
-        demand = replace(
-            demand,
-            first_page=held.exact,
-            # An experiment goes on from exact KV, and leaves nothing behind.
-            first_approximate=None if is_experiment else held.approximate,
-            num_waiting=num_waiting,
-        )
+        demand = replace(self.demand(req, owner, len(pages), tree), num_waiting=num_waiting)
         while True:
             costs = self.costs({it.location for it in matches})
             considered = Considered(demand, matches, costs)
@@ -203,9 +199,10 @@ class Planner:
             matches = self._matches(req, pages)  # The note was wrong and is mended.
         if self._server.settings.gate == "none":
             plan = replace(plan, strategy=controls.strategy)
+        is_asked_for = requested.block is not None
         return Planned(
             plan=plan,
-            is_experiment=is_experiment,
+            is_experiment=demand.first_approximate is None,
             patience=(
                 Patience(saving_s=math.inf) if is_asked_for else _patience(plan, demand, costs)
             ),
@@ -229,15 +226,10 @@ class Planner:
         return saved_s is None or saved_s > 0
 
     def would_save_s(
-        self, req: Req, num_pages: int, num_there: int, sender: ModelId, location: Location
+        self, demand: Demand, num_there: int, sender: ModelId, location: Location
     ) -> float:
-        """What the request would save of its pages if that model had the first of them there, with
-        all E; 0 where it would not take them."""
-        owner = self._models.owner_of(req)
-        if owner is None:
-            return 0.0
-        controls = parse_controls(req.sampling_params.custom_params)
-        demand = self._demand(req, owner, controls, self._requested(controls), num_pages)
+        """What a request would save if that model had so many of its first pages there, with all E;
+        0 where it would not take them."""
         e_pages = dict.fromkeys(self._server.transition_layers, num_there)
         match = Match(model=sender, location=location, num_pages=num_there, e_pages=e_pages)
         costs = self.costs({location})
@@ -277,14 +269,18 @@ class Planner:
             block=controls.span(num_layers),
         )
 
-    def _demand(
-        self, req: Req, owner: Owner, controls: Controls, requested: Requested, num_pages: int
-    ) -> Demand:
-        usual = self.usual(owner.model)
-        target_ms = controls.ttft_target_ms
+    def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
+        """Of the request's first pages, while nobody waits; ValueError where it asks wrongly."""
+        usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
+        requested, target_ms = self._requested(controls), controls.ttft_target_ms
+        held = self._pool.held(req, num_pages, tree)
+        # An experiment goes on from exact KV, and leaves nothing behind.
+        is_experiment = requested.block is not None and self._server.settings.gate == "none"
         return replace(
             usual,
             num_pages=num_pages,
+            first_page=held.exact,
+            first_approximate=None if is_experiment else held.approximate,
             num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * usual.page_size,
             ttft_target_s=target_ms / 1000 if target_ms else usual.ttft_target_s,
             requested=requested,

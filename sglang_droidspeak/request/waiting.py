@@ -272,14 +272,13 @@ class WaitingRequests:
         planned = self._planner.plan(req, request.pages, tree, num_waiting)
         consider(req, planned.considered)
         if isinstance(planned, Planned) and not planned.plan.is_exact and must_stay_exact(req):
-            planned = Declined(Reason.SLOWER.value, "it is exact so far")
+            planned = Declined(Reason.OFF.value, "it is exact so far")
         if isinstance(planned, Declined) and planned.may_be_approximate:
             self._read_what_is_there(request, tree)
             if prefixes.is_approximate(req):
                 return planned  # Nobody can read what it will leave.
         if request.following is None:  # Once is enough.
-            outcome = planned.outcome if isinstance(planned, Declined) else planned
-            request.following = self._in_flight.follow(req, request.pages, outcome)
+            request.following = self._in_flight.follow(req, request.pages, planned, tree)
             if request.following is not None:
                 request.patience = Patience(saving_s=request.following.patience_s)
                 return None

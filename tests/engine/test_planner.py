@@ -20,7 +20,8 @@ from cachetree.planning import Costs, Link, PlanId, weigh
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
+from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planner
 from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
@@ -235,8 +236,45 @@ def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measur
     planner, _ = planned()
     profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
     planner.put_in_service(profile)
-    saved_s = planner.would_save_s(planner.asked, 10, 6, S, pool_of(""))
-    assert (saved_s > 0) == is_covered
+    assert (would_save_s(planner) > 0) == is_covered
+
+
+def would_save_s(planner: Any, num_there: int = 6) -> float:
+    """Were so many pages of ten there, of another adapter's."""
+    demand = planner.demand(planner.asked, Owner(R, None, None), 10, TREE)
+    return planner.would_save_s(demand, num_there, S, pool_of(""))
+
+
+@pytest.mark.parametrize(
+    ("held", "saved_s"),
+    [(Held(0, 0), 1.28), (Held(5, 0), 0.48), (Held(0, 5), 0.64), (Held(9, 0), 0), (Held(10, 0), 0)],
+)
+def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> None:
+    """Two layers in ten of what it reads are computed anew: of all, or of what is not approximate
+    yet."""
+    planner, _ = planned()
+    planner._pool.held = lambda *_: held
+    assert would_save_s(planner, 10) == pytest.approx(saved_s)
+
+
+@pytest.mark.parametrize(("num_there", "waits_s"), [(0, 1.28), (2, 0.96), (9, None)])
+def test_who_has_a_plan_waits_for_what_more_would_save(
+    num_there: int, waits_s: float | None
+) -> None:
+    """This model's own pages are loaded at once, at .16 s each."""
+    planner, _ = planned()
+    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
+    planner._cache.match = lambda _pages: num_there * [match(R, num_there, LOCAL, {})]
+    planner._cache.sources = lambda: ()
+    models: Any = MagicMock(__len__=lambda _: 2)
+    models.owner_of = lambda req: Owner(S if req is leader else R, None, None)
+    remote = SimpleNamespace(reach=lambda *_: 0)
+    leaders = InFlightPrefills(SimpleNamespace(remote=remote), planner, models, PAGE)
+    leader: Any = SimpleNamespace(rid="leads", lora_id="x", extra_key="x", cache_salt=None)
+    assert leaders.follow(leader, pages, Declined("no_match"), TREE) is None
+    found = planner.plan(planner.asked, pages, TREE, 1)
+    awaited = leaders.follow(planner.asked, pages, found, TREE)
+    assert (awaited and awaited.patience_s) == (waits_s and pytest.approx(waits_s, rel=1e-3))
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:

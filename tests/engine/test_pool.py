@@ -39,13 +39,15 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.asking import unsent
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
-from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.request.planner import Declined, Planner
 from sglang_droidspeak.request.source import InPool
 from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 BASE, ADAPTED = ModelId("base"), ModelId("adapted")
+NO_MATCH = Declined("no_match")
+TREE: Any = object()
 NUM_SLOTS = 64 * PAGE
 
 
@@ -455,7 +457,7 @@ def crowd(shelf: Shelf) -> Crowd:
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
-    planner = SimpleNamespace(would_save_s=lambda *_args: 1.0)
+    planner = SimpleNamespace(demand=lambda *_args: None, would_save_s=lambda *_args: 1.0)
     made.leaders = InFlightPrefills(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
     return made
 
@@ -463,9 +465,9 @@ def crowd(shelf: Shelf) -> Crowd:
 def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd) -> None:
     pages, longer = pages_of(4), [*pages_of(3), *pages_of(2, seed=5)]
     first, second, same = FakeReq("1"), FakeReq("2", "x"), FakeReq("3")
-    assert crowd.leaders.follow(first, pages, "no_match") is None
-    assert crowd.leaders.follow(same, pages, "no_match") is None, "its own tree will have it"
-    following = crowd.leaders.follow(second, longer, "no_match")
+    assert crowd.leaders.follow(first, pages, NO_MATCH, TREE) is None
+    assert crowd.leaders.follow(same, pages, NO_MATCH, TREE) is None, "its own tree will have it"
+    following = crowd.leaders.follow(second, longer, NO_MATCH, TREE)
     assert (following.req, following.pages) == (first, longer[:3])
     assert not crowd.leaders.is_over(following)
     crowd.index.note("", BASE, pages[:2], 0, 0)
@@ -479,8 +481,8 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
     pages = pages_of(4)
     for rid in ("answers", "aborted"):
         leader = FakeReq(rid)
-        crowd.leaders.follow(leader, pages, "no_match")
-        following = crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match")
+        crowd.leaders.follow(leader, pages, NO_MATCH, TREE)
+        following = crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE)
         crowd.leaders.prune({rid, "2"})
         assert not crowd.leaders.is_over(following)
         if rid == "answers":
@@ -490,7 +492,7 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
             leader.output_ids.append(1)
         crowd.leaders.prune({"2"})
         assert crowd.leaders.is_over(following)
-        assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match") is None
+        assert crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE) is None
         crowd.leaders.clear()
 
 
@@ -499,16 +501,18 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
 ) -> None:
     """Each step of the scheduler would be longer by all that wait."""
     pages, leader = pages_of(4), FakeReq("1")
-    crowd.leaders.follow(leader, pages, "no_match")
+    crowd.leaders.follow(leader, pages, NO_MATCH, TREE)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(RemoteEntries, "reach", lambda *_: pytest.fail("nobody follows"))
         crowd.leaders.prune({"1"})
-    assert crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match").req is leader
+    assert crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE).req is leader
     crowd.index.note("", BASE, pages[:3], 0, 0)
     crowd.leaders.prune({"1"})
-    assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match").req is leader
+    assert crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE).req is leader
     common = [*pages[:3], *pages_of(1, seed=5)]
-    assert crowd.leaders.follow(FakeReq("4", "x"), common, "no_match") is None, "these are there"
+    assert crowd.leaders.follow(FakeReq("4", "x"), common, NO_MATCH, TREE) is None, (
+        "these are there"
+    )
 
 
 def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(
@@ -516,23 +520,26 @@ def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed
 ) -> None:
     """Each new request would take longer by all that lead."""
     weighed: list[Any] = []
-    planner: Any = SimpleNamespace(would_save_s=lambda *args: weighed.append(args) or 0.0)
+    planner: Any = SimpleNamespace(
+        demand=lambda _req, _owner, num_pages, _tree: num_pages,
+        would_save_s=lambda *args: weighed.append(args) or 0.0,
+    )
     leaders = replace(crowd.leaders, _planner=planner)
     for number in range(20):
         mine = [*pages_of(1 + number % 3), *pages_of(1, seed=10 + number)]
-        assert leaders.follow(FakeReq(f"{number}"), mine, "no_match") is None
+        assert leaders.follow(FakeReq(f"{number}"), mine, NO_MATCH, TREE) is None
     assert not weighed, "its own tree will have it"
-    assert leaders.follow(FakeReq("other", "x"), pages_of(4), "no_match") is None
-    assert [args[1:] for args in weighed] == [(4, 3, BASE, pool_of(""))]
+    assert leaders.follow(FakeReq("other", "x"), pages_of(4), NO_MATCH, TREE) is None
+    assert weighed == [(4, 3, BASE, pool_of(""))]
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
 def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
     pages, first = pages_of(4), FakeReq("1")
-    assert crowd.leaders.follow(first, pages, outcome) is None
+    assert crowd.leaders.follow(first, pages, Declined(outcome), TREE) is None
     other = FakeReq("2", "x")
-    assert crowd.leaders.follow(other, pages, outcome) is None
-    assert crowd.leaders.follow(other, pages, "no_match").req is first
+    assert crowd.leaders.follow(other, pages, Declined(outcome), TREE) is None
+    assert crowd.leaders.follow(other, pages, NO_MATCH, TREE).req is first
 
 
 @pytest.mark.parametrize("tenant", [None, "tenant"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from request_parts import planned_as
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled
@@ -154,6 +155,7 @@ class Team:
 
     plan = staticmethod(lambda *_: Declined("no_match"))
     refusal = staticmethod(prefixes.refusal)
+    demand = staticmethod(lambda *_: None)
     would_save_s = staticmethod(lambda *_: SAVING_S)
     remote = SimpleNamespace(reach=lambda *_: 0)
 
@@ -258,6 +260,16 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     held = waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
     assert bool(held) == prefixes.is_approximate(req) == is_approximate
     waiting.clear()
+
+
+def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read() -> None:
+    team: Any = Team()
+    leaders = InFlightPrefills(team, team, team, PAGE)
+    waiting, tree = waiting_on(SilentCache(), [], planner=team, in_flight=leaders), None
+    leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
+    Labels(SimpleNamespace(count_outcome=lambda *_, exact: None)).report([exact])  # type: ignore[arg-type]
+    team.plan = lambda req, *_: planned_as(PLAN) if req is exact else Declined("no_match")
+    assert waiting.look([leader, exact, other], tree, is_decoding=False) == {"other"}
 
 
 @pytest.mark.parametrize(

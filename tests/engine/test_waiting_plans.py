@@ -267,7 +267,7 @@ def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
     planner = planner_of(**WANTED | {"is_experiment": False})
     waiting, told = waiting_with(cache, planner=planner)
     assert not look(waiting, req)
-    assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("slower", "it is exact so far")
+    assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("off", "it is exact so far")
     assert not prefixes.is_approximate(req)
 
 
