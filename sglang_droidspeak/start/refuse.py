@@ -44,6 +44,7 @@ def _one_of(*accepted: object) -> Callable[[object], bool]:
 
 _OFF = _one_of(None, False)
 _NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's"
+_NOT_ITS_CONFIG = "the model is not as the checkpoint's config.json says"
 _READ_AS_SAFETENSORS = (
     "auto",
     "safetensors",
@@ -90,7 +91,9 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "forward_hooks": (_one_of(None, []), "they may change what layers compute"),
     "model_impl": (_one_of("auto", "sglang"), "its layers hand on no residual stream"),
     "cpu_offload_gb": (_one_of(0), "its layers fetch their weights, and a recompute ends in one"),
-    "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
+    "json_model_override_args": (_one_of(None, "", "{}"), _NOT_ITS_CONFIG),
+    "decrypted_config_file": (_one_of(None, ""), _NOT_ITS_CONFIG),
+    "model_config_parser": (_one_of("auto", "hf"), _NOT_ITS_CONFIG),
     "is_embedding": (_OFF, "the model does not generate"),
     "enable_two_batch_overlap": (_OFF, "it splits the recompute's batch"),
     "enable_pdmux": (_OFF, "it splits the recompute's batch"),
@@ -125,11 +128,12 @@ VARIABLES: Final[Mapping[str, str]] = {
 # Before anything is loaded.
 
 
-def arguments(args: Any, hip: str | None, variables: Collection[str]) -> None:
-    """Those of SGLang, as it resolved them, and which of `VARIABLES` are set; `hip` is torch's
-    version of ROCm."""
+def arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]) -> None:
+    """Those of SGLang, as they were given and as it resolved them, and which of `VARIABLES` are
+    set; `hip` is torch's version of ROCm."""
     for field, (accepts, why) in _ACCEPTED.items():
-        value = getattr(args, field)
+        # On some devices SGLang resolves that to the checkpoint's own, which `weights` judges.
+        value = getattr(given if field == "quantization" else args, field)
         if not accepts(value):
             raise ConfigError(
                 f"{field} is {value!r}: {why}; start the server without it or without droidspeak"

@@ -133,7 +133,8 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     """
     args = engine.resolved(server_args)
     require_supported()
-    refuse.arguments(args, torch.version.hip, engine.switched_on(refuse.VARIABLES))
+    variables = engine.switched_on(refuse.VARIABLES)
+    refuse.arguments(server_args, args, torch.version.hip, variables)
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
     tested = parse_settings(extra).gpu_tested_weights
     refuse.weights(args.model_path, engine.quantization(server_args), tested)

@@ -12,6 +12,7 @@ import sys
 from enum import EnumType
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_origin
 
 import huggingface_hub
@@ -256,6 +257,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "attn_dp_size": (2,),
     "cpu_offload_gb": (1,),
     "dcp_size": (2,),
+    "decrypted_config_file": ("other.json",),
     "device": ("npu", "xpu"),
     "disaggregation_mode": ("prefill", "decode"),
     "dllm_algorithm": ("LowConfidence",),
@@ -295,6 +297,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
         "ipc_cache",
         "private",
     ),
+    "model_config_parser": ("mistral",),
     "model_impl": ("transformers", "mindspore"),
     "modelopt_quant": ("fp8",),
     "moe_a2a_backend": ("deepep", "flashinfer"),
@@ -317,8 +320,10 @@ REFUSED: dict[str, tuple[object, ...]] = {
 @pytest.fixture(scope="module")
 def accepted(model: Path) -> Any:
     """Arguments as SGLang resolved them."""
-    args = engine.resolved(server_args(model, {}))
-    refuse.arguments(args, None, ())
+    given = server_args(model, {})
+    given.resolve_once()
+    args = engine.resolved(given)
+    refuse.arguments(args, args, None, ())
     return args
 
 
@@ -327,18 +332,37 @@ def accepted(model: Path) -> Any:
 )
 def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
-        refuse.arguments(Altered(accepted, field, value), None, ())
+        altered = Altered(accepted, field, value)
+        refuse.arguments(altered, altered, None, ())
 
 
 @pytest.mark.parametrize("value", ["auto", "safetensors", LoadFormat.RUNAI_STREAMER])
 def test_formats_that_read_the_checkpoints_files_are_accepted(accepted: Any, value: str) -> None:
-    refuse.arguments(Altered(accepted, "load_format", value), None, ())
+    refuse.arguments(accepted, Altered(accepted, "load_format", value), None, ())
 
 
 def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
     seen = Altered(accepted, "", None)
-    refuse.arguments(seen, None, ())
+    refuse.arguments(seen, seen, None, ())
     assert seen.asked == set(REFUSED)
+
+
+def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does with some models on Blackwell."""
+    from sglang.srt.arg_groups.model_overrides import qwen3_moe
+
+    config = shape("qwen3_moe", layers=2, hidden=64, heads=2, kv_heads=1)
+    (path,) = write_models(tmp_path, config, ["model"])
+    file = path / "config.json"
+    stored = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | stored))
+    monkeypatch.setattr(qwen3_moe, "get_platform", lambda: SimpleNamespace(is_sm100=True))
+    given = server_args(path, {"gpu_tested_weights": ["fp8"]})
+    given.resolve_once()
+    assert engine.resolved(given).quantization == "fp8"
+    assert load_this_server(given).identity == read_model_identity(path)
 
 
 class Pool:
