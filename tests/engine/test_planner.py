@@ -15,7 +15,7 @@ from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 from test_waiting import request
 
 from cachetree.checkpoint.family import Codec
-from cachetree.ids import LOCAL, Location, PageHash, Span
+from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
 from cachetree.planning import Costs, Link, PlanId, weigh
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
@@ -257,14 +257,19 @@ def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> Non
     assert would_save_s(planner, 10) == pytest.approx(saved_s)
 
 
-@pytest.mark.parametrize(("num_there", "waits_s"), [(0, 1.28), (2, 0.96), (9, None)])
+@pytest.mark.parametrize(
+    ("sender", "num_there", "waits_s"),
+    [(R, 0, 1.28), (R, 2, 0.96), (R, 9, None), (S, 2, 1.024), (S, 9, 0.128)],
+)
+@pytest.mark.parametrize("block", [None, "3:6"])
 def test_who_has_a_plan_waits_for_what_more_would_save(
-    num_there: int, waits_s: float | None
+    block: str | None, sender: ModelId, num_there: int, waits_s: float | None
 ) -> None:
-    """This model's own pages are loaded at once, at .16 s each."""
-    planner, _ = planned()
+    """This model's own pages are loaded at once, at .16 s each, and the other's for .128."""
+    planner, _ = planned(controls={"block": block})
     pages = [PageHash(bytes([number] * 16)) for number in range(10)]
-    planner._cache.match = lambda _pages: num_there * [match(R, num_there, LOCAL, {})]
+    it = match(sender, num_there, LOCAL, dict.fromkeys(ALL_E, num_there))
+    planner._cache.match = lambda _pages: num_there * [it]
     planner._cache.sources = lambda: ()
     models: Any = MagicMock(__len__=lambda _: 2)
     models.owner_of = lambda req: Owner(S if req is leader else R, None, None)
