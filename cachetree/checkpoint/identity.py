@@ -32,7 +32,7 @@ from cachetree.errors import UNREADABLE, ConfigError, written
 Config = Mapping[str, Any]
 """A config.json as it was parsed; which keys it has is up to the model."""
 
-_CACHE_VERSION = "3"
+_CACHE_VERSION = "4"
 """Part of every cache key; changes when the meaning of an identity does."""
 
 _COMPUTING_KEYS = """
@@ -41,9 +41,9 @@ _COMPUTING_KEYS = """
     hidden_activation intermediate_size layer_types logits_scaling max_window_layers mlp_bias
     mlp_only_layers moe_intermediate_size n_group n_routed_experts n_shared_experts
     norm_topk_prob num_experts num_experts_per_tok num_local_experts qkv_bias
-    quantization_config query_pre_attn_scalar residual_multiplier rms_norm_eps
-    routed_scaling_factor shared_expert_intermediate_size sliding_window tie_word_embeddings
-    topk_group use_qk_norm use_sliding_window vocab_size
+    quantization_config query_pre_attn_scalar residual_multiplier rms_norm_eps rope_is_neox_style
+    routed_scaling_factor scale_emb shared_expert_intermediate_size sliding_window
+    tie_word_embeddings topk_group use_qk_norm use_sliding_window vocab_size
 """
 """What a config says about the computation beside sizes and rope. Named one by one, because
 everything else (versions, paths, generation defaults) differs between saves of one model."""

@@ -93,7 +93,13 @@ def test_some_trained_rows_make_another_model(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rms_norm_eps", 1e-6), ("hidden_act", "gelu"), ("sliding_window", 64)],
+    [
+        ("rms_norm_eps", 1e-6),
+        ("hidden_act", "gelu"),
+        ("sliding_window", 64),
+        ("scale_emb", 2.0),  # Of a Qwen2, and
+        ("rope_is_neox_style", False),  # of a Llama, in SGLang alone.
+    ],
 )
 def test_a_changed_computation_is_another_model(tmp_path: Path, key: str, value: Any) -> None:
     before = read_model_identity(write(tmp_path / "a"))
