@@ -113,8 +113,8 @@ def test_the_probe_names_every_hooked_function() -> None:
     assert hooked | {*release.WEIGHTS_WRITTEN} <= release.USED.keys()
 
 
-NAMES = ("missing", "whole", "begun")
-"""Updates that fail, that work, and that never come to an end."""
+NAMES = ("missing", "whole", "begun", "reset")
+"""Updates that fail, that work, that never come to an end, and that are none."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,8 @@ class Updated:
         path, body = "update_weights_from_disk", {"model_path": str(self.models.get(name))}
         if name == "begun":  # From now on weights may be written from outside.
             path, body = "begin_weight_update", {}
+        if name == "reset":  # To random ones, before an update that is to be proven.
+            path, body = "weights_checker", {"action": "reset_tensors"}
         reply = requests.post(f"{self.servers[name].url}/{path}", json=body, timeout=60)
         return reply.json()["success"]
 
@@ -198,7 +200,7 @@ def test_nothing_is_stored_served_or_reused_any_more(updated: Updated, name: str
     assert requests.get(f"{page}/health", timeout=10).status_code == 200
     question = {"model": read_model_identity(model).model_id, "token_ids": tokens}
     assert requests.post(f"{page}/query", json=question, timeout=10).status_code == 503
-    assert (after.logprobs == before.logprobs) == (name != "whole")
+    assert (after.logprobs == before.logprobs) == (name not in ("whole", "reset"))
     eventually(lambda: usable(server) == {0.0})
     answer(server, prompt(100, seed=2))
     assert watcher.num_pages(prompt(100, seed=2), model) == 0
