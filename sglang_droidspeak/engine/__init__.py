@@ -78,16 +78,10 @@ class Quantization:
 
 
 def quantization(server_args: Any) -> Quantization | None:
-    """What SGLang makes of the checkpoint and the arguments, before it reads any weight.
-
-    Raises ConfigError where it makes nothing of them.
-    """
+    """What SGLang makes of the checkpoint and the arguments, before it reads any weight."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    try:
-        config = model_config_of(server_args)
-    except ValueError as exc:
-        raise ConfigError(f"SGLang cannot serve this checkpoint: {exc}") from exc
+    config = model_config_of(server_args)
     if config.quantization is None:
         return None
     stated = config.hf_quant_config

@@ -108,8 +108,6 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
     "enable_return_routed_experts": (_one_of(False), "what is loaded has gone through no experts"),
     "kv_canary": (_one_of("none"), "what is loaded has none of its marks"),
-    "enable_hierarchical_cache": (_OFF, "both would own what leaves the device"),
-    "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
     "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
     "tokenizer_worker_num": (_one_of(1), "its workers have no drift guard, and explain nothing"),
     "smg_grpc_mode": (_one_of(False), "that front end has no drift guard, and answers no page"),

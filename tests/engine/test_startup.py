@@ -225,8 +225,6 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         (["--nnodes", "2", "--tp-size", "2"], ["nnodes", "2", "one host"]),
         (["--load-format", "dummy"], ["load_format", "dummy"]),
         (["--json-model-override-args", '{"rope_theta": 5}'], ["json_model_override_args"]),
-        (["--enable-hierarchical-cache"], ["enable_hierarchical_cache", "both would own"]),
-        (["--hicache-storage-backend", "file"], ["hicache_storage_backend", "both would own"]),
         (["--dp-size", "2"], ["dp_size is 2", "one address"]),
         (["--quantization", "fp8"], ["quantization is 'fp8'", "not the checkpoint's"]),
         (["--kv-cache-dtype", "fp8_e4m3"], ["kv_cache_dtype is 'fp8_e4m3'", "scales"]),
@@ -264,7 +262,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "download_dir": ("models",),
     "dp_size": (2,),
     "enable_attn_tp_input_scattered": (True,),
-    "enable_hierarchical_cache": (True,),
     "enable_hisparse": (True,),
     "enable_layernorm_sp": (True,),
     "enable_memory_saver": (True,),
@@ -275,7 +272,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "enable_two_batch_overlap": (True,),
     "enable_watermark": (True,),
     "forward_hooks": ([{"name": "h"}],),
-    "hicache_storage_backend": ("file",),
     "is_embedding": (True,),
     "json_model_override_args": ('{"rope_theta": 5}',),
     "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2", "nvfp4"),
@@ -478,13 +474,6 @@ def test_fp8_kv_of_quantised_weights_is_refused_by_what_the_checkpoint_says(
     config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_quant_algo": "FP8"}
     line = refusal(quantised_as(config, model, tmp_path), {"gpu_tested_weights": ["fp8"]})
     assert "so is its KV (FP8)" in line
-
-
-def test_a_checkpoint_that_sglang_does_not_take_is_one_line_too(
-    model: Path, tmp_path: Path
-) -> None:
-    quantised = quantised_as({"quant_method": "florp"}, model, tmp_path)
-    assert "Unknown quantization method: florp" in refusal(quantised, {})
 
 
 def test_a_checkpoint_that_is_quantised_in_a_file_beside_is_refused(
