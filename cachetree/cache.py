@@ -28,7 +28,7 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""No rate is told from what a tier has read: it comes in parts as long as a step."""
+"""No rate is told from what a tier has read: a disk reads whole steps."""
 
 
 class Cache:
@@ -253,9 +253,12 @@ class Cache:
         tier = self._tiers.get(location)
         if tier is None:
             return replace(link, backlog=backlog)
-        num_ahead = max(0, len(backlog) - tier.num_readers + 1)  # The longest go on beside it.
-        ahead, beside = sum(backlog[:num_ahead]), backlog[num_ahead:]
-        return replace(link, ahead=ahead, backlog=beside, frame_bytes=_UNSEEN_BYTES)
+        num_ahead = max(0, len(backlog) - tier.num_readers + 1)
+        first, longest = sum(backlog[:num_ahead]), backlog[num_ahead:]
+        meanwhile = [min(rest, first) for rest in longest]  # They go on beside all of it.
+        backlog = [rest - read for rest, read in zip(longest, meanwhile, strict=True)]
+        ahead = first + sum(meanwhile)
+        return replace(link, ahead=ahead, backlog=backlog, frame_bytes=_UNSEEN_BYTES)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until every peer is ready; False when the time is over or one is refused."""

@@ -56,17 +56,25 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 
 def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
+    from cachetree.checkpoint import read_invocation
     from cachetree.disk import Directory
     from cachetree.transport import Address, hold_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.record import check_record
     from sglang_droidspeak.start import refuse
-    from sglang_droidspeak.start.this_server import load_this_server
+    from sglang_droidspeak.start.this_server import folder_of, load_this_server
 
     args = engine.resolved(server_args)
     try:
         server = load_this_server(server_args)
         settings = server.settings
+        if args.enable_lora:
+            refuse.activated(
+                args.lora_paths or (),
+                lambda it: read_invocation(folder_of(it.lora_path)),
+                args.max_loras_per_batch,
+                args.lora_target_modules or (),
+            )
         if args.device == "cuda":  # On CPUs memory is taken as it fills.
             refuse.memory(settings, args.tp_size, free_memory_bytes() / GIB)
         if settings.guard_path is not None:

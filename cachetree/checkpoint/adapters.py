@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -26,6 +26,8 @@ _NOTES = """
 """
 """What an adapter's config says about where it came from and which tensors it has. Everything else
 in it decides what the tensors do."""
+_EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
+"""Targets with which SGLang applies factors of the embeddings."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
     tensors = read_tensors(require_no_others([weights], path.glob("*.safetensors")))
     targets = read_json(path / "adapter_config.json").get("target_modules")
-    if isinstance(targets, list) and "embed_tokens" not in {it.split(".")[-1] for it in targets}:
+    if isinstance(targets, list) and _EMBEDS.isdisjoint(str(it).split(".")[-1] for it in targets):
         for name in tensors:
             if "embed_tokens.lora_" in name:
                 raise ConfigError(

@@ -20,7 +20,7 @@ def status_of(program: str, run: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; nothing was left running", file=sys.stderr)  # noqa: T201
+        print(f"{program}: interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except (CacheTreeError, OSError) as exc:
         print(f"{program}: {exc}", file=sys.stderr, flush=True)  # noqa: T201

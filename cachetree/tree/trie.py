@@ -113,6 +113,7 @@ class PageTrie:
         """The end of the longest prefix of `pages`, right after `parent`; None where it is empty.
 
         Only nodes count that `has` is true of, if it is given; then it is of all above them, too.
+        With a `parent` it has to be given, and to be true of what is local alone.
 
         `pages` are trusted to be a chain, so a page that is in its place says that all before it
         are, and the last such page is found by halving, whatever nodes they are in. What was

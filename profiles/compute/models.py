@@ -194,9 +194,9 @@ def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
     if type(tokenizer) is TokenizersBackend and stated not in general:
         with suppress(OSError, ValueError, TypeError, ImportError):
             tokenizer = stated.from_pretrained(path)
-    if isinstance(tokenizer, TokenizersBackend):
-        ours = tokenizer.backend_tokenizer
-        whole = Tokenizer.from_file(str(path / "tokenizer.json"))
+    whole_file = path / "tokenizer.json"
+    if isinstance(tokenizer, TokenizersBackend) and whole_file.is_file():
+        ours, whole = tokenizer.backend_tokenizer, Tokenizer.from_file(str(whole_file))
         kinds = {type(it.pre_tokenizer) for it in (ours, whole)} - {NoneType}
         if len(kinds) == 2:
             ours.pre_tokenizer, ours.decoder = whole.pre_tokenizer, whole.decoder

@@ -80,7 +80,7 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
     "kv_cache_dtype": (_one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"), _SCALED),
     "quantization_param_path": (_one_of(None), _SCALED),
-    "quantization": (_one_of(None), _NOT_THE_CHECKPOINTS),
+    "quantization": (_one_of(None, "unquant"), _NOT_THE_CHECKPOINTS),
     "modelopt_quant": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "rl_quant_profile": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),

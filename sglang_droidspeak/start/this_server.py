@@ -20,7 +20,6 @@ from cachetree.checkpoint import (
     ModelIdentity,
     adapted,
     read_adapter,
-    read_invocation,
     read_model_identity,
 )
 from cachetree.corrections import Correction, read_corrections
@@ -50,10 +49,7 @@ _BESIDE: Final = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True, kw_only=True)
 class ThisServer:
-    """As the extension sees it. Made once per process by `load_this_server`.
-
-    What takes reading the adapters' files is found once, when it is first asked for.
-    """
+    """As the extension sees it. Made once per process by `load_this_server`."""
 
     settings: Settings
     identity: ModelIdentity
@@ -112,7 +108,8 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """Of every two of the base and its adapters."""
+        """Of every two of the base and its adapters, whose files are read when it is first asked
+        for."""
         num_layers = self.identity.num_layers
         read = [read_adapter(it, num_layers) for it in self.adapters or ()]
         found = {one.first_difference(other) for one in read for other in (None, *read)}
@@ -139,7 +136,7 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     tested = parse_settings(extra).gpu_tested_weights
     refuse.weights(args.model_path, engine.quantization(server_args), tested)
     refs = args.lora_paths if args.enable_lora else None
-    server = read_server(
+    return read_server(
         msgspec.json.encode(extra, order="sorted"),
         args.model_path,
         args.revision,
@@ -147,13 +144,6 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
         args.tp_size,
         None if refs is None else tuple(it.lora_path for it in refs),
     )
-    refuse.activated(
-        refs or (),
-        lambda it: read_invocation(folder_of(it.lora_path)),
-        args.max_loras_per_batch,
-        args.lora_target_modules or (),
-    )
-    return server
 
 
 @functools.cache

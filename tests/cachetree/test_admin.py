@@ -145,7 +145,7 @@ def test_who_waits_no_longer_is_told_in_one_line(capsys: pytest.CaptureFixture[s
         raise KeyboardInterrupt
 
     assert status_of("cachetree", interrupted) == 130
-    assert capsys.readouterr().err == "cachetree: interrupted; nothing was left running\n"
+    assert capsys.readouterr().err == "cachetree: interrupted\n"
 
 
 def test_a_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+import requests
 import zmq
 from engine_parts import SLOW_DEVICE, Answer, answer, eventually, prompt
 from forked import ServerSpec
@@ -122,6 +123,16 @@ def test_without_an_invocation_it_is_the_base(pair: Pair) -> None:
     reply = pair.ask(tokens)
     assert (reply.meta["cached_tokens"], reply.provenance["reused_tokens"]) == (144, 0)
     reply.assert_equals(pair.expected_of_base(tokens))
+
+
+def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(pair: Pair) -> None:
+    def load(name: str) -> str:
+        asked = {"lora_name": name, "lora_path": str(pair.models.adapters["other"]), "pinned": True}
+        return requests.post(f"{pair.server.url}/load_lora_adapter", json=asked, timeout=60).text
+
+    assert '"success":true' in load("one")
+    assert "judge takes two slots" in load("two")
+    pair.server.post("/unload_lora_adapter", lora_name="one")
 
 
 def test_events_call_it_by_its_name(pair: Pair) -> None:

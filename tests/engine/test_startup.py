@@ -37,7 +37,7 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.plugin import check_front_end
-from sglang_droidspeak.start import refuse
+from sglang_droidspeak.start import refuse, this_server
 from sglang_droidspeak.start.config import LINKER_MODULE, Settings, cache_config, parse_settings
 from sglang_droidspeak.start.this_server import folder_of, load_this_server, read_server
 from sglang_droidspeak.store.capture import correction_bytes, e_bytes_per_token
@@ -330,6 +330,27 @@ def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, valu
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
         altered = Altered(accepted, field, value)
         refuse.arguments(altered, altered, None, ())
+
+
+def test_who_asks_for_no_quantisation_by_name_is_accepted(model: Path) -> None:
+    given = server_args(model, {}, "--quantization", "unquant")
+    given.resolve_once()
+    assert load_this_server(given).identity == read_model_identity(model)
+
+
+def test_repositories_of_adapters_are_looked_for_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(tmp_path / "a", model)
+    asked: list[str] = []
+    find = this_server.folder_of
+    monkeypatch.setattr(
+        this_server, "folder_of", lambda path, *rest: asked.append(path) or find(path, *rest)
+    )
+    args = server_args(model, {}, "--enable-lora", "--lora-paths", f"late={adapter}")
+    for _ in range(3):
+        load_this_server(args)
+    assert asked.count(str(adapter)) == 1
 
 
 @pytest.mark.parametrize("value", ["auto", "safetensors", LoadFormat.RUNAI_STREAMER])

@@ -65,3 +65,16 @@ def test_a_folder_has_the_tokenizer_of_a_server(family, tokenizer, name, begins,
     assert ours(SAID).input_ids == ids
     assert ours.decode(ids) == servers.decode(ids)
     assert len(ids) > 20
+
+
+def test_a_folder_needs_no_tokenizer_json(tmp_path):
+    shape("qwen3", layers=1, hidden=64, heads=4, kv_heads=2).save_pretrained(tmp_path)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {it: token for token, it in enumerate(["<|endoftext|>", *letters])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, servers = load_tokenizer(ModelSource(path=tmp_path)), get_tokenizer(str(tmp_path))
+    assert ours(SAID).input_ids == servers(SAID).input_ids
+    assert len(ours(SAID).input_ids) > 20
