@@ -225,7 +225,8 @@ class Meter:
     @property
     def notice_s(self) -> float:
         """From the end of a fetch until the scheduler sees it: what two in three did not exceed,
-        each for a minute. Whoever avoids what was slow would not see that it has recovered."""
+        one of `_NOTICE_S` among them, and the others for a minute. Whoever avoids what was slow
+        would not see that it has recovered."""
         since_s = self._clock() - _NOTICES_AGE_S
         known = (late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)
         return most_of((_NOTICE_S, *known)) or _NOTICE_S

@@ -189,8 +189,9 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{SCHEDULER_MODULE}.Scheduler": (
         "waiting_queue chunked_req grammar_manager tree_cache policy "
-        "enable_priority_scheduling _add_request_to_queue get_num_allocatable_reqs "
-        "truncation_align_size page_size enable_lora_overlap_loading lora_overlap_loader"
+        "enable_priority_scheduling enable_priority_preemption _add_request_to_queue "
+        "get_num_allocatable_reqs truncation_align_size page_size enable_lora_overlap_loading "
+        "lora_overlap_loader"
     ),
     "sglang.srt.constrained.grammar_manager.GrammarManager": (
         "grammar_queue has_waiting_grammars get_ready_grammar_requests"

@@ -53,9 +53,11 @@ class InFlightPrefills:
         pages: Sequence[PageHash],
         found: Planned | Declined,
         tree: UnifiedRadixCache,
+        *,
+        exactly: bool,
     ) -> InFlightPrefill | None:
-        """Whom to wait for rather than do as was found, with the pages that both have; else this
-        request may lead from now on."""
+        """Whom to wait for rather than do as was found, with the pages that both have, to read them
+        `exactly` if it has to stay exact; else this request may lead from now on."""
         owner = self._models.owner_of(req)
         if len(self._models) == 1 or owner is None or not pages:
             return None
@@ -70,11 +72,14 @@ class InFlightPrefills:
             num_pages = _num_common(it.pages, pages)
             if num_pages > longest.get(it.place, (num_planned,))[0]:
                 longest[it.place] = num_pages, it
-        for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
+        if longest:
             demand = known.demand if known else self._planner.demand(req, owner, len(pages), tree)
-            saved_s = self._planner.would_save_s(demand, num_pages, leader.model, leader.place)
-            awaited = replace(leader, pages=pages[:num_pages], patience_s=saved_s - saving_s)
-            if awaited.patience_s > 0 and not self._has_left(awaited):
+        for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
+            patience_s = -saving_s + self._planner.would_save_s(
+                demand, num_pages, leader.model, leader.place, exactly=exactly
+            )
+            awaited = replace(leader, pages=pages[:num_pages], patience_s=patience_s)
+            if patience_s > 0 and not self._has_left(awaited):
                 return awaited
         if is_declined:
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)

@@ -226,15 +226,17 @@ class Planner:
         return saved_s is None or saved_s > 0
 
     def would_save_s(
-        self, demand: Demand, num_there: int, sender: ModelId, location: Location
+        self, demand: Demand, num_there: int, sender: ModelId, location: Location, *, exactly: bool
     ) -> float:
         """What a request would save if that model had so many of its first pages there, with all E;
-        0 where it would not take them."""
+        0 where it would not take them, or not `exactly`, if it has to stay exact."""
         e_pages = dict.fromkeys(self._server.transition_layers, num_there)
         match = Match(model=sender, location=location, num_pages=num_there, e_pages=e_pages)
         costs = self.costs({location})
         plan = choose(demand, [match], self.profiles, costs)
-        return _patience(plan, demand, costs).saving_s if isinstance(plan, Plan) else 0.0
+        if isinstance(plan, NoReuse) or (exactly and not plan.is_exact):
+            return 0.0
+        return _patience(plan, demand, costs).saving_s
 
     def price(self, plan: Plan) -> Price:
         """Of a plan over a fast link, as it is predicted now."""

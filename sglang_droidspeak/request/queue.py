@@ -60,7 +60,8 @@ class Queue:
             ahead = [*takewhile(lambda req: req.rid in held or id(req) in left, queue)]
             # SGLang notes that all is full only where it had another request to look at.
             room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
-            is_busy = is_in_chunks or running.batch_is_full or room <= 0
+            is_full = room <= 0 and not scheduler.enable_priority_preemption
+            is_busy = is_in_chunks or running.batch_is_full or is_full
             if len(ahead) < len(queue) or not is_busy:
                 # One that came after these was taken; or none, and nothing else was in their way.
                 self._waiting.pass_over(req.rid for req in ahead if req.rid in held)
@@ -81,7 +82,8 @@ class Queue:
         if adder.rem_chunk_tokens is not None and not adder.can_run_list:
             num_new = len(req.full_untruncated_fill_ids) - prefix_len
             is_decoding = not adder.running_batch.is_empty()
-            kept = self._least_chunk if is_decoding else adder.ceil_paged_tokens(num_new)
+            kept = adder.ceil_paged_tokens(num_new)
+            kept = min(kept, self._least_chunk) if is_decoding else kept
             charge = min(charge, max(0, adder.rem_chunk_tokens - kept))
         return replayed + charge
 

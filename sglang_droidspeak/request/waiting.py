@@ -272,13 +272,15 @@ class WaitingRequests:
         planned = self._planner.plan(req, request.pages, tree, num_waiting)
         consider(req, planned.considered)
         if isinstance(planned, Planned) and not planned.plan.is_exact and must_stay_exact(req):
-            planned = Declined(Reason.OFF.value, "it is exact so far")
+            planned = Declined(Reason.OFF.value)
         if isinstance(planned, Declined) and planned.may_be_approximate:
             self._read_what_is_there(request, tree)
             if prefixes.is_approximate(req):
                 return planned  # Nobody can read what it will leave.
         if request.following is None:  # Once is enough.
-            request.following = self._in_flight.follow(req, request.pages, planned, tree)
+            request.following = self._in_flight.follow(
+                req, request.pages, planned, tree, exactly=must_stay_exact(req)
+            )
             if request.following is not None:
                 request.patience = Patience(saving_s=request.following.patience_s)
                 return None

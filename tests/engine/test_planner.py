@@ -242,7 +242,7 @@ def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measur
 def would_save_s(planner: Any, num_there: int = 6) -> float:
     """Were so many pages of ten there, of another adapter's."""
     demand = planner.demand(planner.asked, Owner(R, None, None), 10, TREE)
-    return planner.would_save_s(demand, num_there, S, pool_of(""))
+    return planner.would_save_s(demand, num_there, S, pool_of(""), exactly=False)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
     remote = SimpleNamespace(reach=lambda *_: 0)
     leaders = InFlightPrefills(SimpleNamespace(remote=remote), planner, models, PAGE)
     leader: Any = SimpleNamespace(rid="leads", lora_id="x", extra_key="x", cache_salt=None)
-    assert leaders.follow(leader, pages, Declined("no_match"), TREE) is None
+    assert leaders.follow(leader, pages, Declined("no_match"), TREE, exactly=False) is None
     found = planner.plan(planner.asked, pages, TREE, 1)
-    awaited = leaders.follow(planner.asked, pages, found, TREE)
+    awaited = leaders.follow(planner.asked, pages, found, TREE, exactly=False)
     assert (awaited and awaited.patience_s) == (waits_s and pytest.approx(waits_s, rel=1e-3))
 
 

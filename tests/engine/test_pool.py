@@ -457,7 +457,7 @@ def crowd(shelf: Shelf) -> Crowd:
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
-    planner = SimpleNamespace(demand=lambda *_args: None, would_save_s=lambda *_args: 1.0)
+    planner = SimpleNamespace(demand=lambda *_args: None, would_save_s=lambda *_args, **_: 1.0)
     made.leaders = InFlightPrefills(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
     return made
 
@@ -465,9 +465,11 @@ def crowd(shelf: Shelf) -> Crowd:
 def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd) -> None:
     pages, longer = pages_of(4), [*pages_of(3), *pages_of(2, seed=5)]
     first, second, same = FakeReq("1"), FakeReq("2", "x"), FakeReq("3")
-    assert crowd.leaders.follow(first, pages, NO_MATCH, TREE) is None
-    assert crowd.leaders.follow(same, pages, NO_MATCH, TREE) is None, "its own tree will have it"
-    following = crowd.leaders.follow(second, longer, NO_MATCH, TREE)
+    assert crowd.leaders.follow(first, pages, NO_MATCH, TREE, exactly=False) is None
+    assert crowd.leaders.follow(same, pages, NO_MATCH, TREE, exactly=False) is None, (
+        "its own tree will have it"
+    )
+    following = crowd.leaders.follow(second, longer, NO_MATCH, TREE, exactly=False)
     assert (following.req, following.pages) == (first, longer[:3])
     assert not crowd.leaders.is_over(following)
     crowd.index.note("", BASE, pages[:2], 0, 0)
@@ -481,8 +483,8 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
     pages = pages_of(4)
     for rid in ("answers", "aborted"):
         leader = FakeReq(rid)
-        crowd.leaders.follow(leader, pages, NO_MATCH, TREE)
-        following = crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE)
+        crowd.leaders.follow(leader, pages, NO_MATCH, TREE, exactly=False)
+        following = crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE, exactly=False)
         crowd.leaders.prune({rid, "2"})
         assert not crowd.leaders.is_over(following)
         if rid == "answers":
@@ -492,7 +494,7 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
             leader.output_ids.append(1)
         crowd.leaders.prune({"2"})
         assert crowd.leaders.is_over(following)
-        assert crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE) is None
+        assert crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE, exactly=False) is None
         crowd.leaders.clear()
 
 
@@ -501,16 +503,20 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
 ) -> None:
     """Each step of the scheduler would be longer by all that wait."""
     pages, leader = pages_of(4), FakeReq("1")
-    crowd.leaders.follow(leader, pages, NO_MATCH, TREE)
+    crowd.leaders.follow(leader, pages, NO_MATCH, TREE, exactly=False)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(RemoteEntries, "reach", lambda *_: pytest.fail("nobody follows"))
         crowd.leaders.prune({"1"})
-    assert crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE).req is leader
+    assert (
+        crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE, exactly=False).req is leader
+    )
     crowd.index.note("", BASE, pages[:3], 0, 0)
     crowd.leaders.prune({"1"})
-    assert crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE).req is leader
+    assert (
+        crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE, exactly=False).req is leader
+    )
     common = [*pages[:3], *pages_of(1, seed=5)]
-    assert crowd.leaders.follow(FakeReq("4", "x"), common, NO_MATCH, TREE) is None, (
+    assert crowd.leaders.follow(FakeReq("4", "x"), common, NO_MATCH, TREE, exactly=False) is None, (
         "these are there"
     )
 
@@ -522,24 +528,24 @@ def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed
     weighed: list[Any] = []
     planner: Any = SimpleNamespace(
         demand=lambda _req, _owner, num_pages, _tree: num_pages,
-        would_save_s=lambda *args: weighed.append(args) or 0.0,
+        would_save_s=lambda *args, **_: weighed.append(args) or 0.0,
     )
     leaders = replace(crowd.leaders, _planner=planner)
     for number in range(20):
         mine = [*pages_of(1 + number % 3), *pages_of(1, seed=10 + number)]
-        assert leaders.follow(FakeReq(f"{number}"), mine, NO_MATCH, TREE) is None
+        assert leaders.follow(FakeReq(f"{number}"), mine, NO_MATCH, TREE, exactly=False) is None
     assert not weighed, "its own tree will have it"
-    assert leaders.follow(FakeReq("other", "x"), pages_of(4), NO_MATCH, TREE) is None
+    assert leaders.follow(FakeReq("other", "x"), pages_of(4), NO_MATCH, TREE, exactly=False) is None
     assert weighed == [(4, 3, BASE, pool_of(""))]
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
 def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
     pages, first = pages_of(4), FakeReq("1")
-    assert crowd.leaders.follow(first, pages, Declined(outcome), TREE) is None
+    assert crowd.leaders.follow(first, pages, Declined(outcome), TREE, exactly=False) is None
     other = FakeReq("2", "x")
-    assert crowd.leaders.follow(other, pages, Declined(outcome), TREE) is None
-    assert crowd.leaders.follow(other, pages, NO_MATCH, TREE).req is first
+    assert crowd.leaders.follow(other, pages, Declined(outcome), TREE, exactly=False) is None
+    assert crowd.leaders.follow(other, pages, NO_MATCH, TREE, exactly=False).req is first
 
 
 @pytest.mark.parametrize("tenant", [None, "tenant"])

@@ -50,6 +50,7 @@ class Round:
             truncation_align_size=None,
             page_size=PAGE,
             enable_priority_scheduling=bool(priorities),
+            enable_priority_preemption=False,
             policy=SimpleNamespace(calc_priority=sort_by_priority),
             grammar_manager=SimpleNamespace(
                 has_waiting_grammars=lambda: False,
@@ -260,7 +261,7 @@ class Held:
                 prefill=SimpleNamespace(knows=lambda _: True, seconds=lambda *_: 3600.0),
             ),
             planner=planner_of(patience=Patience(saving_s=3600.0)),
-            in_flight=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
+            in_flight=SimpleNamespace(follow=lambda *_, **__: None, prune=lambda _waiting: None),
             ranks=Ranks(None),
         )
 

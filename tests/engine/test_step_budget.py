@@ -96,6 +96,11 @@ def test_one_is_not_refused_where_chunks_are_of_many_pages() -> None:
     assert [adder.add(640, 5 * PAGE) for _ in range(2)] == [True, False]
 
 
+def test_one_that_fits_takes_its_recompute_where_chunks_are_of_many_pages() -> None:
+    adder = Adder(is_decoding=True, align=4 * PAGE)
+    assert [adder.add(num_loaded, 10) for num_loaded in (640, 0)] == [True, False]
+
+
 def test_what_is_only_loaded_takes_nothing_but_its_own_tokens() -> None:
     adder = Adder(is_decoding=True)
     adder.waiting.step_tokens = lambda *_: 0

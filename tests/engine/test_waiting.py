@@ -139,7 +139,7 @@ def waiting_on(
         ),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(
-            follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
+            follow=lambda *_, **__: None, prune=lambda _waiting: None, clear=lambda: None
         ),
         "ranks": Ranks(None),
     }
@@ -156,7 +156,7 @@ class Team:
     plan = staticmethod(lambda *_: Declined("no_match"))
     refusal = staticmethod(prefixes.refusal)
     demand = staticmethod(lambda *_: None)
-    would_save_s = staticmethod(lambda *_: SAVING_S)
+    would_save_s = staticmethod(lambda *_, exactly: 0.0 if exactly else SAVING_S)
     remote = SimpleNamespace(reach=lambda *_: 0)
 
     def meet(self, req: Any) -> None:
@@ -262,13 +262,14 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     waiting.clear()
 
 
-def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read() -> None:
+@pytest.mark.parametrize("found", [planned_as(PLAN), Declined("no_match")])
+def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read(found: Any) -> None:
     team: Any = Team()
     leaders = InFlightPrefills(team, team, team, PAGE)
     waiting, tree = waiting_on(SilentCache(), [], planner=team, in_flight=leaders), None
     leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
     Labels(SimpleNamespace(count_outcome=lambda *_, exact: None)).report([exact])  # type: ignore[arg-type]
-    team.plan = lambda req, *_: planned_as(PLAN) if req is exact else Declined("no_match")
+    team.plan = lambda req, *_: found if req is exact else Declined("no_match")
     assert waiting.look([leader, exact, other], tree, is_decoding=False) == {"other"}
 
 
@@ -480,6 +481,7 @@ def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
 @pytest.mark.parametrize(
     ("taken", "is_in_chunks", "is_full", "num_slots", "could_run"),
     [
+        ("", False, False, -1, "ac"),  # Who decodes would have given way.
         ("", False, False, 1, "ac"),  # Nothing was to be done.
         ("", False, True, 1, ""),  # There was no room,
         ("", False, False, 0, ""),  # which SGLang did not need to know.
@@ -516,6 +518,7 @@ def test_which_held_requests_a_step_could_have_taken(
         truncation_align_size=None,
         page_size=PAGE,
         enable_priority_scheduling=False,
+        enable_priority_preemption=num_slots < 0,
     )
 
     def step(it: Any, running_batch: Any) -> Any:

@@ -370,7 +370,7 @@ def test_ranks_look_in_the_same_place_for_one_that_waits_for_another() -> None:
     planner = SimpleNamespace(
         meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_profile")
     )
-    in_flight = SimpleNamespace(follow=lambda *_: leader, prune=lambda _waiting: None)
+    in_flight = SimpleNamespace(follow=lambda *_, **__: leader, prune=lambda _waiting: None)
     for number in range(2):
         req = request()
         prefixes.move(req, approximate=True)
