@@ -273,7 +273,8 @@ class HiCacheTier:
                 found = lane.read(batch)
             except Exception as exc:
                 raise self._lost(model, pages, self._culprit(batch, exc), "damaged") from exc
-            yield sum(lane.objects.page_bytes(piece.step) for piece in batch)
+            there = [piece for piece, is_there in zip(batch, found, strict=False) if is_there]
+            yield sum(lane.objects.page_bytes(piece.step) for piece in there)
             for index, piece in enumerate(batch):
                 is_there, memory = index < len(found) and found[index], lane.memory(index)
                 payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None

@@ -24,6 +24,7 @@ from tier_parts import fetch_too_late
 from transport_parts import FAMILY, MODEL, eventually, store
 
 from cachetree import (
+    Cache,
     Cancelled,
     Deadline,
     DeadlineExceeded,
@@ -243,15 +244,22 @@ def test_what_pauses_reading_is_late_answers_not_long_prompts(
         assert tier_of(cache).status().is_reading_paused == is_paused
 
 
-def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same() -> None:
-    shelf, noted = Hanging(), list[tuple[int, FetchError | None]]()
+def notes_of(cache: Cache) -> list[tuple[int, type]]:
+    """Of each fetch that will have ended: how much was read, and what ended it."""
+    noted: list[tuple[int, type]] = []
 
     def note(num_bytes: int, _seconds: float, error: FetchError | None) -> None:
-        noted.append((num_bytes, error))
+        noted.append((num_bytes, type(error)))
 
+    tier_of(cache)._note_speed = note
+    return noted
+
+
+def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same() -> None:
+    shelf = Hanging()
     with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
-        tier_of(cache)._note_speed = note
+        noted = notes_of(cache)
         shelf.hangs_at = "read"
         staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
         assert staging is not None
@@ -259,8 +267,20 @@ def test_a_fetch_that_was_given_up_says_how_much_came_all_the_same() -> None:
         staging.release()
         shelf.may_go_on.set()
         eventually(lambda: noted)
-    ((num_bytes, error),) = noted
-    assert (num_bytes, type(error)) == (4 * FAMILY.e_page_bytes, Cancelled)
+    assert noted == [(4 * FAMILY.e_page_bytes, Cancelled)]
+
+
+@pytest.mark.parametrize("num_left", [0, 3])
+def test_what_is_missing_has_not_been_read(num_left: int) -> None:
+    shelf = Shelf()
+    with cache_over(shelf) as cache:
+        store_and_wait(cache, prompt(0))
+        noted = notes_of(cache)
+        shelf.kept = dict(list(shelf.kept.items())[:num_left])  # Of what is written, E is first.
+        with pytest.raises(StaleEntry):
+            fetch(cache, prompt(0), Span(0, 8))
+        eventually(lambda: noted)
+    assert noted == [(num_left * FAMILY.e_page_bytes, StaleEntry)]
 
 
 def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
