@@ -134,10 +134,11 @@ class DiskTier:
         """A file that has been begun is written, whether or not time is over."""
         self._store.write(change, lease.views)
         there = self._store.index.find(change.model, change.pages)
-        if any(set(change.e_layers) < set(it.record.layout.e_layers) for it, _ in there):
-            # It was loaded, without the E that is here, and hides that from those who read memory.
+        # What was loaded without the E that is here hides it from those who read memory.
+        hidden = [it for it, _ in there if set(change.e_layers) < set(it.record.layout.e_layers)]
+        if hidden and self._reads.num_waiting < MAX_WAITING:
             deadline = Deadline.after(_MAX_PROMOTE_S, self._clock)
-            self.promote(change.model, change.pages[-1], deadline, lambda: None)
+            self._reads.put(partial(self._promote, hidden, deadline))
         return True
 
     # In a reader's thread.

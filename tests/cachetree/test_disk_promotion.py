@@ -255,13 +255,23 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
         assert worker.match(other)[0].location == "local", "others were evicted for it"
 
 
-def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
-    """As a server stores what it has read of its own."""
+def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server stores what it has read of its own; of more parts than peers may wait for."""
+    monkeypatch.setattr("cachetree.disk.entry_file.MAX_FILE_BYTES", 4 * PAGE_TOTAL)
+    monkeypatch.setattr("cachetree.disk.tier._MAX_PROMOTIONS", 2)
     with (
         on_disk_only(tmp_path, host_bytes=3 * ROOM) as (worker, address),
         reader_of(address) as cache,
     ):
         store(worker.tree, pages_of(64, "other"))
+        settle(worker, 128)
+        disk = worker._disk
+        assert disk is not None
+        num_written = disk.status().counts.num_written_entries
+        assert num_written > 32
+        goes_on = slow(worker, monkeypatch)
         reservation = worker.tree.reserve(MODEL, None, PAGES, ())
         assert reservation is not None
         for layer in range(FAMILY.num_layers):
@@ -269,13 +279,16 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(tmp_path: Path
             kv = b"".join(content(page, step) for page in PAGES)
             scatter(reservation.kv(layer), memoryview(kv))
         reservation.commit()
+        eventually(lambda: disk._reads.num_waiting > 2)
+        assert disk._promotions.acquire(blocking=False), "no peer could have its pages read"
+        disk._promotions.release()
+        goes_on.set()
         eventually(lambda: worker.match(PAGES)[0].e_pages == {E_LAYER: 64})
         eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
         fetched(cache, address, PAGES)
         settle(worker, 128)
-        disk = worker.status().disk
-        assert disk is not None
-        assert disk.counts.num_written_entries == 3, "what was on disk was written again"
+        counts = disk.status().counts
+        assert counts.num_written_entries == num_written, "what was on disk was written again"
 
 
 def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
