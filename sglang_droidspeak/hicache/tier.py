@@ -198,6 +198,18 @@ class HiCacheTier:
             if it.num_pages < len(pages) and not self._absent.has(it.model, pages[it.num_pages])
         ]
 
+    # In the thread that searches, and in the one that writes, each with its lane.
+
+    def _show(self, lane: Lane, new: Change, e_layers: Collection[int]) -> None:
+        """Have the tree show pages that are there, and E of each layer as far as it reaches."""
+        reaches = {it: lane.num_leading(new.model, new.pages, Step(Kind.E, it)) for it in e_layers}
+        begin = 0
+        for stop in sorted({*reaches.values(), len(new.pages)} - {0}):
+            part = new.part(Span(begin, stop))
+            layers = [layer for layer, reach in reaches.items() if reach >= stop]
+            self._tree.remote.add(HICACHE, part.model, part.parent, part.pages, layers)
+            begin = stop
+
     # In the thread that searches.
 
     def _search_all(self, questions: Iterator[tuple[Sequence[PageHash], Search]]) -> None:
@@ -227,17 +239,10 @@ class HiCacheTier:
             if num_new < len(new):
                 self._absent.add(model, new[num_new], ABSENT_S)
             # E serves only where it reaches from the prompt's first page on.
-            reaches = {
-                layer: lane.num_leading(model, new[:num_new], Step(Kind.E, layer))
-                for layer in self._senders[model]
-                if known.e_pages.get(layer, 0) == start
-            }
-            begin = 0
-            for stop in sorted({*reaches.values(), num_new} - {0}):
-                parent = pages[start + begin - 1] if start + begin else None
-                layers = [layer for layer, reach in reaches.items() if reach >= stop]
-                self._tree.remote.add(HICACHE, model, parent, new[begin:stop], layers)
-                begin = stop
+            e_layers = [it for it in self._senders[model] if known.e_pages.get(it, 0) == start]
+            parent, there = pages[start - 1] if start else None, tuple(new[:num_new])
+            found = Change(added=True, model=model, parent=parent, pages=there, e_layers=())
+            self._show(lane, found, e_layers)
 
     # In the thread that reads.
 
@@ -331,7 +336,7 @@ class HiCacheTier:
         E of each layer comes first, then KV in `Objects.written` order: a page is found only when
         all of it is there.
         """
-        lane = self._writing
+        lane, remote, model = self._writing, self._tree.remote, change.model
         if lane.breaker.is_open:
             return False
         steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), lane.objects.written]
@@ -339,6 +344,12 @@ class HiCacheTier:
             for each in steps:
                 if not self._write_steps(change, lease, each, is_over):
                     return False
+            if change.e_layers:
+                remote.add(HICACHE, model, change.parent, change.pages, change.e_layers)
+            else:  # It was loaded, which says nothing of the E that is there.
+                known = sum(remote.has(HICACHE, model, it) for it in change.pages)
+                new = change.part(Span(known, len(change.pages)))
+                self._show(lane, new, self._senders.get(model, ()))
         except Exception as exc:  # The breaker counts it, and says so.
             if isinstance(exc, StaleEntry) and not lease.is_over:
                 raise  # It left memory; a lease that is over says that the backend is too slow.
@@ -346,11 +357,6 @@ class HiCacheTier:
             lane.breaker.fail(repr(exc))
             return False
         lane.breaker.succeed()
-        remote, model = self._tree.remote, change.model
-        # Pages that were loaded come without E, which takes none from what is known of them here.
-        known = 0 if change.e_layers else sum(remote.has(HICACHE, model, it) for it in change.pages)
-        new = change.part(Span(known, len(change.pages)))
-        remote.add(HICACHE, model, new.parent, new.pages, new.e_layers)
         return True
 
     def _write_steps(

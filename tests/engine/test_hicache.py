@@ -268,14 +268,15 @@ def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path
         assert third.match(pages)[0].e_pages == {E_LAYER: 8}
 
 
+@pytest.mark.parametrize("num_known", [0, 8])
 @pytest.mark.parametrize("num_loaded", [8, 12])
-def test_what_is_loaded_without_e_takes_none_from_what_is_known(num_loaded: int) -> None:
+def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_known: int) -> None:
     """As a server stores what it has read of its own."""
     shelf, pages = Shelf(), prompt(0, 12)
     with cache_over(shelf) as sender:
         store_and_wait(sender, pages[:8])
     with cache_over(shelf) as receiver:
-        assert search(receiver, pages[:8]) == 8
+        assert search(receiver, pages[:num_known]) == num_known
         reservation = receiver.tree.reserve(MODEL, None, pages[:num_loaded], [])
         assert reservation is not None
         reservation.commit()
