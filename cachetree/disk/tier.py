@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 _MAX_CLOSE_S: Final = 5.0
 _MAX_STOP_S: Final = 5.0
 _MAX_PROMOTIONS: Final = 64
-_MAX_PROMOTE_S: Final = 10.0
 
 
 class DiskTier:
@@ -56,6 +56,8 @@ class DiskTier:
         self._clock = clock
         self._is_warm = False
         self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
+        self._hiding: dict[tuple[ModelId, PageHash | None], PageHash] = {}
+        """Last pages of what is in memory without the E that is here."""
         self._store: Final = DiskStore(tree.family, path, budget_bytes, self._show)
         self._reads: Turns[Callable[[], object]] = Turns(
             "cachetree-disk-read", self._read_all, self.num_readers
@@ -134,11 +136,11 @@ class DiskTier:
         """A file that has been begun is written, whether or not time is over."""
         self._store.write(change, lease.views)
         there = self._store.index.find(change.model, change.pages)
-        # What was loaded without the E that is here hides it from those who read memory.
-        hidden = [it for it, _ in there if set(change.e_layers) < set(it.record.layout.e_layers)]
-        if hidden and self._reads.num_waiting < MAX_WAITING:
-            deadline = Deadline.after(_MAX_PROMOTE_S, self._clock)
-            self._reads.put(partial(self._promote, hidden, deadline))
+        if any(set(change.e_layers) < set(it.record.layout.e_layers) for it, _ in there):
+            # It was loaded, without the E that is here, and hides that from those who read memory.
+            self._hiding.pop((change.model, change.parent), None)  # A line to here leads by there.
+            self._hiding[change.model, change.pages[-1]] = change.pages[-1]
+            self._reads.put(self._bring_e)
         return True
 
     # In a reader's thread.
@@ -185,6 +187,15 @@ class DiskTier:
             is_late = deadline.has_passed or self._behind.is_over()
             if is_late or not self._promote_entry(entry):
                 return
+
+    def _bring_e(self, line: Sequence[DiskEntry] = ()) -> None:
+        """To what hides it, an entry at a time: all others of the line wait behind other reads."""
+        if not line:
+            with suppress(KeyError):  # No more does.
+                (model, _), page = self._hiding.popitem()
+                line = self._store.index.line(model, page)
+        if line and not self._behind.is_over() and self._promote_entry(line[0]):
+            self._reads.put(partial(self._bring_e, line[1:]))
 
     def _promote_entry(self, entry: DiskEntry) -> bool:
         """Have an entry in memory, whose parent is there; False where that cannot be."""

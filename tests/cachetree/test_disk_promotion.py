@@ -37,6 +37,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.disk import DiskTier
+from cachetree.ids import Span
 from cachetree.memory import scatter
 from cachetree.transport import wire
 from cachetree.tree import Lease, join_hashes
@@ -258,7 +259,8 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
 def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server stores what it has read of its own; of more parts than peers may wait for."""
+    """As a server stores what it has read of its own; of more parts than peers may wait for, and
+    where E of what comes before could not be brought."""
     monkeypatch.setattr("cachetree.disk.entry_file.MAX_FILE_BYTES", 4 * PAGE_TOTAL)
     monkeypatch.setattr("cachetree.disk.tier._MAX_PROMOTIONS", 2)
     with (
@@ -271,15 +273,25 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
         assert disk is not None
         num_written = disk.status().counts.num_written_entries
         assert num_written > 32
+
+        def load(pages: Span) -> None:
+            new = PAGES[pages.start : pages.stop]
+            parent = PAGES[pages.start - 1] if pages.start else None
+            with worker.tree.reserve(MODEL, parent, new, ()) as reservation:
+                for layer in range(FAMILY.num_layers):
+                    step = Step(Kind.KV, layer)
+                    kv = b"".join(content(page, step) for page in new)
+                    scatter(reservation.kv(layer), memoryview(kv))
+                reservation.commit()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, "_promote_entry", lambda *_: False)  # There is no room.
+            load(Span(0, 20))
+            settle(worker, 128)
+            eventually(lambda: not disk._hiding and not disk._reads.num_waiting)
         goes_on = slow(worker, monkeypatch)
-        reservation = worker.tree.reserve(MODEL, None, PAGES, ())
-        assert reservation is not None
-        for layer in range(FAMILY.num_layers):
-            step = Step(Kind.KV, layer)
-            kv = b"".join(content(page, step) for page in PAGES)
-            scatter(reservation.kv(layer), memoryview(kv))
-        reservation.commit()
-        eventually(lambda: disk._reads.num_waiting > 2)
+        load(Span(20, 64))
+        eventually(lambda: worker.tree._holds.open)
         assert disk._promotions.acquire(blocking=False), "no peer could have its pages read"
         disk._promotions.release()
         goes_on.set()
