@@ -161,7 +161,7 @@ FIELDS: Mapping[str, str] = {
         "full_untruncated_fill_ids kv prefix_len extend_end sampling_params customized_info "
         "finished finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
         "multimodal_inputs input_embeds positional_embed_overrides session time_stats "
-        "return_logprob cached_tokens cached_tokens_host retracted_stain"
+        "return_logprob cached_tokens cached_tokens_host retracted_stain priority"
     ),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager": (
         "incremental_streaming_output preferred_sampling_params rid_to_state lora_registry"
@@ -189,9 +189,10 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{SCHEDULER_MODULE}.Scheduler": (
         "waiting_queue chunked_req grammar_manager tree_cache policy "
-        "enable_priority_scheduling enable_priority_preemption _add_request_to_queue "
-        "get_num_allocatable_reqs truncation_align_size page_size enable_lora_overlap_loading "
-        "lora_overlap_loader"
+        "enable_priority_scheduling enable_priority_preemption "
+        "priority_scheduling_preemption_threshold schedule_low_priority_values_first "
+        "_add_request_to_queue get_num_allocatable_reqs truncation_align_size page_size "
+        "enable_lora_overlap_loading lora_overlap_loader"
     ),
     "sglang.srt.constrained.grammar_manager.GrammarManager": (
         "grammar_queue has_waiting_grammars get_ready_grammar_requests"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
@@ -60,11 +60,14 @@ class Queue:
             ahead = [*takewhile(lambda req: req.rid in held or id(req) in left, queue)]
             # SGLang notes that all is full only where it had another request to look at.
             room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
-            is_full = room <= 0 and not scheduler.enable_priority_preemption
-            is_busy = is_in_chunks or running.batch_is_full or is_full
-            if len(ahead) < len(queue) or not is_busy:
-                # One that came after these was taken; or none, and nothing else was in their way.
-                self._waiting.pass_over(req.rid for req in ahead if req.rid in held)
+            could_run: Iterable[Req] = (req for req in ahead if req.rid in held)
+            if len(ahead) == len(queue):
+                # None that came after these was taken: they could run where nothing was in the way.
+                if is_in_chunks or running.batch_is_full:
+                    could_run = ()
+                elif room <= 0:
+                    could_run = (it for it in could_run if _displaces(it, running, scheduler))
+            self._waiting.pass_over(req.rid for req in could_run)
         if batch is not None:
             self._waiting.admitted(batch.reqs)
         elif held and running.is_empty():
@@ -94,6 +97,15 @@ class Queue:
         if not self._waiting.has_source(req.rid):
             return result
         return original(wrapper, key, req, result)
+
+
+def _displaces(req: Req, running: ScheduleBatch, scheduler: Scheduler) -> bool:
+    """Whether one that runs would give its slot to this one."""
+    if not scheduler.enable_priority_preemption:
+        return False
+    sign = 1 if scheduler.schedule_low_priority_values_first else -1
+    ahead = max(((it.priority - req.priority) * sign for it in running.reqs), default=0)
+    return ahead > scheduler.priority_scheduling_preemption_threshold
 
 
 def _rejoined(queue: Sequence[Req], held: set[str], left: Sequence[Req]) -> list[Req]:

@@ -481,10 +481,10 @@ def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
 @pytest.mark.parametrize(
     ("taken", "is_in_chunks", "is_full", "num_slots", "could_run"),
     [
-        ("", False, False, -1, "ac"),  # Who decodes would have given way.
         ("", False, False, 1, "ac"),  # Nothing was to be done.
         ("", False, True, 1, ""),  # There was no room,
-        ("", False, False, 0, ""),  # which SGLang did not need to know.
+        ("", False, False, 0, ""),  # which SGLang did not need to know,
+        ("", False, False, -1, "a"),  # but for who would get it from one that decodes.
         ("", True, False, 1, ""),  # One that came before them is being prefilled,
         ("b", False, False, 1, "a"),  # or before c,
         ("b", True, False, 1, "a"),
@@ -495,7 +495,7 @@ def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
 def test_which_held_requests_a_step_could_have_taken(
     taken: str, is_in_chunks: bool, is_full: bool, num_slots: int, could_run: str
 ) -> None:
-    queue = [Request(rid=rid) for rid in "abcd"]
+    queue = [Request(rid=rid, priority=20 if rid == "a" else 10) for rid in "abcd"]
     passed: list[str] = []
     held = {"a", "c"}
     waiting = SimpleNamespace(
@@ -508,7 +508,8 @@ def test_which_held_requests_a_step_could_have_taken(
         refusal=prefixes.refusal,
     )
     hidden = Queue(waiting, others, others, Ranks(None))
-    running = SimpleNamespace(reqs=[], is_empty=lambda: False, batch_is_full=is_full)
+    decoding = SimpleNamespace(priority=0)
+    running = SimpleNamespace(reqs=[decoding], is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
         tree_cache=None,
@@ -519,6 +520,8 @@ def test_which_held_requests_a_step_could_have_taken(
         page_size=PAGE,
         enable_priority_scheduling=False,
         enable_priority_preemption=num_slots < 0,
+        priority_scheduling_preemption_threshold=10,
+        schedule_low_priority_values_first=False,
     )
 
     def step(it: Any, running_batch: Any) -> Any:
