@@ -97,25 +97,22 @@ class _Order:
 
     def victims(self) -> Iterator[LocalEntry]:
         """Those that may go now; each is discarded before the next is asked for."""
-        while (item := self._first()) is not None:
-            key, _, entry = item
+        while self._line or self._heap:
+            line, heap = self._line, self._heap
+            is_in_line = bool(line) and (not heap or line[0] < heap[0])
+            key, _, entry = line[0] if is_in_line else heap[0]
             is_valid = self._queued.get(entry) == key
             if is_valid and entry.is_evictable and self._key(entry) == key:
                 yield entry
                 continue
-            if self._line and self._line[0] is item:
-                self._line.popleft()
+            if is_in_line:
+                line.popleft()
             else:
-                heappop(self._heap)
+                heappop(heap)
             if is_valid:
                 del self._queued[entry]
                 if entry.is_evictable:
                     self.put(entry)
-
-    def _first(self) -> _Item | None:
-        if self._line and self._heap:
-            return min(self._line[0], self._heap[0])
-        return self._line[0] if self._line else self._heap[0] if self._heap else None
 
 
 class Eviction(ABC):
@@ -173,11 +170,11 @@ class Eviction(ABC):
         for order in self._orders:
             order.put(entry)
 
-    def remove(self, entry: LocalEntry) -> None:
+    def remove(self, entry: LocalEntry, parent: LocalEntry | None) -> None:
         """An entry without children goes. The one above it, which has lost it, may be next."""
         for order in self._orders:
             order.discard(entry)
-        if (parent := entry.parent) is not None:
+        if parent is not None:
             self._inherit(parent, entry)
             parent.used_at_s = max(parent.used_at_s, entry.used_at_s)
             if parent.is_evictable:

@@ -156,7 +156,7 @@ class LocalEntries:
         parent = entry.parent
         if parent is not None:
             parent.num_children -= 1
-        self._eviction.remove(entry)
+        self._eviction.remove(entry, parent)
         self.num_evictions += 1
         del entry.node.local[entry.model]
         self.num_pages[entry.model] -= entry.node.num_pages
