@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -49,6 +47,7 @@ from cachetree.planning import Match
 from cachetree.transport import LogLimiter
 from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.engine.hicache import Backend
+from sglang_droidspeak.hicache.absent import AbsentPages
 from sglang_droidspeak.hicache.lane import Breaker, Count, Lane
 from sglang_droidspeak.hicache.objects import HICACHE, Objects, Piece
 
@@ -67,7 +66,6 @@ WAIT_S: Final = 0.1
 """Longest that a request waits for an answer; what comes later serves the next one."""
 MAX_WAITING: Final = 64
 """Questions."""
-MAX_ABSENT: Final = 1 << 16
 ABSENT_S: Final = 10.0
 """How long a page that was not there is taken to stay away;"""
 BROKEN_S: Final = 60.0
@@ -81,25 +79,6 @@ class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Evicted from memory before they were written, or not taken by the backend."""
     is_reading_paused: bool
     is_writing_paused: bool
-
-
-class AbsentPages:
-    """Pages that were not there, and until when that is believed. Thread-safe."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._until_s: OrderedDict[tuple[ModelId, PageHash], float] = OrderedDict()
-
-    def add(self, model: ModelId, page: PageHash, seconds: float) -> None:
-        with self._lock:
-            self._until_s.pop((model, page), None)
-            self._until_s[model, page] = self._clock() + seconds
-            if len(self._until_s) > MAX_ABSENT:
-                self._until_s.popitem(last=False)
-
-    def has(self, model: ModelId, page: PageHash) -> bool:
-        return self._until_s.get((model, page), 0.0) > self._clock()
 
 
 class HiCacheTier:
@@ -278,8 +257,8 @@ class HiCacheTier:
                 found = lane.read(batch)
             except Exception as exc:
                 raise self._lost(model, pages, self._culprit(batch, exc), "damaged") from exc
-            there = [piece for piece, is_there in zip(batch, found, strict=False) if is_there]
-            yield sum(lane.objects.page_bytes(piece.step) for piece in there)
+            there = zip(batch, found, strict=False)
+            yield sum(lane.objects.page_bytes(piece.step) for piece, is_there in there if is_there)
             for index, piece in enumerate(batch):
                 is_there, memory = index < len(found) and found[index], lane.memory(index)
                 payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None
