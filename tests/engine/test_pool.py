@@ -452,6 +452,13 @@ class Crowd:
     index: PoolIndex
 
 
+def follow(
+    leaders: InFlightPrefills, req: Any, pages: list[PageHash], found: Declined = NO_MATCH
+) -> Any:
+    """Of a request that may read what is approximate."""
+    return leaders.follow(req, pages, found, TREE, exactly=False)
+
+
 @pytest.fixture
 def crowd(shelf: Shelf) -> Crowd:
     models = Models(BASE, 4, lambda _folder: ADAPTED)
@@ -465,11 +472,9 @@ def crowd(shelf: Shelf) -> Crowd:
 def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd) -> None:
     pages, longer = pages_of(4), [*pages_of(3), *pages_of(2, seed=5)]
     first, second, same = FakeReq("1"), FakeReq("2", "x"), FakeReq("3")
-    assert crowd.leaders.follow(first, pages, NO_MATCH, TREE, exactly=False) is None
-    assert crowd.leaders.follow(same, pages, NO_MATCH, TREE, exactly=False) is None, (
-        "its own tree will have it"
-    )
-    following = crowd.leaders.follow(second, longer, NO_MATCH, TREE, exactly=False)
+    assert follow(crowd.leaders, first, pages) is None
+    assert follow(crowd.leaders, same, pages) is None, "its own tree will have it"
+    following = follow(crowd.leaders, second, longer)
     assert (following.req, following.pages) == (first, longer[:3])
     assert not crowd.leaders.is_over(following)
     crowd.index.note("", BASE, pages[:2], 0, 0)
@@ -483,8 +488,8 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
     pages = pages_of(4)
     for rid in ("answers", "aborted"):
         leader = FakeReq(rid)
-        crowd.leaders.follow(leader, pages, NO_MATCH, TREE, exactly=False)
-        following = crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE, exactly=False)
+        follow(crowd.leaders, leader, pages)
+        following = follow(crowd.leaders, FakeReq("2", "x"), pages)
         crowd.leaders.prune({rid, "2"})
         assert not crowd.leaders.is_over(following)
         if rid == "answers":
@@ -494,7 +499,7 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
             leader.output_ids.append(1)
         crowd.leaders.prune({"2"})
         assert crowd.leaders.is_over(following)
-        assert crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE, exactly=False) is None
+        assert follow(crowd.leaders, FakeReq("3", "x"), pages) is None
         crowd.leaders.clear()
 
 
@@ -503,22 +508,16 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
 ) -> None:
     """Each step of the scheduler would be longer by all that wait."""
     pages, leader = pages_of(4), FakeReq("1")
-    crowd.leaders.follow(leader, pages, NO_MATCH, TREE, exactly=False)
+    follow(crowd.leaders, leader, pages)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(RemoteEntries, "reach", lambda *_: pytest.fail("nobody follows"))
         crowd.leaders.prune({"1"})
-    assert (
-        crowd.leaders.follow(FakeReq("2", "x"), pages, NO_MATCH, TREE, exactly=False).req is leader
-    )
+    assert follow(crowd.leaders, FakeReq("2", "x"), pages).req is leader
     crowd.index.note("", BASE, pages[:3], 0, 0)
     crowd.leaders.prune({"1"})
-    assert (
-        crowd.leaders.follow(FakeReq("3", "x"), pages, NO_MATCH, TREE, exactly=False).req is leader
-    )
+    assert follow(crowd.leaders, FakeReq("3", "x"), pages).req is leader
     common = [*pages[:3], *pages_of(1, seed=5)]
-    assert crowd.leaders.follow(FakeReq("4", "x"), common, NO_MATCH, TREE, exactly=False) is None, (
-        "these are there"
-    )
+    assert follow(crowd.leaders, FakeReq("4", "x"), common) is None, "these are there"
 
 
 def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(
@@ -533,19 +532,19 @@ def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed
     leaders = replace(crowd.leaders, _planner=planner)
     for number in range(20):
         mine = [*pages_of(1 + number % 3), *pages_of(1, seed=10 + number)]
-        assert leaders.follow(FakeReq(f"{number}"), mine, NO_MATCH, TREE, exactly=False) is None
+        assert follow(leaders, FakeReq(f"{number}"), mine) is None
     assert not weighed, "its own tree will have it"
-    assert leaders.follow(FakeReq("other", "x"), pages_of(4), NO_MATCH, TREE, exactly=False) is None
+    assert follow(leaders, FakeReq("other", "x"), pages_of(4)) is None
     assert weighed == [(4, 3, BASE, pool_of(""))]
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
 def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
     pages, first = pages_of(4), FakeReq("1")
-    assert crowd.leaders.follow(first, pages, Declined(outcome), TREE, exactly=False) is None
+    assert follow(crowd.leaders, first, pages, Declined(outcome)) is None
     other = FakeReq("2", "x")
-    assert crowd.leaders.follow(other, pages, Declined(outcome), TREE, exactly=False) is None
-    assert crowd.leaders.follow(other, pages, NO_MATCH, TREE, exactly=False).req is first
+    assert follow(crowd.leaders, other, pages, Declined(outcome)) is None
+    assert follow(crowd.leaders, other, pages).req is first
 
 
 @pytest.mark.parametrize("tenant", [None, "tenant"])
