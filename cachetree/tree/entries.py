@@ -67,13 +67,6 @@ class Hold:
         self.entries.add(entry)
         entry.holds |= {self}
 
-    def clear(self) -> set[LocalEntry]:
-        """Returns those that were kept; others may still keep them."""
-        for entry in self.entries:
-            entry.holds -= {self}
-        freed, self.entries = self.entries, set()
-        return freed
-
 
 _NOBODY: Final[frozenset[Hold]] = frozenset()
 
@@ -190,7 +183,7 @@ class LocalEntry(Entry):
         self.holds: frozenset[Hold] = _NOBODY
         # The eviction policy's: what it knows of walks that ended here, or below in what has since
         # been evicted; and when, where there is a time to live.
-        self.uses = 0.0
+        self.uses = -inf
         self.used_at_s = 0.0
 
     def at(self, node: Node) -> LocalEntry | None:
@@ -246,10 +239,6 @@ class Node:
     @property
     def parent_page(self) -> PageHash | None:
         return self.parent.pages[-1] if self.parent and self.parent.pages else None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.local and not self.remote
 
     def num_common(self, index: int, pages: tuple[PageHash, ...], offset: int) -> int:
         """How many leading pages this node from page `index` on and `pages[offset:]` share."""

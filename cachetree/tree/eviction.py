@@ -138,11 +138,8 @@ class Eviction(ABC):
     def _use(self, entries: Iterable[LocalEntry]) -> None: ...
 
     @abstractmethod
-    def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        """`entry` goes, and leaves what is known of its uses to the one above it."""
-
-    @abstractmethod
-    def _split(self, head: LocalEntry, tail: LocalEntry) -> None: ...
+    def _sum(self, uses: float, others: float) -> float:
+        """What is known of both together; -inf where that is nothing."""
 
     def add(self, entries: Sequence[LocalEntry]) -> None:
         """New entries of one path, top first; the last one has been used."""
@@ -162,7 +159,7 @@ class Eviction(ABC):
 
         If `tail` may go, `free` says so next.
         """
-        self._split(head, tail)
+        tail.uses, head.uses = head.uses, -inf
         tail.used_at_s = head.used_at_s
 
     def free(self, entry: LocalEntry) -> None:
@@ -171,11 +168,12 @@ class Eviction(ABC):
             order.put(entry)
 
     def remove(self, entry: LocalEntry, parent: LocalEntry | None) -> None:
-        """An entry without children goes. The one above it, which has lost it, may be next."""
+        """An entry without children goes, and leaves what is known of its uses to the one above it,
+        which may be next."""
         for order in self._orders:
             order.discard(entry)
         if parent is not None:
-            self._inherit(parent, entry)
+            parent.uses = self._sum(parent.uses, entry.uses)
             parent.used_at_s = max(parent.used_at_s, entry.used_at_s)
             if parent.is_evictable:
                 self.free(parent)
@@ -204,11 +202,8 @@ class Lru(Eviction):
             self._num_uses += 1
             entry.uses = self._num_uses
 
-    def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        above.uses = max(above.uses, entry.uses)
-
-    def _split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        tail.uses = head.uses
+    def _sum(self, uses: float, others: float) -> float:
+        return max(uses, others)
 
 
 class ByValue(Eviction):
@@ -246,22 +241,13 @@ class ByValue(Eviction):
 
     def add(self, entries: Sequence[LocalEntry]) -> None:
         self._now += sum([entry.num_bytes for entry in entries]) / self._half_life_bytes
-        for entry in entries:
-            entry.uses = -inf
         super().add(entries)
 
     def _use(self, entries: Iterable[LocalEntry]) -> None:
         for entry in entries:
-            entry.uses = _log_sum(entry.uses, self._now)
+            entry.uses = self._sum(entry.uses, self._now)
 
-    def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        above.uses = _log_sum(above.uses, entry.uses)
-
-    def _split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        tail.uses, head.uses = head.uses, -inf
-
-
-def _log_sum(a: float, b: float) -> float:
-    """log2(2^a + 2^b), also where the powers are beyond a float."""
-    low, high = min(a, b), max(a, b)
-    return high + log2(1 + 2.0 ** (low - high)) if low > -inf else high
+    def _sum(self, uses: float, others: float) -> float:
+        """log2(2^uses + 2^others), also where the powers are beyond a float."""
+        low, high = min(uses, others), max(uses, others)
+        return high + log2(1 + 2.0 ** (low - high)) if low > -inf else high

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from cachetree.ids import DISK
@@ -51,13 +51,11 @@ class ChangeListeners:
         for listener in self.of_kept:
             listener(change)
 
-    def noted(self, entries: Iterable[RemoteEntry], *, added: bool) -> None:
-        """Remote entries of one model came, parents first, or go and are still there, children
-        first."""
-        if self.of_kept:
-            for entry in filter(_is_on_disk_alone, entries):
-                for listener in self.of_kept:
-                    listener(entry.change(added=added))
+    def noted(self, entry: RemoteEntry, *, added: bool) -> None:
+        """It came, after what is above it, or goes and is still there, after what was below."""
+        if self.of_kept and _is_on_disk_alone(entry):
+            for listener in self.of_kept:
+                listener(entry.change(added=added))
 
 
 def _is_on_disk_alone(entry: RemoteEntry) -> bool:

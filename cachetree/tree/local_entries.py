@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cachetree.ids import ModelId, Span
 from cachetree.memory import Slab
-from cachetree.tree.entries import Hold, LocalEntry, Node
+from cachetree.tree.entries import LocalEntry, Node
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Reservation
@@ -33,14 +33,17 @@ class LocalEntries:
     num_evictions: int = field(default=0, init=False)
 
     def begin(self, reservation: Reservation) -> bool:
-        """Make room for what it will hold; where there is none, it has ended. Its `end` follows."""
+        """Evict until what it will hold fits; where it cannot, nothing goes, and it has ended. Its
+        `end` follows."""
         self._holds.open.add(reservation)
-        num_bytes = reservation.slab.num_bytes
-        if not self._make_room(num_bytes):
-            self._holds.open.discard(reservation)
-            self.let_go(reservation)
-            return False
-        self.num_bytes += num_bytes
+        too_many = self.num_bytes + reservation.slab.num_bytes - self._host_bytes
+        if too_many > 0:
+            if not self._holds.leave(self._host_bytes):
+                self._holds.open.discard(reservation)
+                self._holds.let_go(reservation)
+                return False
+            self.evict_bytes(too_many)
+        self.num_bytes += reservation.slab.num_bytes
         return True
 
     def end(self, reservation: Reservation, is_commit: bool) -> Sequence[LocalEntry]:
@@ -56,34 +59,37 @@ class LocalEntries:
             if is_commit:
                 gained = self._publish(reservation, kept)
         finally:
-            self.let_go(reservation)
+            self._holds.let_go(reservation)
             for span in (*kept, Span(num_pages, num_pages)):
                 if at < span.start:
                     self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))
                 at = span.stop
         return gained
 
-    def let_go(self, hold: Hold) -> None:
-        for entry in hold.clear():
-            if entry.is_evictable:
-                self._eviction.free(entry)
-
-    def evict(
-        self, victims: Iterator[LocalEntry], is_enough: Callable[[], bool] = lambda: False
-    ) -> int:
-        """One after the other until it is enough; returns the bytes freed."""
-        before = self.num_bytes
-        evicted: list[Node] = []
-        while not is_enough() and (entry := next(victims, None)) is not None:
-            evicted.append(entry.node)
-            self._take_out(entry)
-        self._trie.prune(evicted)
-        return before - self.num_bytes
-
     def evict_bytes(self, num_bytes: int) -> int:
-        """So many at least, those to go first first; less only where no more can go."""
-        enough = self.num_bytes - num_bytes
-        return self.evict(self._eviction.victims(), lambda: self.num_bytes <= enough)
+        """So many at least, those to go first first; less only where no more can go. Returns how
+        many were freed."""
+        num_freed = 0
+        for entry in self._eviction.victims():
+            num_freed += self.take_out(entry)
+            if num_freed >= num_bytes:
+                break
+        return num_freed
+
+    def take_out(self, entry: LocalEntry) -> int:
+        """Evict it; returns the bytes freed."""
+        self._listeners.evicted(entry)
+        node, parent = entry.node, entry.parent
+        if parent is not None:
+            parent.num_children -= 1
+        self._eviction.remove(entry, parent)
+        self.num_evictions += 1
+        del node.local[entry.model]
+        self.num_pages[entry.model] -= node.num_pages
+        num_freed = entry.slab.drop_pages(entry.pages)
+        self.num_bytes -= num_freed
+        self._trie.prune(node)
+        return num_freed
 
     def _publish(self, reservation: Reservation, kept: list[Span]) -> Sequence[LocalEntry]:
         """As `_put`, of the reserved pages."""
@@ -121,7 +127,8 @@ class LocalEntries:
                 self.num_pages[model] += node.num_pages
                 added.append(entry)
             elif entry.gains(slab.layout.e_layers):
-                self._holds.keep_for_readers(entry)
+                for lease in self._holds.leases & entry.holds:
+                    lease.keep(entry.slab)
                 self.num_bytes -= entry.slab.drop_pages(entry.pages)
                 entry.replace(slab, span.start)
                 gained.append(entry)
@@ -140,24 +147,3 @@ class LocalEntries:
         elif gained:
             self._eviction.use(gained[-1:])
         return gained
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""
-        if self.num_bytes + num_bytes <= self._host_bytes:
-            return True
-        if not self._holds.leave(self._host_bytes):
-            return False
-        self.evict_bytes(self.num_bytes + num_bytes - self._host_bytes)
-        return True
-
-    def _take_out(self, entry: LocalEntry) -> None:
-        """The caller prunes the node."""
-        self._listeners.evicted(entry)
-        parent = entry.parent
-        if parent is not None:
-            parent.num_children -= 1
-        self._eviction.remove(entry, parent)
-        self.num_evictions += 1
-        del entry.node.local[entry.model]
-        self.num_pages[entry.model] -= entry.node.num_pages
-        self.num_bytes -= entry.slab.drop_pages(entry.pages)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Collection, Iterator, Sequence
 from math import inf
 from typing import Final
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey
 from cachetree.tree.listeners import ChangeListeners
-from cachetree.tree.slices import in_slices, spread_e
+from cachetree.tree.slices import SLICE, run_in_slices, spread_e
 from cachetree.tree.trie import PageTrie, Place, depth_of
 
 
@@ -64,13 +62,14 @@ class RemoteEntries:
                 return
             nodes = self._trie.cover(parent, pages)
             had = [(it, it.e_reach) for node in nodes if (it := node.remote.get(key)) is not None]
-            noted = [self._put(node, key, layers) for node in nodes]
-            self._listeners.noted(noted, added=True)
-            spread = spread_e(noted)
-        # What hangs below may have E without a gap, or not, also where only what is above has it.
-        if any(it.e_reach != before for it, before in had):
-            in_slices(self._lock, spread)
-        in_slices(self._lock, partial(self._trim, location))
+            for node in nodes:
+                self._put(node, key, layers)
+            # What hangs below may have E without a gap, or not, also where only what is above has.
+            changed = [it for it, before in had if it.e_reach != before]
+            spread = spread_e(changed)
+        if changed:
+            run_in_slices(self._lock, spread, 2 * SLICE)
+        run_in_slices(self._lock, self._trimming(location))
 
     def has(self, location: Location, model: ModelId, page: PageHash) -> bool:
         """Whether this page is noted there."""
@@ -113,15 +112,12 @@ class RemoteEntries:
 
     def drop_in_slices(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """As `drop`, slower, but others have the lock between: for pages with much after them."""
-        key = (location, model)
-        with self._lock:
-            nodes = self._from(key, pages)
-        in_slices(self._lock, lambda most: self._take_out(key, islice(nodes, most)) == most)
+        run_in_slices(self._lock, self._dropping((location, model), pages))
         self.drop(location, model, pages)  # What came meanwhile, and they with it.
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`, in slices; what is added meanwhile may stay."""
-        in_slices(self._lock, partial(self._shrink, location, 0))
+        run_in_slices(self._lock, self._shrinking(location, 0))
 
     # With the lock held.
 
@@ -130,32 +126,25 @@ class RemoteEntries:
         return place if place is not None and key in place.node.remote else None
 
     def _drop(self, key: RemoteKey, pages: Sequence[PageHash]) -> None:
-        self._take_out(key, self._from(key, pages))
+        for _ in self._dropping(key, pages):
+            pass
 
-    def _from(self, key: RemoteKey, pages: Sequence[PageHash]) -> Iterator[Node]:
-        """The nodes of the first of `pages` that is noted, and of all after it; children first."""
+    def _dropping(self, key: RemoteKey, pages: Sequence[PageHash]) -> Iterator[None]:
+        """What is noted from the first of `pages` on, node by node, children before parents; what
+        has more below it that came meanwhile stays."""
 
         def has_below(node: Node) -> bool:
             entry = node.remote.get(key)
             return entry is not None and entry.num_children > 0
 
-        for page in pages:
-            if (place := self._find(key, page)) is not None:
-                return self._trie.split(place.node, place.start).bottom_up(has_below)
-        return iter(())
-
-    def _take_out(self, key: RemoteKey, nodes: Iterable[Node]) -> int:
-        """What is noted in these nodes, but where there is more below; how many nodes they are."""
-        gone, num_nodes = [], 0
-        for node in nodes:
-            num_nodes += 1
+        place = next(filter(None, (self._find(key, page) for page in pages)), None)
+        if place is None:
+            return
+        for node in self._trie.split(place.node, place.start).bottom_up(has_below):
             entry = node.remote.get(key)
             if entry is not None and not entry.num_children:
-                self._listeners.noted([entry], added=False)
                 self._remove(entry)
-                gone.append(node)
-        self._trie.prune(gone)
-        return num_nodes
+            yield
 
     def give_way(self, pages: Sequence[PageHash]) -> bool:
         """Drop what hinders the first of `pages`, which is local, from its place; whether it did.
@@ -165,35 +154,25 @@ class RemoteEntries:
         place = self._trie.find(pages[0]) if pages else None
         if place is None or place.node.local:
             return False
-        there = list(place.node.remote)
-        for key in there:
+        for key in list(place.node.remote):
             self._drop(key, pages[:1])
-        return bool(there)
+        return True
 
-    def _trim(self, location: Location, most: int) -> bool:
-        """Take out so many entries, the coldest, where there are too many; whether there may be
-        more."""
-        before = self.num_pages[location]
-        is_more = self._shrink(location, self._limits.get(location, inf), most)
-        self.num_dropped[location] += before - self.num_pages[location]
-        return is_more
+    def _trimming(self, location: Location) -> Iterator[None]:
+        for num_pages in self._shrinking(location, self._limits.get(location, inf)):
+            self.num_dropped[location] += num_pages
+            yield
 
-    def _shrink(self, location: Location, max_pages: float, most: int) -> bool:
-        order = self._orders.get(location)
-        gone: list[RemoteEntry] = []
-        num_pages = self.num_pages[location]
-        for _ in range(most):
-            if not order or num_pages <= max_pages:
-                break
-            entry, _ = order.popitem(last=False)
-            if not entry.num_children:  # Others come back with the last of their children.
-                num_pages -= entry.node.num_pages
+    def _shrinking(self, location: Location, max_pages: float) -> Iterator[int]:
+        """The coldest go until no more pages are noted than these; how many each of them had."""
+        while self.num_pages[location] > max_pages:
+            entry, _ = self._orders[location].popitem(last=False)
+            is_leaf = not entry.num_children  # Others come back with the last of their children.
+            if is_leaf:
                 self._remove(entry)
-                gone.append(entry)
-        self._trie.prune([entry.node for entry in gone])
-        return bool(order) and num_pages > max_pages
+            yield entry.node.num_pages * is_leaf
 
-    def _put(self, node: Node, key: RemoteKey, e_layers: tuple[int, ...]) -> RemoteEntry:
+    def _put(self, node: Node, key: RemoteKey, e_layers: tuple[int, ...]) -> None:
         entry = node.remote.get(key)
         if entry is None:
             order = self._orders.setdefault(key[0], OrderedDict())
@@ -205,9 +184,11 @@ class RemoteEntries:
         else:
             entry.set_e(e_layers)
         entry.use()
-        return entry
+        self._listeners.noted(entry, added=True)
 
     def _remove(self, entry: RemoteEntry) -> None:
+        """It has no children."""
+        self._listeners.noted(entry, added=False)
         above = entry.parent
         del entry.node.remote[entry.key]
         entry.order.pop(entry, None)
@@ -217,3 +198,4 @@ class RemoteEntries:
             if not above.num_children and above not in above.order:
                 above.use()
                 above.order.move_to_end(above, last=False)
+        self._trie.prune(entry.node)

@@ -4,52 +4,45 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
-from cachetree.tree.entries import Change, Entry, Node
+from cachetree.tree.entries import Entry, Node
 
-OfNode = Callable[[Node], Iterator[Change]]
-"""What listeners of one kind would have heard of a node."""
+T = TypeVar("T")
+
 SLICE: Final = 16
-"""Nodes that are looked at before others may have the lock."""
+"""Steps, most of which look at one node, before others may have the lock."""
 _PAUSE_S: Final = 50e-6
 """Between two slices. A lock is not fair: whoever waits for it gets it while nobody wants it."""
 
 
-def in_slices(lock: threading.Lock, work: Callable[[int], bool]) -> None:
-    """Call it with how much it may do while others wait, until there is no more to do."""
+def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE) -> Iterator[T]:
+    """What the steps say, which are done with the lock held, so many at once, as that is asked."""
     while True:
         with lock:
-            is_more = work(SLICE)
-        if not is_more:
+            some = list(islice(steps, num_at_once))
+        yield from some
+        if len(some) < num_at_once:
             return
         time.sleep(_PAUSE_S)
 
 
-def seen_in_slices(lock: threading.Lock, root: Node, of_node: OfNode) -> Iterator[Change]:
-    """What is seen of the nodes below `root`, looked up as it is asked for."""
-    nodes = root.walk()
-    is_more = True
-    while is_more:
-        with lock:
-            some = list(islice(nodes, SLICE))
-            seen = [each for node in some for each in of_node(node)]
-        is_more = len(some) == SLICE
-        if is_more:
-            time.sleep(_PAUSE_S)
-        yield from seen
+def run_in_slices(lock: threading.Lock, steps: Iterator[object], num_at_once: int = SLICE) -> None:
+    """Do all of them."""
+    for _ in in_slices(lock, steps, num_at_once):
+        pass
 
 
-def spread_e(changed: Sequence[Entry]) -> Callable[[int], bool]:
-    """How far E reaches below entries of one model and place, computed anew: work for `in_slices`,
-    made in the same hold of the lock as their `set_e`, as a node that is split has others below it.
+def spread_e(changed: Sequence[Entry]) -> Iterator[None]:
+    """How far E reaches below entries of one model and place, computed anew: short steps, made in
+    the same hold of the lock as their `set_e`, as a node that is split has others below it.
 
-    Until it is done those below say what was so before.
+    Until they are done those below say what was so before.
     """
-    steps = _below_changed(changed, [it for each in changed for it in each.node.children.values()])
-    return lambda most: len(list(islice(steps, 2 * most))) == 2 * most  # Short ones.
+    children = [it for each in changed for it in each.node.children.values()]
+    return _below_changed(changed, children)
 
 
 def _below_changed(changed: Sequence[Entry], pending: list[Node]) -> Iterator[None]:

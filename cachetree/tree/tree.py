@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Final
 
 from cachetree.checkpoint import Family
@@ -13,17 +13,19 @@ from cachetree.clock import Clock, Deadline
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.planning import Match
-from cachetree.tree.entries import Change
+from cachetree.tree.entries import Change, Node
 from cachetree.tree.eviction import ByValue, Eviction, Lru, Retention
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
-from cachetree.tree.slices import OfNode, in_slices, seen_in_slices, spread_e
+from cachetree.tree.slices import SLICE, in_slices, run_in_slices, spread_e
 from cachetree.tree.trie import PageTrie, depth_of, find_matches
 
 _LRU: Final = Retention()
+_EVICTIONS: Final = SLICE // 2
+"""At once: each takes twice as long as a look at a node."""
 
 
 class CacheTree:
@@ -60,7 +62,9 @@ class CacheTree:
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
         """By the first page of each prompt; the root is never split, so it stays the same dict."""
-        self._holds = Holds(self._trie, int(retention.max_pinned_share * host_bytes))
+        self._holds = Holds(
+            self._trie, self._eviction, int(retention.max_pinned_share * host_bytes)
+        )
         self._listeners = ChangeListeners()
         self.remote: Final = RemoteEntries(self._trie, self._listeners, self._lock)
         """What workers and tiers have said that they hold."""
@@ -221,22 +225,16 @@ class CacheTree:
         """
         self.sweep()
         with self._lock:
-            depths, replaced = self._holds.pin(model, pages, deadline)
-            if replaced is not None:
-                self._local.let_go(replaced)
-            return depths
+            return self._holds.pin(model, pages, deadline)
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
         """End the pin made with the same model and pages; False where there is none."""
         with self._lock:
-            hold = self._holds.unpin(model, pages)
-            if hold is not None:
-                self._local.let_go(hold)
-            return hold is not None
+            return self._holds.unpin(model, pages)
 
     def sweep(self) -> None:
         """Drop leases and pins past their deadline, and entries past their time to live."""
-        in_slices(self._lock, self._sweep)
+        run_in_slices(self._lock, self._sweeping(), _EVICTIONS)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
@@ -246,22 +244,15 @@ class CacheTree:
         bytes freed.
         """
         self.sweep()
-        nodes = self._trie.bottom_up(pages)
-        num_freed = 0
-
-        def work(most: int) -> bool:
-            nonlocal num_freed
-            some = list(islice(nodes, most // 2))  # Each takes twice as long as a look at it.
-            num_freed += self._local.evict(
-                entry
-                for node in some
+        steps = (
+            sum(
+                self._local.take_out(entry)
                 for entry in tuple(node.local.values())
                 if model in (None, entry.model) and entry.is_evictable
             )
-            return bool(some)
-
-        in_slices(self._lock, work)
-        return num_freed
+            for node in self._trie.bottom_up(pages)
+        )
+        return sum(in_slices(self._lock, steps, _EVICTIONS))
 
     # All entries.
 
@@ -305,7 +296,10 @@ class CacheTree:
         return self._subscribed(listener, self._listeners.of_kept, self._listeners.kept)
 
     def _subscribed(
-        self, listener: Listener, listeners: list[Listener], of_node: OfNode
+        self,
+        listener: Listener,
+        listeners: list[Listener],
+        of_node: Callable[[Node], Iterator[Change]],
     ) -> tuple[Iterator[Change], Callable[[], None]]:
         def unsubscribe() -> None:
             with self._lock:
@@ -314,7 +308,8 @@ class CacheTree:
 
         with self._lock:
             listeners.append(listener)
-        return seen_in_slices(self._lock, self._trie.root, of_node), unsubscribe
+        seen = (list(of_node(node)) for node in self._trie.root.walk())
+        return chain.from_iterable(in_slices(self._lock, seen)), unsubscribe
 
     # Called by a handle that ends.
 
@@ -323,16 +318,15 @@ class CacheTree:
             gained = self._local.end(reservation, is_commit)
             spread = spread_e(gained)
         if gained:
-            in_slices(self._lock, spread)
+            run_in_slices(self._lock, spread, 2 * SLICE)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
-            self._local.let_go(self._holds.end(lease))
+            self._holds.end(lease)
 
-    def _sweep(self, most: int) -> bool:
-        """With the lock held; whether there may be more entries that have grown old."""
-        for hold in self._holds.expired(self._clock()):
-            self._local.let_go(hold)
-        if self._eviction.ttl_s is None:
-            return False
-        return self._local.evict(islice(self._eviction.expired(), most // 2)) > 0
+    # With the lock held.
+
+    def _sweeping(self) -> Iterator[int]:
+        self._holds.end_late(self._clock())
+        if self._eviction.ttl_s is not None:
+            yield from map(self._local.take_out, self._eviction.expired())

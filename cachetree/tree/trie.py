@@ -3,7 +3,7 @@ that says for all models and locations at once who has the longest prefix of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -267,9 +267,9 @@ class PageTrie:
                 self._eviction.free(entry)
         return tail
 
-    def prune(self, nodes: Iterable[Node]) -> None:
-        """Take out those of `nodes` in which nobody has an entry."""
-        for node in {node for node in nodes if node.is_empty}:
+    def prune(self, node: Node) -> None:
+        """It has lost an entry, and goes with the last one."""
+        if not (node.local or node.remote):
             assert node.parent is not None
             del node.parent.children[node.pages[0]]
             self._index.remove(node)
