@@ -42,7 +42,7 @@ RETRY := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
 ALONE := $(shell grep -lr --include='test_*.py' 'mark\.alone' tests platforms)
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not server' tests/cachetree tests/engine
+	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not server and not long' tests/cachetree tests/engine
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(BESIDE) $(RETRY) -m 'not slow and not alone'

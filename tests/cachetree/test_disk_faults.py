@@ -61,6 +61,7 @@ def flip(file: Path, byte: int, bit: int = 0) -> None:
 # Processes that die.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [64 << 20, 32 << 10], ids=["roomy", "evicting"])
 def test_a_killed_writer_loses_at_most_its_last_entry(tmp_path: Path, num_bytes: int) -> None:
     rng = random.Random(num_bytes)
@@ -233,6 +234,7 @@ def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_p
         assert store.status().num_bytes == files_bytes(small)
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
     """More than 10⁵ single-bit flips."""
     with open_store(tmp_path) as store:

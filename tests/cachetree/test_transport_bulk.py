@@ -220,6 +220,7 @@ def num_descriptors() -> int:
 ZMTP_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
 
 
+@pytest.mark.long
 def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us: Party, friend: Party) -> None:
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         port = ticket_of(worker.address, friend.asking(us)).port

@@ -284,6 +284,7 @@ class Walk:
         self.num_local_hits += 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_operations", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_no_hit_is_of_the_wrong_adapter(num_operations: int, tmp_path: Path, monkeypatch) -> None:
     config = shape("llama", layers=NUM_LAYERS, hidden=16, heads=2, kv_heads=1)

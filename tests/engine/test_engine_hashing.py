@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_droidspeak.engine.hashing import hash_in_python
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prior", [None, bytes(range(32))])
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 def test_same_as_the_compiled_ones(prior: bytes | None, page_size: int | None) -> None:

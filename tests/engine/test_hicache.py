@@ -112,6 +112,7 @@ def test_what_is_written_behind_is_not_used_by_it() -> None:
         cache.match(prompt(1))  # 2 is now the older one, and the last that is written.
         shelf.may_write.set()
         eventually(lambda: objects_of(cache) == {"written": 3 * NUM_OBJECTS})
+        eventually(lambda: not cache.tree.held_bytes)
         for number in range(3, 5):
             store(cache.tree, prompt(number))
         kept = [number for number in range(5) if cache.tree.has(MODEL, prompt(number)[-1])]

@@ -142,6 +142,7 @@ def test_a_long_id_is_neither_kept_nor_logged(
     assert all(it.isprintable() and len(it) < 400 for it in caplog.messages)
 
 
+@pytest.mark.long
 def test_what_a_server_starts_knows_its_own_requests_and_no_other_server_does() -> None:
     own: Any = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={asking.ANSWERED: 2}))
     with multiprocessing.get_context("spawn").Pool(1) as started:

@@ -11,6 +11,7 @@ from benchmarks.never_slower import Server, summary, sweep
 from cachetree.planning import Costs
 
 
+@pytest.mark.long
 def test_the_chosen_plan_is_never_slower_than_a_full_prefill_and_near_the_best() -> None:
     """Over links from 0.05 to 50 GB/s, 100 to 40,000 tokens, and 0 to 16 fetches beside it."""
     cells = sweep()

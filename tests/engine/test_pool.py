@@ -586,6 +586,7 @@ def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | No
         assert req.extra_key == given
 
 
+@pytest.mark.long
 def test_all_ranks_of_a_server_name_approximate_kv_alike() -> None:
     """SGLang can check that its ranks match the same keys."""
     anybody: Any = SimpleNamespace(lora_id=None)

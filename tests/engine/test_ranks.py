@@ -112,6 +112,7 @@ def lost_by(ranks: Ranks) -> str:
         return str(exc)
 
 
+@pytest.mark.long
 def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
