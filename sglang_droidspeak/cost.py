@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -60,9 +59,13 @@ _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
 @dataclass(frozen=True, slots=True)
 class _Pass:
     num_tokens: int
-    terms: tuple[float, float, float]
-    """What the three coefficients are multiplied by."""
+    context: float
+    """Tokens before each, summed over all."""
     seconds: float
+
+    def of(self, cost: PrefillCost) -> float:
+        """What it took of what `cost` predicts."""
+        return self.seconds / max(1e-12, cost.pass_s(self.num_tokens, self.context))
 
 
 class Fit:
@@ -76,15 +79,14 @@ class Fit:
         self._num = self._num_fitted = 0
         self._cost: PrefillCost | None = None
 
-    def add(self, tokens: Iterable[Span], seconds: float, num_layers: float = 1.0) -> None:
+    def add(self, tokens: Iterable[Span], seconds: float) -> None:
         """One pass over these tokens of some prompts."""
         lengths = [(len(it), (it.start + it.stop) / 2) for it in tokens]
         num_tokens = sum(length for length, _ in lengths)
         context = sum(length * before for length, before in lengths)
-        terms = (num_layers, num_layers * num_tokens, num_layers * context)
-        new = _Pass(num_tokens, terms, max(seconds, 1e-9))
+        new = _Pass(num_tokens, context, max(seconds, 1e-9))
         if self._cost is not None:
-            self._margin.add(seconds, _predicted_s(self._cost, new))
+            self._margin.add(new.of(self._cost), 1.0)
         kept = self._passes.setdefault(num_tokens.bit_length(), deque(maxlen=_PER_LENGTH))
         kept.append(new)
         self._num += 1
@@ -98,16 +100,12 @@ class Fit:
 
     def _fit(self) -> PrefillCost:
         kept = self._passes.values()
-        usual_s = [statistics.median(it.seconds / it.terms[0] for it in each) for each in kept]
+        usual_s = [statistics.median(it.seconds for it in each) for each in kept]
         least_s = min(usual_s)
         longer = [each for each, s in zip(kept, usual_s, strict=True) if s > _ABOVE_LEAST * least_s]
         passes = [it for each in longer or kept for it in each]
         prior = self._prior_passes(passes)
-        rows = np.array([it.terms for it in (*passes, *prior)])
-        seconds = np.array([it.seconds for it in (*passes, *prior)])
-        a, b, c = _solve(
-            rows, seconds, np.array([1.0] * len(passes) + [_PRIOR_WEIGHT] * len(prior))
-        )
+        a, b, c = _solve((*passes, *prior), [1.0] * len(passes) + [_PRIOR_WEIGHT] * len(prior))
         cost = PrefillCost(
             least_s=least_s if longer else 0.0,
             fixed_s=a,
@@ -122,10 +120,9 @@ class Fit:
         prior = self._prior()
         if prior is None:
             return []
-        scale = statistics.median(it.seconds / _predicted_s(prior, it) for it in passes)
-        layers = passes[-1].terms[0]
+        scale = statistics.median(it.of(prior) for it in passes)
         return [
-            _Pass(n, (layers, layers * n, layers * n * n / 2), scale * layers * seconds)
+            _Pass(n, n * n / 2, scale * seconds)
             for n in _PRIOR_LENGTHS
             if (seconds := prior.seconds(0, n)) > 0
         ]
@@ -135,30 +132,23 @@ class Fit:
         for kept in self._passes.values():
             if len(kept) >= _LEAST_PER_LENGTH:
                 at = statistics.median(math.log2(max(1, it.num_tokens)) for it in kept)
-                factor = statistics.median(it.seconds / _predicted_s(cost, it) for it in kept)
-                points.append((at, factor))
+                points.append((at, statistics.median(it.of(cost) for it in kept)))
         return tuple(sorted(points))
 
 
-def _predicted_s(cost: PrefillCost, it: _Pass) -> float:
-    a, b, c = it.terms
-    linear_s = cost.fixed_s * a + cost.token_s * b + cost.context_s * c
-    return max(1e-12, max(cost.least_s * a, linear_s) * cost.factor(it.num_tokens))
-
-
-def _solve(
-    terms: np.ndarray, seconds: np.ndarray, weights: np.ndarray
-) -> tuple[float, float, float]:
+def _solve(passes: Sequence[_Pass], weights: Sequence[float]) -> tuple[float, float, float]:
     """Coefficients >= 0 of the least sum of squares of relative errors, those far off left out."""
-    relative = terms / seconds[:, None]
+    relative = np.array([(1, it.num_tokens, it.context) for it in passes], dtype=float)
+    relative /= np.array([it.seconds for it in passes])[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
-    relative, kept = relative / scale, weights
+    relative, given = relative / scale, np.array(weights)
+    kept = given
     for _ in range(_ROUNDS):
         root = np.sqrt(kept)
         found, _ = nnls(relative * root[:, None], root)
         errors = np.abs(np.log(np.maximum(relative @ found, 1e-9)))
         spread = max(_LEAST_SPREAD, 1.5 * float(np.median(errors)))
-        kept = weights / (1 + (errors / (2 * spread)) ** 2)
+        kept = given / (1 + (errors / (2 * spread)) ** 2)
     a, b, c = (found / scale).tolist()
     return a, b, c
 
@@ -255,7 +245,10 @@ class Meter:
         if not tokens or not num_layers:
             yield
             return
-        add = partial(fit.add, tokens, num_layers=num_layers)
+
+        def add(seconds: float) -> None:
+            fit.add(tokens, seconds / num_layers)
+
         if self._on_cuda:
             with self._lock:
                 self._read()

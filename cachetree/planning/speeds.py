@@ -50,10 +50,13 @@ class PrefillCost:
         """Of tokens `[start, stop)`, with those before them in the cache."""
         num_tokens = stop - start
         num_passes = max(1, ceil(num_tokens / self.most_tokens))
-        token_s = self.token_s + self.context_s * (start + stop) / 2
         each = num_tokens / num_passes
-        pass_s = max(self.least_s, self.fixed_s + each * token_s)
-        return num_passes * pass_s * self.factor(each)
+        return num_passes * self.pass_s(each, each * (start + stop) / 2)
+
+    def pass_s(self, num_tokens: float, context: float) -> float:
+        """Of one pass; `context` sums up how many tokens are before each."""
+        linear_s = self.fixed_s + self.token_s * num_tokens + self.context_s * context
+        return max(self.least_s, linear_s) * self.factor(num_tokens)
 
     def knows(self, num_tokens: int) -> bool:
         return min(num_tokens, self.most_tokens) <= self.known_tokens
