@@ -86,7 +86,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         attachment = attachment_of(pool)
         server, runner = attachment.server, attachment.runner
-        settings = server.settings
+        settings, identity = server.settings, server.identity
         num_slots = pool.size + pool.page_size
 
         self.pools = {PoolName.KV: pool}
@@ -101,7 +101,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._metrics = Metrics(enabled=has_metrics and self._ranks.is_first)
         self._cache = Cache(
             Family(
-                **server.identity.shape,
+                **identity.shape,
                 model_dtype=str(runner.dtype).removeprefix("torch."),
                 kv_dtype=str(pool.dtype).removeprefix("torch."),
                 page_size=params.page_size,
@@ -109,7 +109,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_size=parallel.tp_size,
                 tp_rank=parallel.tp_rank,
             ),
-            cache_config(settings, server.identity.model_id, parallel.tp_rank),
+            cache_config(settings, identity.model_id, parallel.tp_rank),
             tiers=_tiers(server, self._metrics),
             register=page_locked if self._on_cuda else unregistered,
             note_served=serve_spans() if tracing.is_on() else untraced,
@@ -119,7 +119,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._until_closed.callback(self._cache.close)
         if has_metrics:
             self._until_closed.callback(CacheMetrics(self._cache.status).close)
-        coding = Coding(settings.codec, server.identity.head_dim)
+        coding = Coding(settings.codec, identity.head_dim)
         server_pool = ServerPool(rows_of(pool, coding), attachment.e_pool, coding, params.page_size)
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
@@ -128,7 +128,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
         )
-        identity = server.identity
         self._models = Models(identity.model_id, identity.num_layers, server.identify)
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
@@ -168,46 +167,41 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         self._forward.warm(forward_stream)
         self._insertions = Insertions(
-            self._models,
-            self._pool_index,
-            self._offloader,
-            params.page_size,
+            self._models, self._pool_index, self._offloader, params.page_size
         )
         self._offloader.is_stopped = not settings.host_gb
-        hooks: dict[str, Hook] = {}
         adapters: Mapping[str, LoRARef] = {}
         if runner.lora_manager is not None:
             adapters = runner.lora_manager.lora_refs
+        queue = Queue(self._waiting, self._replies, self._models, self._ranks)
+        answers = Answers(
+            self._cache, planner, self._labels, adapters, params.page_size, guard.answer
+        )
+        hooks: dict[str, Hook] = {
+            **dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE)),
+            release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
+            release.REPLAY_LEN: (queue.charge, HookType.AFTER),
+            release.MATCH: (queue.match, HookType.AROUND),
+            release.FORWARD: (self._forward.run_batch, HookType.AROUND),
+            release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
+            release.REPORT: (self._replies.stream, HookType.AROUND),
+            release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
+            release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
+            release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+            release.INTERNAL_STATE: (answers.add, HookType.AFTER),
+        }
+        if runner.lora_manager is not None:
             hooks[release.LOAD_LORA] = self._load_lora, HookType.AROUND
             hooks[release.UNLOAD_LORA] = self._unload_lora, HookType.AFTER
             hooks[release.VALIDATE_LORA] = self._validate_lora, HookType.BEFORE
         if params.enable_kv_cache_events:
             self._insertions.name = params.kv_event_lora_names.register
-        if params.enable_kv_cache_events and settings.host_gb:
-            events = HostEvents(self._cache, self._offloader, adapters, self._metrics)
-            self._while_serving.callback(events.close)
-            self._insertions.about = events.about
-            hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
-        queue = Queue(self._waiting, self._replies, self._models, self._ranks)
-        answers = Answers(
-            self._cache, planner, self._labels, adapters, params.page_size, guard.answer
-        )
-        engine.place_hooks(
-            hooks
-            | dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
-            | {
-                release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
-                release.REPLAY_LEN: (queue.charge, HookType.AFTER),
-                release.MATCH: (queue.match, HookType.AROUND),
-                release.FORWARD: (self._forward.run_batch, HookType.AROUND),
-                release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
-                release.REPORT: (self._replies.stream, HookType.AROUND),
-                release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
-                release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
-                release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                release.INTERNAL_STATE: (answers.add, HookType.AFTER),
-            }
-        )
+            if settings.host_gb:
+                events = HostEvents(self._cache, self._offloader, adapters, self._metrics)
+                self._while_serving.callback(events.close)
+                self._insertions.about = events.about
+                hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
+        engine.place_hooks(hooks)
         for lora_id, ref in adapters.items():
             self._models.add(lora_id, folder_of(ref.lora_path))
             self._activated.loaded(lora_id)
@@ -215,7 +209,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._activated.require_room(runner.lora_manager)
         log.info(
             "droidspeak: model %s, E kept of layers %s, %d profiles, serves at %s, peers: %s",
-            server.identity.model_id,
+            identity.model_id,
             list(server.transition_layers),
             len(server.profiles),
             self._cache.address or "no address",

@@ -84,12 +84,12 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
     """What the first rank's scheduler says in `/server_info`, and how far the server's clock, told
     in whole seconds, is ahead of this one at least; raises NoAnswer."""
     before_s = time.time()
-    reply = _ask("GET", url, "/server_info", key)
+    reply, told = _ask("GET", url, "/server_info", key)
     after_s = time.time()
     try:
-        state = reply.json()["internal_states"][0]
+        state = told["internal_states"][0]
         is_ours = KEY in state
-    except (LookupError, TypeError, ValueError) as exc:
+    except (LookupError, TypeError) as exc:
         raise _is_another(url, exc) from exc
     if not is_ours:
         raise NoAnswer(f"{url} runs without droidspeak")
@@ -103,17 +103,16 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
     """The answer of one of the server's pages; raises NoAnswer, with the server's own words."""
-    reply = _ask("POST", args.url, path, args.api_key, question)
-    try:
-        told = reply.json()
-    except ValueError as exc:
-        raise _is_another(args.url, exc) from exc
+    reply, told = _ask("POST", args.url, path, args.api_key, question)
     if reply.status_code == 404:
         raise NoAnswer(f"{args.url}: {told.get('error', 'it runs without droidspeak')}")
     return told
 
 
-def _ask(method: str, url: str, path: str, key: str | None, body: Any = None) -> requests.Response:
+def _ask(
+    method: str, url: str, path: str, key: str | None, body: Any = None
+) -> tuple[requests.Response, Any]:
+    """And the JSON in it."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = ask_server(
@@ -126,9 +125,9 @@ def _ask(method: str, url: str, path: str, key: str | None, body: Any = None) ->
             )
         if reply.status_code != 404:
             reply.raise_for_status()
+        return reply, reply.json()
     except requests.RequestException as exc:
         raise _is_another(url, exc) from exc
-    return reply
 
 
 def _is_another(url: str, exc: Exception) -> NoAnswer:

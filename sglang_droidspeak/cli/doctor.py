@@ -24,12 +24,17 @@ from cachetree.transport import (
     without_password,
 )
 from sglang_droidspeak.cli.ask import add_key, state_of
-from sglang_droidspeak.cli.serve import as_flags, num_ranks, server_of
-from sglang_droidspeak.cli.terminal import complain, show, tell
+from sglang_droidspeak.cli.serve import as_flags, own_of, server_of
+from sglang_droidspeak.cli.terminal import show, tell
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.start.config import LINKER_MODULE, Settings, linker_options, parse_settings
+from sglang_droidspeak.start.config import (
+    GIB,
+    LINKER_MODULE,
+    Settings,
+    linker_options,
+    parse_settings,
+)
 
-GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
 """For a peer's answer."""
 _START: Final = "start it, or mend its address or keys"
@@ -87,9 +92,10 @@ def _compare(folder: str) -> int:
 
     root = Path(folder) if folder else probe.installed()
     if not (root / "sglang").is_dir():
-        complain(f"{root} has no folder `sglang`; give the folder that a wheel was unpacked into")
-        return 1
-    lacking, changed = list(probe.lacking(root)), list(probe.changed(root))
+        raise ConfigError(
+            f"{root} has no folder `sglang`; give the folder that a wheel was unpacked into"
+        )
+    lacking, changed = probe.compare(root)
     for sentence in (*lacking, *changed):
         show(sentence)
     show(
@@ -126,12 +132,11 @@ def installation() -> Iterator[Check]:
     found = version("sglang")
     install = f"pip install sglang=={release.VERSION}"
     yield _check("SGLang", found.split("+")[0] == release.VERSION, found, install)
-    root = probe.installed()
-    moved = [*probe.lacking(root), *probe.changed(root)]
+    moved = sum(map(len, probe.compare(probe.installed())))
     yield _check(
         "hooks",
         not moved,
-        f"{len(moved)} of {len(release.USED)} moved",
+        f"{moved} of {len(release.USED)} moved",
         "`droidspeak doctor --sglang` lists them; reinstall SGLang where it was changed",
     )
     plugins = {it.name for it in entry_points(group="sglang.srt.plugins")}
@@ -169,7 +174,7 @@ def configuration(path: Path) -> Iterator[Check]:
         pair = f"{it.sender.model_id} to {it.receiver.model_id}"
         yield _check(f"profile {pair}", it.is_usable, it.reason, "see `droidspeak profile show`")
     settings = server.settings
-    yield from _room(settings, num_ranks(flags))
+    yield from _room(settings, own_of(flags).tp)
     for address in dict.fromkeys((*settings.peers, *settings.push_to)):
         yield _peer(address, settings)
 

@@ -90,7 +90,7 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
     from sglang_droidspeak.start import refuse
     from sglang_droidspeak.start.this_server import read_server
 
-    own = _own_of(flags)
+    own = own_of(flags)
     refuse.page_size(own.page_size)
     return read_server(
         json.dumps(settings).encode(),
@@ -100,11 +100,6 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
         own.tp,
         () if own.enable_lora or own.lora_paths else None,
     )
-
-
-def num_ranks(flags: Sequence[str]) -> int:
-    """Of tensor parallelism."""
-    return _own_of(flags).tp
 
 
 def _named(told: str) -> tuple[str, Any]:
@@ -117,7 +112,7 @@ def _named(told: str) -> tuple[str, Any]:
         return name, value
 
 
-def _own_of(flags: Sequence[str]) -> argparse.Namespace:
+def own_of(flags: Sequence[str]) -> argparse.Namespace:
     """Those of SGLang that the settings are checked against; raises ConfigError."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     own.add_argument("--page-size", type=int, default=MIN_PAGE_SIZE)

@@ -89,12 +89,7 @@ def unsent(
     )
 
 
-def is_own(req: Req) -> bool:
-    """Whether no user has sent it."""
-    return num_answered(req) > 0
-
-
 def num_answered(req: Req) -> int:
-    """How many tokens at the end of the prompt are of the answer; 0 of a user's request."""
+    """How many tokens at the end of the prompt are of an answer; 0 where a user has sent it."""
     custom = req.sampling_params.custom_params
     return custom.get(ANSWERED, 0) if isinstance(custom, dict) else 0

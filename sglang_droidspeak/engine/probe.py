@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,29 +40,29 @@ def installed() -> Path:
     return Path(spec.submodule_search_locations[0]).parent
 
 
-def lacking(root: Path) -> Iterator[str]:
-    """What is used and the SGLang in that folder does not have, one sentence each."""
-    for target in release.USED:
+def compare(root: Path) -> tuple[list[str], list[str]]:
+    """What is used and the SGLang in that folder does not have, and functions and classes whose
+    source there is not the one that was read; one sentence each."""
+    lacking, changed = [], []
+    for target, recorded in release.USED.items():
         try:
-            source_hash(root, target)
+            found = source_hash(root, target)
         except NotThere as exc:
-            yield str(exc)
+            lacking.append(str(exc))
+            continue
+        if found != recorded:
+            changed.append(
+                f"{target} has another source: {found}, and {recorded} in {release.VERSION}"
+            )
     for target, names in release.FIELDS.items():
         try:
-            there = fields(root, target)
+            missing = set(names.split()) - fields(root, target)
         except NotThere as exc:
-            yield str(exc)
+            lacking.append(str(exc))
             continue
-        if missing := [it for it in names.split() if it not in there]:
-            yield f"{target} has no {', '.join(missing)}"
-
-
-def changed(root: Path) -> Iterator[str]:
-    """Functions and classes that are there and whose source is not the one that was read."""
-    for target, recorded in release.USED.items():
-        with suppress(NotThere):
-            if (found := source_hash(root, target)) != recorded:
-                yield f"{target} has another source: {found}, and {recorded} in {release.VERSION}"
+        if missing:
+            lacking.append(f"{target} has no {', '.join(sorted(missing))}")
+    return lacking, changed
 
 
 class NotThere(LookupError):

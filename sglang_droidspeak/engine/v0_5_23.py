@@ -30,16 +30,16 @@ _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerO
 REPORT = f"{_STREAMER}.stream_output"
 REPORT_ABORT = f"{SCHEDULER_MODULE}.Scheduler.send_abort_output"
 REQUEST_LEVEL = f"{_STREAMER}.is_request_level_customized_info_key"
-_WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_RESET_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors"
-WEIGHTS_WRITTEN = (
-    f"{_WEIGHT_UPDATER}.begin_weight_update",
-    f"{_WEIGHT_UPDATER}.update_weights_from_disk",
-    f"{_WEIGHT_UPDATER}.load_weights_from_distributed",
-    f"{_WEIGHT_UPDATER}.update_weights_from_tensor",
-    f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
-    _RESET_WEIGHTS,
-)
+_COMPONENTS = "sglang.srt.model_executor.model_runner_components"
+_WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.WeightUpdater"
+WEIGHTS_WRITTEN = {
+    f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
+    f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460",
+    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e",
+    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6",
+    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0",
+    "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors": "bef8a4645594",
+}
 """Each of them, and nothing else, goes before a write to weights that serve; what writes into
 memory from outside (RDMA) does so after the first."""
 INTERNAL_STATE = f"{SCHEDULER_MODULE}.Scheduler.get_internal_state"
@@ -103,20 +103,14 @@ USED: Mapping[str, str] = {
     CAN_SCHEDULE_LORA: "01d82aee17c4",
     f"{_LORA}.LoRAOverlapLoader.try_overlap_load_lora": "7a5d1bb04e66",
     "sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash": "bfd2899789f5",
-    f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
-    f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460",
-    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e",
-    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6",
-    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0",
-    _RESET_WEIGHTS: "bef8a4645594",
+    **WEIGHTS_WRITTEN,
     f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76",
     f"{_FORWARD_BATCH}.init_new": "53f9f0da3b38",
     f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396",
     f"{_EXPERTS}.get_global_expert_distribution_recorder": "d6b44d3d0a89",
     f"{_EXPERTS}.ExpertDistributionRecorder.disable_this_region": "d9499a20f57f",
     f"{_RUNNER}.forward": "a9579bc20fe6",
-    "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
-    "._build_backend_from_str": "1c1999c3ea92",
+    f"{_COMPONENTS}.attention_backend_setup._build_backend_from_str": "1c1999c3ea92",
     "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
     ".bind_and_verify_backends": "729d481ab4e6",
     f"{_BATCH}.ScheduleBatch.init_new": "d6a2e1be3af9",

@@ -109,7 +109,7 @@ class Labels:
             if not has_read and warmed.exact == label.is_exact:
                 told = warmed
         told = msgspec.structs.replace(told, exact=label.is_exact)
-        if not asking.is_own(req):
+        if not asking.num_answered(req):
             self.metrics.count_outcome(told.outcome, exact=told.exact)
             self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
             _write(req.rid, told)

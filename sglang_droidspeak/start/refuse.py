@@ -38,21 +38,16 @@ ARCHITECTURES = frozenset(
 )
 
 
-def _one_of(*accepted: object) -> Callable[[object], bool]:
-    return lambda value: value in accepted
-
-
-_OFF = _one_of(None, False)
 _NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's"
 _NOT_ITS_CONFIG = "the model is not as the checkpoint's config.json says"
-_READ_AS_SAFETENSORS = (
+_READ_AS_SAFETENSORS = [
     "auto",
     "safetensors",
     "fastsafetensors",
     "instanttensor",
     "layered",
     "runai_streamer",
-)
+]
 """Ways to load the files by whose content a model is known, and nothing else."""
 _SCALED = "scales of quantised KV belong to one model"
 _SHARED_OUT = "a rank would have E of a share of the tokens alone"
@@ -67,51 +62,51 @@ _FORMATS: Final[Mapping[str, str]] = {
     "fp8": "fp8",
 }
 
-_ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    # server argument: (whether a value works, why the others do not)
-    "device": (_one_of("cpu", "cuda"), "copies and partial prefills know CPUs and CUDA alone"),
-    "nnodes": (_one_of(None, 1), "the ranks of a server share one host and its ports"),
-    "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
-    "dp_size": (_one_of(1), "its replicas would share one address and one folder on disk"),
-    "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
-    "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
-    "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
-    "speculative_algorithm": (_one_of(None), "drafted tokens move between slots"),
-    "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
-    "kv_cache_dtype": (_one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"), _SCALED),
-    "quantization_param_path": (_one_of(None), _SCALED),
-    "quantization": (_one_of(None, "unquant"), _NOT_THE_CHECKPOINTS),
-    "modelopt_quant": (_one_of(None), _NOT_THE_CHECKPOINTS),
-    "rl_quant_profile": (_one_of(None), _NOT_THE_CHECKPOINTS),
-    "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
-    "load_format": (_one_of(*_READ_AS_SAFETENSORS), _NOT_THE_CHECKPOINTS),
-    "weight_cache_mode": (_one_of("off"), _NOT_THE_CHECKPOINTS),
-    "kt_weight_path": (_one_of(None), _NOT_THE_CHECKPOINTS),
-    "download_dir": (_one_of(None), "what is known of a model is read from the cache in HF_HOME"),
-    "forward_hooks": (_one_of(None, []), "they may change what layers compute"),
-    "model_impl": (_one_of("auto", "sglang"), "its layers hand on no residual stream"),
-    "cpu_offload_gb": (_one_of(0), "its layers fetch their weights, and a recompute ends in one"),
-    "json_model_override_args": (_one_of(None, "", "{}"), _NOT_ITS_CONFIG),
-    "decrypted_config_file": (_one_of(None, ""), _NOT_ITS_CONFIG),
-    "model_config_parser": (_one_of("auto", "hf"), _NOT_ITS_CONFIG),
-    "is_embedding": (_OFF, "the model does not generate"),
-    "enable_two_batch_overlap": (_OFF, "it splits the recompute's batch"),
-    "enable_pdmux": (_OFF, "it splits the recompute's batch"),
-    "enable_hisparse": (_OFF, "its KV pool is not per-layer rows"),
-    "enable_torch_compile": (_OFF, "E is not captured in compiled layers"),
-    "enable_nvidia_megakernel": (_OFF, "E is not captured in its kernels"),
-    "enable_layernorm_sp": (_one_of(False), _SHARED_OUT),
-    "enable_attn_tp_input_scattered": (_one_of(False), _SHARED_OUT),
-    "moe_a2a_backend": (_one_of("none"), _PADDED),
-    "moe_dense_tp_size": (_one_of(None), _PADDED),
-    "enable_watermark": (_one_of(False), "a recompute samples nothing, and has no state of that"),
-    "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
-    "enable_return_routed_experts": (_one_of(False), "what is loaded has gone through no experts"),
-    "kv_canary": (_one_of("none"), "what is loaded has none of its marks"),
-    "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
-    "tokenizer_worker_num": (_one_of(1), "its workers have no drift guard, and explain nothing"),
-    "smg_grpc_mode": (_one_of(False), "that front end has no drift guard, and answers no page"),
-    "use_ray": (_one_of(False), "its schedulers load no plugins"),
+_ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
+    # server argument: (values that work, why the others do not)
+    "device": (["cpu", "cuda"], "copies and partial prefills know CPUs and CUDA alone"),
+    "nnodes": ([None, 1], "the ranks of a server share one host and its ports"),
+    "pp_size": ([1], "a recompute block may span pipeline stages"),
+    "dp_size": ([1], "its replicas would share one address and one folder on disk"),
+    "attn_dp_size": ([None, 1], "a recompute on one rank enters collectives alone"),
+    "attn_cp_size": ([None, 1], "context-parallel batches are transformed further"),
+    "dcp_size": ([None, 1], "context-parallel batches are transformed further"),
+    "speculative_algorithm": ([None], "drafted tokens move between slots"),
+    "disaggregation_mode": ([None, "null"], "prefill and decode are one server here"),
+    "kv_cache_dtype": ([None, "auto", "bfloat16", "bf16", "float16", "float32"], _SCALED),
+    "quantization_param_path": ([None], _SCALED),
+    "quantization": ([None, "unquant"], _NOT_THE_CHECKPOINTS),
+    "modelopt_quant": ([None], _NOT_THE_CHECKPOINTS),
+    "rl_quant_profile": ([None], _NOT_THE_CHECKPOINTS),
+    "rl_on_policy_target": ([None], "E would be float32 beside a model of another dtype"),
+    "load_format": (_READ_AS_SAFETENSORS, _NOT_THE_CHECKPOINTS),
+    "weight_cache_mode": (["off"], _NOT_THE_CHECKPOINTS),
+    "kt_weight_path": ([None], _NOT_THE_CHECKPOINTS),
+    "download_dir": ([None], "what is known of a model is read from the cache in HF_HOME"),
+    "forward_hooks": ([None, []], "they may change what layers compute"),
+    "model_impl": (["auto", "sglang"], "its layers hand on no residual stream"),
+    "cpu_offload_gb": ([0], "its layers fetch their weights, and a recompute ends in one"),
+    "json_model_override_args": ([None, "", "{}"], _NOT_ITS_CONFIG),
+    "decrypted_config_file": ([None, ""], _NOT_ITS_CONFIG),
+    "model_config_parser": (["auto", "hf"], _NOT_ITS_CONFIG),
+    "is_embedding": ([None, False], "the model does not generate"),
+    "enable_two_batch_overlap": ([None, False], "it splits the recompute's batch"),
+    "enable_pdmux": ([None, False], "it splits the recompute's batch"),
+    "enable_hisparse": ([None, False], "its KV pool is not per-layer rows"),
+    "enable_torch_compile": ([None, False], "E is not captured in compiled layers"),
+    "enable_nvidia_megakernel": ([None, False], "E is not captured in its kernels"),
+    "enable_layernorm_sp": ([False], _SHARED_OUT),
+    "enable_attn_tp_input_scattered": ([False], _SHARED_OUT),
+    "moe_a2a_backend": (["none"], _PADDED),
+    "moe_dense_tp_size": ([None], _PADDED),
+    "enable_watermark": ([False], "a recompute samples nothing, and has no state of that"),
+    "enable_memory_saver": ([False], "it takes KV away that is being copied"),
+    "enable_return_routed_experts": ([False], "what is loaded has gone through no experts"),
+    "kv_canary": (["none"], "what is loaded has none of its marks"),
+    "dllm_algorithm": ([None], "its prefix KV is not causal"),
+    "tokenizer_worker_num": ([1], "its workers have no drift guard, and explain nothing"),
+    "smg_grpc_mode": ([False], "that front end has no drift guard, and answers no page"),
+    "use_ray": ([False], "its schedulers load no plugins"),
 }
 
 VARIABLES: Final[Mapping[str, str]] = {
@@ -129,10 +124,10 @@ VARIABLES: Final[Mapping[str, str]] = {
 def arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]) -> None:
     """Those of SGLang, as they were given and as it resolved them, and which of `VARIABLES` are
     set; `hip` is torch's version of ROCm."""
-    for field, (accepts, why) in _ACCEPTED.items():
+    for field, (accepted, why) in _ACCEPTED.items():
         # On some devices SGLang resolves that to the checkpoint's own, which `weights` judges.
         value = getattr(given if field == "quantization" else args, field)
-        if not accepts(value):
+        if value not in accepted:
             raise ConfigError(
                 f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
             )

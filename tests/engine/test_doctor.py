@@ -37,8 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read all of SGLang takes seconds; another test does."""
-    monkeypatch.setattr(probe, "lacking", lambda _root: ())
-    monkeypatch.setattr(probe, "changed", lambda _root: ())
+    monkeypatch.setattr(probe, "compare", lambda _root: ([], []))
 
 
 def by_name(found: Any) -> dict[str, Check]:
@@ -63,7 +62,7 @@ def test_this_installation_is_well(capsys: Any) -> None:
 def test_what_is_wrong_is_told_with_its_remedy(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "changed", lambda _root: ["a.b has another source"])
+    monkeypatch.setattr(probe, "compare", lambda _root: ([], ["a.b has another source"]))
     monkeypatch.setattr(checks, "version", lambda name: "0.5.22")
     monkeypatch.setattr(checks, "entry_points", lambda group: [])
     code, out = doctor(capsys, "--json")
