@@ -36,8 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read all of SGLang takes seconds; another test does."""
+    """To read all of SGLang takes seconds; another test does. The example names files from the
+    root."""
     monkeypatch.setattr(probe, "compare", lambda _root: ([], []))
+    monkeypatch.chdir(ROOT)
 
 
 def by_name(found: Any) -> dict[str, Check]:
@@ -73,19 +75,26 @@ def test_what_is_wrong_is_told_with_its_remedy(
     assert "WRONG plugin: SGLang sees none; install" in doctor(capsys)[1]
 
 
-def configured(tmp_path: Path, **settings: Any) -> Path:
+LINKER = "unified-cache-external-linker-config"
+
+
+def configured(tmp_path: Path, change: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """The example with these settings and other options of SGLang; `...` leaves one out."""
     options = yaml.safe_load((ROOT / "examples/receiver.yaml").read_text())
-    linker = options["unified-cache-external-linker-config"]
-    linker["linker_extra_config"] |= {"peers": [], "host_gb": 0.01, "staging_gb": 0.01, **settings}
+    small = {"peers": [], "host_gb": 0.01, "staging_gb": 0.01}
+    options[LINKER]["linker_extra_config"] |= small | settings
+    options = {key: it for key, it in (options | (change or {})).items() if it is not ...}
     path = tmp_path / "server.yaml"
     path.write_text(yaml.safe_dump(options))
     return path
 
 
-def test_a_configuration_that_would_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(ROOT)
+def checked(*args: Any, **settings: Any) -> dict[str, Check]:
+    """What a server would find that is `configured` so."""
+    return by_name(checks.configuration(configured(*args, **settings)))
+
+
+def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
     there = f"tcp://127.0.0.1:{free_port()}"
     disk = {"disk_path": str(tmp_path / "a/b"), "disk_gb": 0.02}
     with serving(there):
@@ -108,14 +117,9 @@ def test_a_configuration_that_would_work(
     ],
 )
 def test_a_configuration_that_would_not(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    name: str,
-    words: str,
+    tmp_path: Path, settings: dict[str, Any], name: str, words: str
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    found = by_name(checks.configuration(configured(tmp_path, **settings)))
+    found = checked(tmp_path, **settings)
     assert not found[name].ok and words in found[name].found and found[name].remedy
     assert [it.ok for it in found.values()].count(False) == 1
 
@@ -126,14 +130,10 @@ def test_a_configuration_that_would_not(
 def test_each_rank_takes_as_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, is_well: bool
 ) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: 3 << 29)
     disk = {"disk_path": str(tmp_path / "disk"), "disk_gb": 1.0}
-    path = configured(tmp_path, host_gb=0.5, staging_gb=0.5, **disk)
-    options = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump(options | {flag: 2}))
     monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
-    found = by_name(checks.configuration(path))
+    found = checked(tmp_path, {flag: 2}, host_gb=0.5, staging_gb=0.5, **disk)
     assert found["memory"].ok == found["disk"].ok == is_well
     taken = 1.0 if is_well else 2.0
     assert found["memory"].found == f"{taken} GiB are taken at start, 1.5 GiB are free"
@@ -144,50 +144,39 @@ def test_each_rank_takes_as_much(
 def test_what_is_on_disk_already_needs_no_more_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
     disk = tmp_path / "disk"
     (disk / folder).mkdir(parents=True)
     for name, size in (("entry-1", 1 << 30), ("another", 5 << 30)):
         with (disk / folder / name).open("wb") as file:
             file.truncate(size)
-    path = configured(tmp_path, disk_path=str(disk), disk_gb=2.0)
-    told = by_name(checks.configuration(path))["disk"]
+    told = checked(tmp_path, disk_path=str(disk), disk_gb=2.0)["disk"]
     assert told.ok and told.found == "up to 1.0 GiB more are written, 1.5 GiB are free"
 
 
-def test_adapters_are_enabled_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_adapters_are_enabled_in_the_file(tmp_path: Path, is_enabled: bool) -> None:
     """Profiles of adapters are then those of this server, as they are where it starts."""
-    monkeypatch.chdir(ROOT)
-    path = configured(tmp_path, profiles=["examples/pairs/sender_lora_to_receiver_lora.json"])
-    options = yaml.safe_load(path.read_text()) | {"model-path": "examples/pairs/weights/foundation"}
-    for is_enabled in (True, False):
-        path.write_text(yaml.safe_dump(options | {"enable-lora": is_enabled}))
-        assert by_name(checks.configuration(path))["settings"].ok == is_enabled
+    change = {"model-path": "examples/pairs/weights/foundation", "enable-lora": is_enabled}
+    profiles = ["examples/pairs/sender_lora_to_receiver_lora.json"]
+    assert checked(tmp_path, change, profiles=profiles)["settings"].ok == is_enabled
 
 
 def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
     there = f"tcp://127.0.0.1:{free_port()}"
     peers = [there, "redis://:secret@127.0.0.1:1"]
-    found = by_name(checks.configuration(configured(tmp_path, peers=peers)))
+    found = checked(tmp_path, peers=peers)
     assert found["peer redis://127.0.0.1:1"].ok
     assert not found[f"peer {there}"].ok
     assert "no worker answered" in found[f"peer {there}"].found
 
 
-def test_what_sglang_takes_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    path = configured(tmp_path)
-    options = yaml.safe_load(path.read_text())
-    linker = "unified-cache-external-linker-config"
-    options |= {"model": options.pop("model-path"), linker: json.dumps(options[linker])}
-    path.write_text(yaml.safe_dump(options))
-    assert by_name(checks.configuration(path))["settings"].ok
-    del options["model"]
-    path.write_text(yaml.safe_dump(options))
-    (found,) = checks.configuration(path)
+def test_what_sglang_takes_in_another_form(tmp_path: Path) -> None:
+    given = yaml.safe_load(configured(tmp_path).read_text())
+    change = {"model": given["model-path"], "model-path": ..., LINKER: json.dumps(given[LINKER])}
+    assert checked(tmp_path, change)["settings"].ok
+    (found,) = checked(tmp_path, change | {"model": ...}).values()
     assert found.found == "there is no model-path; add it"
 
 
@@ -201,49 +190,32 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("page_size", "words"),
     [
-        ("", "page_size is 1: "),
-        ("page-size: 8", "page_size is 8: .*--page-size 16"),
-        ("page-size:", "--page-size: invalid int value"),
-        ("page-size: '16'", ""),
+        (..., "page_size is 1: "),
+        (8, "page_size is 8: .*--page-size 16"),
+        (None, "--page-size: invalid int value"),
+        ("16", ""),
     ],
 )
-def test_pages_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, words: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    path = configured(tmp_path)
-    path.write_text(path.read_text().replace("page-size: 16", told))
-    found, *_ = checks.configuration(path)
+def test_pages_of_a_file(tmp_path: Path, page_size: Any, words: str) -> None:
+    found = checked(tmp_path, {"page-size": page_size})["settings"]
     assert found.ok != bool(words) and re.search(words, found.found)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        (
-            "enable-unified-cache-external-linker",
-            None,
-            "no enable-.*-linker: true, and SGLang runs",
-        ),
-        (
-            "enable-unified-cache-external-linker",
-            False,
-            "no enable-.*-linker: true, and SGLang run",
-        ),
-        ("unified-cache-external-linker-backend", None, 'no unified-.*-backend: "dynamic", and'),
+        ("enable-unified-cache-external-linker", ..., "no enable-.*-linker: true, and SGLang"),
+        ("enable-unified-cache-external-linker", False, "no enable-.*-linker: true, and SGLang"),
+        ("unified-cache-external-linker-backend", ..., 'no unified-.*-backend: "dynamic", and'),
         ("unified-cache-external-linker-backend", "mooncake", 'no unified-.*-backend: "dynamic"'),
     ],
 )
 def test_a_file_with_which_droidspeak_would_be_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str
+    tmp_path: Path, name: str, value: Any, words: str
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    path = configured(tmp_path)
-    options = yaml.safe_load(path.read_text()) | {name: value}
-    path.write_text(yaml.safe_dump({key: it for key, it in options.items() if it is not None}))
-    (found,) = checks.configuration(path)
+    (found,) = checked(tmp_path, {name: value}).values()
     assert not found.ok and re.search(words, found.found) and found.remedy
 
 
@@ -257,6 +229,12 @@ def state(
     answers = Answers(cache, asked, None, {}, PAGE, None)  # type: ignore[arg-type]
     answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
     return output.internal_state
+
+
+def say(info: SimpleNamespace, *args: Any, **told: Any) -> None:  # noqa: F811
+    """What a server with an empty cache does."""
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache, *args, **told)
 
 
 def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: F811
@@ -303,8 +281,7 @@ def test_a_running_server_that_is_not_well(
     name: str,
     words: str,
 ) -> None:
-    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state = state(cache)
+    say(info)
     info.internal_state[KEY] |= change
     found = by_name(checks.running(info.url, None))
     assert words in found[name].found and found[name].remedy
@@ -318,8 +295,7 @@ def test_a_clock_that_is_wrong(
     ahead_s: int,
     is_well: bool,
 ) -> None:
-    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state = state(cache)
+    say(info)
     real_s = asking.time.time
     monkeypatch.setattr(asking, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
     found = by_name(checks.running(info.url, None))["clock"]
@@ -328,8 +304,7 @@ def test_a_clock_that_is_wrong(
 
 
 def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) -> None:  # noqa: F811
-    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state = state(cache, index_profiles([FAILED]))
+    say(info, index_profiles([FAILED]))
     extra = {"listen": "tcp://0.0.0.0:1", "insecure": True}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
     found = by_name(checks.running(info.url, None))
@@ -341,8 +316,7 @@ def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) 
 
 
 def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNamespace) -> None:  # noqa: F811
-    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state = state(cache)
+    say(info)
     extra = {"config": "/there/droidspeak.yaml"}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
     found = by_name(checks.running(info.url, None))
@@ -352,8 +326,7 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNa
 
 
 def test_no_pair_is_usable_after_an_update_of_the_weights(info: SimpleNamespace) -> None:  # noqa: F811
-    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state = state(cache, is_retired=True)
+    say(info, is_retired=True)
     wrong = {name: it for name, it in by_name(checks.running(info.url, None)).items() if not it.ok}
     assert [name.split()[0] for name in wrong] == ["profile"]
     assert "weights were updated in place" in next(iter(wrong.values())).found
