@@ -3,8 +3,8 @@
 `cachetree.checkpoint.codecs`, which computes on tensors, is a face of its own and imports torch.
 """
 
-from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
-from cachetree.checkpoint.family import SCALE_BYTES, Codec, Family, ModelIdentity, vector_bytes
+from cachetree.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter, read_invocation
+from cachetree.checkpoint.family import Codec, Family, ModelIdentity, vector_bytes
 from cachetree.checkpoint.identity import (
     adapted,
     first_difference,
@@ -15,7 +15,7 @@ from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 
 __all__ = [
-    "SCALE_BYTES",
+    "NO_ADAPTER",
     "Adapter",
     "Codec",
     "Family",

@@ -31,7 +31,7 @@ _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", 
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of one adapter on a base of `num_layers` layers.
+    """The content of one adapter on a base.
 
     A tensor in q_proj, o_proj or the MLP counts at its own layer, like one in k_proj or v_proj:
     the KV of that layer is still the base's, but no later one is. What its config says about
@@ -39,7 +39,6 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     gives it one of its own.
     """
 
-    num_layers: int
     applied: str
     """Digest of how the tensors are scaled and applied."""
     layers: Mapping[int, str]
@@ -47,20 +46,21 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     invocation: tuple[int, ...] = ()
     """Tokens from whose last occurrence on an activated LoRA acts; others act from the start."""
 
-    def first_difference(self, other: Adapter | None) -> int:
-        """First layer at which this adapter and another one, or none, make two models of the base.
+    def first_difference(self, other: Adapter, num_layers: int) -> int:
+        """First layer at which this adapter and another one make two models of a base of
+        `num_layers`; that many where they do not.
 
-        `num_layers` where they do not. It is not asked whether the products are the same: factors
-        of zeros are a difference too.
+        It is not asked whether the products are the same: factors of zeros are a difference too.
         """
-        theirs = other.layers if other is not None else {}
-        if other is not None and other.applied == self.applied:
-            touched = {
-                it for it in {*self.layers, *theirs} if self.layers.get(it) != theirs.get(it)
-            }
-        else:
-            touched = {*self.layers, *theirs}
-        return min(touched, default=self.num_layers)
+        ours, theirs = self.layers, other.layers
+        touched = {*ours, *theirs}
+        if self.applied == other.applied:
+            touched = {it for it in touched if ours.get(it) != theirs.get(it)}
+        return min(touched, default=num_layers)
+
+
+NO_ADAPTER: Final = Adapter(applied="", layers={})
+"""The base itself."""
 
 
 def read_adapter(path: Path, num_layers: int) -> Adapter:
@@ -77,7 +77,6 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
         with tensor.path.open("rb") as file:
             digest.update(tensor.read(file, 0, tensor.num_bytes))
     return Adapter(
-        num_layers=num_layers,
         applied=_applied(path),
         layers={layer: digest.hexdigest() for layer, digest in digests.items()},
         invocation=invocation,

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cachetree.checkpoint.adapters import Adapter, adapter_digest, read_adapter
+from cachetree.checkpoint.adapters import NO_ADAPTER, adapter_digest, read_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.rope import canonical_rope
 from cachetree.checkpoint.safetensors_files import (
@@ -121,14 +121,10 @@ def first_difference(
     has_head = "lm_head.weight" in our_tensors or "lm_head.weight" in their_tensors
     is_tied = bool(ours.get("tie_word_embeddings")) or not has_head
     of_bases = _first_difference(our_tensors, their_tensors, num_layers, is_tied)
-    one, other = (_adapter(it, num_layers) for it in (adapter_a, adapter_b))
-    return min(of_bases, one.first_difference(other))
-
-
-def _adapter(path: Path | None, num_layers: int) -> Adapter:
-    if path is not None:
-        return read_adapter(path, num_layers)
-    return Adapter(num_layers=num_layers, applied="", layers={})
+    one, other = (
+        read_adapter(it, num_layers) if it else NO_ADAPTER for it in (adapter_a, adapter_b)
+    )
+    return min(of_bases, one.first_difference(other, num_layers))
 
 
 def _first_difference(

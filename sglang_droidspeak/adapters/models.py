@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree import ConfigError, ModelId, PageHash
-from cachetree.checkpoint import Adapter, read_adapter, read_invocation
+from cachetree.checkpoint import NO_ADAPTER, Adapter, read_adapter, read_invocation
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req
 from sglang_droidspeak.ranks import Ranks
@@ -40,15 +40,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What an adapter, or None, makes of the base; by content."""
+    """What an adapter, or none, makes of the base; by content."""
 
     model_id: ModelId
-    adapter: Adapter | None
-
-    def first_difference(self, other: LoadedModel, num_layers: int) -> int:
-        if self.adapter is None:
-            return num_layers if other.adapter is None else other.adapter.first_difference(None)
-        return self.adapter.first_difference(other.adapter)
+    adapter: Adapter
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +75,7 @@ class Models:
     def __init__(self, base: ModelId, num_layers: int, identify: Callable[[Path], ModelId]) -> None:
         self._num_layers = num_layers
         self._identify = identify
-        self._loaded: dict[LoraId, LoadedModel] = {None: LoadedModel(base, None)}
+        self._loaded: dict[LoraId, LoadedModel] = {None: LoadedModel(base, NO_ADAPTER)}
         self.ids: set[str] = set()
         """Of all adapters that were ever to be loaded: SGLang's tree may have KV of them."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
@@ -117,9 +112,9 @@ class Models:
         if lora_id not in self._differences:
             me = self._loaded[lora_id]
             self._differences[lora_id] = {
-                it.model_id: it.first_difference(me, self._num_layers)
+                it.model_id: it.adapter.first_difference(me.adapter, self._num_layers)
                 for it in self._loaded.values()
-                if it.model_id != me.model_id and not (it.adapter and it.adapter.invocation)
+                if it.model_id != me.model_id and not it.adapter.invocation
             }
         return self._differences[lora_id]
 

@@ -15,6 +15,7 @@ from platformdirs import user_cache_path
 
 from cachetree import ConfigError, ModelId
 from cachetree.checkpoint import (
+    NO_ADAPTER,
     Codec,
     Family,
     ModelIdentity,
@@ -111,8 +112,8 @@ class ThisServer:
         """Of every two of the base and its adapters, whose files are read when it is first asked
         for."""
         num_layers = self.identity.num_layers
-        read = [read_adapter(it, num_layers) for it in self.adapters or ()]
-        found = {one.first_difference(other) for one in read for other in (None, *read)}
+        read = [NO_ADAPTER, *(read_adapter(it, num_layers) for it in self.adapters or ())]
+        found = {one.first_difference(other, num_layers) for one in read for other in read}
         return frozenset(found - {0, num_layers})
 
     def _profiles_of(self, role: Literal["sender", "receiver"]) -> Iterator[PairProfile]:

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_parts import CONFIG, NUM_LAYERS, weights, write
 from safetensors.numpy import save_file
 
-from cachetree.checkpoint.adapters import read_adapter
+from cachetree.checkpoint.adapters import NO_ADAPTER, read_adapter
 from cachetree.checkpoint.identity import first_difference
 from cachetree.errors import ConfigError
 
@@ -82,7 +82,10 @@ def two_adapters(
     b = write_lora(folder / "b", theirs, **settings)
     found = {first_difference(base, base, *pair) for pair in ((a, b), (b, a))}
     ours_read, theirs_read = (read_adapter(it, NUM_LAYERS) for it in (a, b))
-    found |= {ours_read.first_difference(theirs_read), theirs_read.first_difference(ours_read)}
+    found |= {
+        one.first_difference(other, NUM_LAYERS)
+        for one, other in ((ours_read, theirs_read), (theirs_read, ours_read))
+    }
     assert len(found) == 1
     return found.pop()
 
@@ -117,7 +120,7 @@ def test_an_adapter_differs_from_its_base_where_it_has_tensors(
         adapter = write_lora(tmp_path / f"a{index}", zeros, layers_to_transform=[0])
         assert first_difference(base, base, adapter) == layer
         assert first_difference(base, base, None, adapter) == layer
-        assert read_adapter(adapter, NUM_LAYERS).first_difference(None) == layer
+        assert read_adapter(adapter, NUM_LAYERS).first_difference(NO_ADAPTER, NUM_LAYERS) == layer
 
 
 def test_adapters_differ_at_the_first_unequal_tensor(tmp_path: Path) -> None:

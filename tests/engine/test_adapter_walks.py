@@ -147,9 +147,7 @@ class Walk:
         monkeypatch.setattr(
             models_module,
             "read_adapter",
-            lambda folder, layers: Adapter(
-                num_layers=layers, applied="", layers={int(folder.name[-1]): folder.name}
-            ),
+            lambda folder, layers: Adapter(applied="", layers={int(folder.name[-1]): folder.name}),
         )
 
     def _num_held(self, req, namespace, num_pages, _tree):
