@@ -47,9 +47,6 @@ class Span(msgspec.Struct, frozen=True, order=True, gc=False):
     """Half-open range `[start, stop)` of layers or of pages.
 
     A struct, as most calls make one: a frozen dataclass takes four times as long.
-
-    >>> Span(2, 5).intersection(Span(4, 9))
-    Span(start=4, stop=5)
     """
 
     start: int
@@ -67,11 +64,6 @@ class Span(msgspec.Struct, frozen=True, order=True, gc=False):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop))
-
-    def intersection(self, other: Span) -> Span:
-        """The common part; empty, at the larger start, where there is none."""
-        start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
 
 
 EMPTY_SPAN: Final = Span(0, 0)

@@ -78,21 +78,13 @@ class Arena:
         self._all[:NONCE_BYTES] = np.frombuffer(nonce := secrets.token_bytes(NONCE_BYTES), np.uint8)
         self.file: Final = ArenaFile(pid=os.getpid(), fd=fd, num_bytes=size, nonce=nonce)
         self._num_bytes = num_bytes
-        self._lent_bytes = 0
         self._free: list[Run] = [(mmap.PAGESIZE, size)]
         """From where to where: ascending, and no two touch."""
         # Filled by finalizers, which may run in any thread at any place and so take no lock.
-        self._given: deque[int] = deque()
         self._returned: deque[tuple[Sequence[Span], Block]] = deque()
         self._lock = threading.Lock()
         # What is registered is so until nobody is left who could have it copied.
         self._ends = (close, weakref.finalize(self, register(self._all.data)))
-
-    @property
-    def lent_bytes(self) -> int:
-        with self._lock:
-            self._collect()
-            return self._lent_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -108,13 +100,11 @@ class Arena:
             if not self._ends[0].alive:
                 raise NoRoom("the memory is closed")
             runs, self._free = _runs_for(parts, self._free)
-            self._lent_bytes += sum(part.num * part.size for part in parts)
         return Loan(self._all[:].data, runs)
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         old, new = loan.memory.obj, self._all[:]
         loan.memory = new.data
-        self._given.append(sum(map(len, places)))
         # Views of the old memory keep the new one too, so that what is given back later waits for
         # them as well.
         finalizer: weakref.finalize[Any, Any] = weakref.finalize(
@@ -135,8 +125,6 @@ class Arena:
 
     def _collect(self) -> None:
         """With the lock held."""
-        while self._given:
-            self._lent_bytes -= self._given.popleft()
         returned: list[Run] = []
         while self._returned:
             returned += [(it.start, it.stop) for it in self._returned.popleft()[0]]

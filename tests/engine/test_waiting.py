@@ -190,7 +190,7 @@ def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
     assert not waiting.look([req], tree, is_decoding=False)
     assert len(cache.deadlines) == 1
     assert len(notes) == 1
-    assert cache.memory.lent_bytes == 0
+    assert cache.memory.held_bytes == 0
 
 
 def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
@@ -292,7 +292,7 @@ def test_a_plan_that_was_not_carried_out_says_why(
     waiting.admitted([req])
     (told,) = notes
     assert told.outcome == outcome and told.queued_ms > 0
-    assert cache.memory.lent_bytes == 0
+    assert cache.memory.held_bytes == 0
     waiting.admitted([req])
     assert len(notes) == 1
 
@@ -349,7 +349,7 @@ def test_a_request_waits_no_longer_than_reuse_saves(now: Now, num_landed: int) -
     assert not waiting.look([req], tree, is_decoding=False)
     (told,) = notes
     assert told.outcome == "fallback: SlowLink"
-    assert cache.memory.lent_bytes == 0
+    assert cache.memory.held_bytes == 0
     assert told.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
     # It fails nobody else's: a worker may be reading its disk first.
     assert isinstance(cache.stagings[0].error, Cancelled)
@@ -460,7 +460,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     is_given_up = is_optional and not pays
     assert [told.outcome for told in notes] == (["slower"] if is_given_up else [])
     assert waiting.has_source(req.rid) != is_given_up
-    assert (cache.memory.lent_bytes == 0) == is_given_up
+    assert (cache.memory.held_bytes == 0) == is_given_up
 
 
 def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
@@ -636,9 +636,9 @@ def test_another_request_of_the_same_name_is_another_request() -> None:
     cache, first, second = SilentCache(), request(), request()
     waiting, tree = waiting_on(cache, []), None
     waiting.look([first], tree, is_decoding=False)  # type: ignore[arg-type]
-    held_bytes = cache.memory.lent_bytes
+    held_bytes = cache.memory.held_bytes
     waiting.look([second], tree, is_decoding=False)  # type: ignore[arg-type]
     assert len(cache.stagings) == 2
-    assert cache.memory.lent_bytes == held_bytes > 0
+    assert cache.memory.held_bytes == held_bytes > 0
     waiting.clear()
-    assert cache.memory.lent_bytes == 0
+    assert cache.memory.held_bytes == 0

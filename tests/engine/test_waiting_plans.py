@@ -137,7 +137,7 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     cache.has = Held(0, 0)
     assert not look(waiting, req)
     assert len(cache.fetched) == 2, "who has given up is not planned again"
-    assert cache.memory.lent_bytes == 0
+    assert cache.memory.held_bytes == 0
 
 
 def test_who_was_settled_after_a_wait_and_is_planned_anew_may_wait_anew(now: Now) -> None:
@@ -185,7 +185,7 @@ def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
     assert look(waiting, first) == {"r1"}
     planner.refusal = lambda _req: "weights_updated"
     waiting.clear()
-    assert cache.memory.lent_bytes == 0
+    assert cache.memory.held_bytes == 0
     assert not look(waiting, first, second)
     assert {it.outcome for it in told.by_rid.values()} == {"weights_updated"}
 
