@@ -18,9 +18,8 @@ of its pages. Pages that gain E are written again, KV too, to a file that takes 
     directory   whose it is: a lock, and names of files that tell the family and the format
     entry_file  one entry as bytes: what lies where, and a checksum of each page
     index       which entry has which page, what stands on it, and which was used last
-    store       entries within a budget: write, find, read, evict, recover
+    store       entries within a budget: write, find, read, evict, recover; and its numbers
     tier        a tree's entries written behind its back, and read again
-    status      what a store says of itself
 
 The store knows nothing of trees: it tells a listener what comes and goes. It has an index of its
 own beside the tree's entries at DISK because these follow the tree's nodes, which every model and
@@ -30,8 +29,7 @@ wrong advert, which keeps others from a page's place in the tree, keeps nothing 
 
 from cachetree.disk.directory import Directory, hold, new_file
 from cachetree.disk.index import DiskEntry
-from cachetree.disk.status import DiskStatus
-from cachetree.disk.store import DiskStore
+from cachetree.disk.store import DiskStatus, DiskStore
 from cachetree.disk.tier import DiskTier
 
 __all__ = ["Directory", "DiskEntry", "DiskStatus", "DiskStore", "DiskTier", "hold", "new_file"]

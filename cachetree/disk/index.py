@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Final
@@ -35,11 +35,6 @@ class DiskEntry:
     def parent_page(self) -> PageHash | None:
         return self.record.pages[self.start - 1] if self.start else self.record.parent
 
-    def gives_way(self, page: PageHash, e_layers: Collection[int]) -> bool:
-        """Whether `page` is its first, and storing it with this E adds some and loses none."""
-        is_first = page == self.record.pages[self.start]
-        return is_first and set(self.record.layout.e_layers) < set(e_layers)
-
     def change(self, *, added: bool) -> Change:
         """Of a moment, also where others take pages from it meanwhile."""
         record = self.record
@@ -65,8 +60,6 @@ class DiskIndex:
         self._listener = listener
         self._lock = threading.Lock()
         self._entry_of: defaultdict[ModelId, dict[PageHash, DiskEntry]] = defaultdict(dict)
-        # Which entries stand on a page.
-        self._after: defaultdict[tuple[ModelId, PageHash | None], set[DiskEntry]] = defaultdict(set)
         # From the least to the most recently used. A use moves the path up to the root to the
         # end, the root last: whatever descends from an entry comes before it.
         self._recency: OrderedDict[DiskEntry, None] = OrderedDict()
@@ -108,10 +101,6 @@ class DiskIndex:
             entry = self._entry_of.get(model, {}).get(page)
             return self._use(entry)[::-1] if entry else []
 
-    def use(self, entry: DiskEntry) -> None:
-        with self._lock:
-            self._use(entry)
-
     def wanted(self, new: Change) -> tuple[Span, int | None]:
         """The first run of its pages that are not here, or to which storing them again adds E.
 
@@ -138,15 +127,11 @@ class DiskIndex:
             entry.start = start
             replaced = []
             for old, span in self._find(entry.record.model, entry.pages):
-                self._siblings(old).discard(old)
                 old.start += len(span)
-                if old.start < len(old.record.pages):
-                    self._siblings(old).add(old)
-                else:
+                if old.start == len(old.record.pages):
                     replaced.append(old)
                     del self._recency[old]
             self._entry_of[entry.record.model].update(dict.fromkeys(entry.pages, entry))
-            self._siblings(entry).add(entry)
             self._use(entry)
             self._listener(entry.change(added=True))
             return replaced
@@ -154,7 +139,9 @@ class DiskIndex:
     def drop(self, entry: DiskEntry) -> list[DiskEntry]:
         """Take out an entry, if it is here, and before it all that descends from it."""
         with self._lock:
-            return self._taken_out(self._with_below([entry]) if entry in self else [])
+            if entry not in self:
+                return []
+            return self._taken_out([*self._below(entry.record.model, entry.pages), entry])
 
     def drop_coldest(self) -> DiskEntry | None:
         """Take out the least recently used, from which nothing descends."""
@@ -223,19 +210,17 @@ class DiskIndex:
         is_new = self._entry_of.get(record.model, {}).keys().isdisjoint(new)
         return wanted.start if is_new and wanted and wanted.stop == len(pages) else None
 
-    def _siblings(self, entry: DiskEntry) -> set[DiskEntry]:
-        """All that stand on the same page."""
-        return self._after[entry.record.model, entry.parent_page]
+    def _of(self, model: ModelId) -> list[DiskEntry]:
+        """Children before parents."""
+        return [it for it in self._recency if it.record.model == model]
 
-    def _on(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
-        """Those that stand on any of these pages."""
-        return [it for page in pages for it in self._after.get((model, page), ())]
-
-    def _with_below(self, entries: Sequence[DiskEntry]) -> list[DiskEntry]:
-        """And all that descends from them, children before parents."""
-        found = list(entries)
-        for each in found:  # Which grows.
-            found += self._on(each.record.model, each.pages)
+    def _below(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
+        """All that descends from any of these pages, children before parents."""
+        found, above = [], set(pages)
+        for entry in reversed(self._of(model)):
+            if entry.parent_page in above:
+                found.append(entry)
+                above.update(entry.pages)
         return found[::-1]
 
     def _from(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
@@ -243,24 +228,25 @@ class DiskIndex:
         if sum(len(span) for _, span in path) < len(pages):
             return []
         last, end = path[-1]
-        gone = self._with_below(self._on(model, last.record.pages[end.stop - 1 :]))
+        gone = self._below(model, last.record.pages[end.stop - 1 :])
+        num_on = Counter(it.parent_page for it in self._of(model))
+        num_on.subtract(it.parent_page for it in gone)
         # An entry goes whole or not at all: others may stand in its middle.
         for entry, span in reversed(path):
             goes_on = entry is not last and span.stop < len(entry.record.pages)
-            if goes_on or not set(gone).issuperset(self._on(model, entry.pages)):
+            if goes_on or any(num_on[page] for page in entry.pages):
                 break
             gone.append(entry)
+            num_on[entry.parent_page] -= 1
         return gone
 
     def _taken_out(self, entries: list[DiskEntry]) -> list[DiskEntry]:
         """These are out now; nothing else descends from them, and children come before parents."""
         for entry in entries:
             del self._recency[entry]
-            self._siblings(entry).discard(entry)
             of_model = self._entry_of[entry.record.model]
             for page in entry.pages:
                 del of_model[page]
-                self._after.pop((entry.record.model, page), None)
             self._listener(entry.change(added=False))
         return entries
 
@@ -270,7 +256,8 @@ def _wanted(
 ) -> Span:
     start, at = None, 0
     for entry, span in found:
-        gains = entry.gives_way(pages[at], e_layers)
+        is_first = pages[at] == entry.record.pages[entry.start]
+        gains = is_first and set(entry.record.layout.e_layers) < set(e_layers)
         if not gains and start is not None:
             return Span(start, at)
         if gains and start is None:

@@ -10,12 +10,13 @@ from copy import copy
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
 from cachetree.disk.directory import MEND, Directory, new_file
 from cachetree.disk.entry_file import Record, Views
 from cachetree.disk.index import DiskEntry, DiskIndex
-from cachetree.disk.status import DiskCounts, DiskStatus
 from cachetree.errors import ConfigError, StaleEntry
 from cachetree.ids import ModelId, PageHash, Span, Step
 from cachetree.memory import Layout
@@ -26,6 +27,38 @@ log = logging.getLogger(__name__)
 _FILES_PER_BUDGET: Final = 8
 """At least, so that little goes at once."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
+
+
+class DiskCounts(msgspec.Struct, kw_only=True):
+    """What happened since a store was opened; under its lock."""
+
+    num_written_entries: int = 0
+    num_written_bytes: int = 0
+    num_failed_writes: int = 0
+    """The disk was full or failed, or the budget had no room."""
+    num_read_bytes: int = 0
+    num_damaged_entries: int = 0
+    """Found damaged or unreadable, when it was opened or read; with what stood on them."""
+    num_torn_writes: int = 0
+    """Files that a process had begun when it died."""
+    num_evicted_entries: int = 0
+
+
+class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A disk store in numbers."""
+
+    num_bytes: int
+    """Of all files now, the write under way included."""
+    budget_bytes: int
+    num_entries: int
+    num_pages: int
+    counts: DiskCounts
+    num_late_entries: int = 0
+    """Gone from memory before they could be written."""
+    is_failing: bool = False
+    """The last write failed."""
+    is_warm: bool = False
+    """What was used last has been read into free memory, as far as it goes."""
 
 
 class DiskStore:
@@ -202,7 +235,7 @@ class DiskStore:
             useless += self.index.publish(entry)
         for entry in found:
             if entry in self.index:
-                self.index.use(entry)
+                self.index.line(entry.record.model, entry.pages[-1])
         self._delete(useless)
         self._make_room(0)
 
@@ -238,6 +271,8 @@ class DiskStore:
                 log.warning("%s cannot be written, so nothing is kept: %s", self.path, exc)
             self._is_failing = True
             return None
+        else:
+            taken = 0  # It stays.
         finally:
             with self._lock:
                 self._num_bytes -= taken
@@ -246,7 +281,6 @@ class DiskStore:
         self._is_failing = False
         self._newest = number
         with self._lock:
-            self._num_bytes += num_bytes
             self._counts.num_written_entries += 1
             self._counts.num_written_bytes += num_bytes
         return DiskEntry(part, number, num_bytes)

@@ -15,8 +15,7 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk.index import DiskEntry
-from cachetree.disk.status import DiskStatus
-from cachetree.disk.store import DiskStore
+from cachetree.disk.store import DiskStatus, DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
