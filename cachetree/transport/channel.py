@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import xxhash
 
@@ -17,6 +17,7 @@ from cachetree.memory import checksum
 from cachetree.transport import frames
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame, Ticket, Unsealed
+from cachetree.transport.receiver import FetchReceiver
 from cachetree.transport.send_queue import MOST_BATCH_BYTES, SendQueue
 
 _MAX_READS: Final = 64
@@ -30,18 +31,9 @@ _PEERS_BATCH_BYTES: Final = 8 << 20
 _KEEPALIVE_PROBES: Final = 3
 
 
-class Sink(Protocol):
-    """Where payloads go, but for messages."""
-
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        """`frame.size` writable bytes, or None for nowhere. Raises ProtocolError for a frame that
-        ends the connection."""
-
-    def is_pending(self, frame: Frame) -> bool:
-        """Whether what `buffer_for` gave may still be written."""
-
-    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """A frame came whole into what `buffer_for` gave; whether its checksum is right."""
+ReceiverOf = Callable[[Frame], FetchReceiver | None]
+"""Who takes the payload of a frame that is no message; None for nobody. Raises ProtocolError for
+one that ends the connection."""
 
 
 class Channel:
@@ -66,13 +58,15 @@ class Channel:
         self._frame: Frame | None = None
         """The one that comes now; None where a header is next."""
         self._into: memoryview | None = None
+        """Where it goes; None for nowhere."""
+        self._receiver: FetchReceiver | None = None
+        """Whose that is; None where it is nowhere, and of a message."""
         self._at = 0
-        """How many of its bytes are in `_into`."""
+        """How many of its bytes have come."""
         self._digest = xxhash.xxh3_64()
         self._header = memoryview(bytearray(frames.HEADER_BYTES + seals.header_tag_bytes))
-        self._scrap = memoryview(bytearray(0))
-        """For what goes nowhere; as large as a piece once it is needed."""
-        self._sealed = memoryview(bytearray(0))
+        self._sealed = memoryview(bytearray(frames.PIECE_BYTES + seals.piece_tag_bytes))
+        """For pieces that are sealed; no memory before one comes."""
         self._unit = self._piece = self._header
         """What is received next as a whole, and where it is to be read then."""
         self._unit_at = 0
@@ -102,33 +96,33 @@ class Channel:
         if not self.send_queue.put_message(frame, message):
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 
-    def receive(self, sink: Sink) -> Iterator[memoryview]:
+    def receive(self, receiver_of: ReceiverOf) -> Iterator[memoryview]:
         """Take what has come, some MiB at most, and yield the messages in it; raises
         ProtocolError, and then it has to close."""
-        if self._into is not None and self._frame is not None:
-            is_message = self._frame.id == frames.MESSAGE
-            if not is_message and not sink.is_pending(self._frame):
-                self._divert()
+        frame, receiver = self._frame, self._receiver
+        if frame is not None and receiver is not None and not receiver.is_pending(frame):
+            self._divert()
         for _ in range(_MAX_READS):
             if not self._read():
                 return
             if self._unit_at < self._unit.nbytes:
                 continue
             if self._frame is None:
-                self._begin(sink)
+                self._begin(receiver_of)
             else:
                 self._seals.open_piece(self._unit, self._piece)
                 self._digest.update(self._piece)
                 self._at += self._piece.nbytes
             if self._frame is not None and self._at == self._frame.size:
-                frame, into, self._frame, self._into = self._frame, self._into, None, None
-                self._unit = self._piece = self._header
+                frame, into, receiver = self._frame, self._into, self._receiver
+                self._frame = None
+                self._drop()
                 self._unit_at = 0
-                if into is not None and frame.id == frames.MESSAGE:
-                    yield into
-                elif into is not None:
+                if receiver is not None:
                     is_sound = self._digest.intdigest() == frame.checksum
-                    sink.mark_received(frame, is_sound=is_sound)
+                    receiver.mark_received(frame, is_sound=is_sound)
+                elif into is not None:
+                    yield into
             else:
                 self._await_piece()
         self._sleep()
@@ -139,7 +133,7 @@ class Channel:
         self._error = self._error or FetchError("the data connection is closed here")
         self._drop()
 
-    def _begin(self, sink: Sink) -> None:
+    def _begin(self, receiver_of: ReceiverOf) -> None:
         frame = frames.unpack(self._seals.open(self._header))
         is_message = frame.id == frames.MESSAGE
         most = frames.MAX_MESSAGE_BYTES if is_message else frames.MAX_FRAME_BYTES
@@ -147,8 +141,8 @@ class Channel:
             raise ProtocolError(f"a frame announces {frame.size} bytes of payload; {most} may come")
         if is_message:
             self._into = memoryview(bytearray(frame.size))
-        else:
-            self._into = sink.buffer_for(frame)
+        elif (receiver := receiver_of(frame)) and (into := receiver.buffer_for(frame)) is not None:
+            self._into, self._receiver = into, receiver
         self._frame, self._at = frame, 0
         self._digest.reset()
 
@@ -159,25 +153,17 @@ class Channel:
         if self._into is not None:
             self._piece = self._into[self._at : self._at + size]
         else:
-            self._piece = self._scrap_of(size)
-        self._unit, self._unit_at = self._piece, 0
-        if tag_bytes:
-            if not self._sealed:
-                self._sealed = memoryview(bytearray(frames.PIECE_BYTES + tag_bytes))
-            self._unit = self._sealed[: size + tag_bytes]
+            self._piece = memoryview(bytearray(size))
+        self._unit = self._sealed[: size + tag_bytes] if tag_bytes else self._piece
+        self._unit_at = 0
 
     def _divert(self) -> None:
         """The rest of the frame under way goes nowhere."""
-        is_in_place = self._unit is self._piece
-        self._into = None
-        self._piece = self._scrap_of(self._piece.nbytes)
-        if is_in_place:
-            self._unit = self._piece
-
-    def _scrap_of(self, size: int) -> memoryview:
-        if not self._scrap:
-            self._scrap = memoryview(bytearray(frames.PIECE_BYTES))
-        return self._scrap[:size]
+        self._into = self._receiver = None
+        scrap = memoryview(bytearray(self._piece.nbytes))
+        if self._unit is self._piece:
+            self._unit = scrap
+        self._piece = scrap
 
     def _read(self) -> bool:
         """Whether something came; where nothing did, it is waited for."""
@@ -211,7 +197,7 @@ class Channel:
 
     def _drop(self) -> None:
         """Write into the memory of others no more."""
-        self._into = None
+        self._into = self._receiver = None
         self._unit = self._piece = self._header
 
 

@@ -275,7 +275,7 @@ class Peer:
         if self.state is PeerState.READY:
             most_s = min(most_s, self._stores.timeout_s())
         connection.wait(max(0.0, min(most_s, self._ends_at_s - self._clock())))
-        for message in connection.channel.receive(self._fetches):
+        for message in connection.channel.receive(self._fetches.receiver_of):
             self._handle(connection, wire.decode_to_peer(message))
         self._look_after_fetches()
         if self._breaker.is_open:

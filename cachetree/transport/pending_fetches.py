@@ -111,61 +111,39 @@ class PendingFetches:
             )
             self.refuse(staging, error)
         else:
-            self._ask(FetchReceiver(model, pages, staging))
+            self._ask(FetchReceiver(model, pages, staging, self._landed, self._broke))
 
     def refuse(self, staging: Staging, error: FetchError) -> None:
         """Fail one that was not begun."""
         self._counts.num_failed_fetches += 1
         staging.fail(error)
 
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        receiver = self._receiver_of(frame)
-        if receiver is None:
-            if owed_bytes := self._link.owed.get(frame.id):
-                self._link.owed[frame.id] = max(0, owed_bytes - frame.size)
-            return None
-        try:
-            return receiver.buffer_for(frame)
-        except FetchError as exc:
-            self._stop(receiver, exc)
-            return None
-
-    def is_pending(self, frame: Frame) -> bool:
-        """Whether somebody still waits for a frame that `buffer_for` was asked for."""
+    def receiver_of(self, frame: Frame) -> FetchReceiver | None:
+        """None where it crossed with our Cancel; raises ProtocolError."""
+        if frame.id > self._link.last_id:
+            raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
         receiver = self._asked.get(frame.id)
-        return receiver is not None and receiver.staging.error is None
-
-    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        receiver = self._receiver_of(frame)
-        if receiver is None:
-            return
-        try:
-            receiver.mark_received(frame, is_sound=is_sound)
-        except FetchError as exc:
-            self._stop(receiver, exc)
-        else:
-            self._received(receiver, frame.size)
+        if receiver is None and (owed_bytes := self._link.owed.get(frame.id)):
+            self._link.owed[frame.id] = max(0, owed_bytes - frame.size)
+        return receiver
 
     def read(self, located: wire.Located) -> None:
         """Copy what lies in the worker's memory."""
-        receiver = self._receiver_of(located.frame)
+        receiver, arena = self.receiver_of(located.frame), self._link.arena
         if receiver is None:
             return
-        try:
-            if self._link.arena is None:
-                raise ProtocolError(f"{self._who} sent places of a memory that is not read here")
-            receiver.read(located, self._link.arena)
-        except FetchError as exc:
-            self._stop(receiver, exc)
-        else:
-            self._received(receiver, located.frame.size)
-            if receiver.staging.is_complete:  # The worker waits for it.
-                self._link.send(wire.Cancel(id=located.frame.id))
+        if arena is None:
+            why = f"{self._who} sent places of a memory that is not read here"
+            self._broke(receiver, ProtocolError(why))
+            return
+        receiver.read(located, arena)
+        if receiver.staging.is_complete:  # The worker waits for it.
+            self._link.send(wire.Cancel(id=located.frame.id))
 
     def ended(self, message: wire.Ended) -> None:
         """The worker sends nothing more for it."""
         if (receiver := self._asked.get(message.id)) is not None:
-            self._stop(receiver, wire.error_of(message, self._who))
+            self._broke(receiver, wire.error_of(message, self._who))
         self._link.owed.pop(message.id, None)
 
     def check(self) -> None:
@@ -227,20 +205,14 @@ class PendingFetches:
         else:
             self._asked[receiver.id] = receiver
 
-    def _receiver_of(self, frame: Frame) -> FetchReceiver | None:
-        """None where it crossed with our Cancel; raises ProtocolError."""
-        if frame.id > self._link.last_id:
-            raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
-        return self._asked.get(frame.id)
-
-    def _received(self, receiver: FetchReceiver, num_bytes: int) -> None:
+    def _landed(self, receiver: FetchReceiver, num_bytes: int) -> None:
         self._counts.num_landed_bytes += num_bytes
         if receiver.staging.is_complete:
             self._measure(receiver, None)
             self._withdraw(receiver)
             self._breaker.succeeded()
 
-    def _stop(self, receiver: FetchReceiver, error: FetchError) -> None:
+    def _broke(self, receiver: FetchReceiver, error: FetchError) -> None:
         """It cannot go on; where what came was wrong, or did not come, it is asked for again."""
         if not isinstance(error, ProtocolError):
             self._end(receiver, error)

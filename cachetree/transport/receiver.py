@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
 
-from cachetree.errors import ProtocolError
+from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import ArenaReader, Staging, checksum_of_parts
 from cachetree.transport.frames import Frame
@@ -24,7 +24,16 @@ class FetchReceiver:
     What has landed was verified and stays; the next request begins behind it.
     """
 
-    def __init__(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+    def __init__(
+        self,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        staging: Staging,
+        landed: Callable[[FetchReceiver, int], None],
+        broke: Callable[[FetchReceiver, FetchError], None],
+    ) -> None:
+        """`landed` hears of so many bytes that are there and right, `broke` of a frame that is
+        wrong, or that nobody wants any more."""
         self.model: Final = model
         self.pages: Final = pages
         self.staging: Final = staging
@@ -37,25 +46,56 @@ class FetchReceiver:
         """What the link had carried when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
         """Of all bytes of all steps, where each step ends."""
+        self._landed = landed
+        self._broke = broke
 
     def read(self, located: Located, arena: ArenaReader) -> None:
-        """Copy and verify; raises as `buffer_for` and `mark_received` do.
+        """Copy and verify.
 
         The lease keeps the worker's memory until it hears that all of it was copied.
         """
-        places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
-        size = located.frame.size
-        if sum(it.stop - it.start for it in places) != size or len(places) < len(located.places):
-            raise ProtocolError(f"{located.places} are not places of {size} bytes")
-        buffer = self.buffer_for(located.frame)
+        frame = located.frame
         try:
-            digest = checksum_of_parts(arena.copy_in_pieces(buffer, places))
+            places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
+            num_bytes = sum(it.stop - it.start for it in places)
+            if num_bytes != frame.size or len(places) < len(located.places):
+                raise ProtocolError(f"{located.places} are not places of {frame.size} bytes")
+            digest = checksum_of_parts(arena.copy_in_pieces(self._room(frame), places))
+        except FetchError as exc:
+            self._broke(self, exc)
         except OSError as exc:
-            raise ProtocolError(f"the worker's memory cannot be read: {exc}") from exc
-        self.mark_received(located.frame, is_sound=digest == located.frame.checksum)
+            self._broke(self, ProtocolError(f"the worker's memory cannot be read: {exc}"))
+        else:
+            self.mark_received(frame, is_sound=digest == frame.checksum)
 
-    def buffer_for(self, frame: Frame) -> memoryview:
-        """Where the next frame goes; raises ProtocolError, or what ended the staging."""
+    def buffer_for(self, frame: Frame) -> memoryview | None:
+        """Where the next frame goes; None where it has no place."""
+        try:
+            return self._room(frame)
+        except FetchError as exc:
+            self._broke(self, exc)
+            return None
+
+    def is_pending(self, frame: Frame) -> bool:
+        """Whether what `buffer_for` gave may still be written."""
+        return frame.id == self.id and self.staging.error is None
+
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
+        """It came whole into what `buffer_for` gave; whether its checksum is right."""
+        if frame.id != self.id:  # It has ended meanwhile.
+            return
+        if is_sound:
+            self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
+            self._landed(self, frame.size)
+        else:
+            why = (
+                f"the checksum of {frame.size} bytes at byte {frame.offset} is wrong; they were "
+                "damaged on their way"
+            )
+            self._broke(self, ProtocolError(why))
+
+    def _room(self, frame: Frame) -> memoryview:
+        """Raises ProtocolError, or what ended the staging."""
         staging = self.staging
         if staging.is_complete or frame.offset != staging.num_landed_bytes:
             raise ProtocolError(
@@ -70,15 +110,6 @@ class FetchReceiver:
                 f"bytes that are left of step {number}"
             )
         return staging.room(step, staging.sizes[step] - rest, frame.size)
-
-    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """Count what was put into the last buffer; raises ProtocolError where it is not sound."""
-        if not is_sound:
-            raise ProtocolError(
-                f"the checksum of {frame.size} bytes at byte {frame.offset} is wrong; they were "
-                "damaged on their way"
-            )
-        self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
 
     def _step_at(self, offset: int) -> int:
         """The number of the step that has the byte there."""

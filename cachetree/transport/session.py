@@ -18,7 +18,7 @@ from cachetree.transport.advertise import Advertiser
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame
-from cachetree.transport.receiver import FetchReceiver
+from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
 from cachetree.transport.sender import (
     BURST,
     LOCATED_BYTES,
@@ -74,7 +74,7 @@ class Session:
     def take(self) -> None:
         """Do what the peer has said; raises ProtocolError where that ends the session."""
         self._heard_at_s = self._clock()
-        for message in self.channel.receive(self._stores):
+        for message in self.channel.receive(self._stores.receiver_of):
             self._handle(wire.decode_to_worker(message))
 
     def go_on(self) -> None:
@@ -276,8 +276,7 @@ class StoreReceiver:
         self._service = service
         self._counts = service.counts
         self._tell = tell
-        self._open: tuple[int, FetchReceiver, Reservation] | None = None
-        """With its id."""
+        self._open: tuple[FetchReceiver, Reservation] | None = None
 
     def begin(self, store: wire.Store, deadline: Deadline) -> None:
         """Reserve room for a store, or say why not."""
@@ -288,65 +287,48 @@ class StoreReceiver:
         if refusal is not None:
             self.refuse(store.id, *refusal)
 
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        """Where its bytes go; None where its store has ended, or ends with it."""
-        if (opened := self._opened(frame.id)) is None:
-            return None
-        _, receiver, _ = opened
-        try:
-            return receiver.buffer_for(frame)
-        except FetchError as exc:
-            self.refuse(frame.id, Why.PROTOCOL, wire.reason(exc))
-            return None
-
-    def is_pending(self, frame: Frame) -> bool:
-        """Whether the store still goes on that `buffer_for` was asked for."""
-        return self._opened(frame.id) is not None
-
-    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """Its store may have ended already."""
-        if (opened := self._opened(frame.id)) is None:
-            return
-        id, receiver, reservation = opened
-        try:
-            receiver.mark_received(frame, is_sound=is_sound)
-        except FetchError as exc:
-            self.refuse(id, Why.PROTOCOL, wire.reason(exc))
-            return
-        self._counts.num_received_bytes += frame.size
-        if receiver.staging.is_complete:
-            reservation.commit()
-            self.close()
-            self._counts.stores_by_outcome["stored"] += 1
-            self._tell(wire.Stored(id=id))
+    def receiver_of(self, frame: Frame) -> FetchReceiver | None:
+        """None where its store has ended."""
+        receiver = self._open[0] if self._open else None
+        return receiver if receiver and receiver.id == frame.id else None
 
     def cancel(self, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
-        if self._opened(id) is not None:
+        if self._open is not None and self._open[0].id == id:
             self.close()
 
     def expire(self) -> None:
         """End what is late."""
         if self._open is not None:
-            id, receiver, _ = self._open
+            receiver, _ = self._open
             if receiver.staging.deadline.has_passed:
-                self.refuse(id, Why.DEADLINE, "the store's time is over")
+                self.refuse(receiver.id, Why.DEADLINE, "the store's time is over")
 
     def close(self) -> None:
         """Nothing more comes of it."""
         if self._open is not None:
-            self._open[-1].release()
+            receiver, reservation = self._open
+            receiver.id = NOT_ASKED
+            reservation.release()
             self._open = None
             self._counts.num_open_stores -= 1
 
-    def _opened(self, id: int) -> tuple[int, FetchReceiver, Reservation] | None:
-        """The store that is open, where it is this one."""
-        return self._open if self._open is not None and self._open[0] == id else None
+    def _landed(self, receiver: FetchReceiver, num_bytes: int) -> None:
+        self._counts.num_received_bytes += num_bytes
+        if self._open is not None and receiver.staging.is_complete:
+            id, (_, reservation) = receiver.id, self._open
+            reservation.commit()
+            self.close()
+            self._counts.stores_by_outcome["stored"] += 1
+            self._tell(wire.Stored(id=id))
+
+    def _broke(self, receiver: FetchReceiver, error: FetchError) -> None:
+        self.refuse(receiver.id, Why.PROTOCOL, wire.reason(error))
 
     def _begin(self, store: wire.Store, deadline: Deadline) -> _Refusal | None:
         tree = self._service.tree
         if self._open is not None:
-            raise ProtocolError(f"store {store.id} comes before store {self._open[0]} has ended")
+            raise ProtocolError(f"store {store.id} comes before store {self._open[0].id} has ended")
         pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
         steps = wire.steps_of_store(tree.family.num_layers, store.e_layers)
         if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
@@ -363,8 +345,10 @@ class StoreReceiver:
             num_pages = len(reservation.pages)
             sizes = {step: num_pages * tree.family.page_bytes(step.kind) for step in steps}
             staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
-            receiver = FetchReceiver(model, reservation.pages, staging)
-            self._open = store.id, receiver, reservation
+            pages = reservation.pages
+            receiver = FetchReceiver(model, pages, staging, self._landed, self._broke)
+            receiver.id = store.id
+            self._open = receiver, reservation
             self._counts.num_open_stores += 1
         self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from transport_parts import FAMILY, FAST, Nowhere, unheard
+from transport_parts import FAMILY, FAST, nobody, unheard
 
 from cachetree import Location, PeerConfig
 from cachetree.transport import Credentials, channel, credentials_of, keys, wire
@@ -143,7 +143,7 @@ class TicketUser:
         """Whether the worker says something that can be read, before it hangs up."""
         give_up_at_s = time.monotonic() + seconds
         while self.channel.error is None and time.monotonic() < give_up_at_s:
-            for header in self.channel.receive(Nowhere()):
+            for header in self.channel.receive(nobody):
                 return isinstance(wire.decode_to_peer(header), wire.Reset)
             time.sleep(0.002)
         return False

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 import msgspec
 import pytest
 import zmq
-from transport_parts import Nowhere, eventually, flushed, unheard
+from transport_parts import eventually, flushed, nobody, unheard
 
 from cachetree import ProtocolError, WorkerConfig
 from cachetree.memory.copying import checksum
@@ -41,7 +41,7 @@ SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES
 
 
 class Memory:
-    """A sink that keeps what it is sent."""
+    """Takes all frames, and keeps what they bring."""
 
     def __init__(self) -> None:
         self.rooms: list[memoryview] = []
@@ -49,6 +49,9 @@ class Memory:
         """Those that came whole, with a right checksum."""
         self.num_damaged = 0
         self.is_open = True
+
+    def receiver_of(self, frame: Frame) -> Memory:
+        return self
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
         self.rooms.append(memoryview(bytearray(frame.size)))
@@ -106,7 +109,7 @@ def passed(sender: Channel, receiver: Channel, sink: Memory, num: int) -> list[m
     messages: list[memoryview] = []
 
     def turn() -> bool:
-        messages.extend(receiver.receive(sink))
+        messages.extend(receiver.receive(sink.receiver_of))
         return len(messages) + len(sink.frames) + sink.num_damaged >= num
 
     eventually(turn)
@@ -162,7 +165,9 @@ def test_a_place_that_is_given_up_is_written_no_more(
     sender, receiver = connected(seals_of)
     sink, payload = Memory(), b"\xff" * LARGE_BYTES
     sender.put(frame_of(payload), [memoryview(payload)])
-    eventually(lambda: list(receiver.receive(sink)) or receiver.received_bytes > 64 << 10)
+    eventually(
+        lambda: list(receiver.receive(sink.receiver_of)) or receiver.received_bytes > 64 << 10
+    )
     monkeypatch.undo()
     before = bytes(sink.rooms[0])
     assert before.count(b"\0")
@@ -191,10 +196,10 @@ def test_a_message_that_comes_in_parts_is_heard(seals_of: SealsOf) -> None:
         flushed(sender)
         whole = between.recv(1 << 10)
         onward.sendall(whole[:-8])
-        assert not list(receiver.receive(sink))
-        assert not list(receiver.receive(sink))
+        assert not list(receiver.receive(sink.receiver_of))
+        assert not list(receiver.receive(sink.receiver_of))
         onward.sendall(whole[-8:])
-        assert list(receiver.receive(sink)) == [message]
+        assert list(receiver.receive(sink.receiver_of)) == [message]
 
 
 def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
@@ -280,7 +285,7 @@ def test_a_fault_of_the_sending_thread_ends_the_connection(
     assert "internal error" in str(sender.error)
     assert "a data connection ends here" in caplog.text
     sender.close()
-    assert not list(receiver.receive(Nowhere()))
+    assert not list(receiver.receive(nobody))
     assert receiver.error is not None
 
 
@@ -337,13 +342,13 @@ def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_come
         poller.register(end.fileno(), select.POLLIN)
         assert poller.poll(20_000)
         sink = Memory()
-        assert not list(end.receive(sink))
+        assert not list(end.receive(sink.receiver_of))
         rest = [seals.seal(pack(frame_of(small))) + small for _ in range(50)]
         sending = threading.Thread(target=far.sendall, args=(large + b"".join(rest),))
         sending.start()
         while len(sink.frames) < 51:
             assert poller.poll(20_000), f"it sleeps on after {len(sink.frames)} frames"
-            assert not list(end.receive(sink))
+            assert not list(end.receive(sink.receiver_of))
         sending.join()
         assert sink.frames == [frame_of(large), *[frame_of(small)] * 50]
 
@@ -353,7 +358,7 @@ def test_an_end_is_noticed_by_whoever_reads_or_writes(
 ) -> None:
     one, other = connected(unsealed)
     other.close()
-    assert not list(one.receive(Nowhere()))
+    assert not list(one.receive(nobody))
     assert one.error is not None
     assert not one.has_room
     one, other = connected(unsealed)
@@ -430,7 +435,7 @@ def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
             opened.append(channel.connect("127.0.0.1", ticket, Unsealed(), unheard))
             flushed(opened[-1])
         eventually(lambda: len(door.refused) == 2)
-        eventually(lambda: list(opened[-1].receive(Nowhere())) or opened[-1].error)
+        eventually(lambda: list(opened[-1].receive(nobody)) or opened[-1].error)
         assert len(door.let_in) == 2
         assert all("127.0.0.1 came to bulk_port without a ticket" in it.why for it in door.refused)
         for each in opened:

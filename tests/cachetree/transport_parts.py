@@ -233,25 +233,12 @@ def ask_status(
     return ask(address, asked, verbs.Status, timeout_s=timeout_s, credentials=credentials)
 
 
-def unheard() -> None:
-    """A wake of nobody who waits."""
+def unheard(*_: object) -> None:
+    """Nobody waits for it."""
 
 
-class Nowhere:
-    """A sink of everything; `frames` are those that came."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        self.frames.append(frame)
-        return None
-
-    def is_pending(self, frame: Frame) -> bool:
-        return False
-
-    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        raise AssertionError(f"{frame} came into nowhere")
+def nobody(frame: Frame) -> None:
+    """Takes it."""
 
 
 class RawPeer:
@@ -280,7 +267,7 @@ class RawPeer:
 
     def hear(self) -> None:
         """Take what has come."""
-        for header in self.channel.receive(self):
+        for header in self.channel.receive(lambda frame: self):
             message = wire.decode_to_peer(header)
             if not isinstance(message, wire.Reset | wire.Entries | wire.Synced):
                 self._messages.append(message)
@@ -418,7 +405,7 @@ class ScriptedWorker:
                 self.send(identity, wire.Reset())
                 self.send(identity, wire.Synced())
             for identity, opened in tuple(self.channels.items()):
-                for header in opened.receive(Nowhere()):
+                for header in opened.receive(nobody):
                     self._hear(identity, wire.decode_to_worker(header))
                 if opened.error is not None:
                     self._poller.unregister(opened.fileno())

@@ -129,21 +129,23 @@ def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
     assert not _tree()._trie.root.children, "something stayed in the tree"
 
 
-class _Receivers:
-    """Where frames go that are of request 1."""
+class _Receiver(FetchReceiver):
+    """Takes the frames of request 1."""
 
     def __init__(self) -> None:
         steps = dict.fromkeys((Step(Kind.E, E_LAYER), Step(Kind.KV, 0)), 4096)
-        self.receiver = FetchReceiver(MODEL, PAGES[:2], Staging(steps, Deadline.after(60)))
+        staging = Staging(steps, Deadline.after(60))
+        super().__init__(MODEL, PAGES[:2], staging, lambda *_: None, self._raise)
+        self.id = 1
 
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        return self.receiver.buffer_for(frame) if frame.id == 1 else None
+    def receiver_of(self, frame: Frame) -> _Receiver | None:
+        return self if frame.id == 1 else None
 
     def is_pending(self, frame: Frame) -> bool:
         return frame.offset % 3 > 0
 
-    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        self.receiver.mark_received(frame, is_sound=is_sound)
+    def _raise(self, _: FetchReceiver, error: CacheTreeError) -> None:
+        raise error
 
 
 def data_connection(data: bytes) -> None:
@@ -156,9 +158,9 @@ def data_connection(data: bytes) -> None:
             data = data[28:]
         far.sendall(data[2 : 1 << 16])
         far.shutdown(socket.SHUT_WR)
-        sink = _Receivers()
+        sink = _Receiver()
         while channel.error is None:
-            for message in channel.receive(sink):
+            for message in channel.receive(sink.receiver_of):
                 wire.decode_to_peer(message)
 
 
