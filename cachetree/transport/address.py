@@ -68,10 +68,14 @@ def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socke
     try:
         return socket.create_server(at, family=family, backlog=backlog, dualstack_ipv6=is_both)
     except OSError as exc:
-        raise ConfigError(
-            f"{field} is {address.url!r}, which cannot be bound ({exc.strerror}); choose another "
-            "port, or port 0 for a free one"
-        ) from exc
+        raise cannot_bind(field, address, exc.strerror) from exc
+
+
+def cannot_bind(field: str, address: Address, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"{field} is {address.url!r}, which cannot be bound ({why}); choose another port, or port "
+        "0 for a free one"
+    )
 
 
 def parse_address(value: str, *, field: str) -> Address:

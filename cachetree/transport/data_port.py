@@ -5,9 +5,9 @@ from __future__ import annotations
 import hmac
 import select
 import socket
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from itertools import chain, takewhile
-from typing import Final, TypeVar
+from typing import Final
 
 import zmq
 
@@ -27,8 +27,6 @@ _MAX_SILENT: Final = 256
 """Connections that were shown and have said nothing; for one more the oldest goes."""
 _SILENT_S: Final = 2
 """A connection that has said nothing by then is closed."""
-
-_Key = TypeVar("_Key")
 
 
 class DataPort:
@@ -78,8 +76,6 @@ class DataPort:
 
         `ready` are the descriptors that a poll found ready.
         """
-        for who in _late(self._tickets):
-            del self._tickets[who]
         if self._epoll.fileno() in ready:
             spoken = [descriptor for descriptor, _ in self._epoll.poll(0)]
             for descriptor in chain(spoken, self._accepted()):
@@ -87,7 +83,7 @@ class DataPort:
                     yield from self._hear(descriptor)
         else:
             self._epoll.modify(self._listener, select.EPOLLIN)
-        for descriptor in _late(self._silent):
+        for descriptor in takewhile(lambda it: self._silent[it][1].has_passed, [*self._silent]):
             self._dismiss(descriptor)
 
     def close(self) -> None:
@@ -140,14 +136,9 @@ class DataPort:
         connection.close()
 
     def _owner(self, token: bytes) -> str | None:
-        """Takes the same time for every token."""
+        """Of a ticket whose time is not over; takes the same time for every token."""
         owner = None
-        for who, (ticket, _) in self._tickets.items():
-            if hmac.compare_digest(ticket.token, token):
+        for who, (ticket, deadline) in self._tickets.items():
+            if hmac.compare_digest(ticket.token, token) and not deadline.has_passed:
                 owner = who
         return owner
-
-
-def _late(waiting: Mapping[_Key, tuple[object, Deadline]]) -> list[_Key]:
-    """Those whose time is over, of some that stand in the order of their deadlines."""
-    return list(takewhile(lambda it: waiting[it][1].has_passed, waiting))

@@ -14,12 +14,13 @@ no keys: the ticket that `frames` tells of comes over this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
@@ -55,8 +56,8 @@ _DOMAIN: Final = b"cachetree"
 _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
 """What libzmq is told of whom it lets in, and notes on each of their messages."""
-_MAX_ANSWERS: Final = 64
-"""Handshakes decided in one turn."""
+_MAX_REFUSALS: Final = 64
+"""Handshakes decided in one turn, and failures seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,20 @@ class Gate:
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
 
-    def guard(self, context: Context, socket: Socket, max_message_bytes: int) -> None:
-        """Prepare a socket that is not bound yet; sockets made for it go with the context.
-
-        Messages above the cap close their connection.
-        """
+    def guard(
+        self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
+    ) -> None:
+        """Prepare a socket that is not bound yet, and have the poller wake up for `refusals`;
+        sockets made for it go with the context. Messages above the cap close their connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
+        # Of whom it is told not to let in, libzmq tells here again.
+        self._failed = socket.get_monitor_socket(FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        for source in (self._asked, self._failed):
+            poller.register(source, zmq.POLLIN)
         # Without these two, libzmq lets everyone in when it finds nobody to ask.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -107,23 +112,15 @@ class Gate:
             socket.set(zmq.CURVE_SERVER, 1)
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
-    def register(self, poller: zmq.Poller) -> None:
-        """Have the poller wake up when a handshake waits for `answer`."""
-        poller.register(self._asked, zmq.POLLIN)
-
-    def answer(self) -> Iterator[Refusal]:
-        """Decide the handshakes that wait, and tell whom it does not let in; never blocks."""
-        for _ in range(_MAX_ANSWERS):
-            try:
-                frames = self._asked.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            refusal, user = self._judged(frames)
-            status, text = (b"400", b"no access") if refusal else (b"200", b"OK")
-            request_id = frames[1] if len(frames) > 1 else b""
-            self._asked.send_multipart([_ZAP_VERSION, request_id, status, text, user, b""])
-            if refusal:
-                yield refusal
+    def refusals(self, ready: Container[object]) -> Iterator[Refusal]:
+        """Decide the handshakes that wait, and tell of those that failed; never blocks. `ready` is
+        what a poll found ready."""
+        for source, taken in ((self._asked, self._decided), (self._failed, self._seen)):
+            for _ in range(_MAX_REFUSALS if source in ready else 0):
+                if not source.poll(0):
+                    break
+                if refusal := taken():
+                    yield refusal
 
     def is_admin(self, message: zmq.Frame) -> bool:
         """Whether whoever sent it may give orders."""
@@ -132,6 +129,14 @@ class Gate:
     def seals(self, key: bytes) -> Unsealed:
         """What protects a data connection whose two sides drew that key."""
         return Seals(key, is_worker=True) if self._own else Unsealed()
+
+    def _decided(self) -> Refusal | None:
+        frames = self._asked.recv_multipart()
+        refusal, user = self._judged(frames)
+        status, text = (b"400", b"no access") if refusal else (b"200", b"OK")
+        request_id = frames[1] if len(frames) > 1 else b""
+        self._asked.send_multipart([_ZAP_VERSION, request_id, status, text, user, b""])
+        return refusal
 
     def _judged(self, frames: list[bytes]) -> tuple[Refusal | None, bytes]:
         """Why somebody is not let in, if so, and as what otherwise."""
@@ -148,22 +153,15 @@ class Gate:
         why = "libzmq asked about a peer in a form that is not known"
         return Refusal("libzmq", why), b""
 
-
-def refusal_at_worker(event: int, value: int) -> Refusal | None:
-    """What a worker's monitor saw fail; None for what `Gate.answer` has told.
-
-    libzmq does not say who it was.
-    """
-    match event:
-        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return None
-        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+    def _seen(self) -> Refusal:
+        """Of whom, libzmq does not say."""
+        if recv_monitor_message(self._failed)["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             return Refusal("another key", "someone expected this worker to have another key")
-    return Refusal(
-        "no agreement",
-        "someone broke off the handshake, as happens when one side uses a key and the other does "
-        "not",
-    )
+        return Refusal(
+            "no agreement",
+            "someone broke off the handshake, as happens when one side uses a key and the other "
+            "does not",
+        )
 
 
 class Credentials:

@@ -165,7 +165,8 @@ def _public(text: str, *, where: str) -> PublicKey:
 def _lines(path: Path, *, field: str, is_secret: bool) -> Iterator[tuple[int, str]]:
     """Numbered lines of a small text file without comments."""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # A pipe is refused, not waited for.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{field} {path} is not a file")
@@ -185,11 +186,6 @@ def _lines(path: Path, *, field: str, is_secret: bool) -> Iterator[tuple[int, st
         line = line.strip()
         if line and not line.startswith("#"):
             yield number, line
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """A pipe is refused, not waited for."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _require_private(path: Path, status: os.stat_result, *, field: str) -> None:

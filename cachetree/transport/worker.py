@@ -7,21 +7,19 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Final
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.clock import Clock
 from cachetree.disk import DiskTier
 from cachetree.errors import ConfigError, FamilyMismatch, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import keys, verbs, wire
-from cachetree.transport.address import Address
+from cachetree.transport.address import Address, cannot_bind
 from cachetree.transport.admin import AdminService
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel, silence_limits
@@ -29,7 +27,7 @@ from cachetree.transport.config import WorkerConfig
 from cachetree.transport.data_port import DataPort
 from cachetree.transport.directory import Found, Rounds, announced
 from cachetree.transport.frames import MAX_MESSAGE_BYTES
-from cachetree.transport.handshake import FAILURES, Gate, Refusal, check_worker, refusal_at_worker
+from cachetree.transport.handshake import Refusal, check_worker
 from cachetree.transport.sender import SendScheduler
 from cachetree.transport.session import Service, Session
 from cachetree.transport.tracing import NoteServed, untraced
@@ -91,7 +89,7 @@ class Worker:
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         try:
-            self._socket = _bound(self._context, listen, self._gate, config.silence_s)
+            self._socket = self._bound(listen, config.silence_s)
             self._data_port = DataPort(
                 Address(listen.host, config.bulk_port),
                 self._gate.seals,
@@ -106,10 +104,8 @@ class Worker:
             raise
         self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
         """The address bound, with the real port."""
-        self._monitor = self._socket.get_monitor_socket(FAILURES)
-        for source in (self._wakeup.fileno(), self._socket, self._monitor):
+        for source in (self._wakeup.fileno(), self._socket):
             self._poller.register(source, zmq.POLLIN)
-        self._gate.register(self._poller)
         self._thread = threading.Thread(
             target=self._run, name=f"cachetree-worker {self.address}", daemon=True
         )
@@ -158,6 +154,24 @@ class Worker:
         """Since the worker's thread last turned; from any thread."""
         return self._service.clock() - self._turned_at_s
 
+    def _bound(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
+        """Where peers ask. The connection of one that vanishes from the network ends after
+        `silence_s`. Raises ConfigError."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IPV6, int(listen.is_ipv6))
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        keepalive = zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT
+        limits = silence_limits(silence_s)
+        for option, value in zip((zmq.TCP_MAXRT, *keepalive), limits, strict=True):
+            socket.set(option, value)
+        self._gate.guard(self._context, socket, self._poller, MAX_MESSAGE_BYTES)
+        try:
+            socket.bind(listen.url)
+        except zmq.ZMQError as exc:
+            raise cannot_bind("listen", listen, exc.strerror) from exc
+        return socket
+
     # Everything below runs in the worker's thread.
 
     def _run(self) -> None:
@@ -184,7 +198,7 @@ class Worker:
         ready = {source for source, _ in self._poller.poll(round(1000 * timeout_s))}
         self._wakeup.drain()
         self._turned_at_s = self._service.clock()
-        for refusal in chain(self._gate.answer(), self._failed_handshakes(ready)):
+        for refusal in self._gate.refusals(ready):
             self._note_refusal(refusal)
         for arrival in self._data_port.arrivals(ready):
             if isinstance(arrival, Refusal):
@@ -203,14 +217,6 @@ class Worker:
             if reason := session.expire():
                 self._end_session(session, reason)
         self._service.scheduler.retire()
-
-    def _failed_handshakes(self, ready: Container[object]) -> Iterator[Refusal]:
-        for _ in range(_MAX_RECEIVED if self._monitor in ready else 0):
-            if not self._monitor.poll(0):
-                return
-            event = recv_monitor_message(self._monitor)
-            if refusal := refusal_at_worker(event["event"], event["value"]):
-                yield refusal
 
     def _note_refusal(self, refusal: Refusal) -> None:
         self._service.counts.num_failed_handshakes += 1
@@ -311,27 +317,3 @@ class Worker:
             session.close(reason)
             self._poller.unregister(session.channel.fileno())
             session.channel.close()
-
-
-def _bound(
-    context: zmq.Context[zmq.Socket[bytes]], listen: Address, gate: Gate, silence_s: float
-) -> zmq.Socket[bytes]:
-    """Where peers ask. The connection of one that vanishes from the network ends after
-    `silence_s`. Raises ConfigError."""
-    socket = context.socket(zmq.ROUTER)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.IPV6, int(listen.is_ipv6))
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    keepalive = zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT
-    limits = silence_limits(silence_s)
-    for option, value in zip((zmq.TCP_MAXRT, *keepalive), limits, strict=True):
-        socket.set(option, value)
-    gate.guard(context, socket, MAX_MESSAGE_BYTES)
-    try:
-        socket.bind(listen.url)
-    except zmq.ZMQError as exc:
-        raise ConfigError(
-            f"listen is {listen.url!r}, which cannot be bound ({exc.strerror}); choose another "
-            "port, or port 0 for a free one"
-        ) from exc
-    return socket

@@ -231,7 +231,7 @@ def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend:
     """The socket is bound before the thread runs; nobody slips in meanwhile."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    Gate(us.pair, frozenset([friend.pair.public])).guard(context, router, 1 << 20)
+    Gate(us.pair, frozenset([friend.pair.public])).guard(context, router, zmq.Poller(), 1 << 20)
     router.bind("tcp://127.0.0.1:0")
     address = Location(router.get_string(zmq.LAST_ENDPOINT))
     try:
