@@ -32,16 +32,29 @@ _SLOT_UNIT: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One object of a fetch or of an entry."""
+    """One object of a fetch or of an entry, on its way."""
 
     page: int
     """Counted from the first page of the fetch or the entry."""
     step: Step
     key: str
+    slot: int
+    memory: memoryview
+    """As much of that slot as it takes."""
+
+    def seal(self, payload: memoryview) -> None:
+        body = self.memory[_HEADER.size :]
+        body[:] = payload
+        self.memory[: _HEADER.size] = _header(self.key, body)
+
+    def opened(self) -> memoryview | None:
+        """The payload; None where it is not what was stored under this key."""
+        body = self.memory[_HEADER.size :]
+        return body if self.memory[: _HEADER.size] == _header(self.key, body) else None
 
 
 class Objects:
-    """Keys, sizes and seals of one family's objects."""
+    """Keys and sizes of one family's objects."""
 
     def __init__(self, family: Family) -> None:
         # A page whose first is there has lost none to a backend that drops the oldest; where its
@@ -64,16 +77,6 @@ class Objects:
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
         """The page covers tokens and tenant, the prefix sizes, dtype, tokenizer, RoPE and rank."""
         return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
-
-    def seal(self, key: str, step: Step, payload: memoryview, slot: memoryview) -> None:
-        body = slot[_HEADER.size : self.size(step)]
-        body[:] = payload
-        slot[: _HEADER.size] = _header(key, body)
-
-    def open(self, key: str, step: Step, slot: memoryview) -> memoryview | None:
-        """The payload in `slot`; None where it is not what was stored under this key."""
-        body = slot[_HEADER.size : self.size(step)]
-        return body if slot[: _HEADER.size] == _header(key, body) else None
 
 
 def _header(key: str, body: memoryview) -> bytes:

@@ -11,7 +11,7 @@ for some seconds.
 
 One thread each, as in SGLang: backends keep one bounce buffer for reads and one for writes. A call
 that hangs holds up its thread and keeps its slots, never a request or a staging: those have
-deadlines of their own, and a `Breaker` for reading and one for writing keep everybody else away.
+deadlines of their own, and a `Lane` for reading and one for writing keep everybody else away.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ from cachetree.transport import LogLimiter
 from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.engine.hicache import Backend
 from sglang_droidspeak.hicache.absent import AbsentPages
-from sglang_droidspeak.hicache.lane import Breaker, Count, Lane
+from sglang_droidspeak.hicache.lane import Lane
 from sglang_droidspeak.hicache.objects import HICACHE, Objects, Piece
 
 log = logging.getLogger(__name__)
+
+Count = Callable[[str, int], None]
+"""Takes a result, and how many objects had it; from any thread."""
 
 MAX_SLOTS: Final = 64
 """Objects that move in one call of the backend."""
@@ -93,8 +96,7 @@ class HiCacheTier:
         backend: Backend,
         senders: Mapping[ModelId, Collection[int]],
         note_speed: NoteSpeed,
-        *,
-        count: Count = lambda _result, _num: None,
+        count: Count,
         clock: Clock = time.monotonic,
     ) -> None:
         """`senders` are whose entries may be read, and the layers whose E is wanted of each;
@@ -103,10 +105,13 @@ class HiCacheTier:
         self._backend = backend
         self._senders = senders
         self._note_speed = note_speed
-        objects, half = Objects(tree.family), len(backend.slots) // 2
-        reading, writing = Breaker("reading", clock), Breaker("writing", clock)
-        self._reading = Lane(backend, objects, range(half), reading, count, clock)
-        self._writing = Lane(backend, objects, range(half, 2 * half), writing, count, clock)
+        self._count = count
+        self._clock = clock
+        self._objects: Final = Objects(tree.family)
+        slots = range(len(backend.slots))
+        half = len(slots) // 2
+        self._reading = Lane("reading", backend, self._objects, slots[:half], clock)
+        self._writing = Lane("writing", backend, self._objects, slots[half:], clock)
         self._absent = AbsentPages(clock)
         self._lost_pages: list[tuple[ModelId, Sequence[PageHash]]] = []
         """To be forgotten by the thread that reads."""
@@ -125,7 +130,7 @@ class HiCacheTier:
 
     @property
     def is_paused(self) -> bool:
-        return self._reading.breaker.is_open
+        return self._reading.is_paused
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         if self.is_paused or not self._fetches.put((model, pages, staging)):
@@ -135,7 +140,7 @@ class HiCacheTier:
         """The backend has a recency of its own, and no call to change it."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        search = Search(Deadline.after(WAIT_S, self._reading.clock))
+        search = Search(Deadline.after(WAIT_S, self._clock))
         is_futile = self.is_paused or self._searches.num_waiting >= MAX_WAITING
         if is_futile or not self._unknown(pages):
             search.end()
@@ -147,7 +152,7 @@ class HiCacheTier:
         return HiCacheStatus(
             num_late_entries=self._behind.num_late,
             is_reading_paused=self.is_paused,
-            is_writing_paused=self._writing.breaker.is_open,
+            is_writing_paused=self._writing.is_paused,
         )
 
     def close(self) -> None:
@@ -192,18 +197,18 @@ class HiCacheTier:
     # In the thread that searches.
 
     def _search_all(self, questions: Iterator[tuple[Sequence[PageHash], Search]]) -> None:
-        breaker = self._reading.breaker
+        lane = self._reading
         for pages, search in questions:
             try:
-                if not search.is_over and not breaker.is_open:
-                    breaker.longest_answer_s = 0.0
+                if not search.is_over and not lane.is_paused:
+                    lane.longest_answer_s = 0.0
                     self._find(pages)
-                    if breaker.longest_answer_s > WAIT_S:
-                        breaker.fail(f"an answer took longer than {WAIT_S:g} s")
+                    if lane.longest_answer_s > WAIT_S:
+                        lane.fail(f"an answer took longer than {WAIT_S:g} s")
                     else:
-                        breaker.succeed()
-            except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
-                breaker.fail(repr(exc))
+                        lane.succeed()
+            except Exception as exc:  # noqa: BLE001  # The lane counts it, and says so.
+                lane.fail(repr(exc))
             finally:
                 search.end()
 
@@ -213,7 +218,7 @@ class HiCacheTier:
             model, start = known.model, known.num_pages
             new = pages[start:]
             num_new = len(new)
-            for marker in lane.objects.markers:
+            for marker in self._objects.markers:
                 num_new = lane.num_leading(model, new[:num_new], marker)
             if num_new < len(new):
                 self._absent.add(model, new[num_new], ABSENT_S)
@@ -228,20 +233,19 @@ class HiCacheTier:
     def _read_all(self, fetches: Iterator[tuple[ModelId, Sequence[PageHash], Staging]]) -> None:
         lane = self._reading
         for model, pages, staging in fetches:
-            begun_at_s, num_read_bytes = lane.clock(), 0
+            begun_at_s, num_read_bytes = self._clock(), 0
             try:
                 for num_bytes in self._read(model, pages, staging):
                     num_read_bytes += num_bytes
-                lane.breaker.succeed()
+                lane.succeed()
             except FetchError as exc:
                 staging.fail(exc)
-            except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
-                lane.breaker.fail(repr(exc))
-                lane.count("failed", 1)
+            except Exception as exc:  # noqa: BLE001  # The lane counts it, and says so.
+                lane.fail(repr(exc))
+                self._count("failed", 1)
                 self._lose(model, pages, ABSENT_S)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
-            seconds = lane.clock() - begun_at_s
-            self._note_speed(num_read_bytes, seconds, staging.error)
+            self._note_speed(num_read_bytes, self._clock() - begun_at_s, staging.error)
             del staging
             while self._lost_pages:  # Long work where much is below them: whom it failed knows.
                 self._tree.remote.drop_in_slices(HICACHE, *self._lost_pages.pop())
@@ -254,18 +258,16 @@ class HiCacheTier:
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the HiCache backend was not fast enough")
             try:
-                found = lane.read(batch)
+                there = lane.read(batch)
             except Exception as exc:
                 raise self._lost(model, pages, self._culprit(batch, exc), "damaged") from exc
-            there = zip(batch, found, strict=False)
-            yield sum(lane.objects.page_bytes(piece.step) for piece, is_there in there if is_there)
-            for index, piece in enumerate(batch):
-                is_there, memory = index < len(found) and found[index], lane.memory(index)
-                payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None
+            yield sum(self._objects.page_bytes(it.step) for it, is_there in there if is_there)
+            for piece, is_there in there:
+                payload = piece.opened() if is_there else None
                 if payload is None:
                     raise self._lost(model, pages, piece, "damaged" if is_there else "missing")
                 staging.write(piece.step, piece.page * payload.nbytes, payload)
-            lane.count("read", len(batch))
+            self._count("read", len(batch))
 
     def _culprit(self, batch: Sequence[Piece], error: Exception) -> Piece:
         """The one object for which a batch failed; raises `error` where the backend does."""
@@ -291,7 +293,7 @@ class HiCacheTier:
         self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str
     ) -> StaleEntry:
         """One object of these pages is `damaged` or `missing`."""
-        self._reading.count(why, 1)
+        self._count(why, 1)
         if why == "damaged" and self._lines.may(why):
             log.warning(
                 "object %s of the HiCache backend is damaged or not ours; others that are found "
@@ -316,9 +318,9 @@ class HiCacheTier:
         all of it is there.
         """
         lane, remote, model = self._writing, self._tree.remote, change.model
-        if lane.breaker.is_open:
+        if lane.is_paused:
             return False
-        steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), lane.objects.written]
+        steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), self._objects.written]
         try:
             for each in steps:
                 if not self._write_steps(change, lease, each, is_over):
@@ -329,13 +331,13 @@ class HiCacheTier:
                 known = sum(remote.has(HICACHE, model, it) for it in change.pages)
                 new = change.part(Span(known, len(change.pages)))
                 self._show(lane, new, self._senders.get(model, ()))
-        except Exception as exc:  # The breaker counts it, and says so.
+        except Exception as exc:  # The lane counts it, and says so.
             if isinstance(exc, StaleEntry) and not lease.is_over:
                 raise  # It left memory; a lease that is over says that the backend is too slow.
-            lane.count("failed", 1)
-            lane.breaker.fail(repr(exc))
+            self._count("failed", 1)
+            lane.fail(repr(exc))
             return False
-        lane.breaker.succeed()
+        lane.succeed()
         return True
 
     def _write_steps(
@@ -349,23 +351,20 @@ class HiCacheTier:
         for batch in lane.batches(model, pages[start:], steps):
             if is_over():
                 return False
-            for index, piece in enumerate(batch):
+            for piece in batch:
                 page = start + piece.page
                 (payload,) = lease.views(piece.step, Span(page, page + 1))
-                lane.objects.seal(piece.key, piece.step, payload.cast("B"), lane.memory(index))
+                piece.seal(payload.cast("B"))
             is_taken = lane.write(batch)
-            lane.count("written" if is_taken else "failed", len(batch))
+            self._count("written" if is_taken else "failed", len(batch))
             if not is_taken:
-                lane.breaker.fail("it does not take what is written")
+                lane.fail("it does not take what is written")
                 return False
         return True
 
 
 def hicache_tier(
-    name: str,
-    config: Mapping[str, Any],
-    senders: Mapping[ModelId, Collection[int]],
-    count: Count = lambda _result, _num: None,
+    name: str, config: Mapping[str, Any], senders: Mapping[ModelId, Collection[int]], count: Count
 ) -> MakeTier:
     """What a Cache needs to make the tier; raises ConfigError when it does."""
 
@@ -379,6 +378,6 @@ def hicache_tier(
             slot_bytes=slot_bytes,
             num_slots=2 * max(1, min(MAX_SLOTS, MAX_LANE_BYTES // slot_bytes)),
         )
-        return HiCacheTier(tree, backend, senders, note_speed, count=count)
+        return HiCacheTier(tree, backend, senders, note_speed, count)
 
     return make

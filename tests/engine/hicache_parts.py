@@ -89,7 +89,7 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, seconds: float = 
 
 def objects_of(cache: Cache) -> Mapping[str, int]:
     """How many there were, by result."""
-    counts = tier_of(cache)._reading.count
+    counts = tier_of(cache)._count
     assert isinstance(counts, Counts)
     return counts
 
@@ -137,7 +137,7 @@ class Shelf:
 
 def cache_over(shelf: Shelf, clock: Clock = time.monotonic, **config: Any) -> Cache:
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
-        return HiCacheTier(tree, shelf, SENDERS, note_speed, count=Counts(), clock=clock)
+        return HiCacheTier(tree, shelf, SENDERS, note_speed, Counts(), clock)
 
     return Cache(FAMILY, CacheConfig(serves=False, **config), tiers=[make], clock=clock)
 

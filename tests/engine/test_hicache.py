@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from hicache_parts import (
+    Counts,
     PointerStore,
     Shelf,
     cache_over,
@@ -41,6 +43,7 @@ from cachetree.tree.remote_entries import RemoteEntries
 from sglang_droidspeak.engine.hicache import check_backend
 from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
 from sglang_droidspeak.hicache.absent import AbsentPages
+from sglang_droidspeak.hicache.objects import Piece
 
 NUM_OBJECTS = 8 * 5
 """Of a prompt of eight pages: KV of four layers, E of one."""
@@ -240,15 +243,17 @@ def test_every_single_bit_counts() -> None:
     small = msgspec.structs.replace(FAMILY, page_size=1, head_dim=4, hidden_size=16)
     objects, page = Objects(small), pages_of(1)[0]
     step = Step(Kind.KV, 0)
-    key = objects.key(MODEL, page, step)
-    slot = memoryview(bytearray(objects.slot_bytes))
-    objects.seal(key, step, memoryview(bytes(range(objects.page_bytes(step)))), slot)
-    assert objects.open(key, step, slot) == bytes(range(objects.page_bytes(step)))
-    assert objects.open(key + "0", step, slot) is None
+    memory = memoryview(bytearray(objects.size(step)))
+    piece = Piece(0, step, objects.key(MODEL, page, step), 0, memory)
+    payload = bytes(range(objects.page_bytes(step)))
+    piece.seal(memoryview(payload))
+    assert piece.opened() == payload
+    assert dataclasses.replace(piece, key=piece.key + "0").opened() is None
     for bit in range(8 * objects.size(step)):
-        slot[bit // 8] ^= 1 << bit % 8
-        assert objects.open(key, step, slot) is None, bit
-        slot[bit // 8] ^= 1 << bit % 8
+        memory[bit // 8] ^= 1 << bit % 8
+        assert piece.opened() is None, bit
+        memory[bit // 8] ^= 1 << bit % 8
+    assert piece.opened() == payload
 
 
 def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path) -> None:
@@ -315,7 +320,7 @@ def test_a_backend_that_uses_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> N
         "module_path": PointerStore.__module__,
         "class_name": PointerStore.__name__,
     }
-    tiers = [hicache_tier("dynamic", config, {MODEL: (E_LAYER,)})]
+    tiers = [hicache_tier("dynamic", config, {MODEL: (E_LAYER,)}, Counts())]
     with Cache(FAMILY, CacheConfig(serves=False), tiers=tiers) as sender:
         store_and_wait(sender, prompt(0, 100))
     assert len(PointerStore.kept) == 2 * 500
@@ -460,7 +465,7 @@ def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
         "metadata_ttl": "long",
         "password": "secret",
     }
-    tiers = [hicache_tier("file", config, {})]
+    tiers = [hicache_tier("file", config, {}, Counts())]
     with pytest.raises(
         ConfigError, match=r"made with what \w+ has of file_storage_path, .*, password"
     ) as it:

@@ -7,7 +7,6 @@ import time
 
 import pytest
 from hicache_parts import (
-    Counts,
     Shelf,
     cache_over,
     fetch,
@@ -34,9 +33,8 @@ from cachetree import (
     StaleEntry,
     Step,
 )
-from sglang_droidspeak.hicache import Objects, tier
-from sglang_droidspeak.hicache import lane as breaker
-from sglang_droidspeak.hicache.lane import Breaker, Lane
+from sglang_droidspeak.hicache import Objects, lane, tier
+from sglang_droidspeak.hicache.lane import MAX_FAILURES, STALL_S, Lane
 
 
 def test_a_backend_that_lies_about_what_it_has() -> None:
@@ -61,26 +59,26 @@ class Failing(Shelf):
 def test_a_backend_that_raises_is_left_alone() -> None:
     shelf = Failing()
     with cache_over(shelf) as cache:
-        for number in range(breaker.MAX_FAILURES + 1):
+        for number in range(MAX_FAILURES + 1):
             store_and_wait(cache, prompt(number))
         shelf.fails = True
-        for number in range(breaker.MAX_FAILURES):
+        for number in range(MAX_FAILURES):
             with pytest.raises(FetchError, match="backend is away"):
                 fetch(cache, prompt(number), Span(0, 8))
         shelf.calls.clear()
         with pytest.raises(FetchError, match="paused"):
-            fetch(cache, prompt(breaker.MAX_FAILURES), Span(0, 8))
+            fetch(cache, prompt(MAX_FAILURES), Span(0, 8))
         assert search(cache, prompt(99)) == 0
-        assert num_there(cache, prompt(breaker.MAX_FAILURES)) == 0, "planned from a paused backend"
+        assert num_there(cache, prompt(MAX_FAILURES)) == 0, "planned from a paused backend"
         assert shelf.calls == []
         status = tier_of(cache).status()
         assert (status.is_reading_paused, status.is_writing_paused) == (True, False)
-        for number in range(10, 10 + breaker.MAX_FAILURES):
+        for number in range(10, 10 + MAX_FAILURES):
             store(cache.tree, prompt(number))
         eventually(lambda: tier_of(cache).status().is_writing_paused)
         shelf.calls.clear()
         store(cache.tree, prompt(20))
-        eventually(lambda: tier_of(cache).status().num_late_entries == breaker.MAX_FAILURES + 1)
+        eventually(lambda: tier_of(cache).status().num_late_entries == MAX_FAILURES + 1)
         assert shelf.calls == []
 
 
@@ -115,13 +113,13 @@ def test_a_full_backend_is_read_and_soon_not_written() -> None:
         store_and_wait(cache, prompt(0))
         shelf.calls.clear()
         shelf.hangs_at, shelf.takes = "write", False
-        for number in range(1, 3 + breaker.MAX_FAILURES):
+        for number in range(1, 3 + MAX_FAILURES):
             store(cache.tree, prompt(number))
         shelf.may_go_on.set()
         status = tier_of(cache).status
-        eventually(lambda: status().num_late_entries == 2 + breaker.MAX_FAILURES)
+        eventually(lambda: status().num_late_entries == 2 + MAX_FAILURES)
         assert status().is_writing_paused
-        assert [call for call, _ in shelf.calls].count("write") == breaker.MAX_FAILURES
+        assert [call for call, _ in shelf.calls].count("write") == MAX_FAILURES
         fetch(cache, prompt(0), Span(0, 8))
         assert num_there(cache, prompt(1)) == 0
 
@@ -138,7 +136,7 @@ def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(
                 cache.tree.sweep()
 
     with cache_over(Slow()) as cache:
-        for number in range(breaker.MAX_FAILURES):
+        for number in range(MAX_FAILURES):
             store(cache.tree, prompt(number))
         eventually(lambda: tier_of(cache).status().is_writing_paused)
 
@@ -167,24 +165,24 @@ def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> 
     shelf = Hanging()
     shelf.hangs_at = "write"
     with cache_over(shelf) as cache:
-        for number in range(1 + breaker.MAX_FAILURES):
+        for number in range(1 + MAX_FAILURES):
             store(cache.tree, prompt(number))
         eventually(lambda: shelf.calls[-1:] and shelf.calls[-1][0] == "write")  # Of the first.
-        for number in range(1, 1 + breaker.MAX_FAILURES):
+        for number in range(1, 1 + MAX_FAILURES):
             cache.tree.evict(None, prompt(number))
             reservation = cache.tree.reserve(MODEL, None, prompt(number), ())
             assert reservation is not None
             reservation.commit()
         shelf.may_go_on.set()
-        eventually(lambda: num_there(cache, prompt(breaker.MAX_FAILURES)) == 8)
+        eventually(lambda: num_there(cache, prompt(MAX_FAILURES)) == 8)
         status = tier_of(cache).status()
-        assert status.num_late_entries == breaker.MAX_FAILURES
+        assert status.num_late_entries == MAX_FAILURES
         assert not status.is_writing_paused
         assert "failed" not in objects_of(cache)
 
 
 def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "STALL_S", 0.2)
+    monkeypatch.setattr(lane, "STALL_S", 0.2)
     monkeypatch.setattr(tier, "MAX_CLOSE_S", 0.2)
     shelf = Hanging()
     cache = cache_over(shelf)
@@ -215,7 +213,7 @@ def test_a_backend_that_never_ends_in_time_is_known_to_be_slow(is_given_up: bool
 
 
 def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "STALL_S", 0.3)
+    monkeypatch.setattr(lane, "STALL_S", 0.3)
     shelf = Hanging()
     shelf.hangs_at = "exists"
     with cache_over(shelf) as cache:
@@ -238,7 +236,7 @@ def test_what_pauses_reading_is_late_answers_not_long_prompts(
     shelf = Slow()
     shelf.lies = True
     with cache_over(shelf, lambda: now[0]) as cache:
-        for number in range(breaker.MAX_FAILURES):
+        for number in range(MAX_FAILURES):
             (asked,) = cache.search(prompt(number, 1280))
             eventually(lambda it=asked: it._answered.is_set())
         assert tier_of(cache).status().is_reading_paused == is_paused
@@ -303,36 +301,43 @@ def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
         assert num_reads == 1 + 8, "one for the first, none for the second, eight for the last"
 
 
-def test_a_breaker_pauses_doubles_and_recovers() -> None:
+def reading_of(shelf: Shelf, now: list[float]) -> Lane:
+    return Lane("reading", shelf, Objects(FAMILY), range(4), lambda: now[0])  # type: ignore[arg-type]
+
+
+def test_a_lane_pauses_doubles_and_recovers() -> None:
     now = [0.0]
-    reading = Breaker("reading", lambda: now[0])
+
+    class Hanging(Shelf):
+        def before(self, call: str) -> None:
+            now[0] += STALL_S + 1
+            assert reading.is_paused
+
+    reading = reading_of(Hanging(), now)
     for pause_s in (30.0, 60.0, 120.0, 240.0, 300.0, 300.0):
-        for _ in range(breaker.MAX_FAILURES):
-            assert not reading.is_open
+        for _ in range(MAX_FAILURES):
+            assert not reading.is_paused
             reading.fail("a test")
         now[0] += pause_s - 1
-        assert reading.is_open
+        assert reading.is_paused
         now[0] += 1
     reading.succeed()
     reading.fail("a test")
-    assert not reading.is_open
-    with reading.call():
-        now[0] += breaker.STALL_S + 1
-        assert reading.is_open
-    assert not reading.is_open
+    assert not reading.is_paused
+    reading.num_leading(MODEL, prompt(0), Step(Kind.KV, 0))
+    assert not reading.is_paused
 
 
 def test_many_calls_that_answer_are_none_that_hangs() -> None:
     now = [0.0]
-    reading = Breaker("reading", lambda: now[0])
 
     class Answering(Shelf):
         def before(self, call: str) -> None:
-            now[0] += 0.6 * breaker.STALL_S
-            assert not reading.is_open
+            now[0] += 0.6 * STALL_S
+            assert not reading.is_paused
 
     shelf = Answering()
     shelf.lies = True
-    lane = Lane(shelf, Objects(FAMILY), range(4), reading, Counts(), lambda: now[0])  # type: ignore[arg-type]
-    assert lane.num_leading(MODEL, prompt(0, 300), Step(Kind.KV, 0)) == 300
+    reading = reading_of(shelf, now)
+    assert reading.num_leading(MODEL, prompt(0, 300), Step(Kind.KV, 0)) == 300
     assert shelf.calls == [("exists", 128), ("exists", 128), ("exists", 44)]
