@@ -223,7 +223,7 @@ def _guard(args: argparse.Namespace) -> int:
     told = post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
     state = msgspec.convert(told, GuardState)
     tell(args, told, guard_lines(state))
-    return int(any(it.num_left < len(it.plans) for it in state.pairs))
+    return int(any(it.is_demoted for it in state.pairs))
 
 
 def guard_lines(state: GuardState) -> Iterator[str]:

@@ -78,6 +78,11 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     """So many of them are in service."""
 
     @property
+    def is_demoted(self) -> bool:
+        """Not all of its plans are in service."""
+        return self.num_left < len(self.plans)
+
+    @property
     def in_service(self) -> tuple[WatchedPlan, ...]:
         return self.plans[: self.num_left]
 
@@ -93,8 +98,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def suspects(self) -> Iterator[PlanId]:
         """Plans in service of which every request is to be checked."""
-        is_demoted = self.num_left < len(self.plans)
-        return self._ids(it for it in self.in_service if is_demoted or it.is_suspect)
+        return self._ids(it for it in self.in_service if self.is_demoted or it.is_suspect)
 
     def _ids(self, plans: Iterable[WatchedPlan]) -> Iterator[PlanId]:
         return (PlanId(self.sender, self.receiver, *it.key) for it in plans)
@@ -142,7 +146,10 @@ def after(pair: WatchedPair, plan: PlanId, tv: float) -> WatchedPair:
     """With one more shadow of that plan; the same where it is out of service."""
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
-        pair = _with(pair, WatchedPlan(block=plan.block, e_corrected=plan.e_corrected))
+        new = WatchedPlan(block=plan.block, e_corrected=plan.e_corrected)
+        left = sorted((*pair.in_service, new), key=lambda it: it.order)
+        plans = (*left, *pair.plans[pair.num_left :])
+        pair = msgspec.structs.replace(pair, plans=plans, num_left=len(left))
     for i, it in enumerate(pair.in_service):
         if it.key == key:
             seen = msgspec.structs.replace(
@@ -162,18 +169,11 @@ def after(pair: WatchedPair, plan: PlanId, tv: float) -> WatchedPair:
 
 def left_of(profile: PairProfile, pair: WatchedPair) -> PairProfile:
     """The profile without the plans that are out of service."""
-    if pair.num_left == len(pair.plans):
+    if not pair.is_demoted:
         return profile
     left = [it.key for it in pair.in_service]
     blocks = (it for it in profile.blocks if _is_exact(it, profile) or _watched(it).key in left)
     return profile.limited_to(tuple(blocks), OUT_OF_SERVICE)
-
-
-def _with(pair: WatchedPair, plan: WatchedPlan) -> WatchedPair:
-    plans = sorted((*pair.in_service, plan), key=lambda it: it.order)
-    return msgspec.structs.replace(
-        pair, plans=(*plans, *pair.plans[pair.num_left :]), num_left=len(plans)
-    )
 
 
 def _is_exact(it: BlockQuality, profile: PairProfile) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cachetree.planning import PairProfile
+from cachetree import ModelId
 from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.guard.plans import (
     ALL,
@@ -48,15 +48,13 @@ class PairsInService:
         self._profiles: Final = dict(planner.profiles)
         """All of what they say, in service or not."""
         known = {it.profile: it for it in (read_record(path) if path is not None else ())}
-        self._pairs: Final = {key: watched(it) for key, it in self._profiles.items()}
-        for key, fresh in self._pairs.items():
-            pair = self._pairs[key] = known.pop(fresh.profile, fresh)
-            if pair.num_left < len(pair.plans):
-                self._put_in_service(pair, "as before the restart")
-            self._metrics.tell_guard(pair)
-        if self._rate:
-            for it in self._profiles.values():
-                _warn_of(it)
+        self._pairs: Final[dict[tuple[ModelId, ModelId], WatchedPair]] = {}
+        for profile in self._profiles.values():
+            fresh = watched(profile)
+            pair = known.pop(fresh.profile, fresh)
+            self._note(pair, "as before the restart" if pair.is_demoted else "")
+            if self._rate:
+                _warn_of(fresh)
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def answer(self, question: str) -> dict[str, Any]:
@@ -86,10 +84,8 @@ class PairsInService:
         if before is None or (pair := after(before, plan, shadow.tv)) is before:
             return
         self._metrics.shadow_tv.labels(*key).observe(shadow.tv)
-        self._pairs[key] = pair
-        if pair.num_left < before.num_left:
-            self._put_in_service(pair, _alarm(pair.plans[pair.num_left]))
-        self._metrics.tell_guard(pair)
+        is_alarm = pair.num_left < before.num_left
+        self._note(pair, _alarm(pair.plans[pair.num_left]) if is_alarm else "")
         self._keep()
 
     def _reset(self, sender: str) -> None:
@@ -98,24 +94,27 @@ class PairsInService:
             raise LookupError(f"no pair here has the sender {sender}; give {' or '.join(senders)}")
         for key, pair in self._pairs.items():
             if sender in (ALL, pair.sender):
-                fresh = self._pairs[key] = watched(self._profiles[key])
-                if pair.num_left < len(pair.plans):
-                    self._put_in_service(fresh, "an operator has reset it")
-                self._metrics.tell_guard(fresh)
+                fresh = watched(self._profiles[key])
+                self._note(fresh, "an operator has reset it" if pair.is_demoted else "")
         self._keep()
 
-    def _put_in_service(self, pair: WatchedPair, why: str) -> None:
-        """What has changed is said once: in the log, in a metric and in a trace."""
-        profile = self._profiles[pair.sender, pair.receiver]
-        left_in_it = left_of(profile, pair)
+    def _note(self, pair: WatchedPair, why: str) -> None:
+        """`why` other plans are in service now, or empty; that is said once: in the log, in a
+        metric and in a trace."""
+        key = pair.sender, pair.receiver
+        self._pairs[key] = pair
+        self._metrics.tell_guard(pair)
+        if not why:
+            return
+        left_in_it = left_of(self._profiles[key], pair)
         self._planner.put_in_service(left_in_it)
         self._planner.out_of_service = frozenset(
             plan for it in self._pairs.values() for plan in it.out_of_service
         )
-        self._metrics.tell_pairs({(pair.sender, pair.receiver): left_in_it})
-        self._metrics.guard_changes.labels(pair.sender, pair.receiver).inc()
+        self._metrics.tell_pairs({key: left_in_it})
+        self._metrics.guard_changes.labels(*key).inc()
         left = f"{pair.num_left} of {len(pair.plans)} plans in service"
-        log.warning("droidspeak: %s to %s: %s: %s", pair.sender, pair.receiver, left, why)
+        log.warning("droidspeak: %s to %s: %s: %s", *key, left, why)
         names = {"sender": pair.sender, "receiver": pair.receiver, "why": why}
         tracing.event("guard", {**names, "plans_left": pair.num_left})
 
@@ -127,14 +126,14 @@ class PairsInService:
                 log.warning("droidspeak: guard_path %s is not written: %s", self._path, exc)
 
 
-def _warn_of(profile: PairProfile) -> None:
-    silent = [it.layers for it in watched(profile).plans if it.allowed == NOISE]
+def _warn_of(pair: WatchedPair) -> None:
+    silent = [it.layers for it in pair.plans if it.allowed == NOISE]
     if silent:
         log.warning(
             "droidspeak: %s to %s: the profile does not say how far %s may be from full prefill; "
             "the drift guard allows %.2f, until `droidspeak profile calibrate` has measured it",
-            profile.sender.model_id,
-            profile.receiver.model_id,
+            pair.sender,
+            pair.receiver,
             ", ".join(silent),
             NOISE,
         )

@@ -23,7 +23,7 @@ import time
 import uuid
 from array import array
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
@@ -121,12 +121,12 @@ class Shadows:
         if params is None:
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
-        place = place_of(obj.rid)
-        if place >= self._rate:
+        is_chosen = place_of(obj.rid) < self._rate
+        if not is_chosen:
             if not self._may_suspect:
                 return original(manager, obj, request)
             self._num_suspected += 1
-        it = _Answer(obj, place, _temperature(params))
+        it = _Answer(obj, is_chosen, _temperature(params))
         return self._watched(partial(original, manager), manager, it, request)
 
     @property
@@ -150,7 +150,7 @@ class Shadows:
 
     def _keep(self, manager: Any, it: _Answer) -> None:
         plan = it.plan
-        if plan is None or not (it.place < self._rate or plan in self._suspects):
+        if plan is None or not (it.is_chosen or plan in self._suspects):
             return
         it.keep(time.monotonic() + self._deadline_s)
         self._waiting.append(it)
@@ -163,27 +163,16 @@ class Shadows:
     async def _run(self, manager: Any) -> None:
         """Until none waits."""
         while self._waiting:
-            it = self._waiting.popleft()
-            while manager.rid_to_state and time.monotonic() < it.deadline_s:
-                await asyncio.sleep(_LOOK_S)
             try:
-                await self._compare(manager, it)
+                await self._tell(manager, await _shadow(manager, self._waiting.popleft()))
             except Exception:
                 log.exception("droidspeak: an answer was not compared with an exact run")
                 self._missed["failed"] += 1
 
-    async def _compare(self, manager: Any, it: _Answer) -> None:
-        shadow = None
-        if manager.rid_to_state or not _is_loaded(manager, it.obj):
+    async def _tell(self, manager: Any, shadow: Shadow | None) -> None:
+        if shadow is None:
             self._missed["dropped"] += 1
         else:
-            exact = await _undisturbing(
-                manager, exact_run(manager, it.prompt_ids, it.tokens, it.obj)
-            )
-            if exact is None:
-                self._waiting.appendleft(it)
-                return
-            shadow = Shadow(plan=it.plan, tv=distance(it.served, exact, it.temperature))
             self._num_suspected = 0
         missed = self._missed.copy()
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
@@ -194,12 +183,12 @@ class Shadows:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """To a request that was chosen."""
+    """To a request that is looked at."""
 
     obj: Any
     """As the user sent it."""
-    place: float
-    """Of its id, 0 to 1."""
+    is_chosen: bool
+    """By its id, whichever plan it reads by."""
     temperature: float
     prompt_ids: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
@@ -268,7 +257,28 @@ class _Answer:
         self.deadline_s = deadline_s
 
 
-async def exact_run(
+async def _shadow(manager: Any, it: _Answer) -> Shadow | None:
+    """Once no request runs: an exact run makes way for one that comes, and is tried again. None
+    where there is no such moment in time, or the adapter is not there any more."""
+    while True:
+        while manager.rid_to_state:
+            if time.monotonic() >= it.deadline_s:
+                return None
+            await asyncio.sleep(_LOOK_S)
+        if not _is_loaded(manager, it.obj):
+            return None
+        run = asyncio.create_task(_exact_run(manager, it.prompt_ids, it.tokens, it.obj))
+        try:
+            while not run.done() and len(manager.rid_to_state) <= 1:
+                await asyncio.wait([run], timeout=_LOOK_S)
+            if run.done():
+                return Shadow(plan=it.plan, tv=distance(it.served, run.result(), it.temperature))
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+
+
+async def _exact_run(
     manager: Any, prompt_ids: Sequence[int], served_ids: Sequence[int], like: Any
 ) -> Sequence[LogProbs]:
     """What full prefill would have said: the exact distribution at the position of each served
@@ -309,22 +319,6 @@ async def exact_run(
         {token: logprob for logprob, token, _ in (*top, one)}
         for one, top in zip(served, tops, strict=True)
     ]
-
-
-async def _undisturbing(
-    manager: Any, run: Coroutine[Any, Any, Sequence[LogProbs]]
-) -> Sequence[LogProbs] | None:
-    """What it finds; None where another request came, for which it made way."""
-    task = asyncio.create_task(run)
-    try:
-        while not task.done():
-            if len(manager.rid_to_state) > 1:
-                return None
-            await asyncio.wait([task], timeout=_LOOK_S)
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _is_loaded(manager: Any, asked: Any) -> bool:
