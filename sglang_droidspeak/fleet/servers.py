@@ -34,10 +34,11 @@ STOP_TIMEOUT_S = 20.0
 """A cache stores and writes what waits, for ten seconds at most. Only what hangs takes longer."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 """Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
+_LAST_LINES = 30
 
 
-def end_of(log: Path, num_lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,6 @@ class ServerSpec(Spec):
     """LoRA adapters by the names that requests call them; SGLang takes them as flags alone."""
     port: int = field(default_factory=free_port)
     host: str = "127.0.0.1"
-    wrapper: Sequence[str] = ()
-    """As `WorkerSpec`'s."""
 
     def start(self, folder: Path, env: Mapping[str, str]) -> Server:
         return Server(self, folder, env)
@@ -102,7 +101,7 @@ class ServerSpec(Spec):
             options |= linker_options(self.droidspeak)
         loras = [f"{name}={path}" for name, path in self.adapters.items()]
         flags = ("--enable-lora", "--lora-paths", *loras) if loras else ()
-        command = (*self.wrapper, sys.executable, "-m", "sglang.launch_server", "--config")
+        command = (sys.executable, "-m", "sglang.launch_server", "--config")
         return (*command, _written(folder / f"{self.name}.yaml", options), *flags)
 
     def address(self, _log: Path) -> str:
@@ -132,11 +131,9 @@ class WorkerSpec(Spec):
 
     config: Mapping[str, Any]
     name: str = "worker"
-    wrapper: Sequence[str] = ()
-    """Words before the command, such as those that run it elsewhere."""
 
     def words(self, folder: Path) -> Sequence[str]:
-        command = (*self.wrapper, sys.executable, "-m", "cachetree.cli", "serve", "--config")
+        command = (sys.executable, "-m", "cachetree.cli", "serve", "--config")
         return (*command, _written(folder / f"{self.name}.yaml", self.config))
 
     def address(self, log: Path) -> str:
@@ -360,14 +357,14 @@ def running(
             with uninterrupted():
                 servers.append(spec.start(folder, env))
             if spec.is_on_gpu(env):
-                _wait_for(servers, servers[-1:], start_timeout_s)
-        _wait_for(servers, servers, start_timeout_s)
+                _wait_for(servers, start_timeout_s)
+        _wait_for(servers, start_timeout_s)
         yield list(servers)
 
 
-def _wait_for(started: Sequence[Process], waiting: Sequence[Process], timeout_s: float) -> None:
-    """Until these are ready; raises ServerFailed where one of all that were started has ended."""
-    started_s = time.monotonic()
+def _wait_for(started: Sequence[Process], timeout_s: float) -> None:
+    """Until all are ready; raises ServerFailed where one has ended."""
+    waiting, started_s = started, time.monotonic()
     while waiting := [server for server in waiting if not server.is_ready()]:
         for server in started:
             server.check()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,23 @@ class Cluster:
         return answer(server, text, max_new_tokens=6, droidspeak=controls)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerElsewhere(WorkerSpec):
+    wrapper: tuple[str, ...]
+    """What is written before a command that is to run there."""
+
+    def words(self, folder: Path) -> Sequence[str]:
+        return (*self.wrapper, *super().words(folder))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerElsewhere(ServerSpec):
+    wrapper: tuple[str, ...]
+
+    def words(self, folder: Path) -> Sequence[str]:
+        return (*self.wrapper, *super().words(folder))
+
+
 def networked(
     network: Namespaces, folder: Path
 ) -> tuple[list[Any], dict[str, str], dict[str, Party]]:
@@ -88,8 +105,8 @@ def networked(
                 "key_file": own.key_file,
                 "allowed_peers": everyone,
             }
-            config = {**spec.config, "cache": cache}
-            found.append(replace(spec, config=config, wrapper=wrapper))
+            changed = {"config": {**spec.config, "cache": cache}}
+            found.append(WorkerElsewhere(**vars(spec) | changed, wrapper=wrapper))
             continue
         assert isinstance(spec, ServerSpec)
         settings = dict(spec.droidspeak)
@@ -106,14 +123,8 @@ def networked(
             "peer_keys": peer_keys,
             "fetch_deadline_s": DEADLINE_S,
         }
-        found.append(
-            replace(
-                spec,
-                host=network.address(spec.name),
-                droidspeak=settings,
-                wrapper=wrapper,
-            )
-        )
+        changed = {"host": network.address(spec.name), "droidspeak": settings}
+        found.append(ServerElsewhere(**vars(spec) | changed, wrapper=wrapper))
     return found, dict(moved.values()), parties
 
 
