@@ -1,4 +1,4 @@
-"""When each layer is loaded or recomputed, and how long requests wait for their first token.
+"""How long requests wait for their first token, by when their layers are loaded and recomputed.
 
 One link brings layers in and one device computes; each does one thing at a time. Requests are
 served in the order of their arrival. Three strategies (DroidSpeak, NSDI '26, section 4.3 and its
@@ -30,170 +30,79 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from functools import partial
+from typing import Final
 
 from cachetree import Span
 from cachetree.planning import Strategy
 
 
-class Resource(StrEnum):
-    LINK = "link"
-    DEVICE = "device"
-
-
-class Work(StrEnum):
-    LOAD_E = "load_e"
-    LOAD_KV = "load_kv"
-    RECOMPUTE = "recompute"
-    FORWARD = "forward"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request's work, in any one unit of time; durations are per layer, layer 0 first.
+    """One request's work, in any one unit of time.
 
     layers [0, block.start)           loaded
     layers [block.start, block.stop)  recomputed, from E at block.start (from embeddings at 0)
-    layers [block.stop, len(load))    loaded
+    layers [block.stop, num_layers)   loaded
     """
 
     block: Span
-    load: Sequence[float]
-    """Of each layer's KV."""
-    recompute: Sequence[float]
-    """Of each layer over the reused tokens; the last of a block may be cheaper (K and V only)."""
-    e_load: float = 0.0
+    num_layers: int
+    load: float
+    """Of the KV of a layer."""
+    recompute: float
+    """Of the whole block."""
+    e_load: float
     """Of E at one layer; counts only where the block needs it."""
-    forward: Sequence[float] = ()
-    """Of each layer over the request's own new tokens, which needs that layer's KV; may be left
-    out. It runs after the block."""
     arrival: float = 0.0
 
-    def __post_init__(self) -> None:
-        num_layers = len(self.load)
-        if len(self.recompute) != num_layers or len(self.forward) not in (0, num_layers):
-            raise ValueError("load, recompute and forward must name the same layers")
-        if self.block.stop > num_layers:
-            raise ValueError(f"{self.block} exceeds the {num_layers} layers")
-
     @property
-    def needs_e(self) -> bool:
-        return len(self.block) > 0 and self.block.start > 0
+    def e_time(self) -> float:
+        return self.e_load if len(self.block) and self.block.start else 0.0
+
+    def kv_time(self, strategy: Strategy) -> float:
+        is_everything = strategy is Strategy.EVERYTHING_FIRST
+        return self.load * (self.num_layers - (0 if is_everything else len(self.block)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One bar of the picture: `request` is an index, `layer` counts from 0."""
-
-    request: int
-    work: Work
-    layer: int
-    resource: Resource
-    start: float
-    stop: float
+PAPER: Final = (
+    Request(block=Span(3, 10), num_layers=10, load=1.0, recompute=7.0, e_load=1.0),
+    Request(block=Span(0, 3), num_layers=10, load=1.0, recompute=3.0, e_load=1.0, arrival=2.0),
+)
+"""The paper's example; its layers 4 to 10 are our [3, 10)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    tasks: tuple[Task, ...]
-    """In the order of their start."""
-    ttfts: tuple[float, ...]
-    """Per request, from its arrival to the end of its last task."""
-
-    @property
-    def total_ttft(self) -> float:
-        return sum(self.ttfts)
-
-    def busy(self, resource: Resource) -> float:
-        """For how long `resource` works; with the makespan this gives the share that is hidden."""
-        return sum(task.stop - task.start for task in self.tasks if task.resource is resource)
-
-
-def schedule(requests: Sequence[Request], strategy: Strategy) -> Timeline:
-    """What runs where and when; requests that arrive together keep their order."""
+def ttfts(requests: Sequence[Request], strategy: Strategy) -> list[float]:
+    """Of each request, from its arrival; those that arrive together are served in their order."""
     order = sorted(range(len(requests)), key=lambda index: requests[index].arrival)
-    # A batch is what may overlap: all requests where loading is pipelined, else each one alone.
-    batches = [order] if strategy is Strategy.PIPELINED else [[index] for index in order]
-    tasks: list[Task] = []
+    serve = _pipelined if strategy is Strategy.PIPELINED else partial(_alone, strategy=strategy)
+    ends = dict(zip(order, serve([requests[index] for index in order]), strict=True))
+    return [ends[index] - it.arrival for index, it in enumerate(requests)]
+
+
+def _alone(requests: Sequence[Request], strategy: Strategy) -> Iterator[float]:
+    """When each ends, of which nothing overlaps."""
     free_at = 0.0
-    for batch in batches:
-        link_at = free_at
-        queues = []
-        for index in batch:
-            loads = list(_loads(index, requests[index], strategy, link_at))
-            link_at = loads[-1].stop if loads else link_at
-            tasks += loads
-            queues.append(_Queue(index, requests[index], strategy, loads))
-        tasks += _compute(queues, free_at)
-        free_at = max((task.stop for task in tasks), default=0.0)
-    ttfts = tuple(
-        max((task.stop - it.arrival for task in tasks if task.request == index), default=0.0)
-        for index, it in enumerate(requests)
-    )
-    return Timeline(tasks=tuple(sorted(tasks, key=lambda task: task.start)), ttfts=ttfts)
+    for it in requests:
+        spent = it.e_time + it.kv_time(strategy) + it.recompute
+        free_at = max(free_at, it.arrival) + spent
+        yield free_at
 
 
-def _loads(index: int, request: Request, strategy: Strategy, free_at: float) -> Iterator[Task]:
-    """E first, then KV in layer order, back to back."""
-    at = max(free_at, request.arrival)
-    everything = strategy is Strategy.EVERYTHING_FIRST
-    wanted = [(Work.LOAD_E, request.block.start, request.e_load)] if request.needs_e else []
-    wanted += [
-        (Work.LOAD_KV, layer, duration)
-        for layer, duration in enumerate(request.load)
-        if everything or layer not in request.block
-    ]
-    for work, layer, duration in wanted:
-        yield Task(
-            request=index,
-            work=work,
-            layer=layer,
-            resource=Resource.LINK,
-            start=at,
-            stop=at + duration,
-        )
-        at += duration
-
-
-class _Queue:
-    """What one request still has to compute, in order, and when the next of it may start."""
-
-    def __init__(
-        self, index: int, request: Request, strategy: Strategy, loads: Sequence[Task]
-    ) -> None:
-        self.index = index
-        landed = {(task.work, task.layer): task.stop for task in loads}
-        is_pipelined = strategy is Strategy.PIPELINED
-        earliest = (
-            request.arrival if is_pipelined else max(landed.values(), default=request.arrival)
-        )
-        steps = [(Work.RECOMPUTE, layer, request.recompute[layer]) for layer in request.block]
-        steps += [(Work.FORWARD, layer, took) for layer, took in enumerate(request.forward)]
-        needs = {Work.RECOMPUTE: Work.LOAD_E, Work.FORWARD: Work.LOAD_KV}
-        self.steps = [
-            (max(earliest, landed.get((needs[work], layer), 0.0)), work, layer, duration)
-            for work, layer, duration in steps
-        ]
-
-    def pop(self, free_at: float) -> Task:
-        ready_at, work, layer, duration = self.steps.pop(0)
-        start = max(free_at, ready_at)
-        return Task(
-            request=self.index,
-            work=work,
-            layer=layer,
-            resource=Resource.DEVICE,
-            start=start,
-            stop=start + duration,
-        )
-
-
-def _compute(queues: Sequence[_Queue], free_at: float) -> Iterator[Task]:
-    """The device takes what can start first; of several, the request that arrived first."""
-    waiting = [queue for queue in queues if queue.steps]
+def _pipelined(requests: Sequence[Request]) -> list[float]:
+    """The link serves them in their order; the device takes the block that can start first, and of
+    several the first request's."""
+    link_at = device_at = 0.0
+    ready_at, ends = [], []
+    for it in requests:
+        begin_at, spent = max(link_at, it.arrival), it.e_time + it.kv_time(Strategy.PIPELINED)
+        ready_at.append(begin_at + it.e_time if it.e_time else it.arrival)
+        ends.append(begin_at + spent if spent else it.arrival)
+        link_at = begin_at + spent
+    waiting = [index for index, it in enumerate(requests) if len(it.block)]
     while waiting:
-        queue = min(waiting, key=lambda queue: max(free_at, queue.steps[0][0]))
-        task = queue.pop(free_at)
-        free_at = task.stop
-        yield task
-        waiting = [queue for queue in waiting if queue.steps]
+        index = min(waiting, key=lambda index: max(device_at, ready_at[index]))
+        device_at = max(device_at, ready_at[index]) + requests[index].recompute
+        ends[index] = max(ends[index], device_at)
+        waiting.remove(index)
+    return ends

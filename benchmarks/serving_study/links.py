@@ -26,7 +26,7 @@ from benchmarks.relay import (
     paired_ratio,
     ttft,
 )
-from benchmarks.schedule import Request, schedule
+from benchmarks.schedule import PAPER, ttfts
 from cachetree import Span
 from cachetree.planning import Strategy
 from profiles.random_models import random_prompt
@@ -91,7 +91,7 @@ def two_receivers(it: Rig, bench: Bench, say: Say) -> Found:
     rows = [
         {
             "strategy": strategy.value,
-            "in_the_paper": schedule(_paper(), strategy).total_ttft,
+            "in_the_paper": sum(ttfts(PAPER, strategy)),
             "predicted_ms": sum(_predicted(strategy, blocks, layers, parts, GAP * layer_ms)),
             **percentiles("total_ttft_ms", [sum(of.ttft_s for of in both) for both in answered]),
         }
@@ -131,15 +131,6 @@ def _each(
         )
         for of, given in enumerate(controls)
     ]
-
-
-def _paper() -> tuple[Request, Request]:
-    """The paper's example; its layers 4 to 10 are our [3, 10)."""
-    ones = (1.0,) * 10
-    return (
-        Request(block=Span(3, 10), load=ones, recompute=ones, e_load=1.0),
-        Request(block=Span(0, 3), load=ones, recompute=ones, e_load=1.0, arrival=2.0),
-    )
 
 
 def _predicted(

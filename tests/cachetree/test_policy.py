@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.schedule import Request, schedule
+from benchmarks.schedule import Request, ttfts
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
 from cachetree.planning import (
@@ -533,16 +533,14 @@ def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_
     block = Span(min(one, two), max(one, two))
     costs = replace(MEASURED, links=links({FAR: bytes_per_s}))
     plan = replace(plan_for(match(S, location=FAR)), block=block)
-    layers = [0.16] * 10
-    if len(block):
-        layers[block.stop - 1] = 0.0
     request = Request(
         block=block,
-        load=(10 * MB / bytes_per_s,) * 10,
-        recompute=layers,
+        num_layers=10,
+        load=10 * MB / bytes_per_s,
+        recompute=0.16 * max(0, len(block) - 1),
         e_load=20 * MB / bytes_per_s,
     )
-    drawn = schedule([request], Strategy.PIPELINED).total_ttft
+    (drawn,) = ttfts([request], Strategy.PIPELINED)
     assert times_of(plan, 16, costs).ttft_s == pytest.approx(drawn)
 
 
