@@ -14,47 +14,40 @@ touches. The pairs' head_dim is 32, half of what is common, so their ratios are 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from pathlib import Path
-from statistics import fmean, median
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import result
-from cachetree import Span
+from benchmarks.races import race
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.layered import KV
-from profiles.compute.mixtures import Mixture
 from profiles.compute.models import ModelSource, load_pair
-from profiles.compute.study import FIRST_NEW, THEIRS
-from profiles.data.datasets import load_sources
-from profiles.data.documents import Document, make_documents
-from profiles.data.metrics import Metric
-from profiles.data.tasks import TaskOptions
+from profiles.compute.study import mixtures_of
+from profiles.data.documents import Document
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.profiler import answerers
+from profiles.stats.measured import FULL_REUSE, Candidate
+from tools.pairs.questions import DATA, SHIPPED, read_documents
 
-PAIRS = Path(__file__).resolve().parents[1] / "examples" / "pairs"
-WEIGHTS = PAIRS / "weights"
+WEIGHTS = SHIPPED / "weights"
 SUBJECTS = {
     "fine-tunes": (
         ModelSource(path=WEIGHTS / "sender"),
         ModelSource(path=WEIGHTS / "receiver"),
-        PAIRS / "sender_to_receiver.json",
+        SHIPPED / "sender_to_receiver.json",
     ),
     "adapters": (
         ModelSource(path=WEIGHTS / "foundation", adapter=WEIGHTS / "sender_lora"),
         ModelSource(path=WEIGHTS / "foundation", adapter=WEIGHTS / "receiver_lora"),
-        PAIRS / "sender_lora_to_receiver_lora.json",
+        SHIPPED / "sender_lora_to_receiver_lora.json",
     ),
 }
-OPTIONS = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
-PAGE_SIZE = 16
 SPEED_VECTORS, SPEED_LENGTH = 1 << 17, 128
 REPEATS = 9
 
@@ -71,9 +64,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
     profile = read_measured(profile_at)
     options = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     pair = load_pair(sender_at, receiver_at, **options)
-    sources = load_sources([str(PAIRS / "data" / "held_out.jsonl")], OPTIONS)
-    whole = make_documents(sources, pair.tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
-    documents = whole[:num_documents]
+    documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:num_documents]
     sender, receiver = answerers(pair, documents, 2.0)
     found: dict[tuple[Codec, str], list[tuple[float, float]]] = {}
     for document in documents:
@@ -102,8 +93,8 @@ def examine(
     own = receiver.model.prefix(document.prefix, ()).kv
     examination = Examination(receiver, document, own, receiver.answer(document, own))
     head_dim = theirs.kv[0][0].shape[-1]
-    mixtures: list[Mixture] = [(THEIRS,) * num_layers]
-    mixtures.append(tuple(FIRST_NEW if it in block else THEIRS for it in range(num_layers)))
+    plans = {"full reuse": FULL_REUSE, "block": Candidate(runs=(block,))}
+    mixtures = mixtures_of([*plans.values()], num_layers)
     found = {}
     for codec in Codec:
         kv: list[KV] = [
@@ -111,47 +102,36 @@ def examine(
             for keys, values in theirs.kv
         ]
         e = through(codec, theirs.e[block.start], head_dim)
-        made = receiver.model.recompute(e, Span(block.start, block.stop))
+        made = receiver.model.recompute(e, block)
         new = [made.get(layer) for layer in range(num_layers)]
         scores = examination.examine([kv, own, new], mixtures, is_decoded=True)
-        for what, of_mixture in zip(("full reuse", "block"), scores, strict=True):
+        for what, of_mixture in zip(plans, scores, strict=True):
             found[codec, what] = [(score.quality, score.kl) for score in of_mixture]
     return found
 
 
 def measure_speed() -> list[dict[str, Any]]:
-    """GB/s of bfloat16 bytes, one thread; each repetition goes through all of them in turn."""
+    """GB/s of bfloat16 bytes, one thread."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(SPEED_VECTORS, SPEED_LENGTH, generator=generator).to(torch.bfloat16)
     target = torch.empty_like(vectors)
-    works: dict[tuple[str, str], Callable[[], object]] = {
-        ("memcpy", "copy"): lambda: target.copy_(vectors)
-    }
+    works = {("memcpy", "copy"): partial(target.copy_, vectors)}
     errors = {}
     for codec in (Codec.INT8, Codec.INT4):
         encoded = encode(codec, vectors)
-        works[codec.value, "encode"] = lambda codec=codec: encode(codec, vectors)
-        works[codec.value, "decode"] = lambda codec=codec, encoded=encoded: decode(
-            codec, encoded, torch.bfloat16
-        )
+        works[codec.value, "encode"] = partial(encode, codec, vectors)
+        works[codec.value, "decode"] = partial(decode, codec, encoded, torch.bfloat16)
         off = decode(codec, encoded, torch.float32) - vectors.float()
         errors[codec.value] = float(off.norm() / vectors.float().norm())
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in works}
-    for _ in range(REPEATS):
-        for key, work in works.items():
-            began = time.perf_counter()
-            work()
-            times[key].append(time.perf_counter() - began)
-    num_bytes = vectors.numel() * 2
     return [
         {
             "codec": codec,
             "what": what,
-            "gb_per_s": round(num_bytes / median(taken) / 1e9, 3),
+            "gb_per_s": of.medians()["gb_per_s"],
             "relative_error": round(errors.get(codec, 0.0), 4),
         }
-        for (codec, what), taken in times.items()
+        for (codec, what), of in race(works, vectors.nbytes, REPEATS).items()
     ]
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
 from benchmarks.random_servers import rotated
 from cachetree import Family, Kind, ModelId, PageHash, Step
@@ -38,6 +39,9 @@ def pages_in(mib: int) -> list[PageHash]:
     return [PageHash(number.to_bytes(16, "big")) for number in range(num)]
 
 
+Name = TypeVar("Name")
+
+
 @dataclass(frozen=True)
 class Speeds:
     """Of one contender, in the order of turns."""
@@ -58,12 +62,12 @@ class Speeds:
 
 
 def race(
-    contenders: Mapping[str, Callable[[], object]],
+    contenders: Mapping[Name, Callable[[], object]],
     num_bytes: int,
     repetitions: int,
     cpu_s: Callable[[], float] = time.thread_time,
     prepare: Callable[[], object] = lambda: None,
-) -> dict[str, Speeds]:
+) -> dict[Name, Speeds]:
     """Each is first as often as the others. `prepare` is called before every run, without being
     timed; `cpu_s` is what counts as a contender's CPU time, by default this thread's."""
     found = {name: Speeds() for name in contenders}
