@@ -29,7 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -58,8 +58,6 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks/results/e_correction.json"
 REAL: Final = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
 SMALL: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
-CORRECTED: Final = "corrected"
-"""By the map that the profiler fits."""
 FOR_KV_MAPS: Final = 24
 """Contexts that those are fitted on."""
 FEWEST: Final = 8
@@ -76,10 +74,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     tokens: int
     questions: int
-    kl: dict[str, float]
-    tv: dict[str, float]
-    f1: dict[str, float]
-    """That of full prefill, too; nothing where answers were not decoded."""
+    full_prefill: float
+    """Its F1."""
+    plans: dict[str, dict[str, float]]
+    """By plan: KL, TV, and F1 where answers were decoded."""
 
 
 class Maps(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,24 +150,21 @@ def measure(args: argparse.Namespace) -> None:
                 continue
             if time.monotonic() - began > args.seconds:
                 break
-            kl, tv, f1 = bench.judge(document, is_answered=not args.no_answers)
             line = Found(
                 pair=args.name,
                 on=args.on.stem,
                 context=index,
                 tokens=len(document.prefix),
                 questions=len(document.questions),
-                kl=kl,
-                tv=tv,
-                f1=f1,
+                **bench.judge(document, is_answered=not args.no_answers),
             )
             found.append(line)
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
-    for name in found[0].kl if found else ():
-        kl, tv = (fmean(getattr(it, of)[name] for it in found) for of in ("kl", "tv"))
-        f1 = fmean(it.f1.get(name, 0.0) for it in found)
-        sys.stdout.write(f"{name:24s} KL {kl:.4f}  TV {tv:.4f}  F1 {f1:.4f}\n")
+    for name in found[0].plans if found else ():
+        means = {of: fmean(it.plans[name][of] for it in found) for of in found[0].plans[name]}
+        told = "  ".join(f"{of.upper()} {mean:.4f}" for of, mean in means.items())
+        sys.stdout.write(f"{name:24s} {told}\n")
     sys.stdout.write(f"{args.name} {args.on.stem}: {len(found)} contexts, ")
     sys.stdout.write(f"{time.monotonic() - began:.0f} s\n")
 
@@ -181,7 +176,7 @@ def _fitted(
     blocks: Sequence[Span],
     documents: Sequence[Document],
 ) -> tuple[dict[str, Correction], KVMaps]:
-    """Maps of E by layer and kind, and linear KV maps; from the state where they are there."""
+    """Maps of E by layer, and linear KV maps; from the state where they are there."""
     file, told = args.state / f"{args.name}.maps", args.state / f"{args.name}.fit.json"
     of_kv = args.state / f"{args.name}.kv_maps"
     layers = sorted({it.start for it in blocks} - {0})
@@ -202,7 +197,7 @@ def _fitted(
         save_file({f"{i:03}": it for i, it in enumerate(matrices)}, of_kv)
         fitted = {layer: fit(*both) for layer, both in parts.items()}
         tensors = {
-            f"{layer}|{CORRECTED}|{i}": tensor
+            f"{layer}|{i}": tensor
             for layer, (it, _) in fitted.items()
             for i, tensor in enumerate(it.tensors)
         }
@@ -214,12 +209,14 @@ def _fitted(
             layers={layer: _described(*it, parts[layer]) for layer, it in fitted.items()},
         )
         told.write_bytes(msgspec.json.encode(maps))
-    read: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in sorted(load_file(file).items()):
-        layer, kind, _ = name.split("|")
-        read.setdefault(f"{layer}|{kind}", []).append(tensor)
-    found = {key: Correction(*it) for key, it in read.items()}
+    found = {str(layer): read_map(file, layer) for layer in layers}
     return found, KVMaps([it for _, it in sorted(load_file(of_kv).items())])
+
+
+def read_map(file: Path, layer: int) -> Correction:
+    """The map of E at a layer, of those that were fitted for a pair."""
+    found = load_file(file)
+    return Correction(found[f"{layer}|0"], found[f"{layer}|1"])
 
 
 def _described(it: Correction, explained: float, parts: tuple[Moments, Moments]) -> dict[str, Any]:
@@ -237,49 +234,43 @@ def _described(it: Correction, explained: float, parts: tuple[Moments, Moments])
     }
 
 
+@dataclass(frozen=True)
 class Bench:
     """What is measured of every document."""
 
-    def __init__(
-        self,
-        sender: Answerer,
-        receiver: Answerer,
-        blocks: Sequence[Span],
-        maps: Mapping[str, Correction],
-        kv_maps: KVMaps,
-    ) -> None:
-        self._sender, self._receiver, self._blocks = sender, receiver, blocks
-        self._maps, self._kv_maps = maps, kv_maps
+    sender: Answerer
+    receiver: Answerer
+    blocks: Sequence[Span]
+    maps: Mapping[str, Correction]
+    """Of E, by layer."""
+    kv_maps: KVMaps
 
-    def judge(self, document: Document, *, is_answered: bool) -> tuple[dict[str, float], ...]:
-        """KL, TV and F1 of every plan."""
-        model = self._receiver.model
-        starts = {it.start for it in self._blocks}
-        passes = DocumentPasses(
-            self._sender.model, model, document.prefix, starts, (), dict(self._maps)
-        )
-        sources: list[Any] = [passes.theirs, self._kv_maps(model, passes.theirs)]
+    def judge(self, document: Document, *, is_answered: bool) -> dict[str, Any]:
+        """What `Found` has of full prefill and the plans."""
+        model = self.receiver.model
+        starts = {it.start for it in self.blocks}
+        passes = DocumentPasses(self.sender.model, model, document.prefix, starts, (), self.maps)
+        sources: list[Any] = [passes.theirs, self.kv_maps(model, passes.theirs)]
         mixtures = {"reuse": (THEIRS,) * model.num_layers, "KV maps": (1,) * model.num_layers}
         for start in sorted(starts):
-            of_start = [it for it in self._blocks if it.start == start]
+            of_start = [it for it in self.blocks if it.start == start]
             whole = Span(start, max(it.stop for it in of_start))
-            for kind in ("", CORRECTED) if start else ("",):
-                sources.append(passes.new(whole, f"{start}|{kind}" if kind else ""))
+            for e_map in ("", str(start)) if start else ("",):
+                sources.append(passes.new(whole, e_map))
                 for it in of_start:
-                    name = f"[{it.start}, {it.stop}) {kind}".strip()
+                    name = f"[{it.start}, {it.stop})" + (" corrected" if e_map else "")
                     new, layers = len(sources) - 1, range(model.num_layers)
                     mixtures[name] = tuple(new if layer in it else THEIRS for layer in layers)
-        answers = self._receiver.answer(document, passes.own)
-        examination = Examination(self._receiver, document, passes.own, answers)
+        answers = self.receiver.answer(document, passes.own)
+        examination = Examination(self.receiver, document, passes.own, answers)
         scores = examination.examine(sources, list(mixtures.values()), is_decoded=is_answered)
-        by_name = dict(zip(mixtures, scores, strict=True))
-        kl = {name: fmean(it.kl for it in of) for name, of in by_name.items()}
-        tv = {name: fmean(it.tv for it in of) for name, of in by_name.items()}
-        f1 = {}
-        if is_answered:
-            f1 = {name: fmean(it.quality or 0.0 for it in of) for name, of in by_name.items()}
-            f1["full prefill"] = fmean(examination.qualities)
-        return kl, tv, f1
+        plans = {
+            name: {"kl": fmean(it.kl for it in of), "tv": fmean(it.tv for it in of)}
+            for name, of in zip(mixtures, scores, strict=True)
+        }
+        for plan, of in zip(plans.values(), scores, strict=True) if is_answered else ():
+            plan["f1"] = fmean(it.quality for it in of)
+        return {"full_prefill": fmean(examination.qualities), "plans": plans}
 
 
 def texts() -> Iterator[Record]:
@@ -305,28 +296,25 @@ def report(state: Path) -> None:
 
 
 def _told(found: Sequence[Found]) -> dict[str, Any]:
-    plans = []
-    for name in found[0].kl:
+    full, plans = [it.full_prefill for it in found], []
+    for name, measures in found[0].plans.items():
         plain = name.split(")")[0] + ")"
         plan: dict[str, Any] = {"plan": name}
-        for of in ("kl", "tv", "f1") if found[0].f1 else ("kl", "tv"):
-            values = [getattr(it, of)[name] for it in found]
+        for of in measures:
+            values = [it.plans[name][of] for it in found]
             plan[of] = round(fmean(values), 6)
-            if plain in found[0].kl and name != plain:
-                before = [getattr(it, of)[plain] for it in found]
-                plan[f"{of}_gain"] = _paired(values, before)
-        if found[0].f1:
-            full = [it.f1["full prefill"] for it in found]
-            plan["f1_to_full"] = _paired([it.f1[name] for it in found], full)
+            if plain in found[0].plans and name != plain:
+                plan[f"{of}_gain"] = _paired(values, [it.plans[plain][of] for it in found])
+        if "f1" in measures:
+            plan["f1_to_full"] = _paired([it.plans[name]["f1"] for it in found], full)
         plans.append(plan)
-    own = [it.f1["full prefill"] for it in found if it.f1]
     return {
         "pair": found[0].pair,
         "on": found[0].on,
         "contexts": len(found),
         "questions": sum(it.questions for it in found),
         "mean_tokens": round(fmean(it.tokens for it in found)),
-        **({"full_prefill": round(fmean(own), 6)} if own else {}),
+        **({"full_prefill": round(fmean(full), 6)} if "f1" in measures else {}),
         "plans": plans,
     }
 

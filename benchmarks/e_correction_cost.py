@@ -27,10 +27,9 @@ from statistics import fmean
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file
 
 from benchmarks import result
-from benchmarks.e_correction import CORRECTED, REAL
+from benchmarks.e_correction import REAL, read_map
 from benchmarks.random_servers import profile_of
 from benchmarks.relay import (
     Bench,
@@ -142,8 +141,7 @@ def _write_profile(models: Sequence[Path], block: Span, maps: Path | None, path:
 
 def _correction(block: Span, maps: Path | None, receiver: ModelIdentity) -> Correction:
     if maps is not None:
-        found = load_file(maps)
-        return Correction(*(found[f"{block.start}|{CORRECTED}|{i}"] for i in (0, 1)))
+        return read_map(maps, block.start)
     hidden, drawn = receiver.hidden_size, torch.Generator().manual_seed(0)
     matrix = torch.randn(hidden, hidden, generator=drawn) / hidden
     return Correction(torch.zeros(hidden), matrix)
