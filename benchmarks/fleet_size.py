@@ -25,9 +25,6 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
-import os
-import sys
 import time
 from random import Random
 from typing import Any
@@ -35,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import result
-from benchmarks.allocated import allocated_bytes
+from benchmarks.allocated import allocated_bytes, counting
 from benchmarks.simulate.replay import FAMILY, Unbacked
 from cachetree import CacheTree, Location, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser, RemoteView
@@ -177,18 +174,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10)
     parser.add_argument("--lookups", type=int, default=2000)
     args = parser.parse_args()
-    if os.environ.get("PYTHONMALLOC") != "malloc":  # So that every allocation can be counted.
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "benchmarks.fleet_size", *sys.argv[1:]],
-            {**os.environ, "PYTHONMALLOC": "malloc"},
-        )
     environment = result.here()
     rows = []
     for size in args.workers:
         asked = (size, args.pages * size // args.workers[-1], args.seconds, args.lookups)
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            rows.append(pool.apply(run, asked))
+        with counting() as process:
+            rows.append(process.apply(run, asked))
     found = {"rows": rows, "exponents": exponents(rows)}
     result.write("fleet_size", found, environment, args.json)
     steep = {name: it for name, it in found["exponents"].items() if it > MAX_EXPONENT}

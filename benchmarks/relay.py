@@ -19,10 +19,12 @@ import torch
 from benchmarks.oracle import decode, partial_prefill
 from benchmarks.random_servers import ENV, PAGE, family_of, options, rotated, write_random
 from cachetree import (
+    EMPTY_SPAN,
     Cache,
     CacheConfig,
     Deadline,
     Kind,
+    PageHash,
     Plan,
     Span,
     Staging,
@@ -177,28 +179,38 @@ def mirror(it: Bench, block: Span) -> None:
     """Copy the sender's entries into the relay, with the E that `block` begins with."""
     for document in it.documents:
         pages = page_hashes(document, PAGE)
-        (match,) = it.relay.match(pages)
-        plan = Plan(
-            sender=match.model,
-            receiver=match.model,
-            location=match.location,
-            pages=Span(0, len(pages)),
-            block=block,
-            num_layers=it.relay.family.num_layers,
-            strategy=Strategy.EVERYTHING_FIRST,
-        )
-        staging = it.relay.fetch(plan, pages, Deadline.after(60))
-        assert staging is not None
-        with staging:
-            for step in plan.steps:
-                staging.wait(step)
+        with fetched(it.relay, pages, block) as (plan, staging):
 
             def joined(kind: Kind, layer: int, it: Staging = staging) -> memoryview:
                 return memoryview(b"".join(it.views(Step(kind, layer))))
 
             kv = [joined(Kind.KV, layer) for layer in range(plan.num_layers)]
             e = {layer: joined(Kind.E, layer) for layer in plan.transition_layers}
-            assert it.relay.store(match.model, None, pages, kv, e)
+            assert it.relay.store(plan.sender, None, pages, kv, e)
+
+
+@contextmanager
+def fetched(
+    cache: Cache, pages: Sequence[PageHash], block: Span = EMPTY_SPAN
+) -> Iterator[tuple[Plan, Staging]]:
+    """What the only model that has these pages has of them at all layers, and the E that `block`
+    begins with."""
+    (match,) = cache.match(pages)
+    plan = Plan(
+        sender=match.model,
+        receiver=match.model,
+        location=match.location,
+        pages=Span(0, len(pages)),
+        block=block,
+        num_layers=cache.family.num_layers,
+        strategy=Strategy.EVERYTHING_FIRST,
+    )
+    staging = cache.fetch(plan, pages, Deadline.after(60))
+    assert staging is not None
+    with staging:
+        for step in plan.steps:
+            staging.wait(step)
+        yield plan, staging
 
 
 @contextmanager

@@ -17,17 +17,14 @@ is compared with the answer of the same server while nobody fetches.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,8 +32,9 @@ from typing import Any
 import psutil
 
 from benchmarks import result
-from benchmarks.random_servers import BLOCK, ENV, NUM_LAYERS, PAGE, family_of, write_random
-from cachetree import EMPTY_SPAN, Cache, CacheConfig, Deadline, PeerConfig, Plan, Span
+from benchmarks.random_servers import BLOCK, ENV, PAGE, family_of, write_random
+from benchmarks.relay import fetched
+from cachetree import Cache, CacheConfig, PeerConfig
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, ask_server, free_port, running
@@ -47,53 +45,48 @@ WAYS = ("in place", "over TCP")
 WINDOW_S = 1.0
 
 
-def fetch_for_ever(address: str, model: str, way: str) -> None:
-    """The fetching process: reads a rate per line, answers what it has fetched until then."""
+class Fetcher:
+    """A process that fetches the document again and again."""
+
+    def __init__(self, address: str, model: Path, way: str) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._rate, self._num_bytes = spawning.RawValue("d", -1), spawning.RawValue("q", 0)
+        is_ready = spawning.Event()
+        args = (address, model, way, is_ready, self._rate, self._num_bytes)
+        self._process = spawning.Process(target=_fetch_for_ever, args=args, daemon=True)
+        self._process.start()
+        assert is_ready.wait(120), "the document was not found"
+
+    def at(self, rate: float) -> int:
+        """Bytes a second from now on (0: as fast as it goes, -1: none); how many came so far."""
+        self._rate.value = rate
+        return self._num_bytes.value
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _fetch_for_ever(
+    address: str, model: Path, way: str, is_ready: Any, rate: Any, num_bytes: Any
+) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     pages = page_hashes(DOCUMENT, PAGE)
-    rate, num_bytes = [-1.0], [0]
     peer = PeerConfig(shared_memory=way == "in place")
     config = CacheConfig(peers=(address,), serves=False, peer=peer)
-    with Cache(family_of(Path(model)), config) as cache:
-        while not (matches := cache.match(pages)) or matches[0].num_pages < len(pages):
+    with Cache(family_of(model), config) as cache:
+        while not any(it.num_pages == len(pages) for it in cache.match(pages)):
             time.sleep(0.02)
-        work = partial(_fetch, cache, pages)
-        threading.Thread(target=_repeat, args=(work, rate, num_bytes), daemon=True).start()
-        print("ready", flush=True)
-        for line in sys.stdin:
-            rate[0] = float(line)
-            print(num_bytes[0], flush=True)
-
-
-def _fetch(cache: Cache, pages: Sequence[Any]) -> int:
-    (match,) = cache.match(pages)
-    plan = Plan(
-        sender=match.model,
-        receiver=match.model,
-        location=match.location,
-        pages=Span(0, len(pages)),
-        block=EMPTY_SPAN,
-        num_layers=NUM_LAYERS,
-    )
-    staging = cache.fetch(plan, pages, Deadline.after(30))
-    assert staging is not None
-    with staging:
-        for step in plan.steps:
-            staging.wait(step)
-    return staging.num_bytes
-
-
-def _repeat(work: Callable[[], int], rate: list[float], num_bytes: list[int]) -> None:
-    while True:
-        if rate[0] < 0:
-            time.sleep(0.005)
-            continue
-        begun_at_s = time.perf_counter()
-        moved = work()
-        num_bytes[0] += moved
-        if rate[0]:
-            due_s = moved / rate[0]
-            while rate[0] > 0 and time.perf_counter() - begun_at_s < due_s:
+        is_ready.set()
+        while True:
+            if rate.value < 0:
+                time.sleep(0.005)
+                continue
+            begun_at_s = time.perf_counter()
+            with fetched(cache, pages) as (_, staging):
+                moved = staging.num_bytes
+            num_bytes.value += moved
+            while (now := rate.value) > 0 and time.perf_counter() - begun_at_s < moved / now:
                 time.sleep(0.002)
 
 
@@ -123,27 +116,8 @@ class Answer:
         return [1000 * (after - before) for before, after in pairwise(times)]
 
 
-@contextmanager
-def fetcher(address: str, model: Path, way: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.serving", "--fetch", address, str(model), way]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def say(process: subprocess.Popen[str], rate: float) -> int:
-    """Set the rate (-1 stops); returns the bytes fetched so far."""
-    process.stdin.write(f"{rate}\n")
-    process.stdin.flush()
-    return int(process.stdout.readline())
-
-
 def measure(
-    server: Server, process: subprocess.Popen[str], rate: float, num_windows: int, alone: str
+    server: Server, fetcher: Fetcher, rate: float, num_windows: int, alone: str
 ) -> dict[str, Any]:
     answer = Answer()
     reader = threading.Thread(target=answer.read, args=(server, 8000), daemon=True)
@@ -154,11 +128,11 @@ def measure(
     moved = busy_s = 0.0
     for index in range(2 * num_windows):
         is_on = bool(index % 2)
-        before = say(process, rate if is_on else -1)
+        before = fetcher.at(rate if is_on else -1)
         begin_s = time.perf_counter()
         time.sleep(WINDOW_S)
         end_s = time.perf_counter()
-        moved += (say(process, -1) - before) if is_on else 0
+        moved += (fetcher.at(-1) - before) if is_on else 0
         busy_s += (end_s - begin_s) if is_on else 0
         steps = answer.steps_ms(begin_s, end_s)
         if answer.is_over or len(steps) < 5:
@@ -189,9 +163,6 @@ def keep_scheduler(server: Server) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--fetch"]:
-        fetch_for_ever(*sys.argv[2:5])
-        return
     parser = result.arguments(__doc__)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--mb-s", type=float, nargs="*", default=[100, 400, 0])
@@ -212,9 +183,9 @@ def main() -> None:
             alone = Answer()
             alone.read(server, 300)
             for way in WAYS:
-                with fetcher(address, model, way) as process:
+                with closing(Fetcher(address, model, way)) as fetcher:
                     for rate in args.mb_s:
-                        row = measure(server, process, 1e6 * rate, args.windows, alone.text)
+                        row = measure(server, fetcher, 1e6 * rate, args.windows, alone.text)
                         found.append({"path": way, **row})
     result.write("serving", {"rows": found}, environment, args.json)
 

@@ -21,23 +21,21 @@ costs CPU costs time: compare CPU seconds too. The goals are 0.9 of raw TCP and 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import xxhash
 
 from benchmarks import result
@@ -66,8 +64,8 @@ Runs = dict[str, Callable[[], list[memoryview]]]
 # The sending process.
 
 
-def serve(pages: list[PageHash], directory: Path) -> None:
-    """A worker without keys, one with, and a plain server of the same bytes."""
+def serve(pages: list[PageHash], directory: Path, teller: Connection) -> None:
+    """A worker without keys, one with, and a plain server of the same bytes; until it is ended."""
     num_bytes = sum(sizes_of(len(pages)).values())
     tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=Arena(num_bytes))
     reservation = tree.reserve(MODEL, None, pages, [E_LAYER])
@@ -84,11 +82,8 @@ def serve(pages: list[PageHash], directory: Path) -> None:
     workers = [Worker(tree, WorkerConfig()), Worker(tree, WorkerConfig(**keys))]
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_socket, args=(payload.data, listener), daemon=True).start()
-    told = [[worker.address for worker in workers], listener.getsockname()]
-    print(json.dumps(told), flush=True)
-    sys.stdin.read()
-    for worker in workers:
-        worker.close()
+    teller.send(([worker.address for worker in workers], listener.getsockname()))
+    teller.poll(None)
 
 
 def _serve_socket(payload: memoryview, listener: socket.socket) -> None:
@@ -111,7 +106,7 @@ def _frames(payload: memoryview, frame_bytes: int) -> Iterator[memoryview]:
 class Sender:
     """The other process, and where it serves."""
 
-    pid: int
+    process: psutil.Process
     workers: Sequence[str]
     """Without keys, and with them."""
     address: tuple[str, int]
@@ -120,9 +115,8 @@ class Sender:
 
     def cpu_s(self) -> float:
         """What both processes have spent so far, in all threads."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+        theirs = self.process.cpu_times()
+        return time.process_time() + theirs.user + theirs.system
 
 
 class Receiver:
@@ -220,26 +214,21 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="payload of one fetch")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--frame-mib", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     pages = pages_in(args.mib)
-    if args.serve:
-        serve(pages, args.serve)
-        return
     environment = result.here()
+    spawning = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for side in ("sender", "receiver"):
             write_key_pair(directory, side)
-        command = [sys.executable, "-m", "benchmarks.transport", "--serve", name]
-        command += ["--mib", str(args.mib)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, **pipes) as process:
-            assert process.stdout is not None
-            workers, address = json.loads(process.stdout.readline())
-            receiver = Receiver(pages, Sender(process.pid, workers, tuple(address), directory))
-            rows = [receiver.row(it, args.repetitions) for it in args.frame_mib]
-            process.kill()
+        told, teller = spawning.Pipe()
+        process = spawning.Process(target=serve, args=(pages, directory, teller), daemon=True)
+        process.start()
+        sender = Sender(psutil.Process(process.pid), *told.recv(), directory)
+        receiver = Receiver(pages, sender)
+        rows = [receiver.row(it, args.repetitions) for it in args.frame_mib]
+        process.kill()
     found = {"payload_mib": args.mib, "repetitions": args.repetitions, "rows": rows}
     result.write("transport", found, environment, args.json)
 

@@ -24,20 +24,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from multiprocessing.pool import Pool
 from typing import Any
 
 import numpy as np
 
 from benchmarks import result
-from benchmarks.allocated import allocated_bytes
+from benchmarks.allocated import allocated_bytes, counting
 from benchmarks.prefix_indexes import (
     ESTIMATED_BYTES_PER_PAGE,
     NAMES,
@@ -118,47 +115,20 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return (time.thread_time_ns() - begun_at_ns) / 1000, result
 
 
-def serve_memory() -> None:
-    """The child: a question per line in, bytes per page and model per line out."""
-    for line in sys.stdin:
-        name, num_models, num_pages, num_samples = json.loads(line)
-        workload = Workload(num_pages, num_samples)
-        for prompt in workload.questions("miss", 3):  # First uses of code and caches.
-            make(name, 1, 10_000).insert(0, prompt)
-        gc.collect()
-        before = allocated_bytes()
-        index = make(name, num_models, workload.num_reserved_pages)
-        for prompt in workload.cached():
-            for model in range(num_models):
-                index.insert(model, prompt)
-        del prompt
-        gc.collect()
-        used = (allocated_bytes() - before) / workload.cached_pages / num_models
-        del index
-        sys.stdout.write(f"{used}\n")
-        sys.stdout.flush()
-
-
-class MemoryProcess:
-    """Builds each index once more where every allocation can be counted."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.tree", "--memory"],
-            env={**os.environ, "PYTHONMALLOC": "malloc"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def bytes_per_page(self, *question: Any) -> float:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.communicate()
+def bytes_per_page(name: str, num_models: int, num_pages: int, num_samples: int) -> float:
+    """Of each model, in a process where every allocation is counted."""
+    workload = Workload(num_pages, num_samples)
+    for prompt in workload.questions("miss", 3):  # First uses of code and caches.
+        make(name, 1, 10_000).insert(0, prompt)
+    gc.collect()
+    before = allocated_bytes()
+    index = make(name, num_models, workload.num_reserved_pages)
+    for prompt in workload.cached():
+        for model in range(num_models):
+            index.insert(model, prompt)
+    del prompt
+    gc.collect()
+    return (allocated_bytes() - before) / workload.cached_pages / num_models
 
 
 Times = dict[str, dict[str, list[float]]]
@@ -225,14 +195,14 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def run(
-    num_pages: int, num_models: int, args: argparse.Namespace, memory: MemoryProcess
+    num_pages: int, num_models: int, args: argparse.Namespace, memory: Pool
 ) -> Iterator[dict[str, Any]]:
     """A row for each index."""
     workload = Workload(num_pages, args.samples)
     limit = args.memory_gib * 2**30 / num_models / num_pages
     names = [name for name in NAMES if ESTIMATED_BYTES_PER_PAGE.get(name, 250) <= limit]
     asked = (num_models, num_pages, args.samples)
-    index_bytes_of = {name: memory.bytes_per_page(name, *asked) for name in names}
+    index_bytes_of = {name: memory.apply(bytes_per_page, (name, *asked)) for name in names}
     times = measure(names, num_models, workload, args.samples)
     hashing = summary(times.pop("hashing")["page_hashes"])
     for name in names:
@@ -252,20 +222,15 @@ def main() -> None:
     parser.add_argument("--models", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--memory-gib", type=float, default=6)
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.memory:
-        serve_memory()
-        return
     environment = result.here()
-    memory = MemoryProcess()
-    rows = [
-        row
-        for pages in args.pages
-        for models in args.models
-        for row in run(pages, models, args, memory)
-    ]
-    memory.close()
+    with counting() as memory:
+        rows = [
+            row
+            for pages in args.pages
+            for models in args.models
+            for row in run(pages, models, args, memory)
+        ]
     result.write("tree", {"page_size": PAGE, "rows": rows}, environment, args.json)
 
 
