@@ -18,7 +18,7 @@ from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weig
 from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import LoRARef, Scheduler
-from sglang_droidspeak.request.labels import Labels, Told
+from sglang_droidspeak.request.labels import Label, Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance, outcome_of
 from sglang_droidspeak.request.outcomes import advice_on
 from sglang_droidspeak.request.planner import Planned, Planner, Price
@@ -62,7 +62,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explained(
-    it: Told, measured: RequestProvenance | None, page_tokens: int, profiles: Profiles
+    it: Label, measured: RequestProvenance | None, page_tokens: int, profiles: Profiles
 ) -> Explanation:
     """Pure: the decision is made again, of what it was made of but for the profiles, which are
     those of now: the drift guard may have changed a pair since."""
@@ -182,14 +182,14 @@ class Answers:
         measured = None if asked is None else it.provenance
         return explained(it, measured, self._page_size, self._planner.profiles)
 
-    def _unsent(self, question: Question, scheduler: Scheduler) -> Told:
+    def _unsent(self, question: Question, scheduler: Scheduler) -> Label:
         """What would become of it if it came now."""
         if not question.input_ids:
             raise LookupError("there is no request_id, and no prompt in input_ids")
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
         if refusal := self._planner.refusal(req):
-            return Told(RequestProvenance(outcome=refusal), len(question.input_ids), None)
+            return Label(RequestProvenance(outcome=refusal), len(question.input_ids))
         req.refresh_fill_ids()
         self._planner.meet(req)
         pages = prefixes.reusable_pages(req, self._page_size)
@@ -199,7 +199,7 @@ class Answers:
             outcome = RequestProvenance(outcome=outcome_of(planned.plan))
         else:
             outcome = RequestProvenance(outcome=planned.outcome, detail=planned.detail or None)
-        return Told(outcome, len(question.input_ids), planned.considered)
+        return Label(outcome, len(question.input_ids), planned.considered)
 
     def _lora_id(self, name: str | None) -> str | None:
         by_name = {None: None} | {it.lora_name: key for key, it in self._lora_refs.items()}

@@ -32,13 +32,17 @@ MAX_MATCHES: Final = 32_000
 """or fewer, where each had so many models to read from."""
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What is kept of a request that was answered: no token of it."""
+@dataclass(slots=True, eq=False)
+class Label:
+    """What is known of a request, and kept of it once it was answered: no token of it."""
 
     provenance: RequestProvenance
-    num_tokens: int
-    considered: Considered | None
+    num_tokens: int = 0
+    """Of the prompt, once it was answered."""
+    considered: Considered | None = None
     """What its plan, or that there is none, was chosen from; None where there was no choice."""
+    is_told: bool = False
+    """Its request was answered: nothing of it changes any more."""
 
     @property
     def num_matches(self) -> int:
@@ -54,7 +58,7 @@ class Labels:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics: Final = metrics
-        self.told: Final[OrderedDict[str, Told]] = OrderedDict()
+        self.told: Final[OrderedDict[str, Label]] = OrderedDict()
         """By request id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
@@ -91,54 +95,44 @@ class Labels:
         label.is_told = True
         if is_health_check_generate_req(req):
             return
-        told = label.provenance
         # Where nothing was read it is exact, too; who is in the queue has read nothing yet.
-        is_admitted = req.extend_end is not None
-        label.is_exact = told.exact and not (is_admitted and prefixes.is_approximate(req))
+        is_admitted, told = req.extend_end is not None, label.provenance
+        is_exact = told.exact and not (is_admitted and prefixes.is_approximate(req))
+        told = label.provenance = msgspec.structs.replace(told, exact=is_exact)
         if is_aborted and not told.reused_tokens:
-            told = RequestProvenance(outcome="aborted")
+            told = RequestProvenance(outcome="aborted", exact=is_exact)
         elif params.n > 1:
             if params.max_new_tokens == 0:
-                self._warmed[_prompt(req)] = msgspec.structs.replace(told, exact=label.is_exact)
+                self._warmed[_prompt(req)] = told
                 if len(self._warmed) > _MAX_WARMED:
                     self._warmed.popitem(last=False)
                 return
             warmed = self._warmed.get(_prompt(req), told)
             # Exact where that was not: it has not read what was reused.
             has_read = told.reused_tokens or told.outcome.startswith("fallback")
-            if not has_read and warmed.exact == label.is_exact:
+            if not has_read and warmed.exact == is_exact:
                 told = warmed
-        told = msgspec.structs.replace(told, exact=label.is_exact)
+        label.provenance, label.num_tokens = told, len(req.origin_input_ids)
         if not asking.num_answered(req):
             self.metrics.count_outcome(told.outcome, exact=told.exact)
-            self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
+            self._keep(req.rid, label)
             _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
 
-    def _keep(self, rid: str, told: Told) -> None:
+    def _keep(self, rid: str, label: Label) -> None:
         if len(rid) > MAX_ID:
             return
         replaced = self.told.pop(rid, None)
-        self.told[rid] = told
-        self._num_matches += told.num_matches - (replaced.num_matches if replaced else 0)
+        self.told[rid] = label
+        self._num_matches += label.num_matches - (replaced.num_matches if replaced else 0)
         while len(self.told) > MAX_TOLD or self._num_matches > MAX_MATCHES:
             self._num_matches -= self.told.popitem(last=False)[1].num_matches
 
 
-@dataclass(slots=True, eq=False)
-class _Label:
-    provenance: RequestProvenance
-    considered: Considered | None = None
-    is_told: bool = False
-    """Its request was answered: nothing of it changes any more,"""
-    is_exact: bool = False
-    """and this is what it was told."""
-
-
-def _label_of(req: Req) -> _Label:
-    label: _Label | None = getattr(req, _LABEL, None)
+def _label_of(req: Req) -> Label:
+    label: Label | None = getattr(req, _LABEL, None)
     if label is None:
-        label = _Label(RequestProvenance(outcome="error"))
+        label = Label(RequestProvenance(outcome="error"))
         setattr(req, _LABEL, label)
     return label
 
@@ -146,12 +140,14 @@ def _label_of(req: Req) -> _Label:
 def must_stay_exact(req: Req) -> bool:
     """Whether it was told to be exact, and retracted since."""
     label = _label_of(req)
-    return label.is_told and label.is_exact
+    return label.is_told and label.provenance.exact
 
 
 def consider(req: Req, considered: Considered | None) -> None:
-    """What its plan, or that there is none, was chosen from; the last word counts."""
-    _label_of(req).considered = considered
+    """What its plan, or that there is none, was chosen from; as for `Labels.note`."""
+    label = _label_of(req)
+    if not label.is_told:
+        label.considered = considered
 
 
 def _prompt(req: Req) -> int:

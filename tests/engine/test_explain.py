@@ -28,8 +28,8 @@ from sglang_droidspeak.request.answers import Answers, explained
 from sglang_droidspeak.request.labels import (
     MAX_MATCHES,
     MAX_TOLD,
+    Label,
     Labels,
-    Told,
     consider,
 )
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
@@ -110,7 +110,7 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     _, found = planned(**told)
     assert getattr(found, "outcome", "plan") == outcome
     seen = found.considered
-    it = explained(Told(RequestProvenance(outcome=outcome), 161, seen), None, PAGE, PROFILES)
+    it = explained(Label(RequestProvenance(outcome=outcome), 161, seen), None, PAGE, PROFILES)
     shown = "\n".join(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
     assert ("of them on the device" in shown) == (reasons is not None)
     if reasons is None:
@@ -156,6 +156,13 @@ def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) ->
         labels.note(req, RequestProvenance(outcome="no_match"))
         labels.report([req])
     assert list(labels.told) == ["b", "c"]
+
+
+def test_what_a_retracted_request_is_planned_from_anew_changes_nothing(labels: Labels) -> None:
+    """It was answered, and is explained by what its answer was made of."""
+    req = answered(labels, "r1", RequestProvenance(outcome="no_match"))
+    consider(req, Considered(DEMAND, [match(S)], MEASURED))
+    assert ask(labels, request_id="r1")["ways"] == []
 
 
 def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
@@ -215,7 +222,7 @@ def test_the_command_asks_and_prints(
 ) -> None:
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
-    it = explained(Told(measured, 161, seen), measured, PAGE, PROFILES)
+    it = explained(Label(measured, 161, seen), measured, PAGE, PROFILES)
     server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it))
     assert main(["explain", "r1", "--url", server.url]) == 0
     out = capsys.readouterr().out
