@@ -82,7 +82,7 @@ class Arrivals:
             request.source.check()
         except FetchError as exc:
             log.warning("request %s: %s; it does a full prefill", name_of(request.req.rid), exc)
-            request.failure = type(exc).__name__
+            request.failure = f"fallback: {type(exc).__name__}"
             return Phase.SETTLED
         plan, source, staging = request.plan, request.source, request.source.staging
         if staging.is_complete:
@@ -116,5 +116,5 @@ class Arrivals:
             staging.num_bytes,
             request.waited_s,
         )
-        request.failure = "SlowLink"
+        request.failure = "fallback: SlowLink"
         return Phase.SETTLED

@@ -6,19 +6,20 @@ leads: those after it, whose models may reuse its model's KV, wait until it is i
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cachetree import Location, ModelId, PageHash
-from cachetree.planning import Reason
+from cachetree.planning import Patience, Reason
 from cachetree.tree import CacheTree
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.engine.prefixes import namespace_of
+from sglang_droidspeak.request.labels import must_stay_exact
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
+from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.pool import pool_of
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
@@ -33,8 +34,6 @@ class InFlightPrefill:
     model: ModelId
     place: Location
     pages: Sequence[PageHash]
-    patience_s: float = math.inf
-    """What a follower is predicted to save by waiting for them, and the longest that it waits."""
 
 
 @dataclass(eq=False)
@@ -47,43 +46,35 @@ class InFlightPrefills:
     _page_size: int
     _leaders: dict[str, InFlightPrefill] = field(default_factory=dict, init=False)
 
-    def follow(
-        self,
-        req: Req,
-        pages: Sequence[PageHash],
-        found: Planned | Declined,
-        tree: UnifiedRadixCache,
-        *,
-        exactly: bool,
-    ) -> InFlightPrefill | None:
-        """Whom to wait for rather than do as was found, with the pages that both have, to read them
-        `exactly` if it has to stay exact; else this request may lead from now on."""
-        owner = self._models.owner_of(req)
-        if len(self._models) == 1 or owner is None or not pages:
-            return None
-        pages, place = owner.pages_of(pages, self._page_size), pool_of(namespace_of(req))
+    def follow(self, request: Request, found: Planned | Declined, tree: UnifiedRadixCache) -> bool:
+        """Whether it is to wait, once and no longer than that saves, for a request that computes
+        pages of both, rather than do as was found; else it may lead from now on."""
+        req, owner = request.req, self._models.owner_of(request.req)
+        if len(self._models) == 1 or owner is None or not request.pages or request.following:
+            return False
+        pages = owner.pages_of(request.pages, self._page_size)
+        place = pool_of(namespace_of(req))
         is_declined, known = isinstance(found, Declined), found.considered
         num_planned, saving_s = (0, 0.0) if is_declined else (found.plan.pages.stop, found.saving_s)
         longest: dict[Location, tuple[int, InFlightPrefill]] = {}
         leaders = () if is_declined and found.outcome in _READS_NOBODY else self._leaders.values()
         for it in leaders:
-            if it.place == place:
-                continue
-            num_pages = _num_common(it.pages, pages)
+            num_pages = 0 if it.place == place else _num_common(it.pages, pages)
             if num_pages > longest.get(it.place, (num_planned,))[0]:
                 longest[it.place] = num_pages, it
         if longest:
             demand = known.demand if known else self._planner.demand(req, owner, len(pages), tree)
         for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
-            patience_s = -saving_s + self._planner.would_save_s(
-                demand, num_pages, leader.model, leader.place, exactly=exactly
+            most_s = -saving_s + self._planner.would_save_s(
+                demand, num_pages, leader.model, leader.place, exactly=must_stay_exact(req)
             )
-            awaited = replace(leader, pages=pages[:num_pages], patience_s=patience_s)
-            if patience_s > 0 and not self._has_left(awaited):
-                return awaited
+            awaited = replace(leader, pages=pages[:num_pages])
+            if most_s > 0 and not self._has_left(awaited):
+                request.following, request.patience = awaited, Patience(saving_s=most_s)
+                return True
         if is_declined:
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
-        return None
+        return False
 
     def is_over(self, awaited: InFlightPrefill) -> bool:
         """Whether the pages are there, or will not come."""

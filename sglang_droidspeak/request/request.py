@@ -10,17 +10,19 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from cachetree import PageHash, Plan, Search, Span
 from cachetree.planning import Patience
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-from sglang_droidspeak.request.in_flight import InFlightPrefill
 from sglang_droidspeak.request.load import Load
 from sglang_droidspeak.request.planner import Planned
 from sglang_droidspeak.request.source import Source, Sources
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.request.in_flight import InFlightPrefill
 
 
 class Phase(IntEnum):
@@ -64,8 +66,9 @@ class Request:
         self.patience = Patience(saving_s=math.inf)
         """How long it may wait."""
         self.pages: Sequence[PageHash] = ()
-        self.num_counted_on = 0
-        """Declined, it was to read so many pages that the device had."""
+        self.num_there = 0
+        """On how many of its pages it counts that the device had: while what it needs comes, or has
+        come, and it has no slots; and where it needs nothing more."""
 
         self.searches: Sequence[Search] = ()
         """Seen, it waits for these: answers of tiers that do not advertise;"""
@@ -78,7 +81,7 @@ class Request:
         self.match_s = 0.0
         """Time to hash, match and plan."""
         self.failure = ""
-        """Why this rank cannot go on with the plan."""
+        """The outcome where this rank cannot go on with the plan."""
 
         self.source: Source | None = None
         """From fetching until it is settled."""
@@ -101,11 +104,6 @@ class Request:
     def has_source(self) -> bool:
         """Whether what it needs comes, or has come, and it has no slots."""
         return self.phase in (Phase.FETCHING, Phase.READY)
-
-    @property
-    def num_there(self) -> int:
-        """On how many of its pages it counts that the device had."""
-        return self.plan.pages.start if self.has_source else self.num_counted_on
 
     @property
     def age_s(self) -> float:
@@ -133,7 +131,7 @@ class Request:
         self.phase = phase
         if phase in (Phase.PLANNED, Phase.SETTLED) and self.source is not None:
             self.source.release()
-            self.source = None
+            self.source, self.num_there = None, 0
 
     def take_up(self, planned: Planned) -> None:
         self.reach(Phase.PLANNED)
@@ -144,7 +142,7 @@ class Request:
         source = sources.of(self.plan, self.pages, self.req, tree)
         if source is not None:
             self.reach(Phase.FETCHING)
-            self.source = source
+            self.source, self.num_there = source, self.plan.pages.start
 
     def begin_load(self, at: Span, slots: torch.Tensor) -> None:
         """SGLang has these slots for tokens that stand there in the prompt."""

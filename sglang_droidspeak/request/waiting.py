@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from cachetree import FetchError, Location, Span
+from cachetree import Location, Span
 from cachetree.planning import Patience, Reason, full_prefill_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
@@ -85,7 +85,8 @@ class WaitingRequests:
         asked = {*seen, *islice(without, NUM_NEXT)}
         for request, phase in zip(planned, phases, strict=True):
             if phase is Phase.SETTLED:
-                self._report_fallback(request)
+                # Another rank knows the cause where this one has none.
+                self._give_up(request, request.failure or "fallback: FetchError")
             request.reach(phase)
             if phase >= Phase.FETCHING:
                 prefixes.move(request.req, approximate=request.planned.is_approximate)
@@ -100,12 +101,7 @@ class WaitingRequests:
             if request.is_waiting:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size
                 cause = "no_slots" if request.source else "staging_full"
-                outcome = Reason.TOO_SHORT.value if is_on_device else cause
-                if not is_on_device:
-                    traces.given_up(request, cause)
-                queued_ms = round(1000 * request.age_s, 3)
-                provenance = RequestProvenance(outcome=outcome, queued_ms=queued_ms)
-                self._labels.note(request.req, provenance)
+                self._give_up(request, Reason.TOO_SHORT.value if is_on_device else cause)
             request.settle()
 
     def pass_over(self, rids: Iterable[str]) -> None:
@@ -146,9 +142,9 @@ class WaitingRequests:
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> bool:
         """Have the pages of `keys` loaded into `slots` with the next batch; False where that
         cannot be."""
-        request = self._requests.get(rid)
-        if request is None or self.num_restorable(rid, keys[0]) < len(keys):
+        if self.num_restorable(rid, keys[0]) < len(keys):
             return False
+        request = self._requests[rid]
         if request.phase is not Phase.READY or not request.source.admit():
             return False
         planned = request.planned
@@ -221,21 +217,27 @@ class WaitingRequests:
 
     def _decide(self, seen: Sequence[Request], tree: UnifiedRadixCache, num_waiting: int) -> None:
         """Plan what can be planned now, on the first rank; the others do as it did."""
-        if self._ranks.is_first:
-            for request in seen:
-                if self._may_decide(request):
-                    self._settle_or_plan(request, tree, num_waiting)
+        for request in seen if self._ranks.is_first else ():
+            found = self._plan(request, tree, num_waiting) if self._may_decide(request) else None
+            if isinstance(found, Planned):
+                self._take_up(request, found, tree)  # The next one finds the link that busy.
+            elif found is not None:
+                self._decline(request, found)
         mine: list[_Decision] = []
         for it in seen:
             if it.phase != Phase.SEEN:
                 told = replace(it.planned, considered=None) if it.is_waiting else None
-                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_counted_on))
+                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_there))
         for rid, is_approximate, planned, num_there in self._ranks.share(mine, list[_Decision]):
-            if not self._ranks.is_first:
-                request = self._requests[rid]
+            request = self._requests[rid]
+            if self._ranks.is_first:
+                continue
+            if planned is not None:
+                self._take_up(request, planned, tree)
+            else:
                 prefixes.move(request.req, approximate=is_approximate)
-                self._obey(request, planned, tree)
-                request.num_counted_on = num_there
+                request.settle()
+                request.num_there = num_there
 
     def _may_decide(self, request: Request) -> bool:
         if request.left_s() < 0:
@@ -244,51 +246,38 @@ class WaitingRequests:
             return self._in_flight.is_over(request.following)
         return all(search.is_over for search in request.searches)
 
-    def _settle_or_plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> None:
+    def _plan(
+        self, request: Request, tree: UnifiedRadixCache, num_waiting: int
+    ) -> Planned | Declined | None:
+        """None where it is to wait for another request."""
         req = request.req
         try:
-            outcome = self._planner.refusal(req)
-            declined = Declined(outcome) if outcome else self._plan(request, tree, num_waiting)
+            if refusal := self._planner.refusal(req):
+                return Declined(refusal)
+            request.pages = request.pages or prefixes.reusable_pages(req, self._page_size)
+            found = self._planner.plan(req, request.pages, tree, num_waiting)
+            consider(req, found.considered)
+            if isinstance(found, Planned) and not found.plan.is_exact and must_stay_exact(req):
+                found = Declined(Reason.OFF.value)
+            if isinstance(found, Declined) and found.may_be_approximate:
+                self._read_what_is_there(request, tree)
+                if prefixes.is_approximate(req):
+                    return found  # Nobody can read what it will leave.
+            return None if self._in_flight.follow(request, found, tree) else found
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
-            declined = Declined("error")
             prefixes.move(req, approximate=False)
-        if declined is not None:
-            request.settle()
-            told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
-            if declined.outcome == Reason.TOO_SHORT.value and declined.considered is not None:
-                demand = declined.considered.demand
-                is_approximate = prefixes.is_approximate(req)
-                request.num_counted_on = (
-                    demand.first_approximate or 0 if is_approximate else demand.first_page
-                )
-            traces.matched(request, declined.outcome)
-            self._labels.note(req, told)
+            return Declined("error")
 
-    def _plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> Declined | None:
-        """Take up a plan, or wait for another request; else why there is none."""
-        req = request.req
-        request.pages = request.pages or prefixes.reusable_pages(req, self._page_size)
-        planned = self._planner.plan(req, request.pages, tree, num_waiting)
-        consider(req, planned.considered)
-        if isinstance(planned, Planned) and not planned.plan.is_exact and must_stay_exact(req):
-            planned = Declined(Reason.OFF.value)
-        if isinstance(planned, Declined) and planned.may_be_approximate:
-            self._read_what_is_there(request, tree)
-            if prefixes.is_approximate(req):
-                return planned  # Nobody can read what it will leave.
-        if request.following is None:  # Once is enough.
-            request.following = self._in_flight.follow(
-                req, request.pages, planned, tree, exactly=must_stay_exact(req)
-            )
-            if request.following is not None:
-                request.patience = Patience(saving_s=request.following.patience_s)
-                return None
-        if isinstance(planned, Declined):
-            return planned
-        request.take_up(planned)
-        self._fetch(request, tree)
-        return None
+    def _decline(self, request: Request, why: Declined) -> None:
+        request.settle()
+        traces.matched(request, why.outcome)
+        told = RequestProvenance(outcome=why.outcome, detail=why.detail or None)
+        self._labels.note(request.req, told)
+        if why.outcome == Reason.TOO_SHORT.value and why.considered is not None:
+            demand, is_approximate = why.considered.demand, prefixes.is_approximate(request.req)
+            exact, approximate = demand.first_page, demand.first_approximate or 0
+            request.num_there = approximate if is_approximate else exact
 
     def _read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
         """Have a request without a load read the namespace of which the device has more."""
@@ -298,38 +287,30 @@ class WaitingRequests:
             is_better = held.approximate > held.exact
         prefixes.move(request.req, approximate=is_better)
 
-    def _obey(self, request: Request, planned: Planned | None, tree: UnifiedRadixCache) -> None:
-        """Plan a request as the first rank did, with this rank's shard of the same pages."""
-        if planned is None:
-            request.settle()
-            return
-        plan = planned.plan
+    def _take_up(self, request: Request, planned: Planned, tree: UnifiedRadixCache) -> None:
+        """Begin to bring together what the plan needs: this rank's shard of the same pages."""
+        req, plan = request.req, planned.plan
         plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
         # Taken up even where this rank fails: all ranks count the same requests.
         request.take_up(replace(planned, plan=plan))
+        prefixes.move(req, approximate=planned.is_approximate)
         try:
-            request.pages = prefixes.reusable_pages(request.req, self._page_size)
-            self._fetch(request, tree)
+            request.pages = request.pages or prefixes.reusable_pages(req, self._page_size)
+            request.own_pages = (
+                prefixes.own_pages_of(req, len(request.pages) * self._page_size, self._page_size)
+                if prefixes.place_of(req)
+                else request.pages
+            )
+            request.match_s = request.age_s
+            traces.matched(request)
+            request.fetch(self._sources, tree)
         except Exception as exc:
-            log.exception("request %s: this rank cannot do as planned", name_of(request.req.rid))
-            request.failure = type(exc).__name__
+            log.exception("request %s: this rank cannot do as planned", name_of(req.rid))
+            request.failure = f"fallback: {type(exc).__name__}"
 
-    def _fetch(self, request: Request, tree: UnifiedRadixCache) -> None:
-        """Begin to bring together what the plan needs."""
-        req, num_tokens = request.req, len(request.pages) * self._page_size
-        prefixes.move(req, approximate=request.planned.is_approximate)
-        request.own_pages = (
-            prefixes.own_pages_of(req, num_tokens, self._page_size)
-            if prefixes.place_of(req)
-            else request.pages
-        )
-        request.match_s = request.age_s
-        traces.matched(request)
-        request.fetch(self._sources, tree)
-
-    def _report_fallback(self, request: Request) -> None:
-        cause = request.failure or FetchError.__name__
-        outcome = cause if cause == Reason.SLOWER.value else f"fallback: {cause}"
+    def _give_up(self, request: Request, outcome: str) -> None:
+        """It was planned, and reads nothing by its plan."""
+        if outcome != Reason.TOO_SHORT.value:
+            traces.given_up(request, outcome.removeprefix("fallback: "))
         queued_ms = round(1000 * request.age_s, 3)
-        traces.given_up(request, cause)
         self._labels.note(request.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))

@@ -22,6 +22,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planner
+from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
@@ -276,10 +277,14 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
     remote = SimpleNamespace(reach=lambda *_: 0)
     leaders = InFlightPrefills(SimpleNamespace(remote=remote), planner, models, PAGE)
     leader: Any = SimpleNamespace(rid="leads", lora_id="x", extra_key="x", cache_salt=None)
-    assert leaders.follow(leader, pages, Declined("no_match"), TREE, exactly=False) is None
+    first, second = Request(leader), Request(planner.asked)
+    first.pages = second.pages = pages
+    assert not leaders.follow(first, Declined("no_match"), TREE)
     found = planner.plan(planner.asked, pages, TREE, 1)
-    awaited = leaders.follow(planner.asked, pages, found, TREE, exactly=False)
-    assert (awaited and awaited.patience_s) == (waits_s and pytest.approx(waits_s, rel=1e-3))
+    assert leaders.follow(second, found, TREE) == (waits_s is not None)
+    if waits_s is not None:
+        assert second.patience.saving_s == pytest.approx(waits_s, rel=1e-3)
+    assert not leaders.follow(second, found, TREE), "once is enough"
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:

@@ -40,6 +40,7 @@ from sglang_droidspeak.engine.asking import unsent
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.planner import Declined, Planner
+from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool
 from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.insertions import Insertions
@@ -455,8 +456,11 @@ class Crowd:
 def follow(
     leaders: InFlightPrefills, req: Any, pages: list[PageHash], found: Declined = NO_MATCH
 ) -> Any:
-    """Of a request that may read what is approximate."""
-    return leaders.follow(req, pages, found, TREE, exactly=False)
+    """Whom a request waits for that may read what is approximate."""
+    it = Request(req)
+    it.pages = pages
+    assert leaders.follow(it, found, TREE) == (it.following is not None)
+    return it.following
 
 
 @pytest.fixture

@@ -261,7 +261,7 @@ class Held:
                 prefill=SimpleNamespace(knows=lambda _: True, seconds=lambda *_: 3600.0),
             ),
             planner=planner_of(patience=Patience(saving_s=3600.0)),
-            in_flight=SimpleNamespace(follow=lambda *_, **__: None, prune=lambda _waiting: None),
+            in_flight=SimpleNamespace(follow=lambda *_: False, prune=lambda _waiting: None),
             ranks=Ranks(None),
         )
 

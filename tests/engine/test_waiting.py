@@ -139,7 +139,7 @@ def waiting_on(
         ),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(
-            follow=lambda *_, **__: None, prune=lambda _waiting: None, clear=lambda: None
+            follow=lambda *_: False, prune=lambda _waiting: None, clear=lambda: None
         ),
         "ranks": Ranks(None),
     }
@@ -402,7 +402,7 @@ def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
     """The first thinks again for all of them."""
     told: list[Any] = []
     ranks = SimpleNamespace(
-        is_first=True, share=lambda it, _kind: told.append(it) or it, least=lambda it: it
+        is_first=True, rank=0, share=lambda it, _kind: told.append(it) or it, least=lambda it: it
     )
     planner = planner_of(
         patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=object())

@@ -44,6 +44,16 @@ def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
     )
 
 
+def test_who_is_planned_finds_the_links_as_busy_as_those_before_make_them() -> None:
+    """Of all that come at once: each fetch is begun before the next request is planned."""
+    cache, begun = Asked(), []
+    planner = planner_of(**WANTED)
+    plan, planner.plan = planner.plan, lambda *it: begun.append(len(cache.fetched)) or plan(*it)
+    waiting, _ = waiting_with(cache, planner=planner)
+    look(waiting, *(request(f"r{i}") for i in range(3)))
+    assert begun == [0, 1, 2]
+
+
 @pytest.mark.parametrize("detail", ["", "1 of 2 peers not ready"])
 def test_why_there_is_no_plan_is_said_in_words_too(detail: str) -> None:
     planner = SimpleNamespace(
@@ -211,7 +221,7 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
 def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held: Held) -> None:
     followed: list[Any] = []
     in_flight = SimpleNamespace(
-        follow=lambda req, *_, **__: followed.append(req), prune=lambda _waiting: None
+        follow=lambda it, *_: followed.append(it.req), prune=lambda _waiting: None
     )
     planner, req = (
         SimpleNamespace(
