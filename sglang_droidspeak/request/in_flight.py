@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cachetree import Location, ModelId, PageHash
+from cachetree import Location, PageHash
 from cachetree.planning import Patience, Reason
 from cachetree.tree import CacheTree
 from sglang_droidspeak.adapters.models import Models
@@ -19,21 +19,11 @@ from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.engine.prefixes import namespace_of
 from sglang_droidspeak.request.labels import must_stay_exact
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
-from sglang_droidspeak.request.request import Request
+from sglang_droidspeak.request.request import InFlightPrefill, Request
 from sglang_droidspeak.store.pool import pool_of
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 """Outcomes of requests that compute all themselves, whatever others have."""
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightPrefill:
-    """One request in full prefill: these pages will be in the pool as `model`'s."""
-
-    req: Req
-    model: ModelId
-    place: Location
-    pages: Sequence[PageHash]
 
 
 @dataclass(eq=False)

@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
-from cachetree import PageHash, Plan, Search, Span
+from cachetree import Location, ModelId, PageHash, Plan, Search, Span
 from cachetree.planning import Patience
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.load import Load
 from sglang_droidspeak.request.planner import Planned
 from sglang_droidspeak.request.source import Source, Sources
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.request.in_flight import InFlightPrefill
 
 
 class Phase(IntEnum):
@@ -51,6 +49,16 @@ _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
 
 class IllegalTransition(Exception):
     """A mistake of this package: a request was to enter a phase that does not follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightPrefill:
+    """One request in full prefill: these pages will be in the pool as `model`'s."""
+
+    req: Req
+    model: ModelId
+    place: Location
+    pages: Sequence[PageHash]
 
 
 class Request:
