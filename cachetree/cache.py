@@ -126,11 +126,11 @@ class Cache:
         family = self.family
         if len(kv) != family.num_layers:
             raise ValueError(f"KV of {len(kv)} layers for a model of {family.num_layers}")
-        buffers = [
-            *((Step(Kind.KV, layer), kv[layer]) for layer in range(len(kv))),
-            *((Step(Kind.E, layer), e[layer]) for layer in e),
-        ]
-        for step, buffer in buffers:
+        buffers = {
+            **{Step(Kind.KV, layer): buffer for layer, buffer in enumerate(kv)},
+            **{Step(Kind.E, layer): buffer for layer, buffer in e.items()},
+        }
+        for step, buffer in buffers.items():
             page_bytes = family.page_bytes(step.kind)
             if buffer.nbytes != len(pages) * page_bytes:
                 raise ValueError(
@@ -141,10 +141,9 @@ class Cache:
         if reservation is None:
             return False
         with reservation:
-            if reservation.pages:
-                for step, buffer in buffers:
-                    skipped_bytes = reservation.skipped * family.page_bytes(step.kind)
-                    scatter(reservation.views(step), buffer.cast("B")[skipped_bytes:])
+            for step in reservation.steps:
+                skipped_bytes = reservation.skipped * family.page_bytes(step.kind)
+                scatter(reservation.views(step), buffers[step].cast("B")[skipped_bytes:])
             reservation.commit()
         return True
 

@@ -120,8 +120,8 @@ def _store(tree: CacheTree, peer: Peer, num_pages: int, most_s: float) -> None:
     reservation = tree.reserve(SYNTHETIC, None, pages, ())
     if reservation is None:
         raise ConfigError("mib is too small for a page; give more")
-    for layer in range(tree.family.num_layers):
-        for view in reservation.kv(layer):
+    for step in reservation.steps:
+        for view in reservation.views(step):
             view[:] = os.urandom(view.nbytes)
     reservation.commit()
     peer.push()

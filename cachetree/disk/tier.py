@@ -206,7 +206,7 @@ class DiskTier:
             first = layout.num_pages - len(reservation.pages)
             with reservation:
                 try:
-                    for step in layout.steps if reservation.pages else ():
+                    for step in reservation.steps:
                         self._read_into(reservation.views(step), entry, step, first)
                 except StaleEntry:
                     return False

@@ -7,7 +7,7 @@ from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step, parts_of
+from cachetree.ids import Span, Step, parts_of
 from cachetree.memory import Slab
 from cachetree.tree.entries import Change, Hold
 
@@ -41,16 +41,9 @@ class Lease(Hold):
         self.is_over = False
         """Set by the tree."""
 
-    def kv(self, layer: int, pages: Span | None = None) -> list[memoryview]:
-        """`views` of KV: `kv_page_bytes` of the family for each page."""
-        return self.views(Step(Kind.KV, layer), pages)
-
-    def e(self, layer: int, pages: Span | None = None) -> list[memoryview]:
-        """`views` of E: `e_page_bytes` of the family for each page."""
-        return self.views(Step(Kind.E, layer), pages)
-
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
-        """KV or E of `pages` (counted from the lease's first; all by default), a view of each run.
+        """KV or E of `pages` (counted from the lease's first; all by default), a view of each run:
+        `family.page_bytes(step.kind)` for each page.
 
         Raises StaleEntry where any of `pages` lacks E of that layer.
         """
@@ -115,17 +108,14 @@ class Reservation(Hold):
         self._end = end
         self._is_open = True
 
-    def kv(self, layer: int) -> list[memoryview]:
-        """`views` of KV."""
-        return self.views(Step(Kind.KV, layer))
-
-    def e(self, layer: int) -> list[memoryview]:
-        """`views` of E."""
-        return self.views(Step(Kind.E, layer))
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What is to be filled; nothing where no page is new."""
+        return self.slab.layout.steps if self.pages else ()
 
     def views(self, step: Step) -> list[memoryview]:
-        """Writable: `len(pages) * family.page_bytes(kind)` bytes, in one run mostly, each of which
-        has whole pages.
+        """Writable: `len(pages) * family.page_bytes(step.kind)` bytes, mostly in one run, each of
+        which has whole pages.
 
         Raises StaleEntry for E of a layer for which no room was asked.
         """

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from cachetree import Cache, Kind, ModelId, PageHash, Step, Turns, give_way
+from cachetree import Cache, ModelId, PageHash, Turns, give_way
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req, UnifiedRadixCache
@@ -227,8 +227,6 @@ class Offloader:
             if not reservation.pages:
                 return
             new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
-            for layer in range(tree.family.num_layers):
-                self._pool.store(Step(Kind.KV, layer), new, reservation.kv(layer))
-            for layer in e_layers:
-                self._pool.store(Step(Kind.E, layer), new, reservation.e(layer))
+            for step in reservation.steps:
+                self._pool.store(step, new, reservation.views(step))
             reservation.commit()

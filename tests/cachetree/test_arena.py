@@ -17,7 +17,7 @@ from tree_parts import FAMILY, FAR, path
 
 from cachetree import Deadline, ModelId
 from cachetree.checkpoint.family import Family
-from cachetree.ids import Span
+from cachetree.ids import Span, entry_steps
 from cachetree.memory.arena import Arena, joined
 from cachetree.memory.slab import Blocks, Layout, Loan, NoRoom, Slab
 from cachetree.tree.tree import CacheTree
@@ -203,6 +203,7 @@ def test_a_slab_gives_back_every_dropped_page_once(
         assert all(is_filled(view, it) for it in kept for view in views(it))
 
 
+KV_STEPS = entry_steps(FAMILY.num_layers, ())
 LARGE = Family(**{**msgspec.structs.asdict(FAMILY), "num_kv_heads": 64, "head_dim": 64})
 
 
@@ -222,8 +223,8 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     assert tree.num_bytes == 8 * page_bytes
     assert tree.reserve(MODEL, None, path("0123456"), []) is None, "a, b are leased"
     assert tree.num_bytes == 8 * page_bytes, "and nothing went for it"
-    for layer in range(LARGE.num_layers):
-        (view,) = lease.kv(layer)
+    for step in KV_STEPS:
+        (view,) = lease.views(step)
         assert is_filled(view, 1)
     del view
     lease.release()
@@ -250,7 +251,7 @@ def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker
     assert lease is not None
     for letter in "tuvwxyz":  # Take all that is free.
         store(tree, letter, mark=9)
-    assert all(is_filled(view, 7) for layer in range(LARGE.num_layers) for view in lease.kv(layer))
+    assert all(is_filled(view, 7) for step in KV_STEPS for view in lease.views(step))
     assert tree.num_bytes == arena.held_bytes
 
 
@@ -258,8 +259,8 @@ def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:
     pages = path(text)
     reservation = tree.reserve(MODEL, pages[start - 1] if start else None, pages[start:], [])
     assert reservation is not None
-    for layer in range(LARGE.num_layers):
-        for view in reservation.kv(layer):
+    for step in reservation.steps:
+        for view in reservation.views(step):
             fill(view, mark)
     del view
     reservation.commit()

@@ -149,7 +149,7 @@ def test_stored_buffers_may_be_of_any_format() -> None:
         lease = cache.tree.lease(MODEL, PAGES[:1], "test", Deadline.after(5))
         assert lease is not None
         with lease:
-            assert b"".join(lease.kv(3)) == kv[3].tobytes()
+            assert b"".join(lease.views(Step(Kind.KV, 3))) == kv[3].tobytes()
 
 
 def test_fetches_stay_within_the_staging_budget() -> None:

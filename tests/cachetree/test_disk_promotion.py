@@ -13,7 +13,6 @@ from disk_parts import data_files
 from push_parts import PAGE_TOTAL, cache_of, fetched, new_store, plan_of
 from transport_parts import (
     E_LAYER,
-    FAMILY,
     MODEL,
     PAGE_BYTES,
     RawPeer,
@@ -278,10 +277,9 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
             new = PAGES[pages.start : pages.stop]
             parent = PAGES[pages.start - 1] if pages.start else None
             with worker.tree.reserve(MODEL, parent, new, ()) as reservation:
-                for layer in range(FAMILY.num_layers):
-                    step = Step(Kind.KV, layer)
+                for step in reservation.steps:
                     kv = b"".join(content(page, step) for page in new)
-                    scatter(reservation.kv(layer), memoryview(kv))
+                    scatter(reservation.views(step), memoryview(kv))
                 reservation.commit()
 
         with monkeypatch.context() as patch:

@@ -18,6 +18,7 @@ from tree_parts import (
     B,
     FakeTime,
     far_future,
+    leased,
     num_pages,
     path,
     store,
@@ -209,8 +210,7 @@ def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
         assert put(text)
     for text in ("ay", "by", "cy"):
         tree.match(path(text))
-    lease = tree.lease(A, path("d"), "test", far_future())
-    assert lease is not None
+    leased(tree, A, "d")
     # Three tails give enough bytes, d is read, and only e and f lie side by side.
     assert put("g", 1)
     assert tree.num_evictions == 5
@@ -238,7 +238,7 @@ def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
     held = [chr(0x100 + i) for i in range(30)]
     for text in held:
         store(tree, A, text)
-        assert tree.lease(A, path(text), "test", far_future())
+        leased(tree, A, text)
     looks = 0
 
     def count(entry: object) -> bool:

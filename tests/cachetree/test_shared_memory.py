@@ -36,6 +36,7 @@ from transport_parts import (
 )
 
 from cachetree import Deadline, FetchError, PeerState, ProtocolError, Step
+from cachetree.ids import Kind
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Blocks
@@ -194,7 +195,7 @@ def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Are
         staging = StalledStaging(16)
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: staging.writes)
-        for run in lease.e(STEPS[0].layer):
+        for run in lease.views(STEPS[0]):
             np.frombuffer(run, np.uint8)[5] ^= 1
         staging.go_on.set()
         with pytest.raises(ProtocolError, match="checksum"):
@@ -309,7 +310,7 @@ def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> N
         assert lease is not None
         ((slab, _),) = lease.runs(STEPS[0])
         assert len(slab.checksums) == len(STEPS)
-        (view,) = lease.kv(0)
+        (view,) = lease.views(Step(Kind.KV, 0))
         view[100] ^= 1
         staging = new_staging(16)
         peer.fetch(MODEL, PAGES, staging)

@@ -55,8 +55,7 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
         lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
         assert lease is not None
         for step in STEPS:
-            views = lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer)
-            assert b"".join(views) == payload_of(step)
+            assert b"".join(lease.views(step)) == payload_of(step)
         assert peer.ask(new_store(id=2)) == wire.Wanted(id=2, skipped=2)
 
 

@@ -49,6 +49,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
+from cachetree.ids import entry_steps
 from cachetree.memory.arena import Arena
 from cachetree.transport import frames
 from cachetree.transport.frames import Frame, Seals
@@ -163,9 +164,8 @@ def test_a_push_that_is_struck_is_made_again(
     lease = kept.lease(MODEL, PAGES, "a test", Deadline.after(5))
     assert lease is not None
     with lease:
-        for layer in range(FAMILY.num_layers):
-            expected = b"".join(content(page, Step(Kind.KV, layer)) for page in PAGES)
-            assert b"".join(lease.kv(layer)) == expected
+        for step in entry_steps(FAMILY.num_layers, ()):
+            assert b"".join(lease.views(step)) == b"".join(content(page, step) for page in PAGES)
 
 
 FRAME = Frame(id=1, offset=0, size=4, checksum=0)

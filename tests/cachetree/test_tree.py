@@ -12,22 +12,24 @@ from tree_parts import (
     FAR,
     FARTHER,
     KV,
+    KV0,
     PAGE,
     A,
     B,
     E,
     content,
     far_future,
+    has_content,
+    leased,
     make_tree,
     num_pages,
     path,
-    read_kv,
     store,
 )
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import LOCAL, ModelId, PageHash, Span
+from cachetree.ids import LOCAL, Kind, ModelId, PageHash, Span, Step
 from cachetree.memory import Arena, Blocks, Loan
 from cachetree.planning.plan import Match
 from cachetree.tree.entries import Change, Node
@@ -89,7 +91,7 @@ def test_a_reservation_is_invisible_until_it_is_committed() -> None:
     with pytest.raises(RuntimeError):
         reservation.commit()
     with pytest.raises(RuntimeError):
-        reservation.kv(0)
+        reservation.views(KV0)
 
 
 def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
@@ -123,7 +125,7 @@ def test_pages_that_the_model_has_are_skipped() -> None:
     reservation = tree.reserve(A, None, path("abcd"), [])
     assert reservation is not None
     assert (reservation.skipped, list(reservation.pages)) == (2, path("abcd")[2:])
-    assert sum(it.nbytes for it in reservation.kv(0)) == 2 * KV
+    assert sum(it.nbytes for it in reservation.views(KV0)) == 2 * KV
     reservation.release()
     nothing = tree.reserve(A, None, path("ab"), [])
     assert nothing is not None
@@ -168,25 +170,20 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
 
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Counting(100 * PAGE))
     store(tree, A, "abcdef", e_layers=[2])
-    before = tree.lease(A, path("abcdef"), "before", far_future())
-    assert before is not None
-    whole = before.kv(1)
+    whole = leased(tree, A, "abcdef").views(KV0)
     store(tree, B, "abxy")
     store(tree, B, "abcd", start=2)
     assert lent == [6 * (PAGE + E), 4 * PAGE, 2 * PAGE]
-    for layer in range(3):
-        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcdef"))
-        assert read_kv(tree, A, path("abcdef"), layer) == expected
-    after = tree.lease(A, path("abcdef"), "after", far_future())
-    assert after is not None
+    after = leased(tree, A, "abcdef")
+    assert has_content(after, A, "abcdef", [2])
     # The pieces still lie side by side, so they move as one frame.
-    assert len(after.kv(1)) == 1
-    after.kv(1)[0][:1] = b"!"
+    assert len(after.views(KV0)) == 1
+    after.views(KV0)[0][:1] = b"!"
     assert whole[0][0] == ord("!")
-    expected = b"".join(content(A, page, 2, "e", E) for page in path("abcdef")[1:5])
-    assert b"".join(after.e(2, Span(1, 5))) == expected
+    e = Step(Kind.E, 2)
+    assert b"".join(after.views(e, Span(1, 5))) == content(A, path("abcdef")[1:5], e)
     with pytest.raises(StaleEntry, match="layer 1"):
-        after.e(1)
+        after.views(Step(Kind.E, 1))
 
 
 def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
@@ -242,7 +239,7 @@ def test_eviction_of_one_model_leaves_the_others() -> None:
     tree = make_tree(4)
     store(tree, A, "ab")
     store(tree, B, "ab")
-    assert tree.lease(B, path("ab"), "test", far_future()) is not None
+    leased(tree, B, "ab")
     store(tree, B, "z")
     assert [num_pages(tree, model, "ab") for model in (A, B)] == [0, 2]
 
@@ -286,7 +283,7 @@ def test_adverts_that_could_never_match_are_left_out() -> None:
     tree.remote.add(FARTHER, A, None, path("y") * 2, [])
     assert [(m.location, m.num_pages) for m in tree.match(path("abc"))] == [(LOCAL, 3)]
     assert tree.match([*path("x"), *path("ab")])[0].num_pages == 1
-    assert tree.lease(A, path("abc"), "test", far_future()) is not None
+    leased(tree, A, "abc")
     assert tree.match(path("y") * 2)[0].num_pages == 1
 
 
@@ -332,9 +329,8 @@ def test_no_advert_keeps_a_page_out_that_is_here() -> None:
     tree.remote.add(FARTHER, B, None, path("abcdef")[5:], [1])
     store(tree, A, "abcdef")
     assert num_pages(tree, A, "abcdef") == 6
-    for layer in range(FAMILY.num_layers):
-        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcdef"))
-        assert read_kv(tree, A, path("abcdef"), layer) == expected
+    with leased(tree, A, "abcdef") as lease:
+        assert has_content(lease, A, "abcdef")
     assert num_pages(tree, B, "x", FAR) == 1, "what is not contradicted stays"
     tree.remote.add(FAR, B, None, path("abcdef")[4:], [])
     assert num_pages(tree, A, "abcdef") == 6
@@ -414,8 +410,7 @@ def test_threads_share_one_tree() -> None:
                 lease = tree.lease(model, path(text), "thread", Deadline.after(10))
                 if lease is not None:
                     with lease:
-                        expected = b"".join(content(model, p, 1, "kv", KV) for p in path(text))
-                        assert b"".join(lease.kv(1)) == expected
+                        assert has_content(lease, model, text)
                 assert tree.num_bytes <= tree.host_bytes
         except BaseException as exc:  # noqa: BLE001  handed to the main thread
             errors.append(exc)

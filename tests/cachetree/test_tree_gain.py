@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from tree_oracle import Memory
-from tree_parts import FAMILY, FAR, KV, PAGE, A, B, E, content, far_future, make_tree, path, store
+from tree_parts import (
+    FAMILY,
+    FAR,
+    PAGE,
+    A,
+    B,
+    E,
+    has_content,
+    leased,
+    make_tree,
+    path,
+    store,
+)
 
 from cachetree.ids import ModelId
 from cachetree.tree.entries import Change
@@ -17,20 +29,8 @@ def e_pages(tree: CacheTree, model: ModelId, text: str) -> dict[int, int]:
 
 def is_right(tree: CacheTree, model: ModelId, text: str, e_layers: list[int]) -> bool:
     """Of all pages, KV and the E that is said to be there."""
-    pages = path(text)
-    lease = tree.lease(model, pages, "test", far_future())
-    assert lease is not None
-    with lease:
-        kv = all(
-            b"".join(lease.kv(layer))
-            == b"".join(content(model, page, layer, "kv", KV) for page in pages)
-            for layer in range(FAMILY.num_layers)
-        )
-        return kv and all(
-            b"".join(lease.e(layer))
-            == b"".join(content(model, page, layer, "e", E) for page in pages)
-            for layer in e_layers
-        )
+    with leased(tree, model, text) as lease:
+        return has_content(lease, model, text, e_layers)
 
 
 def test_pages_that_are_stored_again_with_more_e_have_it() -> None:
@@ -78,15 +78,12 @@ def test_pages_with_e_elsewhere_keep_it_and_gain_none_until_they_are_evicted() -
 def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
     tree = make_tree()
     store(tree, A, "abcd", e_layers=[1])
-    lease = tree.lease(A, path("abcd"), "test", far_future())
-    assert lease is not None
+    lease = leased(tree, A, "abcd")
     assert tree.pin(A, path("abcd")) == {A: 4}
     assert tree.num_pinned_bytes == 4 * (PAGE + E)
     store(tree, A, "abcd", e_layers=[0, 1])
     assert tree.num_pinned_bytes == tree.num_bytes == 4 * (PAGE + 2 * E)
-    for layer in range(FAMILY.num_layers):
-        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcd"))
-        assert b"".join(lease.kv(layer)) == expected
+    assert has_content(lease, A, "abcd")
     lease.release()
     assert is_right(tree, A, "abcd", [0, 1])
     tree.evict()
@@ -97,13 +94,10 @@ def test_readers_go_on_while_their_pages_gain_one_after_the_other() -> None:
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Memory())
     store(tree, A, "abcd")
     tree.remote.add(FAR, A, None, path("ab"), [])  # Splits the node in two.
-    lease = tree.lease(A, path("abcd"), "test", far_future())
-    assert lease is not None
+    lease = leased(tree, A, "abcd")
     for start, stop in ((0, 2), (2, 4)):
         assert store(tree, A, "abcd"[:stop], start, e_layers=[1]) == tuple(path("abcd"))[start:stop]
-    for layer in range(FAMILY.num_layers):
-        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcd"))
-        assert b"".join(lease.kv(layer)) == expected
+    assert has_content(lease, A, "abcd")
 
 
 def test_of_two_stores_of_the_same_pages_the_one_with_more_e_stays() -> None:

@@ -9,12 +9,14 @@ from tree_parts import (
     FAMILY,
     FAR,
     KV,
+    KV0,
     PAGE,
     A,
     B,
     FakeTime,
     content,
     far_future,
+    leased,
     make_tree,
     num_pages,
     path,
@@ -23,7 +25,7 @@ from tree_parts import (
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import Span
+from cachetree.ids import Kind, Span, Step
 from cachetree.memory import Arena
 from cachetree.memory.slab import Blocks, Loan
 from cachetree.tree import CacheTree
@@ -37,12 +39,11 @@ def test_a_lease_reads_any_run_of_pages() -> None:
     lease = tree.lease(A, pages, "test", far_future())
     assert lease is not None
     assert lease.num_pages == 4
-    assert [len(view) for view in lease.kv(0)] == [2 * KV, 2 * KV]
-    assert b"".join(lease.kv(2, Span(1, 3))) == b"".join(
-        content(A, page, 2, "kv", KV) for page in pages[1:3]
-    )
+    assert [len(view) for view in lease.views(KV0)] == [2 * KV, 2 * KV]
+    last = Step(Kind.KV, 2)
+    assert b"".join(lease.views(last, Span(1, 3))) == content(A, pages[1:3], last)
     with pytest.raises(ValueError, match="exceeds"):
-        lease.kv(0, Span(0, 5))
+        lease.views(KV0, Span(0, 5))
 
 
 def test_a_lease_of_pages_that_are_gone_is_none() -> None:
@@ -63,8 +64,7 @@ def test_what_cannot_fit_evicts_nothing() -> None:
     store(tree, A, "ab")
     store(tree, A, "x")
     assert tree.reserve(A, None, path("vwxyz"), []) is None
-    lease = tree.lease(A, path("ab"), "test", far_future())
-    assert lease is not None
+    lease = leased(tree, A, "ab")
     assert tree.reserve(A, None, path("uvw"), []) is None
     assert num_pages(tree, A, "x") == 1
     # Pages that would hang below evictable ones need those to stay.
@@ -84,7 +84,7 @@ def test_a_leased_page_and_all_before_it_stay() -> None:
     assert num_pages(tree, A, "abcd") == 4
     lease.release()
     with pytest.raises(StaleEntry):
-        lease.kv(0)
+        lease.views(KV0)
     store(tree, A, "z")
     assert num_pages(tree, A, "abcd") == 2
 
@@ -92,7 +92,7 @@ def test_a_leased_page_and_all_before_it_stay() -> None:
 def test_a_lease_on_the_head_of_a_split_node_frees_the_tail() -> None:
     tree = make_tree()
     store(tree, A, "abcd")
-    assert tree.lease(A, path("ab"), "test", far_future()) is not None
+    leased(tree, A, "ab")
     store(tree, B, "ab")
     tree.evict()
     assert num_pages(tree, A, "abcd") == 2
@@ -117,11 +117,11 @@ def test_leases_end_at_their_deadline() -> None:
     clock.now_s = 4.9
     assert tree.reserve(A, None, path("z"), []) is None
     clock.now_s = 5.0
-    view = lease.kv(0)[0]
+    view = lease.views(KV0)[0]
     held = bytes(view)
     assert tree.reserve(A, None, path("z"), []) is None, "all bytes that there are can be seen"
     with pytest.raises(StaleEntry, match="slow reader"):
-        lease.kv(0)
+        lease.views(KV0)
     assert bytes(view) == held  # a view taken before is never overwritten
     del view
     store(tree, A, "z")
@@ -173,7 +173,7 @@ def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
 
     memory.meanwhile = pass_on
     with pytest.raises(StaleEntry, match="slow reader"):
-        lease.kv(0)
+        lease.views(KV0)
     assert num_pages(tree, A, "xy") == 2
 
 
@@ -181,15 +181,14 @@ def test_views_that_are_taken_while_their_pages_gain_e_are_never_overwritten() -
     memory = SlowArena(100 * PAGE)
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=memory)
     store(tree, A, "ab")
-    lease = tree.lease(A, path("ab"), "test", far_future())
-    assert lease is not None
+    lease = leased(tree, A, "ab")
 
     def gain() -> None:
         store(tree, A, "ab", e_layers=[1])
 
     memory.meanwhile = gain
-    (view,) = lease.kv(0)
-    expected = b"".join(content(A, page, 0, "kv", KV) for page in path("ab"))
+    (view,) = lease.views(KV0)
+    expected = content(A, path("ab"), KV0)
     assert bytes(view) == expected
     lease.release()
     del lease

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 from tree_parts import (
-    KV,
     PAGE,
     A,
     B,
-    content,
     far_future,
+    has_content,
+    leased,
     make_tree,
     num_pages,
     path,
-    read_kv,
     store,
 )
 
@@ -93,8 +92,8 @@ def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
         store(tree, A, "ab")
     leave()
     assert num_pages(tree, A, "ab") == 2
-    expected = b"".join(content(A, page, 0, "kv", KV) for page in path("ab"))
-    assert read_kv(tree, A, path("ab"), 0) == expected
+    with leased(tree, A, "ab") as lease:
+        assert has_content(lease, A, "ab")
     assert tree.held_bytes == 0
     tree.evict()
     assert tree.num_bytes == 0

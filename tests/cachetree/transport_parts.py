@@ -92,13 +92,9 @@ def content_of(family: Family, page: PageHash, step: Step) -> bytes:
 def store(tree: CacheTree, pages: Sequence[PageHash], parent: PageHash | None = None) -> None:
     reservation = tree.reserve(MODEL, parent, pages, [E_LAYER])
     assert reservation is not None
-    for layer in range(FAMILY.num_layers if reservation.pages else 0):
-        step = Step(Kind.KV, layer)
-        kv = b"".join(content(page, step) for page in reservation.pages)
-        scatter(reservation.kv(layer), memoryview(kv))
-    if reservation.pages:
-        e = b"".join(content(page, Step(Kind.E, E_LAYER)) for page in reservation.pages)
-        scatter(reservation.e(E_LAYER), memoryview(e))
+    for step in reservation.steps:
+        payload = b"".join(content(page, step) for page in reservation.pages)
+        scatter(reservation.views(step), memoryview(payload))
     reservation.commit()
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 from page_oracle import OpenLease, OpenPin, OpenReservation, Oracle, Page, Slab, leading_e, prefixes
-from tree_parts import FAMILY, KV, E, content
+from tree_parts import FAMILY, KV0, content
 
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused, StaleEntry
-from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Span, entry_steps
 from cachetree.memory import Blocks, Loan, scatter
 from cachetree.tree.entries import Change
 from cachetree.tree.hashing import page_hashes
@@ -144,12 +144,8 @@ class Mirror(Oracle):
         if not new:
             handle.commit()
             return
-        for layer in range(FAMILY.num_layers):
-            parts = [content(model, page, layer, "kv", KV) for page in handle.pages]
-            scatter(handle.kv(layer), memoryview(b"".join(parts)))
-        for layer in e_layers:
-            parts = [content(model, page, layer, "e", E) for page in handle.pages]
-            scatter(handle.e(layer), memoryview(b"".join(parts)))
+        for step in handle.steps:
+            scatter(handle.views(step), memoryview(content(model, handle.pages, step)))
         self.reservations.append(OpenReservation(handle, model, before, new, slab))
 
     def commit(self, index: int) -> None:
@@ -201,7 +197,7 @@ class Mirror(Oracle):
         self.check_content(it)
         it.handle.release()
         with pytest.raises(StaleEntry):
-            it.handle.kv(0)
+            it.handle.views(KV0)
 
     def advance(self, seconds: float) -> None:
         self.num_operations += 1
@@ -331,15 +327,12 @@ class Mirror(Oracle):
 
     def check_content(self, it: OpenLease) -> None:
         hashes = self.hashes(it.pages[-1])[-len(it.pages) :]
-        for layer in range(FAMILY.num_layers):
-            expected = b"".join(content(it.model, page, layer, "kv", KV) for page in hashes)
-            assert b"".join(it.handle.kv(layer)) == expected
-            if layer in it.e_layers:
-                expected = b"".join(content(it.model, page, layer, "e", E) for page in hashes)
-                assert b"".join(it.handle.e(layer)) == expected
+        for step in entry_steps(FAMILY.num_layers, range(FAMILY.num_layers)):
+            if step.kind is Kind.KV or step.layer in it.e_layers:
+                assert b"".join(it.handle.views(step)) == content(it.model, hashes, step)
             else:
                 with pytest.raises(StaleEntry):
-                    it.handle.e(layer)
+                    it.handle.views(step)
 
     def on_change(self, change: Change) -> None:
         """Additions are checked by `commit`; a removal must be the entry that had to go."""

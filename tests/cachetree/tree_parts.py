@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 
 from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step, entry_steps
 from cachetree.memory import scatter
+from cachetree.tree.lease import Lease
 from cachetree.tree.tree import CacheTree
 
 FAMILY = Family(
@@ -26,6 +27,7 @@ FAMILY = Family(
 KV, E = FAMILY.kv_page_bytes, FAMILY.e_page_bytes
 PAGE = 3 * KV
 """Bytes of one page without E."""
+KV0 = Step(Kind.KV, 0)
 A, B = ModelId("a"), ModelId("b")
 FAR, FARTHER = Location("tcp://far:1"), Location("tcp://farther:1")
 
@@ -45,8 +47,10 @@ def path(text: str) -> list[PageHash]:
     ]
 
 
-def content(model: ModelId, page: PageHash, layer: int, kind: str, size: int) -> bytes:
-    return hashlib.shake_128(f"{model}{layer}{kind}".encode() + page).digest(size)
+def content(model: ModelId, pages: Sequence[PageHash], step: Step) -> bytes:
+    """What these pages hold at one step; differs for every model, page and step."""
+    seed, size = f"{model}{step.layer}{step.kind}".encode(), FAMILY.page_bytes(step.kind)
+    return b"".join(hashlib.shake_128(seed + page).digest(size) for page in pages)
 
 
 def store(
@@ -58,12 +62,8 @@ def store(
     reservation = tree.reserve(model, parent, pages[start:], e_layers)
     assert reservation is not None
     with reservation:
-        for layer in range(FAMILY.num_layers if reservation.pages else 0):
-            parts = [content(model, page, layer, "kv", KV) for page in reservation.pages]
-            scatter(reservation.kv(layer), memoryview(b"".join(parts)))
-        for layer in e_layers if reservation.pages else ():
-            parts = [content(model, page, layer, "e", E) for page in reservation.pages]
-            scatter(reservation.e(layer), memoryview(b"".join(parts)))
+        for step in reservation.steps:
+            scatter(reservation.views(step), memoryview(content(model, reservation.pages, step)))
         reservation.commit()
     return reservation.pages
 
@@ -73,11 +73,18 @@ def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = L
     return found[0].num_pages if found else 0
 
 
-def read_kv(tree: CacheTree, model: ModelId, pages: Sequence[PageHash], layer: int) -> bytes:
-    lease = tree.lease(model, pages, "test", Deadline.after(60))
+def leased(tree: CacheTree, model: ModelId, text: str) -> Lease:
+    lease = tree.lease(model, path(text), "test", far_future())
     assert lease is not None
-    with lease:
-        return b"".join(lease.kv(layer))
+    return lease
+
+
+def has_content(lease: Lease, model: ModelId, text: str, e_layers: Collection[int] = ()) -> bool:
+    """Whether the pages of `text` are what the lease reads, with E at these layers."""
+    return all(
+        b"".join(lease.views(step)) == content(model, path(text), step)
+        for step in entry_steps(FAMILY.num_layers, e_layers)
+    )
 
 
 def make_tree(num_pages: int = 100, clock: FakeTime | None = None) -> CacheTree:

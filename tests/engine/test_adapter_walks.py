@@ -223,11 +223,11 @@ class Walk:
         reservation = self.tree.reserve(ModelId(weights), None, pages, ())
         if reservation is not None:
             with reservation:
-                for layer in range(NUM_LAYERS) if reservation.pages else ():
+                for step in reservation.steps:
                     page_bytes = self.tree.family.kv_page_bytes
                     tags = [f"{weights:>8}".encode() + page for page in reservation.pages]
                     kv = b"".join(tag.ljust(page_bytes, b"\0") for tag in tags)
-                    scatter(reservation.kv(layer), memoryview(kv))
+                    scatter(reservation.views(step), memoryview(kv))
                 reservation.commit()
 
     def look(self, lora_id: str | None, weights: str, prompt: Prompt) -> None:
