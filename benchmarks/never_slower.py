@@ -123,7 +123,7 @@ class Server:
         self.device, self.bytes_per_s = device, bytes_per_s
         self._random = random.Random(f"{seed} {device.name} {bytes_per_s}")
         self._now_s = 0.0
-        prior = PrefillCost.of_sizes(HIDDEN, 1e-4)
+        prior = PrefillCost.of_sizes(HIDDEN)
         self.meter = Meter("cpu", NUM_LAYERS, STEP_TOKENS, prior, self._clock)
         self.bandwidth = Bandwidth(self._clock)
 

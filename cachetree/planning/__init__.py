@@ -28,7 +28,6 @@ from cachetree.planning.prediction import (
     full_prefill_s,
     layers_of_work,
     recompute_s,
-    times_of,
 )
 from cachetree.planning.profile import (
     BEYOND,
@@ -46,7 +45,6 @@ from cachetree.planning.profile import (
 )
 from cachetree.planning.speeds import (
     FREE_LINK,
-    SECONDS_PER_TOKEN,
     Link,
     Margin,
     PrefillCost,
@@ -58,7 +56,6 @@ __all__ = [
     "BEYOND",
     "FREE_LINK",
     "PROFILE_VERSION",
-    "SECONDS_PER_TOKEN",
     "BlockQuality",
     "Considered",
     "Costs",
@@ -95,7 +92,6 @@ __all__ = [
     "recompute_s",
     "require_one_each",
     "saving_s",
-    "times_of",
     "weigh",
     "weighted_median",
     "write_profile",

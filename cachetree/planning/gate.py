@@ -30,14 +30,13 @@ def allowed_blocks(
     demand: Demand, match: Match, profiles: Profiles
 ) -> list[BlockQuality] | NoReuse:
     """What the gate lets this request compute anew with this sender."""
-    requested = demand.requested or Requested()
-    block = requested.block
+    block = demand.requested.block
     if block is not None and block.stop > demand.num_layers:
         too_large = f"layer {block.stop - 1} of a model of {demand.num_layers} layers"
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
         # The own cache is exact whatever is recomputed; a block only where asked for by name.
-        if block is None or requested.sender == match.model:
+        if block is None or demand.requested.sender == match.model:
             return [_quality(block or EMPTY_SPAN, 1.0)]
         allowed = _allowed_of_others(demand, profiles)
         if demand.gate is Gate.ENFORCE and block not in (it.block for it in allowed):
@@ -84,7 +83,7 @@ def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]
             num_pages=demand.num_pages,
             e_pages=dict.fromkeys(range(demand.num_layers), demand.num_pages),
         )
-        free = replace(demand, requested=None)
+        free = replace(demand, requested=Requested())
         blocks = allowed_blocks(free, everything, profiles)
         allowed += blocks if isinstance(blocks, list) else []
     return allowed

@@ -161,7 +161,7 @@ class Demand:
     num_waiting: int = 0
     """Depth of the server's queue."""
     ttft_target_s: float | None = None
-    requested: Requested | None = None
+    requested: Requested = Requested()
     gate: Gate = Gate.ENFORCE
     is_lossy: bool = False
     """The family's entries are encoded, wherever they are but in the engine's own pool."""

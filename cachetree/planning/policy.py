@@ -25,7 +25,7 @@ import msgspec
 
 from cachetree.ids import LOCAL, Location, ModelId, Span, is_pool, nearness
 from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
-from cachetree.planning.plan import Demand, Match, NoReuse, Plan, Reason, Requested
+from cachetree.planning.plan import Demand, Match, NoReuse, Plan, Reason
 from cachetree.planning.prediction import (
     Costs,
     Patience,
@@ -118,7 +118,7 @@ def _ways(
 ) -> Iterator[Weighed]:
     demand = considered.demand
     way = Weighed(sender=match.model, location=match.location, reason="not asked for")
-    if (demand.requested or Requested()).sender not in (None, match.model):
+    if demand.requested.sender not in (None, match.model):
         yield way
         return
     options = _options(demand, match, profiles, considered.costs)
@@ -164,11 +164,10 @@ def choose(
     demand: Demand, matches: Sequence[Match], profiles: Profiles, costs: Costs
 ) -> Plan | NoReuse:
     """The plan for one request, or why there is none."""
-    requested = demand.requested or Requested()
     found: list[_Option] = []
     misses = [NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")]
     for match in matches:
-        if requested.sender not in (None, match.model):
+        if demand.requested.sender not in (None, match.model):
             continue
         options = _options(demand, match, profiles, costs)
         if isinstance(options, NoReuse):
@@ -247,8 +246,7 @@ def _fitted(
         if end - start < demand.min_pages:
             return replace(it, miss=NoReuse(reason=reason, detail=detail))
     found = _priced(replace(it, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
-    is_explicit = demand.requested is not None and demand.requested.block is not None
-    if not (is_explicit or found.saving > 0):
+    if demand.requested.block is None and not found.saving > 0:
         slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
         return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
     is_staged = match.location != LOCAL and not is_pool(match.location)

@@ -38,13 +38,11 @@ class PrefillCost:
     """(log2 of tokens, observed / predicted), ascending; between them linear, beyond them flat."""
 
     @classmethod
-    def of_sizes(
-        cls, hidden_size: int, seconds_per_token: float = SECONDS_PER_TOKEN
-    ) -> PrefillCost:
+    def of_sizes(cls, hidden_size: int) -> PrefillCost:
         """From the sizes alone. Per layer a token takes about 24 h² operations (12 h² weights) and
         4 h for every token before it, so that both are equal at 6 h."""
         attention_tokens = _ATTENTION_TOKENS_PER_HIDDEN * hidden_size
-        return cls(token_s=seconds_per_token, context_s=seconds_per_token / attention_tokens)
+        return cls(token_s=SECONDS_PER_TOKEN, context_s=SECONDS_PER_TOKEN / attention_tokens)
 
     def seconds(self, start: int, stop: int) -> float:
         """Of tokens `[start, stop)`, with those before them in the cache."""

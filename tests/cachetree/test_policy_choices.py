@@ -197,10 +197,8 @@ def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers()
     assert plan_for(match(R), demand=asking(Span(3, 6)), profiles=profiles).sender == R
 
 
-@pytest.mark.parametrize("requested", [None, Requested(block=EMPTY_SPAN)])
-def test_of_plans_that_are_equal_in_everything_the_first_is_taken(
-    requested: Requested | None,
-) -> None:
+@pytest.mark.parametrize("requested", [Requested(), Requested(block=EMPTY_SPAN)])
+def test_of_plans_that_are_equal_in_everything_the_first_is_taken(requested: Requested) -> None:
     demand = replace(DEMAND, requested=requested, first_differences={O: 10})
     for first, second in ((O, R), (R, O)):
         assert plan_for(match(first), match(second), demand=demand, profiles={}).sender == first

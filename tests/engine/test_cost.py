@@ -17,7 +17,7 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.partial_prefill import BlockTokens
 
-SHAPE = PrefillCost.of_sizes(4096, 1e-4)
+SHAPE = PrefillCost.of_sizes(4096)
 LENGTHS = (16, 64, 200, 800, 3000, 8000)
 
 
