@@ -15,8 +15,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from cachetree import EMPTY_SPAN, Span, printable
-from cachetree.planning import Strategy
+from cachetree import EMPTY_SPAN, ModelId, Span, printable
+from cachetree.planning import Requested, Strategy
 
 _MAX_DETAIL: Final = 300
 """Characters of what is said of wrong controls: it may quote all of them."""
@@ -40,21 +40,23 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; obeyed with `gate: none` only, for measurements."""
 
-    def span(self, num_layers: int) -> Span | None:
-        """The block asked for, None where the server may choose; ValueError where it is wrong."""
-        match self.block:
-            case None:
-                return None
-            case "none":
-                return EMPTY_SPAN
-            case "all":
-                return Span(0, num_layers)
-        start, colon, stop = self.block.partition(":")
-        if not (colon and start.isdigit() and stop.isdigit()):
-            raise ValueError(f"block {self.block!r} is not 'start:stop', 'none' or 'all'")
-        if not int(start) < int(stop) <= num_layers:
-            raise ValueError(f"block {self.block!r} is not within 0:{num_layers}")
-        return Span(int(start), int(stop))
+    def requested(self, num_layers: int) -> Requested:
+        """ValueError where the block is wrong."""
+        return Requested(
+            sender=None if self.sender is None else ModelId(self.sender),
+            block=None if self.block is None else _span(self.block, num_layers),
+        )
+
+
+def _span(block: str, num_layers: int) -> Span:
+    if block in ("none", "all"):
+        return Span(0, num_layers) if block == "all" else EMPTY_SPAN
+    start, colon, stop = block.partition(":")
+    if not (colon and start.isdigit() and stop.isdigit()):
+        raise ValueError(f"block {block!r} is not 'start:stop', 'none' or 'all'")
+    if not int(start) < int(stop) <= num_layers:
+        raise ValueError(f"block {block!r} is not within 0:{num_layers}")
+    return Span(int(start), int(stop))
 
 
 class _CustomParams(msgspec.Struct):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
-from cachetree import Location, PageHash
+from cachetree import Location, ModelId, PageHash
 from cachetree.planning import Patience, Reason
 from cachetree.tree import CacheTree
 from sglang_droidspeak.adapters.models import Models
@@ -19,11 +20,21 @@ from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.engine.prefixes import namespace_of
 from sglang_droidspeak.request.labels import must_stay_exact
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
-from sglang_droidspeak.request.request import InFlightPrefill, Request
+from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.pool import pool_of
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 """Outcomes of requests that compute all themselves, whatever others have."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightPrefill:
+    """One request in full prefill: these pages will be in the pool as `model`'s."""
+
+    req: Req
+    model: ModelId
+    place: Location
+    pages: Sequence[PageHash]
 
 
 @dataclass(eq=False)
@@ -40,7 +51,7 @@ class InFlightPrefills:
         """Whether it is to wait, once and no longer than that saves, for a request that computes
         pages of both, rather than do as was found; else it may lead from now on."""
         req, owner = request.req, self._models.owner_of(request.req)
-        if len(self._models) == 1 or owner is None or not request.pages or request.following:
+        if len(self._models) == 1 or owner is None or not request.pages or request.has_followed:
             return False
         pages = owner.pages_of(request.pages, self._page_size)
         place = pool_of(namespace_of(req))
@@ -60,13 +71,14 @@ class InFlightPrefills:
             )
             awaited = replace(leader, pages=pages[:num_pages])
             if most_s > 0 and not self._has_left(awaited):
-                request.following, request.patience = awaited, Patience(saving_s=most_s)
+                request.may_be_planned, request.has_followed = partial(self._is_over, awaited), True
+                request.patience = Patience(saving_s=most_s)
                 return True
         if is_declined:
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
         return False
 
-    def is_over(self, awaited: InFlightPrefill) -> bool:
+    def _is_over(self, awaited: InFlightPrefill) -> bool:
         """Whether the pages are there, or will not come."""
         leader = self._leaders.get(awaited.req.rid)
         return leader is None or leader.req is not awaited.req or self._has_left(awaited)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -26,7 +26,6 @@ from cachetree.planning import (
     Plan,
     PlanId,
     Reason,
-    Requested,
     bytes_of,
     choose,
     full_prefill_s,
@@ -42,7 +41,7 @@ from sglang_droidspeak.adapters.models import Models, Owner
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-from sglang_droidspeak.request.controls import Controls, name_of, parse_controls
+from sglang_droidspeak.request.controls import name_of, parse_controls
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 from sglang_droidspeak.start.config import GIB
 from sglang_droidspeak.start.this_server import ThisServer
@@ -116,33 +115,28 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
 
 
+@dataclass(eq=False)
 class Planner:
     """Scheduler thread only, but for what says otherwise."""
 
-    def __init__(
-        self,
-        server: ThisServer,
-        cache: Cache,
-        meter: Meter,
-        models: Models,
-        activated: ActivatedAdapters,
-        pool: PoolIndex,
-    ) -> None:
-        self._server: Final = server
-        self._cache: Final = cache
-        self._meter: Final = meter
-        self._models: Final = models
-        self._activated: Final = activated
-        self._pool: Final = pool
-        self.profiles: Final = dict(index_profiles(server.profiles))
-        self._generation = 0
-        """How often what is in service of a pair has changed."""
-        self.out_of_service: frozenset[PlanId] = frozenset()
-        """Not even for a request that names them where no gate decides."""
-        self.is_retired = False
-        """Weights were updated in place, and are not those that were identified: nothing is planned
-        any more."""
-        self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
+    _server: ThisServer
+    _cache: Cache
+    _meter: Meter
+    _models: Models
+    _activated: ActivatedAdapters
+    _pool: PoolIndex
+    profiles: dict[tuple[ModelId, ModelId], PairProfile] = field(init=False)
+    _generation: int = field(default=0, init=False)
+    """How often what is in service of a pair has changed."""
+    out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
+    """Not even for a request that names them where no gate decides."""
+    is_retired: bool = field(default=False, init=False)
+    """Weights were updated in place, and are not those that were identified: nothing is planned any
+    more."""
+
+    def __post_init__(self) -> None:
+        self.profiles = dict(index_profiles(self._server.profiles))
+        self._min_pages = -(-self._server.settings.min_tokens // self._server.page_size)
 
     def put_in_service(self, profile: PairProfile) -> None:
         """In place of what there was of the pair; later requests read no approximate KV that was
@@ -174,7 +168,7 @@ class Planner:
         pages = owner.pages_of(pages, page_size)
         try:
             controls = parse_controls(req.sampling_params.custom_params)
-            requested = self._requested(controls)
+            requested = controls.requested(self._server.identity.num_layers)
         except ValueError as exc:
             log.warning("request %s: %s; it does a full prefill", name_of(req.rid), exc)
             return Declined("bad_controls", str(exc))
@@ -264,17 +258,10 @@ class Planner:
         mine = pool_of(prefixes.namespace_of(req))
         return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
 
-    def _requested(self, controls: Controls) -> Requested:
-        num_layers = self._server.identity.num_layers
-        return Requested(
-            sender=None if controls.sender is None else ModelId(controls.sender),
-            block=controls.span(num_layers),
-        )
-
     def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
         """Of the request's first pages, while nobody waits; ValueError where it asks wrongly."""
         usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
-        requested, target_ms = self._requested(controls), controls.ttft_target_ms
+        requested, target_ms = controls.requested(usual.num_layers), controls.ttft_target_ms
         held = self._pool.held(req, num_pages, tree)
         # An experiment goes on from exact KV, and leaves nothing behind.
         is_experiment = requested.block is not None and self._server.settings.gate == "none"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
 import torch
 
-from cachetree import Location, ModelId, PageHash, Plan, Search, Span
+from cachetree import PageHash, Plan, Span
 from cachetree.planning import Patience
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.load import Load
@@ -51,16 +50,6 @@ class IllegalTransition(Exception):
     """A mistake of this package: a request was to enter a phase that does not follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightPrefill:
-    """One request in full prefill: these pages will be in the pool as `model`'s."""
-
-    req: Req
-    model: ModelId
-    place: Location
-    pages: Sequence[PageHash]
-
-
 class Request:
     """One stay in SGLang's queue: who is retracted is seen anew. Scheduler thread only."""
 
@@ -78,10 +67,11 @@ class Request:
         """On how many of its pages it counts that the device had: while what it needs comes, or has
         come, and it has no slots; and where it needs nothing more."""
 
-        self.searches: Sequence[Search] = ()
-        """Seen, it waits for these: answers of tiers that do not advertise;"""
-        self.following: InFlightPrefill | None = None
-        """or until another request has left its pages in the pool."""
+        self.may_be_planned: Callable[[], bool] = lambda: True
+        """Seen, whether all that it waits for is there: answers of tiers that do not advertise, or
+        what another request computes."""
+        self.has_followed = False
+        """It has waited for another request, and does so no more."""
 
         self.planned: Planned | None = None
         self.own_pages: Sequence[PageHash] = ()
@@ -107,11 +97,6 @@ class Request:
     def is_waiting(self) -> bool:
         """Whether it has a plan, and no slots."""
         return Phase.PLANNED <= self.phase <= Phase.READY
-
-    @property
-    def has_source(self) -> bool:
-        """Whether what it needs comes, or has come, and it has no slots."""
-        return self.phase in (Phase.FETCHING, Phase.READY)
 
     @property
     def age_s(self) -> float:

@@ -13,9 +13,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Final
 
 import torch
 
@@ -43,29 +42,24 @@ _Decision = tuple[str, bool, Planned | None, int]
 what it was planned to do, if anything, and on how many pages of the device's it counts."""
 
 
+@dataclass(eq=False)
 class WaitingRequests:
     """One entry per request in the queue; scheduler thread only."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        meter: Meter,
-        labels: Labels,
-        planner: Planner,
-        in_flight: InFlightPrefills,
-        ranks: Ranks,
-    ) -> None:
-        self._sources: Final = sources
-        self._meter: Final = meter
-        self._labels: Final = labels
-        self._planner: Final = planner
-        self._in_flight: Final = in_flight
-        self._ranks: Final = ranks
-        self._arrivals: Final = Arrivals(sources, meter, planner)
-        self._pool_index: Final = sources.pool_index
-        self._page_size: Final = sources.server.page_size
-        self._asks: Final = sources.server.settings.hicache_backend is not None and ranks.is_first
-        self._requests: Final[dict[str, Request]] = {}
+    _sources: Sources
+    _meter: Meter
+    _labels: Labels
+    _planner: Planner
+    _in_flight: InFlightPrefills
+    _ranks: Ranks
+    _requests: dict[str, Request] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        server = self._sources.server
+        self._arrivals = Arrivals(self._sources, self._meter, self._planner)
+        self._pool_index = self._sources.pool_index
+        self._page_size = server.page_size
+        self._asks = server.settings.hicache_backend is not None and self._ranks.is_first
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
@@ -112,7 +106,7 @@ class WaitingRequests:
     def has_source(self, rid: str) -> bool:
         """Of a request without slots."""
         request = self._requests.get(rid)
-        return request is not None and request.has_source
+        return request is not None and request.phase in (Phase.FETCHING, Phase.READY)
 
     def num_restorable(self, rid: str, first_key: str) -> int:
         """How many pages from SGLang's page `first_key` on can be loaded.
@@ -210,7 +204,8 @@ class WaitingRequests:
                 num_new = len(pages) - self._pool_index.held(req, len(pages), tree).exact
                 num_tokens = num_new * self._page_size
                 if num_tokens >= self._sources.server.settings.min_tokens:
-                    request.searches = self._sources.cache.search(pages)
+                    searches = self._sources.cache.search(pages)
+                    request.may_be_planned = lambda: all(it.is_over for it in searches)
                     full_s = full_prefill_s(Span(0, num_tokens), self._meter.prefill)
                     request.patience = Patience(saving_s=UNMEASURED_S if full_s is None else full_s)
         return request
@@ -218,7 +213,8 @@ class WaitingRequests:
     def _decide(self, seen: Sequence[Request], tree: UnifiedRadixCache, num_waiting: int) -> None:
         """Plan what can be planned now, on the first rank; the others do as it did."""
         for request in seen if self._ranks.is_first else ():
-            found = self._plan(request, tree, num_waiting) if self._may_decide(request) else None
+            may_be = request.may_be_planned() or request.left_s() < 0
+            found = self._plan(request, tree, num_waiting) if may_be else None
             if isinstance(found, Planned):
                 self._take_up(request, found, tree)  # The next one finds the link that busy.
             elif found is not None:
@@ -238,13 +234,6 @@ class WaitingRequests:
                 prefixes.move(request.req, approximate=is_approximate)
                 request.settle()
                 request.num_there = num_there
-
-    def _may_decide(self, request: Request) -> bool:
-        if request.left_s() < 0:
-            return True
-        if request.following is not None:
-            return self._in_flight.is_over(request.following)
-        return all(search.is_over for search in request.searches)
 
     def _plan(
         self, request: Request, tree: UnifiedRadixCache, num_waiting: int

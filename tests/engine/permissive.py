@@ -10,4 +10,4 @@ from unittest.mock import MagicMock
 def made(part: type, **given: Any) -> Any:
     """A `part` whose collaborators answer anything, but for those that are given."""
     names = inspect.signature(part).parameters
-    return part(**{name: given.get(name, MagicMock()) for name in names})
+    return part(**{name: given.get(name.lstrip("_"), MagicMock()) for name in names})

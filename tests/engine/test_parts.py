@@ -25,7 +25,7 @@ from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded, FetchError
 from cachetree.ids import EMPTY_SPAN, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory.staging import Staging
-from cachetree.planning.plan import Plan
+from cachetree.planning.plan import Plan, Requested
 from cachetree.status import FetchCounts
 from cachetree.transport import PeerState, PeerStatus
 from sglang_droidspeak.engine import HookType, place_hooks
@@ -80,13 +80,13 @@ def test_pack_fills_forwards() -> None:
     [(None, None), ("none", EMPTY_SPAN), ("all", Span(0, 6)), ("2:5", Span(2, 5))],
 )
 def test_controls_name_a_block(block: str | None, span: Span | None) -> None:
-    assert Controls(block=block).span(num_layers=6) == span
+    assert Controls(block=block).requested(num_layers=6) == Requested(block=span)
 
 
 @pytest.mark.parametrize("block", ["5:2", "2:2", "2:7", "-1:3", "2", "a:b", ""])
 def test_controls_refuse_a_wrong_block(block: str) -> None:
     with pytest.raises(ValueError, match="block"):
-        Controls(block=block).span(num_layers=6)
+        Controls(block=block).requested(num_layers=6)
 
 
 @pytest.mark.parametrize("params", [{"droidspeak": {"mod": "off"}}, {"droidspeak": 3}])
@@ -102,7 +102,7 @@ def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
 def test_what_is_said_of_wrong_controls_is_one_short_line(params: dict) -> None:
     """It is kept with the request, and logged."""
     with pytest.raises(ValueError, match="accepted in droidspeak") as refused:
-        parse_controls({"droidspeak": params}).span(6)
+        parse_controls({"droidspeak": params}).requested(6)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 700
 
 

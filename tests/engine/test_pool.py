@@ -455,12 +455,11 @@ class Crowd:
 
 def follow(
     leaders: InFlightPrefills, req: Any, pages: list[PageHash], found: Declined = NO_MATCH
-) -> Any:
-    """Whom a request waits for that may read what is approximate."""
+) -> Request | None:
+    """A request that may read what is approximate, if it is to wait."""
     it = Request(req)
     it.pages = pages
-    assert leaders.follow(it, found, TREE) == (it.following is not None)
-    return it.following
+    return it if leaders.follow(it, found, TREE) else None
 
 
 @pytest.fixture
@@ -479,12 +478,11 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
     assert follow(crowd.leaders, first, pages) is None
     assert follow(crowd.leaders, same, pages) is None, "its own tree will have it"
     following = follow(crowd.leaders, second, longer)
-    assert (following.req, following.pages) == (first, longer[:3])
-    assert not crowd.leaders.is_over(following)
+    assert not following.may_be_planned()
     crowd.index.note("", BASE, pages[:2], 0, 0)
-    assert not crowd.leaders.is_over(following)
+    assert not following.may_be_planned()
     crowd.index.note("", BASE, pages[:3], 2, 0)
-    assert crowd.leaders.is_over(following)
+    assert following.may_be_planned(), "all that both have"
 
 
 def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd) -> None:
@@ -495,14 +493,14 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
         follow(crowd.leaders, leader, pages)
         following = follow(crowd.leaders, FakeReq("2", "x"), pages)
         crowd.leaders.prune({rid, "2"})
-        assert not crowd.leaders.is_over(following)
+        assert not following.may_be_planned()
         if rid == "answers":
             leader.kv.holds_kv = True
             crowd.leaders.prune({"2"})
-            assert not crowd.leaders.is_over(following), "it computes"
+            assert not following.may_be_planned(), "it computes"
             leader.output_ids.append(1)
         crowd.leaders.prune({"2"})
-        assert crowd.leaders.is_over(following)
+        assert following.may_be_planned()
         assert follow(crowd.leaders, FakeReq("3", "x"), pages) is None
         crowd.leaders.clear()
 
@@ -516,10 +514,10 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(RemoteEntries, "reach", lambda *_: pytest.fail("nobody follows"))
         crowd.leaders.prune({"1"})
-    assert follow(crowd.leaders, FakeReq("2", "x"), pages).req is leader
+    assert follow(crowd.leaders, FakeReq("2", "x"), pages)
     crowd.index.note("", BASE, pages[:3], 0, 0)
     crowd.leaders.prune({"1"})
-    assert follow(crowd.leaders, FakeReq("3", "x"), pages).req is leader
+    assert follow(crowd.leaders, FakeReq("3", "x"), pages)
     common = [*pages[:3], *pages_of(1, seed=5)]
     assert follow(crowd.leaders, FakeReq("4", "x"), common) is None, "these are there"
 
@@ -548,7 +546,7 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
     assert follow(crowd.leaders, first, pages, Declined(outcome)) is None
     other = FakeReq("2", "x")
     assert follow(crowd.leaders, other, pages, Declined(outcome)) is None
-    assert follow(crowd.leaders, other, pages).req is first
+    assert follow(crowd.leaders, other, pages)
 
 
 @pytest.mark.parametrize("tenant", [None, "tenant"])

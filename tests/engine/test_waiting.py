@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from permissive import made
 from request_parts import planned_as
 
 from cachetree.clock import Clock, Deadline
@@ -147,7 +148,7 @@ def waiting_on(
     server, cache, pool = (parts.pop(name) for name in ("server", "cache", "pool"))
     kv: Any = SimpleNamespace(page_size=PAGE)
     sources = Sources(server, cache, pool, kv)
-    return WaitingRequests(sources, **parts)
+    return made(WaitingRequests, sources=sources, **parts)
 
 
 class Team:

@@ -352,7 +352,7 @@ def test_what_the_first_rank_cannot_begin_nobody_does() -> None:
         waiting, told = waiting_with(cache, ranks=ranks)
         assert not look(waiting, request())
         assert told.by_rid["r1"].outcome == f"fallback: {cause}"
-        assert cache.memory.lent_bytes == 0
+        assert cache.memory.held_bytes == 0
 
 
 def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:

@@ -273,7 +273,7 @@ def controls(data: bytes) -> None:
         given = msgspec.json.decode(data)
     except UNREADABLE:
         return  # The server reads the JSON.
-    parse_controls({"droidspeak": given}).span(4)
+    parse_controls({"droidspeak": given}).requested(4)
 
 
 def safetensors(data: bytes) -> None:
