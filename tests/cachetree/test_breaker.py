@@ -14,6 +14,7 @@ from transport_parts import (
     FAST,
     MODEL,
     ScriptedWorker,
+    begun,
     check_content,
     eventually,
     new_staging,
@@ -313,8 +314,7 @@ def test_a_probe_that_lands_closes_it() -> None:
         tree, clock = new_tree(), Ahead()
         with peer_of(worker.address, tree, STRICT, clock=clock) as peer:
             for _ in range(3):
-                late = new_staging(16, seconds=0.05)
-                peer.fetch(MODEL, PAGES, late)
+                late = begun(peer, PAGES, seconds=0.05)
                 with pytest.raises(FetchError):
                     wait_all(late)
                 eventually(lambda: not peer._fetches._all)

@@ -337,7 +337,7 @@ def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
     """Set once it has been tried."""
     done = threading.Event()
     assert cache._disk is not None
-    assert cache._disk.promote(MODEL, pages[-1], Deadline.after(20), done.set)
+    cache._disk.promote(MODEL, pages[-1], Deadline.after(20), done.set)
     return done
 
 

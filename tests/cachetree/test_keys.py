@@ -151,8 +151,8 @@ def test_a_bad_allow_list_names_the_place(
     assert "5e5e" not in str(caught.value)
 
 
-def test_a_pair_does_not_show_its_secret() -> None:
-    pair = keys.new_key_pair()
+def test_a_pair_does_not_show_its_secret(tmp_path: Path) -> None:
+    pair, _, _ = keys.write_key_pair(tmp_path, "one")
     for shown in (repr(pair), str(pair), f"{pair}"):
         assert pair.public in shown
         assert pair.secret.hex() not in shown

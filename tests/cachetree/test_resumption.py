@@ -15,6 +15,7 @@ from transport_parts import (
     PAGE_BYTES,
     STEPS,
     ScriptedWorker,
+    begun,
     check_content,
     content,
     eventually,
@@ -125,8 +126,7 @@ def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]
         BreakingWorker(harm, num_broken=2) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,
     ):
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         wait_all(staging)
         check_content(staging, PAGES)
         kept = 3 if harm is doubled else 2
@@ -147,8 +147,7 @@ def test_retries_are_bounded(harm: Callable[..., bool]) -> None:
         BreakingWorker(harm, num_broken=99) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,
     ):
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(FetchError, match=r"checksum|closing"):
             wait_all(staging)
         assert len(worker.fetches) == 1 + FAST.max_retries
@@ -190,8 +189,7 @@ def test_what_is_gone_after_a_restart_is_stale() -> None:
         Emptied(goodbye, num_broken=1) as worker,
         peer_of(worker.address, new_tree()) as peer,
     ):
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(StaleEntry):
             wait_all(staging)
         assert peer.status.probe_in_s is None
@@ -209,8 +207,7 @@ def test_a_worker_that_stays_away_costs_no_more_than_the_patience_for_it(
         worker_of(source, max_bytes_per_s=1e4) as worker,
         peer_of(worker.address, new_tree(), patient) as peer,
     ):
-        staging = new_staging(16, seconds=deadline_s)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES, seconds=deadline_s)
         eventually(lambda: staging.writes)
         worker.close()
         begun_at_s = time.monotonic()
@@ -230,8 +227,7 @@ def test_a_handshake_that_breaks_off_meanwhile_is_tried_again() -> None:
         worker_of(source, max_bytes_per_s=1e5) as worker,
         peer_of(worker.address, new_tree(), patient) as peer,
     ):
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         eventually(lambda: staging.writes)
         worker.close()
         with socket.create_server(("127.0.0.1", parse_remote(worker.address, field="").port)) as it:
@@ -248,8 +244,7 @@ def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
         worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
         peer_of(worker.address, new_tree()) as peer,
     ):
-        staging = new_staging(16, seconds=30)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES, seconds=30)
         eventually(lambda: staging.writes)
         worker.close()
         eventually(lambda: peer.state is PeerState.CONNECTING)
@@ -299,8 +294,7 @@ def test_a_protocol_error_in_a_retry_is_still_one() -> None:
         BreakingWorker(damaged, num_broken=99) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,
     ):
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError):
             wait_all(staging)
         assert peer.status.num_protocol_errors == 3

@@ -24,9 +24,9 @@ from transport_parts import (
     STEPS,
     RecordingStaging,
     ScriptedWorker,
+    begun,
     check_content,
     eventually,
-    new_staging,
     new_tree,
     pages_of,
     peer_of,
@@ -102,8 +102,7 @@ def test_what_is_not_the_workers_memory_is_not_read(arena: Arena, wrong: dict[st
     arena.file = msgspec.structs.replace(arena.file, **wrong)  # type: ignore[misc]
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         assert not peer.status.shares_memory
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         wait_all(staging)
         check_content(staging, PAGES)
         assert open_arenas().count(inode) == 1
@@ -128,8 +127,7 @@ def test_either_side_can_switch_it_off(arena: Arena, peers_choice: bool) -> None
         peer_of(worker.address, new_tree(), config) as peer,
     ):
         assert not peer.status.shares_memory
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         wait_all(staging)
         check_content(staging, PAGES)
 
@@ -201,8 +199,7 @@ def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Are
         with pytest.raises(ProtocolError, match="checksum"):
             wait_all(staging)
         assert staging.num_landed_bytes == 0
-        again = new_staging(16, steps=STEPS[1:])
-        peer.fetch(MODEL, PAGES, again)
+        again = begun(peer, PAGES, steps=STEPS[1:])
         wait_all(again)
         check_content(again, PAGES)
 
@@ -246,8 +243,7 @@ def test_places_that_are_wrong_cost_that_fetch_only(
         ScriptedWorker(script, arena=arena.file) as worker,
         peer_of(worker.address, new_tree(), ONCE) as peer,
     ):
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError):
             wait_all(staging)
         assert staging.num_landed_bytes == 0
@@ -260,8 +256,7 @@ def test_places_in_a_memory_that_is_not_read_are_an_error() -> None:
         worker.send(identity, SOUND)
 
     with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError, match="not read"):
             wait_all(staging)
 
@@ -271,8 +266,7 @@ def test_a_worker_that_is_killed_leaves_nothing_open() -> None:
     before = set(open_arenas())
     with worker_process(256, 1e6) as (process, address), peer_of(address, new_tree()) as peer:
         assert peer.status.shares_memory
-        staging = new_staging(256, seconds=2)
-        peer.fetch(MODEL, pages, staging)
+        staging = begun(peer, pages, seconds=2)
         eventually(lambda: staging.writes)
         process.send_signal(signal.SIGKILL)
         with pytest.raises(FetchError):
@@ -302,8 +296,7 @@ def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> N
     source = new_tree(PAGES, memory=arena)
     with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
         for _ in range(2):
-            staging = new_staging(16)
-            peer.fetch(MODEL, PAGES, staging)
+            staging = begun(peer, PAGES)
             wait_all(staging)
             check_content(staging, PAGES)
         lease = source.lease(MODEL, PAGES, "test", Deadline.after(10))
@@ -312,7 +305,6 @@ def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> N
         assert len(slab.checksums) == len(STEPS)
         (view,) = lease.views(Step(Kind.KV, 0))
         view[100] ^= 1
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError, match="checksum"):
             wait_all(staging)

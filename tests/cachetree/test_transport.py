@@ -22,6 +22,7 @@ from transport_parts import (
     RawPeer,
     RecordingStaging,
     ask_status,
+    begun,
     check_content,
     eventually,
     new_staging,
@@ -80,8 +81,7 @@ def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
         assert (match.location, match.num_pages) == (worker.address, 256)
         assert match.e_pages == {E_LAYER: 256}
         assert peer.status.shares_memory == (worker._tree.memory.file is not None)
-        staging = new_staging(256)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         wait_all(staging)
         check_content(staging, PAGES)
         most = LOCATED_BYTES if peer.status.shares_memory else FAST.frame_bytes
@@ -92,12 +92,10 @@ def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
 
 def test_a_part_of_a_prefix_and_steps_of_any_number() -> None:
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
-        staging = new_staging(30, steps=[Step(Kind.KV, 3)])
-        peer.fetch(MODEL, PAGES[70:100], staging)
+        staging = begun(peer, PAGES[70:100], steps=[Step(Kind.KV, 3)])
         wait_all(staging)
         check_content(staging, PAGES[70:100])
-        empty = new_staging(0)
-        peer.fetch(MODEL, [], empty)
+        empty = begun(peer, [])
         wait_all(empty)
 
 
@@ -108,8 +106,7 @@ def test_short_runs_are_joined_into_larger_frames() -> None:
         store(tree, [page], parent)
         parent = page
     with worker_of(tree) as worker, peer_of(worker.address, new_tree()) as peer:
-        staging = new_staging(256)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         wait_all(staging)
         check_content(staging, PAGES)
     assert len(staging.writes) == staging.num_bytes // (64 << 10)
@@ -200,8 +197,7 @@ def test_another_family_is_refused_by_field_and_leaves_no_entries() -> None:
         assert not tree.match(PAGES)
         eventually(lambda: worker.status().num_refused_peers == 1)
         assert worker.status().num_peers == 0
-        staging = new_staging(1)
-        peer.fetch(MODEL, PAGES[:1], staging)
+        staging = begun(peer, PAGES[:1])
         with pytest.raises(FetchError, match="refused"):
             wait_all(staging)
 
@@ -214,8 +210,7 @@ def test_pages_that_are_gone_are_stale() -> None:
             peer.fetch(model, pages, staging)
             with pytest.raises(StaleEntry, match=worker.address):
                 wait_all(staging)
-        no_e = new_staging(256, steps=[Step(Kind.E, 1)])
-        peer.fetch(MODEL, PAGES, no_e)
+        no_e = begun(peer, PAGES, steps=[Step(Kind.E, 1)])
         with pytest.raises(StaleEntry):
             wait_all(no_e)
         assert worker.status().fetches_by_outcome == {"stale": 3}
@@ -229,8 +224,7 @@ def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
         worker_of(source, max_bytes_per_s=1e6) as worker,
         peer_of(worker.address, new_tree()) as peer,
     ):
-        staging = new_staging(256)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         eventually(lambda: staging.writes)
         staging.cancel()
         eventually(lambda: worker.status().num_streams == 0)
@@ -254,8 +248,7 @@ def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes() -> None:
         worker_of(new_tree(pages), max_bytes_per_s=2e5) as worker,
         peer_of(worker.address, new_tree(), quiet) as peer,
     ):
-        staging = new_staging(256, 60.0)
-        peer.fetch(MODEL, pages, staging)
+        staging = begun(peer, pages, seconds=60.0)
         eventually(lambda: staging.num_landed_bytes >= 20_000)
         staging.cancel()
         eventually(lambda: peer.link)  # Measured by the end of the fetch.
@@ -270,8 +263,7 @@ def test_a_deadline_ends_both_sides() -> None:
         worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker,
         peer_of(worker.address, new_tree()) as peer,
     ):
-        staging = new_staging(256, seconds=0.2)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES, seconds=0.2)
         with pytest.raises(DeadlineExceeded):
             wait_all(staging)
         assert staging.num_landed_bytes < staging.num_bytes
@@ -362,20 +354,17 @@ def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -
         tree = new_tree()
         peer = Peer(tree, worker.address, FAST)
         assert peer.wait_ready(20)
-        staging = new_staging(256)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         eventually(lambda: staging.writes)
         with peer._changed:
             peer._is_closing = True
-        ending = new_staging(1)
-        peer.fetch(MODEL, PAGES[:1], ending)
+        ending = begun(peer, PAGES[:1])
         peer.close()
         peer.close()
         assert peer.state is PeerState.CLOSED
         assert not tree.match(PAGES)
         eventually(lambda: worker.status().num_peers == 0)
-        late = new_staging(1)
-        peer.fetch(MODEL, PAGES[:1], late)
+        late = begun(peer, PAGES[:1])
         for each in (staging, ending, late):
             with pytest.raises(FetchError, match="closed"):
                 wait_all(each)

@@ -18,6 +18,7 @@ from transport_parts import (
     SILENCE_S,
     STEPS,
     ScriptedWorker,
+    begun,
     check_content,
     eventually,
     new_staging,
@@ -114,8 +115,7 @@ def impossible_entries(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetc
 @pytest.mark.parametrize("script", [flipped_bit, wrong_offset, far_offset, beyond_the_step, twice])
 def test_wrong_content_costs_that_fetch_only(script: Script) -> None:
     with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError):
             wait_all(staging)
         assert peer.status.num_protocol_errors == 1
@@ -140,8 +140,7 @@ def test_wrong_content_costs_that_fetch_only(script: Script) -> None:
 )
 def test_a_broken_protocol_ends_the_connection_and_another_is_made(script: Script) -> None:
     with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError):
             wait_all(staging)
         assert peer.status.num_protocol_errors == 1
@@ -173,8 +172,7 @@ def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -
         worker.send(identity, frame(fetch, offset=SIZE), GOOD)
 
     with ScriptedWorker(short) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         with pytest.raises(ProtocolError):
             wait_all(staging)
         eventually(lambda: peer.status.num_losses == 1)
@@ -221,8 +219,7 @@ def test_a_silent_worker_is_lost() -> None:
 
     config = msgspec.structs.replace(ONCE, silence_s=SILENCE_S)
     with ScriptedWorker(silent) as worker, peer_of(worker.address, new_tree(), config) as peer:
-        staging = new_staging(16, seconds=60)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES, seconds=60)
         with pytest.raises(FetchError, match=f"silent for {SILENCE_S} s"):
             wait_all(staging)
 
@@ -241,8 +238,7 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
             peer.fetch(MODEL, pages, staging)
         eventually(lambda: all(staging.writes for staging in stagings))
         epoch = peer.status.epoch
-        hurried = new_staging(256, seconds=0.3)
-        peer.fetch(MODEL, pages, hurried)
+        hurried = begun(peer, pages, seconds=0.3)
         process.send_signal(signal.SIGKILL)
         with pytest.raises(DeadlineExceeded):
             wait_all(hurried)
@@ -251,8 +247,7 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
         num_landed = [staging.num_landed_bytes for staging in stagings]
         assert all(0 < num < 4 * 256 * PAGE_BYTES for num in num_landed)
 
-        late = new_staging(256)
-        peer.fetch(MODEL, pages, late)
+        late = begun(peer, pages)
         with pytest.raises(FetchError, match="connecting"):
             wait_all(late)
 
@@ -285,8 +280,7 @@ def test_a_peer_keeps_the_deadline_although_nobody_waits() -> None:
         pass
 
     with ScriptedWorker(silent) as worker, peer_of(worker.address, new_tree()) as peer:
-        staging = new_staging(16, seconds=0.1)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES, seconds=0.1)
         eventually(lambda: isinstance(staging.error, DeadlineExceeded))
         eventually(lambda: wire.Cancel(id=1) in worker.received)
 

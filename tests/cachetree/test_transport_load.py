@@ -23,6 +23,7 @@ from transport_parts import (
     MODEL,
     PAGE_BYTES,
     RawPeer,
+    begun,
     check_content,
     eventually,
     new_memory,
@@ -37,7 +38,7 @@ from transport_parts import (
 
 from cachetree import CacheTree, Location, Worker, WorkerConfig
 from cachetree.transport import wire
-from cachetree.transport.advertise import Advertiser, RemoteView
+from cachetree.transport.advertise import Advert, Advertiser, RemoteView
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MESSAGE, Frame, Unsealed
 
@@ -134,8 +135,7 @@ def test_a_slow_receiver_takes_no_memory(fault: Fault) -> None:
     ):
         before = worker.resident_bytes()
         proxy.arm(Strike(fault, Towards.PEER, 0, Via.DATA))
-        staging = new_staging(NUM_LARGE, seconds=60)
-        peer.fetch(MODEL, pages_of(NUM_LARGE), staging)
+        staging = begun(peer, pages_of(NUM_LARGE), seconds=60)
         eventually(lambda: proxy.has_struck)
         measured = []
         for _ in range(15):
@@ -151,25 +151,24 @@ def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     source, tree = new_tree(PAGES[:1]), new_tree()
     advertiser = Advertiser(source, max_pending=3, wake=lambda: None)
     view = RemoteView(tree, Location("tcp://worker:1"))
-    num_resets = 0
+    told: list[Advert] = []
 
     def tell(num: int) -> None:
-        nonlocal num_resets
         for _ in range(num):
             if (advert := advertiser.next()) is None:
                 break
             view.apply(advert)
-            num_resets += isinstance(advert, wire.Reset)
+            told.append(advert)
 
     tell(99)
-    assert num_resets == 1
+    assert told.count(wire.Reset()) == 1
     for stop in range(2, 65):
         store(source, PAGES[stop - 1 : stop], PAGES[stop - 2])
         if stop % 16 == 0:
             tell(stop // 16)  # Slow: some of it only, then many more changes.
     tell(99)
-    assert num_resets > 1
-    assert view.is_synced
+    assert told.count(wire.Reset()) > 1
+    assert wire.Synced() in told[-told[::-1].index(wire.Reset()) :]
     assert tree.match(PAGES)[0].num_pages == 64
     advertiser.close()
 

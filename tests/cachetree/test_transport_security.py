@@ -11,12 +11,11 @@ from security_parts import Party, Tap, send_garbage
 from transport_parts import (
     FAMILY,
     FAST,
-    MODEL,
     ScriptedWorker,
+    begun,
     check_content,
     eventually,
     fetch_all,
-    new_staging,
     new_tree,
     pages_of,
     peer_of,
@@ -48,8 +47,7 @@ def refused(peer: Peer, worker: Worker | None = None) -> str:
     assert not peer.wait_ready(5)
     assert peer.state is PeerState.UNTRUSTED
     assert isinstance(peer.error, AuthenticationError)
-    staging = new_staging(1)
-    peer.fetch(MODEL, PAGES[:1], staging)
+    staging = begun(peer, PAGES[:1])
     with pytest.raises(FetchError):
         wait_all(staging)
     if worker is not None:
@@ -84,8 +82,7 @@ def test_frames_of_the_largest_size_come_through(
         worker_of(new_tree(pages), **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), config) as peer,
     ):
-        staging = new_staging(4096)
-        peer.fetch(MODEL, pages, staging)
+        staging = begun(peer, pages)
         wait_all(staging)
         check_content(staging, pages)
         assert max(size for *_, size in staging.writes) == frame_bytes

@@ -19,6 +19,7 @@ from transport_parts import (
     STEPS,
     RawPeer,
     ask_status,
+    begun,
     check_content,
     content,
     eventually,
@@ -100,8 +101,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
         oversize.send(bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert not oversize.poll(200), "it was read, although the socket should have dropped it"
         assert worker.status().num_protocol_errors == 6
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         wait_all(staging)
         check_content(staging, PAGES)
         assert peer.status.num_losses == 0
@@ -319,8 +319,7 @@ def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
     with worker_of(source, max_bytes_per_s=1e4) as worker:
         peer = Peer(new_tree(), worker.address, ONCE)
         assert peer.wait_ready(20)
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
+        staging = begun(peer, PAGES)
         eventually(lambda: worker.status().num_streams == 1)
         worker.close()
         with pytest.raises(FetchError, match="clos"):

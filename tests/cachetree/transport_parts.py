@@ -164,10 +164,18 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
         assert b"".join(staging.views(step)) == expected, step
 
 
+def begun(
+    peer: Peer, pages: Sequence[PageHash], seconds: float = 10.0, steps: Sequence[Step] = STEPS
+) -> RecordingStaging:
+    """A fetch of them."""
+    staging = new_staging(len(pages), seconds, steps)
+    peer.fetch(MODEL, pages, staging)
+    return staging
+
+
 def fetch_all(peer: Peer, pages: Sequence[PageHash]) -> None:
     """Every step of them, which have to be right."""
-    staging = new_staging(len(pages))
-    peer.fetch(MODEL, pages, staging)
+    staging = begun(peer, pages)
     wait_all(staging)
     check_content(staging, pages)
 
