@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -77,15 +78,15 @@ class DiskTier:
 
     def promote(
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
-    ) -> bool:
-        """Read `page` and what is before it into the tree, in a thread that then calls `done`.
+    ) -> None:
+        """Read `page` and what is before it into the tree, in a thread that then calls `done`; at
+        once where too much waits to be read.
 
-        What is not in the tree by then could not be read, has no room there, or is late. False,
-        without `done`, where too much waits to be read.
+        What is not in the tree by then could not be read, has no room there, or is late.
         """
-        if not self._promotions.acquire(blocking=False):
-            return False
-        return self._reads.put(partial(self._promote_and_tell, model, page, deadline, done))
+        read = partial(self._promote_and_tell, model, page, deadline, done)
+        if not (self._promotions.acquire(blocking=False) and self._reads.put(read)):
+            done()
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
@@ -182,10 +183,11 @@ class DiskTier:
             done()
 
     def _promote(self, line: Iterable[DiskEntry], deadline: Deadline) -> None:
+        """What descends from one that cannot be had finds that its parent is not there."""
         for entry in line:
-            is_late = deadline.has_passed or self._behind.is_over()
-            if is_late or not self._promote_entry(entry):
+            if deadline.has_passed or self._behind.is_over():
                 return
+            self._promote_entry(entry)
 
     def _bring_e(self, line: Sequence[DiskEntry] = ()) -> None:
         """To what hides it, an entry at a time: all others of the line wait behind other reads."""
@@ -257,10 +259,8 @@ class DiskTier:
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""
         try:
-            for entry in takewhile(self._has_room, self._store.index.entries()):
-                if self._behind.is_over():
-                    return
-                self._promote_entry(entry)
+            warm = takewhile(self._has_room, self._store.index.entries())
+            self._promote(warm, Deadline(inf, self._clock))
         finally:
             self._is_warm = True
 

@@ -196,8 +196,6 @@ class RemoteView:
     def __init__(self, tree: CacheTree, location: Location) -> None:
         self._tree = tree
         self._location = location
-        self.is_synced = False
-        """A whole snapshot has been applied since the last `forget`."""
 
     def limit(self, budget_bytes: int) -> None:
         """Note as many pages as fit in what the worker keeps; for more, those go that were matched
@@ -214,12 +212,9 @@ class RemoteView:
             case Entries():
                 for entry in message.entries:
                     self._apply(entry)
-            case Synced():
-                self.is_synced = True
 
     def forget(self) -> None:
         self._tree.remote.forget(self._location)
-        self.is_synced = False
 
     def _apply(self, entry: Entry) -> None:
         pages = pages_of(entry.pages)

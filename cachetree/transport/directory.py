@@ -79,13 +79,9 @@ class Rounds:
         )
         self._thread.start()
 
-    def begin_close(self) -> None:
-        """Without waiting for its thread."""
-        self._closing.set()
-
     def close(self, most_s: float = CLOSE_S) -> None:
-        """Idempotent."""
-        self.begin_close()
+        """Waits for its thread so long. Idempotent."""
+        self._closing.set()
         self._thread.join(most_s)
 
     def _run(self, turn: Callable[[], object], end: Callable[[], object] | None) -> None:

@@ -160,24 +160,19 @@ class Seals(Unsealed):
             yield self.seal(whole[at : at + PIECE_BYTES])
 
     def open(self, header: memoryview) -> memoryview | bytes:
-        try:
-            return self._cipher.decrypt(self._open_nonce(), header, None)
-        except InvalidTag as exc:
-            raise _broken() from exc
+        clear = memoryview(bytearray(max(0, header.nbytes - TAG_BYTES)))
+        self.open_piece(header, clear)
+        return clear
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
-        try:
-            self._cipher.decrypt_into(self._open_nonce(), sealed, None, into)
-        except InvalidTag as exc:
-            raise _broken() from exc
-
-    def _open_nonce(self) -> bytes:
         self._num_opened += 1
-        return _nonce(self._num_opened, by_worker=not self._is_worker)
-
-
-def _broken() -> ProtocolError:
-    return ProtocolError("a message, or one before it, was changed, lost or repeated on its way")
+        nonce = _nonce(self._num_opened, by_worker=not self._is_worker)
+        try:
+            self._cipher.decrypt_into(nonce, sealed, None, into)
+        except InvalidTag as exc:
+            raise ProtocolError(
+                "a message, or one before it, was changed, lost or repeated on its way"
+            ) from exc
 
 
 def _nonce(number: int, *, by_worker: bool) -> bytes:

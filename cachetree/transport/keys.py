@@ -53,11 +53,6 @@ def to_public(raw: bytes) -> PublicKey:
     return PublicKey(_PUBLIC + raw.hex())
 
 
-def new_key_pair() -> KeyPair:
-    public, secret = map(z85.decode, zmq.curve_keypair())
-    return KeyPair(public=to_public(public), secret=secret)
-
-
 def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
     """A new pair in `folder`, as (pair, secret file, public file).
 
@@ -65,7 +60,8 @@ def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
     """
     if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(f"name is {name!r}; use letters, digits, '_', '-' and '.'")
-    keys = new_key_pair()
+    public, secret = map(z85.decode, zmq.curve_keypair())
+    keys = KeyPair(public=to_public(public), secret=secret)
     secret_file, public_file = folder / f"{name}.key", folder / f"{name}.pub"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -160,20 +160,16 @@ class Peer:
         """From now on, store there what is in the tree and what comes into it. Returns at once."""
         self._stores.begin()
 
-    def begin_close(self) -> None:
-        """Have the thread end as `close` does, without waiting for it."""
+    def close(self, most_s: float = MAX_CLOSE_S) -> None:
+        """Fail what is fetched, forget the worker's entries; waits for it so long. Idempotent.
+
+        What waits to be stored still is, for a few seconds at most and by a worker that answers.
+        """
         self._stores.close()
         with self._changed:
             self._is_closing = True
             self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_STORE_S)
             self._wakeup.wake()
-
-    def close(self, most_s: float = MAX_CLOSE_S) -> None:
-        """Fail what is fetched, forget the worker's entries. Idempotent.
-
-        What waits to be stored still is, for a few seconds at most and by a worker that answers.
-        """
-        self.begin_close()
         self._thread.join(most_s)
 
     @property
@@ -226,8 +222,6 @@ class Peer:
         # For what waits to be stored there is no time to lose.
         while (pause_s := self._attempt_at_s - self._clock()) > 0 and not self._is_closing:
             self._wait(zmq.Poller(), pause_s)
-        if self._is_over:
-            return
         if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
         hello = wire.hello(self._tree.family, "", epoch=0)
@@ -312,7 +306,7 @@ class Peer:
         self._counts.num_resyncs += isinstance(message, wire.Reset)
         if isinstance(message, wire.Entries):
             connection.send(wire.Learned())
-        if self._view.is_synced and self.state is not PeerState.READY:
+        if isinstance(message, wire.Synced) and self.state is not PeerState.READY:
             self._backoff.reset()
             self._set_state(PeerState.READY)
             if self._has_warned:

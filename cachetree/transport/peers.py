@@ -89,9 +89,9 @@ class Peers:
         """Idempotent. All end at once; who does not in `MAX_CLOSE_S` is left to itself."""
         self._is_closed = True
         for rounds in self._rounds:
-            rounds.begin_close()
+            rounds.close(0.0)
         for peer in self.now.values():
-            peer.begin_close()
+            peer.close(0.0)
         until = Deadline.after(MAX_CLOSE_S)
         for rounds in self._rounds:
             rounds.close(until.remaining_s())

@@ -66,8 +66,8 @@ class Session:
         self._stores = StoreReceiver(service, self.tell)
         self._waiting: dict[Fetch | Store, float] = {}
         """Those that wait for pages to be read from disk, and since when."""
-        self._read: deque[Callable[[], None]] = deque()
-        """What goes on with those that waited; filled by any thread."""
+        self._read: deque[tuple[Fetch | Store, Callable[[], None]]] = deque()
+        """Those for which that is over, and how each goes on; filled by any thread."""
         self._wake = wake
         self._last_id = 0
 
@@ -80,7 +80,9 @@ class Session:
     def go_on(self) -> None:
         """With what no longer waits; raises as `take`."""
         while self._read:
-            self._read.popleft()()
+            request, begin = self._read.popleft()
+            if self._waiting.pop(request, None) is not None:
+                begin()
 
     def tell(self, message: wire.ToPeer) -> None:
         """Dropped where the channel is over."""
@@ -207,9 +209,8 @@ class Session:
         """
         service, disk = self._service, self._service.disk
         model, last = ModelId(request.model), PageHash(page)
-        is_page = len(page) == PAGE_HASH_BYTES
-        is_here = is_page and service.tree.has(model, last)
-        is_on_disk = disk is not None and is_page and not is_here and disk.has(model, last)
+        is_here = service.tree.has(model, last)
+        is_on_disk = disk is not None and not is_here and disk.has(model, last)
         if isinstance(request, Fetch):
             (service.counts.hits if is_here else service.counts.misses)["memory"] += 1
             if disk is not None and not is_here:
@@ -218,18 +219,12 @@ class Session:
             go_on()
             return
 
-        def resume() -> None:
-            if request in self._waiting:
-                del self._waiting[request]
-                go_on()
-
         def read() -> None:
-            self._read.append(resume)
+            self._read.append((request, go_on))
             self._wake()
 
         self._waiting[request] = self._clock()
-        if not disk.promote(model, last, deadline, read):
-            resume()
+        disk.promote(model, last, deadline, read)
 
     def _stop_waiting(self, requests: Sequence[Fetch | Store], outcome: str) -> None:
         for request in requests:
@@ -259,10 +254,6 @@ class Session:
         self.tell(message)
 
 
-_Refusal = tuple[Why, str]
-"""Why a store is not taken, in a word and in a sentence."""
-
-
 class StoreReceiver:
     """The store of one peer that is under way. Used by the worker's thread only.
 
@@ -276,47 +267,42 @@ class StoreReceiver:
         self._service = service
         self._counts = service.counts
         self._tell = tell
-        self._open: tuple[FetchReceiver, Reservation] | None = None
+        self._open: FetchReceiver | None = None
+        """The end of its staging is that of the reservation, too."""
 
     def begin(self, store: wire.Store, deadline: Deadline) -> None:
         """Reserve room for a store, or say why not."""
         try:
-            refusal = self._begin(store, deadline)
+            self._begin(store, deadline)
         except ProtocolError as exc:
-            refusal = Why.PROTOCOL, wire.reason(exc)
-        if refusal is not None:
-            self.refuse(store.id, *refusal)
+            self.refuse(store.id, Why.PROTOCOL, wire.reason(exc))
 
     def receiver_of(self, frame: Frame) -> FetchReceiver | None:
         """None where its store has ended."""
-        receiver = self._open[0] if self._open else None
-        return receiver if receiver and receiver.id == frame.id else None
+        return self._open if self._open is not None and self._open.id == frame.id else None
 
     def cancel(self, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
-        if self._open is not None and self._open[0].id == id:
+        if self._open is not None and self._open.id == id:
             self.close()
 
     def expire(self) -> None:
         """End what is late."""
-        if self._open is not None:
-            receiver, _ = self._open
-            if receiver.staging.deadline.has_passed:
-                self.refuse(receiver.id, Why.DEADLINE, "the store's time is over")
+        if self._open is not None and self._open.staging.deadline.has_passed:
+            self.refuse(self._open.id, Why.DEADLINE, "the store's time is over")
 
     def close(self) -> None:
         """Nothing more comes of it."""
         if self._open is not None:
-            receiver, reservation = self._open
-            receiver.id = NOT_ASKED
-            reservation.release()
+            self._open.id = NOT_ASKED
+            self._open.staging.release()
             self._open = None
             self._counts.num_open_stores -= 1
 
-    def _landed(self, receiver: FetchReceiver, num_bytes: int) -> None:
+    def _landed(self, reservation: Reservation, receiver: FetchReceiver, num_bytes: int) -> None:
         self._counts.num_received_bytes += num_bytes
-        if self._open is not None and receiver.staging.is_complete:
-            id, (_, reservation) = receiver.id, self._open
+        if receiver.staging.is_complete:
+            id = receiver.id
             reservation.commit()
             self.close()
             self._counts.stores_by_outcome["stored"] += 1
@@ -325,10 +311,10 @@ class StoreReceiver:
     def _broke(self, receiver: FetchReceiver, error: FetchError) -> None:
         self.refuse(receiver.id, Why.PROTOCOL, wire.reason(error))
 
-    def _begin(self, store: wire.Store, deadline: Deadline) -> _Refusal | None:
+    def _begin(self, store: wire.Store, deadline: Deadline) -> None:
         tree = self._service.tree
         if self._open is not None:
-            raise ProtocolError(f"store {store.id} comes before store {self._open[0].id} has ended")
+            raise ProtocolError(f"store {store.id} comes before store {self._open.id} has ended")
         pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
         steps = wire.steps_of_store(tree.family.num_layers, store.e_layers)
         if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
@@ -337,21 +323,23 @@ class StoreReceiver:
         reservation = tree.reserve(model, parent, pages, store.e_layers)
         if reservation is None:
             if parent is not None and not tree.has(model, parent):
-                return Why.UNKNOWN_PARENT, f"model {model} has no page before these"
-            return Why.NO_ROOM, f"there is no room for {len(pages)} pages"
+                why = f"model {model} has no page before these"
+                self.refuse(store.id, Why.UNKNOWN_PARENT, why)
+            else:
+                self.refuse(store.id, Why.NO_ROOM, f"there is no room for {len(pages)} pages")
+            return
         if not reservation.pages:
             self._counts.stores_by_outcome["known"] += 1
         else:
-            num_pages = len(reservation.pages)
-            sizes = {step: num_pages * tree.family.page_bytes(step.kind) for step in steps}
-            staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
             pages = reservation.pages
-            receiver = FetchReceiver(model, pages, staging, self._landed, self._broke)
-            receiver.id = store.id
-            self._open = receiver, reservation
+            sizes = {step: len(pages) * tree.family.page_bytes(step.kind) for step in steps}
+            views = {step: reservation.views(step) for step in steps}
+            staging = Staging(sizes, deadline, views, lambda _: reservation.release())
+            landed = partial(self._landed, reservation)
+            self._open = FetchReceiver(model, pages, staging, landed, self._broke)
+            self._open.id = store.id
             self._counts.num_open_stores += 1
         self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
-        return None
 
     def refuse(self, id: int, why: Why, reason: str) -> None:
         self.cancel(id)
