@@ -133,8 +133,6 @@ def test_nobody_reads_on_is_no_fault() -> None:
             text=True,
         ) as command,
     ):
-        assert command.stdout is not None
-        assert command.stderr is not None
         command.stdout.close()
         assert command.stderr.read() == ""
         assert command.wait() == 0
@@ -188,7 +186,6 @@ def test_evict_leaves_what_is_being_read(run: Run) -> None:
     with cache_of(worker=OBEYS) as cache:
         store(cache.tree, PAGES)
         lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5))
-        assert lease is not None
         with lease:
             assert run("evict", cache.address, "--all")["num_bytes"] == 0
         assert run("evict", cache.address, "--all")["num_bytes"] == 64 * PAGE_TOTAL
@@ -199,7 +196,6 @@ def test_evict_reaches_the_disk_too(run: Run, tmp_path: Path) -> None:
 
     def on_disk(cache: Cache) -> int:
         status = cache.status().disk
-        assert status is not None
         return status.num_pages
 
     with cache_of(worker=OBEYS, **disk) as cache:

@@ -302,7 +302,6 @@ def test_what_the_reader_gives_up_is_no_error_and_ends_no_other_fetch(error: Fet
         for staging in given_up:
             eventually(lambda it=staging: it.writes)
             staging.fail(error)
-        wait_all(lasting)
         check_content(lasting, PAGES)
         assert peer.state is PeerState.READY
         assert peer.status.probe_in_s is None
@@ -326,7 +325,6 @@ def test_a_probe_that_lands_closes_it() -> None:
             peer.fetch(MODEL, PAGES, other)
             with pytest.raises(FetchError, match="another fetch tries now"):
                 wait_all(other)
-            wait_all(probe)
             check_content(probe, PAGES[:1])
             eventually(lambda: peer.status.probe_in_s is None)
 

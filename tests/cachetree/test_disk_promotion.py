@@ -50,7 +50,6 @@ def settle(worker: Cache, num_pages: int) -> None:
 
     def is_settled() -> bool:
         status = worker.status()
-        assert status.disk is not None
         return (status.disk.num_pages, status.held_bytes) == (num_pages, 0)
 
     eventually(is_settled)
@@ -88,11 +87,9 @@ def test_what_is_only_on_disk_is_advertised_and_fetched(tmp_path: Path) -> None:
         fetched(cache, address, PAGES)
         assert worker.tree.num_pages == 64, "not promoted"
         status = worker.status().worker
-        assert status is not None
         assert (status.hits, status.misses) == ({"disk": 1}, {"memory": 1})
         fetched(cache, address, PAGES)
         status = worker.status().worker
-        assert status is not None
         assert status.hits == {"disk": 1, "memory": 1}
 
 
@@ -105,28 +102,26 @@ def test_a_part_that_is_only_on_disk_joins_the_part_in_memory(tmp_path: Path) ->
 
 def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
-    with cache_of(**disk) as worker:
-        assert worker.address
-        with reader_of(worker.address) as cache:
-            store(worker.tree, PAGES)
-            settle(worker, 64)
-            eventually(lambda: seen(cache, worker.address))  # type: ignore[arg-type]
-            worker.tree.evict()
-            store(worker.tree, pages_of(1, "a marker"))
-            settle(worker, 65)
-            eventually(lambda: cache.match(pages_of(1, "a marker")))
-            assert seen(cache, worker.address) == [(64, {E_LAYER: 64})]
+    with cache_of(**disk) as worker, reader_of(worker.address) as cache:
+        store(worker.tree, PAGES)
+        settle(worker, 64)
+        eventually(lambda: seen(cache, worker.address))  # type: ignore[arg-type]
+        worker.tree.evict()
+        store(worker.tree, pages_of(1, "a marker"))
+        settle(worker, 65)
+        eventually(lambda: cache.match(pages_of(1, "a marker")))
+        assert seen(cache, worker.address) == [(64, {E_LAYER: 64})]
 
-            worker._disk._store.evict(None, ())  # type: ignore[union-attr]
-            eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
+        worker._disk._store.evict(None, ())  # type: ignore[union-attr]
+        eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
-            store(worker.tree, PAGES)
-            settle(worker, 64)
-            worker._disk._store.evict(None, ())  # type: ignore[union-attr]
-            eventually(lambda: not worker.status().disk.num_pages)  # type: ignore[union-attr]
-            eventually(lambda: seen(cache, worker.address) == [(64, {E_LAYER: 64})])  # type: ignore[arg-type]
-            worker.tree.evict()
-            eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
+        store(worker.tree, PAGES)
+        settle(worker, 64)
+        worker._disk._store.evict(None, ())  # type: ignore[union-attr]
+        eventually(lambda: not worker.status().disk.num_pages)  # type: ignore[union-attr]
+        eventually(lambda: seen(cache, worker.address) == [(64, {E_LAYER: 64})])  # type: ignore[arg-type]
+        worker.tree.evict()
+        eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
 
 def test_where_memory_has_no_room_the_fetch_is_stale(tmp_path: Path) -> None:
@@ -181,7 +176,6 @@ def test_the_worker_answers_while_its_disk_is_slow(
 ) -> None:
     with on_disk_only(tmp_path) as (worker, _):
         goes_on = slow(worker, monkeypatch)
-        assert worker._worker
         spans: list[str] = []
         worker._worker._service = replace(
             worker._worker._service, note_served=lambda *span: spans.append(span[-1])
@@ -228,7 +222,6 @@ def test_a_store_and_a_fetch_of_one_number_wait_for_the_disk_each_for_itself(
     accepts = {"worker": WorkerConfig(accepts=True), "host_bytes": 2 * ROOM}
     with on_disk_only(tmp_path, **accepts) as (worker, _):
         goes_on = slow(worker, monkeypatch)
-        assert worker._worker
         with RawPeer(worker._worker.address) as peer:
             peer.send(A_FETCH)
             next_page = new_store(pages_of(1, "next"), parent=PAGES[-1], timeout_ms=10_000)
@@ -269,7 +262,6 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
         store(worker.tree, pages_of(64, "other"))
         settle(worker, 128)
         disk = worker._disk
-        assert disk is not None
         num_written = disk.status().counts.num_written_entries
         assert num_written > 32
 
@@ -316,7 +308,6 @@ def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
         monkeypatch.setattr(disk, name, call)
 
     with on_disk_only(tmp_path) as (worker, _):
-        assert worker._disk is not None
         for name in ("_fetch", "_promote"):
             noted(worker._disk, name)
         goes_on = slow(worker, monkeypatch)
@@ -330,12 +321,13 @@ def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
 
 
 def test_pages_can_be_stored_after_what_is_only_on_disk(tmp_path: Path) -> None:
-    with on_disk_only(tmp_path, worker=WorkerConfig(accepts=True), host_bytes=2 * ROOM) as (
-        worker,
-        _,
+    with (
+        on_disk_only(tmp_path, worker=WorkerConfig(accepts=True), host_bytes=2 * ROOM) as (
+            worker,
+            _,
+        ),
+        RawPeer(worker._worker.address) as peer,
     ):
-        assert worker._worker
-        with RawPeer(worker._worker.address) as peer:
-            page = pages_of(1, "next")
-            wanted = peer.ask(new_store(page, parent=PAGES[-1], id=1))
-            assert isinstance(wanted, wire.Wanted), wanted
+        page = pages_of(1, "next")
+        wanted = peer.ask(new_store(page, parent=PAGES[-1], id=1))
+        assert isinstance(wanted, wire.Wanted), wanted

@@ -63,17 +63,17 @@ def get(url: str) -> tuple[int, bytes]:
 
 def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 << 20}
-    with cache_of(worker=WorkerConfig(accepts=True), **disk) as worker:
-        assert worker.address
-        with at_worker(worker.address) as cache:
-            store(cache.tree, PAGES)
-            eventually(num_pushed(cache, stored=1))
-            fetched(cache, worker.address, PAGES)
-            eventually(lambda: worker.status().disk.num_pages == 64)  # type: ignore[union-attr]
-            eventually(lambda: worker.status().worker.num_streams == 0)  # type: ignore[union-attr]
-            # The receiver may have the last frame before the worker has counted it.
-            eventually(lambda: worker.status().worker.num_streams == 0)  # type: ignore[union-attr]
-            there, here = scraped(worker), scraped(cache)
+    with (
+        cache_of(worker=WorkerConfig(accepts=True), **disk) as worker,
+        at_worker(worker.address) as cache,
+    ):
+        store(cache.tree, PAGES)
+        eventually(num_pushed(cache, stored=1))
+        fetched(cache, worker.address, PAGES)
+        eventually(lambda: worker.status().disk.num_pages == 64)  # type: ignore[union-attr]
+        # The receiver may have the last frame before the worker has counted it.
+        eventually(lambda: worker.status().worker.num_streams == 0)  # type: ignore[union-attr]
+        there, here = scraped(worker), scraped(cache)
     sent = 64 * 4 * PAGE_BYTES
     expected = {
         ("cachetree:bytes", "memory"): 64 * PAGE_TOTAL,
@@ -101,7 +101,6 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
 
 def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
     with cache_of() as worker:
-        assert worker.address
         with cache_of(peers=(worker.address,), serves=False) as cache:
             assert cache.wait_ready(20)
             with pytest.raises(Exception, match="no longer here"):
@@ -174,7 +173,6 @@ def test_leased_memory_counts_as_held() -> None:
         store(cache.tree, PAGES)
         assert health_of(cache.status()).degraded == ()
         lease = cache.tree.lease(ModelId("sender"), PAGES, "test", Deadline.after(5))
-        assert lease is not None
         with lease:
             assert "cannot be evicted" in health_of(cache.status()).degraded[0]
         assert health_of(cache.status()).degraded == ()
@@ -282,7 +280,6 @@ def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline().startswith("serving at tcp://127.0.0.1:")
             url = process.stdout.readline().split()[-1]
             assert url.startswith("http://127.0.0.1:")

@@ -44,7 +44,6 @@ def has(cache: Cache, location: Location, num_pages: int) -> Callable[[], bool]:
 
 def test_what_comes_into_a_cache_goes_to_its_worker_in_order() -> None:
     with cache_of(worker=ACCEPTS) as worker:
-        assert worker.address
         with at_worker(worker.address) as cache:
             store(cache.tree, PAGES[:20])
             store(cache.tree, PAGES)
@@ -60,7 +59,6 @@ def test_what_comes_into_a_cache_goes_to_its_worker_in_order() -> None:
 def test_pages_go_both_ways_over_one_session() -> None:
     others = pages_of(64, "other")
     with cache_of(worker=ACCEPTS) as worker:
-        assert worker.address
         store(worker.tree, others)
         with at_worker(worker.address) as cache:
             assert cache.wait_ready(20)
@@ -70,40 +68,38 @@ def test_pages_go_both_ways_over_one_session() -> None:
             eventually(num_pushed(cache, stored=1))
             fetched(cache, worker.address, PAGES)
             status = worker.status().worker
-            assert status is not None
             assert (status.num_peers, status.num_protocol_errors) == (1, 0)
 
 
 def test_several_caches_share_one_copy() -> None:
-    with cache_of(worker=ACCEPTS) as worker:
-        assert worker.address
-        with at_worker(worker.address) as one, at_worker(worker.address) as two:
-            store(one.tree, PAGES[:40])
-            eventually(num_pushed(one, stored=1))
-            store(two.tree, PAGES[:40])
-            eventually(num_pushed(two, known=1, pushed_bytes=0))
-            store(two.tree, PAGES)
-            eventually(num_pushed(two, stored=1, pushed_bytes=24 * PAGE_TOTAL))
-            assert worker.tree.num_bytes == 64 * PAGE_TOTAL
+    with (
+        cache_of(worker=ACCEPTS) as worker,
+        at_worker(worker.address) as one,
+        at_worker(worker.address) as two,
+    ):
+        store(one.tree, PAGES[:40])
+        eventually(num_pushed(one, stored=1))
+        store(two.tree, PAGES[:40])
+        eventually(num_pushed(two, known=1, pushed_bytes=0))
+        store(two.tree, PAGES)
+        eventually(num_pushed(two, stored=1, pushed_bytes=24 * PAGE_TOTAL))
+        assert worker.tree.num_bytes == 64 * PAGE_TOTAL
 
 
 def test_a_worker_that_lost_the_beginning_is_given_it_again() -> None:
-    with cache_of(worker=ACCEPTS) as worker:
-        assert worker.address
-        with at_worker(worker.address) as cache:
-            store(cache.tree, PAGES[:20])
-            store(cache.tree, PAGES[:40])
-            eventually(num_pushed(cache, stored=2))
-            worker.tree.evict()
-            store(cache.tree, PAGES)
-            eventually(num_pushed(cache, stored=5, waiting=0))
-            fetched(cache, worker.address, PAGES)
+    with cache_of(worker=ACCEPTS) as worker, at_worker(worker.address) as cache:
+        store(cache.tree, PAGES[:20])
+        store(cache.tree, PAGES[:40])
+        eventually(num_pushed(cache, stored=2))
+        worker.tree.evict()
+        store(cache.tree, PAGES)
+        eventually(num_pushed(cache, stored=5, waiting=0))
+        fetched(cache, worker.address, PAGES)
 
 
 def test_what_left_memory_before_its_turn_is_skipped() -> None:
     with cache_of(worker=ACCEPTS) as worker:
         address = worker.address
-    assert address
     with at_worker(address) as cache:
         store(cache.tree, PAGES[:20])
         eventually(lambda: cache.status().stores[0].error)
@@ -115,7 +111,6 @@ def test_what_left_memory_before_its_turn_is_skipped() -> None:
 def test_everything_is_offered_again_to_a_worker_that_was_restarted() -> None:
     with cache_of(worker=ACCEPTS) as worker:
         address = worker.address
-        assert address
         with at_worker(address) as cache:
             store(cache.tree, PAGES[:20])
             eventually(num_pushed(cache, stored=1))
@@ -130,7 +125,6 @@ def test_too_many_changes_lead_to_a_new_beginning(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("cachetree.transport.pending_stores._MAX_WAITING", 4)
     with cache_of(worker=ACCEPTS) as worker:
         address = worker.address
-    assert address
     with at_worker(address) as cache:
         for num in range(2, 64, 2):
             store(cache.tree, PAGES[:num])
@@ -152,29 +146,27 @@ def test_what_waits_is_told_also_where_it_is_more_than_the_queue_keeps(
 
 
 def test_a_worker_that_accepts_nothing_is_told_nothing() -> None:
-    with cache_of() as worker:
-        assert worker.address
-        with at_worker(worker.address) as cache:
-            store(cache.tree, PAGES)
-            eventually(num_pushed(cache, refused=1, pushed_bytes=0, waiting=0))
-            assert "accepts" in cache.status().stores[0].error
-            assert worker.tree.num_bytes == 0
+    with cache_of() as worker, at_worker(worker.address) as cache:
+        store(cache.tree, PAGES)
+        eventually(num_pushed(cache, refused=1, pushed_bytes=0, waiting=0))
+        assert "accepts" in cache.status().stores[0].error
+        assert worker.tree.num_bytes == 0
 
 
 def test_a_worker_without_room_refuses_and_stays_within_its_budget() -> None:
-    with cache_of(worker=ACCEPTS, host_bytes=10 * PAGE_TOTAL) as worker:
-        assert worker.address
-        with at_worker(worker.address) as cache:
-            store(cache.tree, PAGES[:20])
-            eventually(num_pushed(cache, refused=1, pushed_bytes=0, waiting=0))
-            assert worker.tree.num_bytes == 0
+    with (
+        cache_of(worker=ACCEPTS, host_bytes=10 * PAGE_TOTAL) as worker,
+        at_worker(worker.address) as cache,
+    ):
+        store(cache.tree, PAGES[:20])
+        eventually(num_pushed(cache, refused=1, pushed_bytes=0, waiting=0))
+        assert worker.tree.num_bytes == 0
 
 
 def test_only_those_with_an_allowed_key_can_store(tmp_path: Path) -> None:
     us, friend, stranger = (new_party(tmp_path, name) for name in ("us", "friend", "stranger"))
     settings = msgspec.convert({"accepts": True, **us.serving(friend)}, WorkerConfig)
     with cache_of(worker=settings) as worker:
-        assert worker.address
 
         def pushing(party: Party) -> contextlib.AbstractContextManager[Cache]:
             peer = msgspec.structs.replace(FAST, key_file=party.key_file)
@@ -193,7 +185,6 @@ def test_only_those_with_an_allowed_key_can_store(tmp_path: Path) -> None:
 
 def test_what_waits_at_the_end_is_still_pushed() -> None:
     with cache_of(worker=ACCEPTS) as worker:
-        assert worker.address
         with at_worker(worker.address) as cache:
             for num in range(2, 65, 2):
                 store(cache.tree, PAGES[:num])
@@ -265,7 +256,6 @@ def served(folder: Path, listen: str = "tcp://127.0.0.1:0") -> Iterator[tuple[ob
     command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             yield process, Location(process.stdout.readline().split()[-1])
         finally:
             process.kill()
@@ -275,7 +265,6 @@ def test_entries_outlive_the_engine_that_made_them_and_the_worker_too(tmp_path: 
     with served(tmp_path) as (process, address):
         engine = [sys.executable, __file__, address]
         with subprocess.Popen(engine, stdout=subprocess.PIPE, text=True) as first:
-            assert first.stdout is not None
             assert first.stdout.readline() == "pushed\n"
             first.kill()
         with cache_of(peers=(address,), serves=False) as second:

@@ -19,6 +19,7 @@ from transport_parts import (
     check_content,
     content,
     eventually,
+    fetch_all,
     new_staging,
     new_tree,
     pages_of,
@@ -126,9 +127,7 @@ def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]
         BreakingWorker(harm, num_broken=2) as worker,
         peer_of(worker.address, new_tree(), PATIENT) as peer,
     ):
-        staging = begun(peer, PAGES)
-        wait_all(staging)
-        check_content(staging, PAGES)
+        staging = fetch_all(peer, PAGES)
         kept = 3 if harm is doubled else 2
         assert worker.starts == [0, kept, 2 * kept]
         eventually(lambda: peer.status.num_landed_bytes == staging.num_bytes)
@@ -169,7 +168,6 @@ def test_what_is_lost_on_the_way_is_missed_at_the_next_heartbeat(
         staging = new_staging(16)
         proxy.arm(Strike(Fault.DROP_MESSAGE, towards, index, Via.DATA))
         peer.fetch(MODEL, PAGES, staging)
-        wait_all(staging)
         check_content(staging, PAGES)
         assert proxy.has_struck
         assert peer.status.num_retries == 1
@@ -269,7 +267,6 @@ def test_one_that_cannot_be_asked_for_again_keeps_no_other_from_it() -> None:
     with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), PATIENT) as peer:
         for staging in (first, second):
             peer.fetch(MODEL, PAGES, staging)
-        wait_all(second)
         check_content(second, PAGES)
         assert "internal error" in str(first.error)
 

@@ -27,6 +27,8 @@ from transport_parts import (
     begun,
     check_content,
     eventually,
+    eventually_free,
+    fetch_all,
     new_tree,
     pages_of,
     peer_of,
@@ -102,9 +104,7 @@ def test_what_is_not_the_workers_memory_is_not_read(arena: Arena, wrong: dict[st
     arena.file = msgspec.structs.replace(arena.file, **wrong)  # type: ignore[misc]
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         assert not peer.status.shares_memory
-        staging = begun(peer, PAGES)
-        wait_all(staging)
-        check_content(staging, PAGES)
+        fetch_all(peer, PAGES)
         assert open_arenas().count(inode) == 1
 
 
@@ -127,9 +127,7 @@ def test_either_side_can_switch_it_off(arena: Arena, peers_choice: bool) -> None
         peer_of(worker.address, new_tree(), config) as peer,
     ):
         assert not peer.status.shares_memory
-        staging = begun(peer, PAGES)
-        wait_all(staging)
-        check_content(staging, PAGES)
+        fetch_all(peer, PAGES)
 
 
 def test_a_connection_holds_one_mapping_and_no_descriptor(arena: Arena) -> None:
@@ -158,14 +156,8 @@ def test_pages_stay_until_the_last_of_them_is_copied(arena: Arena) -> None:
         source.evict()
         assert source.num_pages == 16, "everything was located, and nothing read yet"
         staging.go_on.set()
-        wait_all(staging)
         check_content(staging, PAGES)
-
-        def is_free() -> bool:
-            source.evict()
-            return source.num_pages == 0
-
-        eventually(is_free)
+        eventually_free(source)
 
 
 def test_a_receiver_that_goes_frees_what_it_has_not_read(arena: Arena) -> None:
@@ -177,18 +169,12 @@ def test_a_receiver_that_goes_frees_what_it_has_not_read(arena: Arena) -> None:
             eventually(lambda: worker.status().num_sent_bytes == staging.num_bytes)
             staging.cancel()
             staging.go_on.set()
-
-        def is_free() -> bool:
-            source.evict()
-            return source.num_pages == 0
-
-        eventually(is_free)
+        eventually_free(source)
 
 
 def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Arena) -> None:
     source = new_tree(PAGES, memory=arena)
     lease = source.lease(MODEL, PAGES, "test", Deadline.after(60))
-    assert lease is not None
     with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
         staging = StalledStaging(16)
         peer.fetch(MODEL, PAGES, staging)
@@ -200,7 +186,6 @@ def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Are
             wait_all(staging)
         assert staging.num_landed_bytes == 0
         again = begun(peer, PAGES, steps=STEPS[1:])
-        wait_all(again)
         check_content(again, PAGES)
 
 
@@ -296,11 +281,8 @@ def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> N
     source = new_tree(PAGES, memory=arena)
     with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
         for _ in range(2):
-            staging = begun(peer, PAGES)
-            wait_all(staging)
-            check_content(staging, PAGES)
+            staging = fetch_all(peer, PAGES)
         lease = source.lease(MODEL, PAGES, "test", Deadline.after(10))
-        assert lease is not None
         ((slab, _),) = lease.runs(STEPS[0])
         assert len(slab.checksums) == len(STEPS)
         (view,) = lease.views(Step(Kind.KV, 0))

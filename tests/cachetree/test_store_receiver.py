@@ -53,7 +53,6 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
             assert not tree.match(PAGES)
         assert peer.frame(8 * PAGE_BYTES, payload_of(STORED[-1])) == wire.Stored(id=1)
         lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
-        assert lease is not None
         for step in STEPS:
             assert b"".join(lease.views(step)) == payload_of(step)
         assert peer.ask(new_store(id=2)) == wire.Wanted(id=2, skipped=2)

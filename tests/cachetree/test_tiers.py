@@ -17,7 +17,6 @@ from transport_parts import (
     eventually,
     pages_of,
     store,
-    wait_all,
 )
 
 from cachetree import (
@@ -103,7 +102,6 @@ def fetch(cache: Cache, pages: Sequence[PageHash], location: Location) -> None:
     staging = cache.fetch(plan_of(len(pages), location), pages, Deadline.after(10))
     assert staging is not None
     with staging:
-        wait_all(staging)
         check_content(staging, pages)
 
 

@@ -42,11 +42,9 @@ def traced_sender() -> Iterator[tuple[Cache, InMemorySpanExporter]]:
 
 
 def fetch(address: Location | None, traceparent: str) -> None:
-    assert address is not None
     with cache_of(peers=(address,), serves=False) as receiver:
         assert receiver.wait_ready(20)
         staging = receiver.fetch(plan_at(address), PAGES, Deadline.after(20), traceparent)
-        assert staging is not None
         with staging:
             wait_all(staging)
             times = list(staging.landed_s.values())
@@ -65,7 +63,6 @@ def test_a_served_fetch_is_a_child_span_of_its_request() -> None:
         fetch(sender.address, CONTEXT)
         span = ended(exporter)
     assert span.name == "cachetree.serve"
-    assert span.parent is not None
     assert (span.context.trace_id, span.parent.span_id) == (TRACE_ID, PARENT_ID)
     assert span.start_time is not None
     assert span.end_time is not None
@@ -82,12 +79,10 @@ def test_a_served_fetch_is_a_child_span_of_its_request() -> None:
 
 def test_a_fetch_of_pages_that_are_gone_says_so() -> None:
     with traced_sender() as (sender, exporter):
-        assert sender.address is not None
         with cache_of(peers=(sender.address,), serves=False) as receiver:
             assert receiver.wait_ready(20)
             gone = [*PAGES[:-1], PAGES[-1][::-1]]
             staging = receiver.fetch(plan_at(sender.address), gone, Deadline.after(20), CONTEXT)
-            assert staging is not None
             with staging, pytest.raises(StaleEntry):
                 wait_all(staging)
         span = ended(exporter)
@@ -129,7 +124,6 @@ def serving(tmp_path: Path, **settings: str) -> Iterator[Location]:
     )
     command = [sys.executable, "-c", program, "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        assert process.stdout is not None
         try:
             yield Location(process.stdout.readline().split()[-1])
             process.send_signal(signal.SIGTERM)

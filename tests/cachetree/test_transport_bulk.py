@@ -162,7 +162,6 @@ def test_a_push_that_is_struck_is_made_again(
             eventually(is_kept)
             assert not peer.push_status.num_refused
     lease = kept.lease(MODEL, PAGES, "a test", Deadline.after(5))
-    assert lease is not None
     with lease:
         for step in entry_steps(FAMILY.num_layers, ()):
             assert b"".join(lease.views(step)) == b"".join(content(page, step) for page in PAGES)

@@ -13,7 +13,6 @@ from transport_parts import (
     FAST,
     ScriptedWorker,
     begun,
-    check_content,
     eventually,
     fetch_all,
     new_tree,
@@ -82,9 +81,7 @@ def test_frames_of_the_largest_size_come_through(
         worker_of(new_tree(pages), **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), config) as peer,
     ):
-        staging = begun(peer, pages)
-        wait_all(staging)
-        check_content(staging, pages)
+        staging = fetch_all(peer, pages)
         assert max(size for *_, size in staging.writes) == frame_bytes
 
 

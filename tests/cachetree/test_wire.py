@@ -336,7 +336,6 @@ def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
     weekend_s, most = 3 * 86_400, mb << 20
     for age_s, rate in ((0, mb), (59, mb), (120, 2 * mb), (300, 16 * mb), (weekend_s, most)):
         clock.now_s = began_s + age_s
-        assert bandwidth.link is not None
         assert bandwidth.link.byte_s == pytest.approx(1 / rate)
         assert (bandwidth.bytes_per_s is None) == (age_s > 60), "only what is new is told"
 
@@ -351,7 +350,6 @@ def test_a_round_trip_is_told_from_the_rate(trip_s: float) -> None:
         taken_s = trip_s + num_mb * 1e-4 * random.lognormvariate(0.0, 0.03)
         bandwidth.sample(num_mb * mb, taken_s * (10 if turn % 10 == 3 else 1))
     link = bandwidth.link
-    assert link is not None
     assert link.fixed_s == pytest.approx(trip_s, rel=0.05, abs=3e-5)
     assert link.byte_s * mb == pytest.approx(1e-4, rel=0.15)
 
@@ -371,7 +369,6 @@ def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: i
         bandwidth.note(num_mb * mb, 0.0005 + num_mb * 0.001, None)
     bandwidth.note(0, 0.8, Cancelled("its reader left"))
     for _ in range(15):
-        assert bandwidth.link is not None
         assert bandwidth.link.fixed_s < 0.005
         assert bandwidth.link.byte_s * mb == pytest.approx(0.001, rel=0.1)
         bandwidth.note(100 * mb, 0.1005, None)
@@ -401,7 +398,6 @@ def test_a_round_trip_that_was_long_is_believed_to_have_recovered() -> None:
         bandwidth.sample(num_mb * mb, 0.02 + num_mb * 1e-3)
     clock.now_s += 120.0
     link = bandwidth.link
-    assert link is not None
     assert (link.fixed_s, link.byte_s * mb) == (pytest.approx(0.01), pytest.approx(0.0005))
 
 
@@ -409,7 +405,6 @@ def test_predictions_that_were_too_short_make_a_margin() -> None:
     bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
     for turn in range(40):
         bandwidth.sample(mb, 1.3 if turn % 5 == 4 else 1.0)
-    assert bandwidth.link is not None
     assert bandwidth.link.margin == pytest.approx(1.3)
 
 

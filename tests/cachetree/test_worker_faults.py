@@ -20,9 +20,10 @@ from transport_parts import (
     RawPeer,
     ask_status,
     begun,
-    check_content,
     content,
     eventually,
+    eventually_free,
+    fetch_all,
     new_staging,
     new_tree,
     pages_of,
@@ -101,9 +102,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
         oversize.send(bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert not oversize.poll(200), "it was read, although the socket should have dropped it"
         assert worker.status().num_protocol_errors == 6
-        staging = begun(peer, PAGES)
-        wait_all(staging)
-        check_content(staging, PAGES)
+        fetch_all(peer, PAGES)
         assert peer.status.num_losses == 0
 
 
@@ -175,7 +174,6 @@ def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
     source = new_tree(PAGES[:2])
     for model in (MODEL, ModelId("other")):
         reservation = source.reserve(model, None, PAGES[2:4], [])
-        assert reservation is not None
         reservation.commit()
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         find = verbs.Find(pages=join_hashes([PAGES[2], PAGES[1]]))
@@ -306,12 +304,7 @@ def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
         vanishing.channel.close()
         eventually(lambda: worker.status().num_streams == 1, 2.5)
         eventually(lambda: worker.status().num_streams == 0)
-
-        def is_free() -> bool:
-            source.evict()
-            return source.num_pages == 0
-
-        eventually(is_free)
+        eventually_free(source)
 
 
 def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:

@@ -91,7 +91,6 @@ def content_of(family: Family, page: PageHash, step: Step) -> bytes:
 
 def store(tree: CacheTree, pages: Sequence[PageHash], parent: PageHash | None = None) -> None:
     reservation = tree.reserve(MODEL, parent, pages, [E_LAYER])
-    assert reservation is not None
     for step in reservation.steps:
         payload = b"".join(content(page, step) for page in reservation.pages)
         scatter(reservation.views(step), memoryview(payload))
@@ -159,6 +158,8 @@ def wait_all(staging: Staging) -> None:
 
 
 def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
+    """All of it comes, and is right."""
+    wait_all(staging)
     for step in staging.steps:
         expected = b"".join(content(page, step) for page in pages)
         assert b"".join(staging.views(step)) == expected, step
@@ -173,11 +174,11 @@ def begun(
     return staging
 
 
-def fetch_all(peer: Peer, pages: Sequence[PageHash]) -> None:
+def fetch_all(peer: Peer, pages: Sequence[PageHash]) -> Staging:
     """Every step of them, which have to be right."""
     staging = begun(peer, pages)
-    wait_all(staging)
     check_content(staging, pages)
+    return staging
 
 
 def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -185,6 +186,16 @@ def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < give_up_at_s, "did not come true in time"
         time.sleep(0.005)
+
+
+def eventually_free(tree: CacheTree) -> None:
+    """Nobody holds any of its pages, before the leases of `new_staging` would end by themselves."""
+
+    def is_free() -> bool:
+        tree.evict()
+        return tree.num_pages == 0
+
+    eventually(is_free, 8)
 
 
 @contextlib.contextmanager
@@ -448,7 +459,6 @@ def worker_process(
     command = [sys.executable, str(Path(__file__)), listen, str(num_pages), str(bytes_per_s)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             yield process, Location(process.stdout.readline().strip())
         finally:
             process.kill()
