@@ -255,8 +255,9 @@ class Peer:
         wire.require_family(hello, self._tree.family, who=self._who)
         if hello.ticket is None:
             raise ProtocolError(f"{self._who} gave no ticket for a data connection")
+        if self._counts.epoch not in (NO_WORKER, hello.epoch):
+            self._stores.restart()
         self._counts.epoch, self._counts.model = hello.epoch, hello.model
-        self._stores.greeted(hello.epoch)
         self._view.limit(hello.budget_bytes)
         connection = Connection(to, self._credentials, hello.ticket, self._wakeup, self._clock)
         if self._config.shared_memory and hello.arena is not None:

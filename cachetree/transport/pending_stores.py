@@ -65,7 +65,6 @@ class PendingStores:
         """Until then nothing of it is touched by the peer's thread."""
         self._changes = ChangeQueue(self._subscribe, _MAX_WAITING, wake)
         self._next: deque[Change] = deque()
-        self._epoch = 0
         self._work: Generator[None, None, None] | None = None
         """On the first of `_next`."""
         self._id = NOT_ASKED
@@ -103,11 +102,11 @@ class PendingStores:
             return 0.0 if self.has_work else math.inf
         return 0.0 if self._can_send else self._deadline.remaining_s()
 
-    def greeted(self, epoch: int) -> None:
-        """A session begins, with that life of the worker."""
-        if self._has_begun and self._epoch not in (0, epoch):
-            self._restart()
-        self._epoch = epoch
+    def restart(self) -> None:
+        """Begin again with everything that is in the tree, if it has begun."""
+        if self._has_begun:
+            self._counts.num_restarts += 1
+            self._next = deque(self._changes.restart())
 
     def answered(self, message: wire.StoreAnswer) -> None:
         if message.id == self._id:
@@ -138,15 +137,10 @@ class PendingStores:
         if not self._has_begun:
             return None
         if self._changes.has_overflowed:
-            self._restart()
+            self.restart()
         if not self._next:
             self._next.extend(self._changes.take())
         return self._next[0] if self._next else None
-
-    def _restart(self) -> None:
-        """Begin again with everything that is in the tree."""
-        self._counts.num_restarts += 1
-        self._next = deque(self._changes.restart())
 
     def _subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
         """To what comes alone."""
