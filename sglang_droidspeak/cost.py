@@ -175,9 +175,9 @@ class Meter:
         self._on_cuda: Final = device == "cuda"
         self._thread: Final = threading.get_ident()
         self._forwards: Final = Fit(lambda: prior)
-        self._blocks: Final = Fit(self._layer_of_forward)
+        self._blocks: Final = Fit(lambda: self._forwards.cost)
         self._lock: Final = threading.Lock()
-        """Of the fits, and of what is open."""
+        """Of both fits, which are of one layer, and of what is open."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
         """Their first and last event, and who is told the seconds between."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
@@ -190,14 +190,19 @@ class Meter:
         with self._lock:
             self._read()
             cost = self._forwards.cost
-        return None if cost is None else replace(cost, most_tokens=self.step_tokens)
+        if cost is None:
+            return None
+        of_layer = (cost.least_s, cost.fixed_s, cost.token_s, cost.context_s)
+        least_s, a, b, c = (it * self._num_layers for it in of_layer)
+        most = self.step_tokens
+        return replace(cost, least_s=least_s, fixed_s=a, token_s=b, context_s=c, most_tokens=most)
 
     @property
     def recompute(self) -> PrefillCost | None:
         """Of one layer of a block: of a forward's until a recompute was measured."""
         with self._lock:
             self._read()
-            cost = self._blocks.cost or self._layer_of_forward()
+            cost = self._blocks.cost or self._forwards.cost
         if cost is None:
             return None
         return replace(cost, most_tokens=self.step_tokens, known_tokens=math.inf)
@@ -232,7 +237,7 @@ class Meter:
 
     def forward(self, tokens: Sequence[Span]) -> contextlib.AbstractContextManager[None]:
         """Measure a forward of all layers over these tokens of some prompts; none of none."""
-        return self._measure(self._forwards, tokens, 1.0)
+        return self._measure(self._forwards, tokens, self._num_layers)
 
     def block(
         self, tokens: Sequence[Span], num_layers: float
@@ -271,11 +276,3 @@ class Meter:
         while self._open and self._open[0][1].query():
             start, stop, add = self._open.popleft()
             add(start.elapsed_time(stop) / 1000)
-
-    def _layer_of_forward(self) -> PrefillCost | None:
-        cost = self._forwards.cost
-        if cost is None:
-            return None
-        whole = (cost.least_s, cost.fixed_s, cost.token_s, cost.context_s)
-        least_s, a, b, c = (it / self._num_layers for it in whole)
-        return replace(cost, least_s=least_s, fixed_s=a, token_s=b, context_s=c)

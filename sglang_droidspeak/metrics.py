@@ -36,7 +36,6 @@ class Metrics:
         self._are_off = False
         registry = REGISTRY if enabled else None
         counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
         self.requests: Final[Counter] = counter(
             "droidspeak:requests",
@@ -48,7 +47,7 @@ class Metrics:
             "Requests whose answer depends on another model's KV, or on encoded KV",
         )
         pair = ["sender", "receiver"]
-        of_pair = partial(gauge, labelnames=pair, multiprocess_mode="livemax")
+        of_pair = partial(Gauge, labelnames=pair, registry=registry, multiprocess_mode="livemax")
         self.pair_usable: Final[Gauge] = of_pair(
             "droidspeak:pair_usable",
             "1 where what a sender has computed may be reused for a receiver, 0 where its profile "

@@ -132,12 +132,7 @@ USED: Mapping[str, str] = {
     f"{_LINKER}.UnifiedCacheLinkerWrapper": "6d14b33d924c",
     f"{_LINKER}.LayerWiseLoadCounter": "0862a44133ca",
     f"{_HICACHE}.HiCacheStorageConfig": "2e963b98c778",
-    f"{_HICACHE}.HiCacheStorage.batch_exists": "564ad146112e",
-    f"{_HICACHE}.HiCacheStorage.batch_get": "718afb90aa2a",
-    f"{_HICACHE}.HiCacheStorage.batch_set": "901f4dffb2b8",
-    f"{_HICACHE}.HiCacheStorage.batch_get_v1": "e4833bf7b35d",
-    f"{_HICACHE}.HiCacheStorage.batch_set_v1": "3b6ded2bb457",
-    f"{_HICACHE}.HiCacheStorage.register_mem_pool_host": "6f5568119578",
+    f"{_HICACHE}.HiCacheStorage": "8fc32fc49198",
     "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
     ".create_backend": "829a1c15017b",
     "sglang.srt.model_executor.encoder_swa_replay._build_replay_batch": "2a9514cbe7a5",
@@ -191,15 +186,15 @@ FIELDS: Mapping[str, str] = {
     "sglang.srt.constrained.grammar_manager.GrammarManager": (
         "grammar_queue has_waiting_grammars get_ready_grammar_requests"
     ),
-    f"{_POLICY}.PrefillAdder": ("rem_chunk_tokens can_run_list running_batch ceil_paged_tokens"),
-    _TREE: ("page_size tree_core"),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": ("k_buffer v_buffer size kv_cache_layout"),
+    f"{_POLICY}.PrefillAdder": "rem_chunk_tokens can_run_list running_batch ceil_paged_tokens",
+    _TREE: "page_size tree_core",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "k_buffer v_buffer size kv_cache_layout",
     "sglang.srt.mem_cache.memory_pool.KVCache": "dtype page_size layer_num",
     "sglang.srt.mem_cache.cache_init_params.CacheInitParams": (
         "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group "
         "enable_kv_cache_events kv_event_lora_names"
     ),
-    f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
-    "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path pinned"),
-    _LORA_MANAGER: ("lora_refs fetch_new_loras max_loras_per_batch target_modules"),
+    f"{_HICACHE}.PoolTransfer": "keys device_indices",
+    "sglang.srt.lora.lora_registry.LoRARef": "lora_id lora_name lora_path pinned",
+    _LORA_MANAGER: "lora_refs fetch_new_loras max_loras_per_batch target_modules",
 }
