@@ -191,9 +191,14 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             release.INTERNAL_STATE: (answers.add, HookType.AFTER),
         }
         if runner.lora_manager is not None:
-            hooks[release.LOAD_LORA] = self._load_lora, HookType.AROUND
-            hooks[release.UNLOAD_LORA] = self._unload_lora, HookType.AFTER
-            hooks[release.VALIDATE_LORA] = self._validate_lora, HookType.BEFORE
+            hooks |= {
+                release.LOAD_LORA: (self._load_lora, HookType.AROUND),
+                release.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
+                release.VALIDATE_LORA: (self._validate_lora, HookType.BEFORE),
+                release.PREPARE_LORA: (self._activated.prepare, HookType.AROUND),
+                release.FITS_LORA_GRAPH: (self._activated.fits_graph, HookType.AROUND),
+                release.CAN_SCHEDULE_LORA: (self._activated.can_schedule, HookType.AROUND),
+            }
         if params.enable_kv_cache_events:
             self._insertions.name = params.kv_event_lora_names.register
             if settings.host_gb:
@@ -204,7 +209,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         engine.place_hooks(hooks)
         for lora_id, ref in adapters.items():
             self._models.add(lora_id, folder_of(ref.lora_path))
-            self._activated.loaded(lora_id)
         if adapters:
             self._activated.require_room(runner.lora_manager)
         log.info(
@@ -302,7 +306,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 manager.unload_lora_adapter(lora_ref)
             self._models.drop(lora_id)
             return manager.create_lora_update_result(success=False, error_message=str(exc))
-        self._activated.loaded(lora_id)
         return manager.create_lora_update_result(success=True)
 
     def _validate_lora(self, manager: Any, _config: object, lora_ref: LoRARef) -> None:

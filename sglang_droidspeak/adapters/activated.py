@@ -18,35 +18,21 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.models import Models
-from sglang_droidspeak.engine import HookType, prefixes, release
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.asking import num_answered
 from sglang_droidspeak.engine.names import ForwardBatch, LoRARef, Req, Scheduler, async_h2d
 from sglang_droidspeak.start import refuse
 
 
 class ActivatedAdapters:
-    """Its hooks are placed when the first such adapter is loaded. Scheduler thread only."""
+    """Hooks of a server with adapters, of which any may be such a one. Scheduler thread only."""
 
     def __init__(self, models: Models) -> None:
         self._models: Final = models
         self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
         """Requests whose adapter acts from somewhere on, by rid and adapter: what has answered may
         be in a batch under way yet when its rid is another's."""
-        self._has_hooks = False
-
-    def loaded(self, lora_id: str) -> None:
-        if self._has_hooks or not self._models.invocation(lora_id):
-            return
-        self._has_hooks = True
-        engine.place_hooks(
-            {
-                release.PREPARE_LORA: (self._prepare, HookType.AROUND),
-                release.FITS_LORA_GRAPH: (self._fits_graph, HookType.AROUND),
-                release.CAN_SCHEDULE_LORA: (self._can_schedule, HookType.AROUND),
-            }
-        )
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
         """Of SGLang's LoRAManager, beside what it has loaded; raises ConfigError."""
@@ -72,7 +58,7 @@ class ActivatedAdapters:
             prefixes.invoke(req, at)
             self._reqs[req.rid, req.lora_id] = req
 
-    def _prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
+    def prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
         told = self._told(batch)
         if told is not batch:
             manager.fetch_new_loras({*told.lora_ids, None})
@@ -81,11 +67,11 @@ class ActivatedAdapters:
                 told.extend_seq_lens = async_h2d(lengths, dtype=lens.dtype, device=lens.device)
         original(manager, told)
 
-    def _fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
+    def fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
         """Asked by what prepares a batch and by what runs it: graphs have room for so many."""
         return original(manager, self._told(batch))
 
-    def _can_schedule(
+    def can_schedule(
         self, original: Any, scheduler: Scheduler, req: Req, running_loras: set[str | None]
     ) -> bool:
         """A batch with such an adapter needs the base as one of the adapters that it can hold."""
@@ -101,6 +87,8 @@ class ActivatedAdapters:
 
     def _told(self, batch: ForwardBatch) -> ForwardBatch:
         """On the host: with two requests where one is before its invocation first, then after."""
+        if not self._reqs:
+            return batch
         keys = zip(batch.rids or (), batch.lora_ids or (), strict=False)
         reqs = [self._reqs.get(key) for key in keys]
         starts = [None if req is None else prefixes.invoked_at(req) for req in reqs]

@@ -106,7 +106,7 @@ def manager(num_slots: int) -> Any:
 def test_the_host_does_not_wait_to_tell_of_it(cuda: VirtualCuda, activated) -> None:
     told, batch = [], prefill()
     cuda.stalls.clear()
-    activated._prepare(lambda _manager, it: told.append(it), manager(2), batch)
+    activated.prepare(lambda _manager, it: told.append(it), manager(2), batch)
     assert cuda.stalls == []
     assert told[0].lora_ids == [None, "judge"]
     assert told[0].extend_seq_lens.tolist() == [INVOKED_AT, NUM_TOKENS - INVOKED_AT]
@@ -119,10 +119,10 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
     fits, batch, refreshed = LoRAManager.can_use_prefill_cuda_graph, prefill(), []
 
     def prepare(of: Any, told: Any) -> None:
-        refreshed.append(activated._fits_graph(fits, of, told))
+        refreshed.append(activated.fits_graph(fits, of, told))
 
-    activated._prepare(prepare, manager(num_slots), batch)
-    is_replayed = activated._fits_graph(fits, manager(num_slots), batch)
+    activated.prepare(prepare, manager(num_slots), batch)
+    is_replayed = activated.fits_graph(fits, manager(num_slots), batch)
     assert refreshed == [is_replayed] == [num_slots == 2]
 
 
@@ -140,7 +140,7 @@ def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(
 def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated) -> None:
     batch = prefill()
     batch.extend_seq_lens = None  # What is on the device is not looked at.
-    assert activated._fits_graph(LoRAManager.can_use_prefill_cuda_graph, manager(2), batch)
+    assert activated.fits_graph(LoRAManager.can_use_prefill_cuda_graph, manager(2), batch)
 
 
 def test_another_adapters_request_of_the_same_id_is_not_touched(

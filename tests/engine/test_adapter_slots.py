@@ -86,7 +86,7 @@ def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped: bool)
     slots.fetch_new_loras(running)
     scheduler, req = scheduler_of(slots, is_overlapped=is_overlapped), SimpleNamespace(lora_id=None)
     can = Scheduler.can_schedule_lora_req
-    assert not of_one()._can_schedule(can, scheduler, req, running)  # type: ignore[arg-type]
+    assert not of_one().can_schedule(can, scheduler, req, running)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pinned", [(), ("a", "b", "c"), (LATE, "a", "b", "c")], ids=len)
@@ -103,7 +103,7 @@ def test_no_batch_has_more_than_it_can_hold_and_nobody_waits_for_ever(
     for _ in range(3000):
         lora_id = rng.choice([None, LATE, *PLAIN])
         req: Any = SimpleNamespace(lora_id=lora_id)
-        if activated._can_schedule(Scheduler.can_schedule_lora_req, scheduler, req, set(running)):
+        if activated.can_schedule(Scheduler.can_schedule_lora_req, scheduler, req, set(running)):
             running.append(lora_id)
         else:
             assert running, "a request alone has room"
@@ -177,7 +177,6 @@ def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
 ) -> None:
     models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
     activated = ActivatedAdapters(models)
-    activated._has_hooks = True
     linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=Ranks(None))
     manager = Loads(linker, num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
@@ -209,7 +208,6 @@ def test_all_ranks_have_a_new_adapter_or_none_has(
     """What is being read is the same on all of them, whichever failed, and where."""
     models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
     activated = ActivatedAdapters(models)
-    activated._has_hooks = True
     ranks = OtherRank(is_well=is_well)
     linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=ranks)
     folder = shutil.copytree(adapter, tmp_path / "a")
