@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import documented_outcomes
 import msgspec
 import pytest
+from answering import answering
 from test_labels import Counts, request
 from test_planner import PAGE, planned
 from test_policy import DEMAND, FAR, MEASURED, PROFILES, R, S, match
@@ -197,24 +196,15 @@ def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
 
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
-    """An HTTP server that answers as SGLang's with this extension; by path."""
-    found = SimpleNamespace(asked={}, says={}, status=200, url="")
+    """SGLang's with this extension: what it is asked and says, by path."""
+    found = SimpleNamespace(asked={}, says={}, status=200)
 
-    class Page(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            found.asked[self.path] = json.loads(self.rfile.read(length))
-            self.send_response(found.status)
-            self.end_headers()
-            self.wfile.write(json.dumps(found.says[self.path]).encode())
+    def answer(path: str, question: Any) -> tuple[int, object]:
+        found.asked[path] = question
+        return found.status, found.says[path]
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Page) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        found.url = f"http://127.0.0.1:{httpd.server_port}"
+    with answering(answer) as found.url:
         yield found
-        httpd.shutdown()
 
 
 def test_the_command_asks_and_prints(

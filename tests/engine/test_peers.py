@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import msgspec
 import pytest
+from answering import answering
 from permissive import made
 from tree_parts import FAMILY
 
@@ -56,23 +54,15 @@ def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(
 
 @pytest.fixture
 def info() -> Iterator[SimpleNamespace]:
-    """An HTTP server that answers as SGLang's `/server_info` does."""
-    found = SimpleNamespace(internal_state={}, url="")
+    """SGLang's server, of which `/server_info` says the internal state."""
+    found = SimpleNamespace(internal_state={})
 
-    class Info(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"internal_states": [found.internal_state]}).encode()
-            self.send_response(200 if self.path == "/server_info" else 404)
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, _question: object) -> tuple[int, object]:
+        status = 200 if path == "/server_info" else 404
+        return status, {"internal_states": [found.internal_state]}
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Info) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        found.url = f"http://127.0.0.1:{server.server_port}"
+    with answering(answer) as found.url:
         yield found
-        server.shutdown()
 
 
 def test_the_command_shows_states_and_errors(

@@ -1,0 +1,36 @@
+"""An HTTP server in the place of SGLang's, for what the commands ask it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+
+@contextmanager
+def answering(answer: Callable[[str, Any], tuple[int, object]]) -> Iterator[str]:
+    """Its URL. `answer` gives status and JSON for a path and what it is asked, which is None of a
+    GET."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, question: Any) -> None:
+            status, told = answer(self.path, question)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(told).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
