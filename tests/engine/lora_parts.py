@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_parts import CPU, oracle, whole_pages
+from engine_parts import CPU, Answer, answer, oracle, prompt, whole_pages
 
 from benchmarks.oracle import Generated
 from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
-from cachetree.ids import ModelId, Span
+from cachetree.ids import EMPTY_SPAN, ModelId, Span
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.fleet.servers import Server
 from tools.merge import merge_folder
 
 NUM_LAYERS = 6
@@ -82,3 +84,73 @@ class Checkpoints:
             num_reused=whole_pages(len(tokens)) if num_reused is None else num_reused,
             max_new=12,
         )
+
+
+@dataclass(frozen=True)
+class Team:
+    """A base and its adapters in one server."""
+
+    server: Server
+    address: str
+    """Where its first rank serves its cache."""
+    models: Checkpoints
+
+    def ask(self, name: str, tokens: list[int], **options: Any) -> Answer:
+        lora = {} if name == BASE else {"lora_path": name}
+        return answer(self.server, tokens, **lora, **options)
+
+    def receive(self, name: str, sender: str, tokens: list[int], block: Span) -> Answer:
+        controls = self.models.controls(sender, block)
+        return self.ask(name, tokens, droidspeak=controls)
+
+    def assert_block_equals_the_oracle(
+        self, sender: str, receiver: str, tokens: list[int], block: Span
+    ) -> None:
+        self.ask(sender, tokens, max_new_tokens=1)
+        reply = self.receive(receiver, sender, tokens, block)
+        reply.assert_equals(self.models.expected(receiver, sender, tokens, block))
+        told = reply.provenance
+        assert (told["outcome"], told["location"], told["fetched_bytes"]) == ("reused", "pool", 0)
+        assert told["reused_tokens"] == whole_pages(len(tokens))
+
+    def assert_batch_equals_the_oracle(
+        self, names: Sequence[str], blocks: Sequence[Span], num_reading: int, num_plain: int
+    ) -> None:
+        """Different adapters, senders and blocks at once, and some that reuse nothing."""
+        most = len(names)
+        cases = [
+            (
+                names[i % most],
+                names[(i + 1 + i // most) % most],
+                prompt(130 + 17 * i, 200 + i),
+                blocks[i % len(blocks)],
+            )
+            for i in range(num_reading)
+        ]
+        for _name, sender, tokens, _block in cases:
+            self.ask(sender, tokens, max_new_tokens=1)
+        plain = [(names[i], prompt(90 + 31 * i, seed=300 + i)) for i in range(num_plain)]
+        with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
+            replies = [pool.submit(self.receive, *case) for case in cases]
+            others = [pool.submit(self.ask, *case) for case in plain]
+            for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
+                told = reply.result().provenance
+                assert told["location"] == "pool"
+                # Of the longer ones less, while others decode.
+                num_reused = told["reused_tokens"]
+                expected = self.models.expected(name, sender, tokens, block, num_reused=num_reused)
+                reply.result().assert_equals(expected)
+            for (name, tokens), other in zip(plain, others, strict=True):
+                assert other.result().provenance["outcome"] != "reused"
+                other.result().assert_equals(self.models.expected(name, name, tokens, EMPTY_SPAN))
+
+    def assert_the_first_of_a_burst_leads(self) -> None:
+        """Sent at once, one request computes the document and the other reads what it left."""
+        tokens = prompt(300, seed=503)
+        names = [BASE, "upper"]
+        with ThreadPoolExecutor(2) as pool:
+            replies = [pool.submit(self.ask, name, tokens) for name in names]
+        outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
+        assert outcomes == ["no_match", "reused"]
+        for name, reply in zip(names, replies, strict=True):
+            reply.result().assert_equals(self.models.expected(name, name, tokens, EMPTY_SPAN))

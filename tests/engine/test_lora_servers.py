@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_parts import (
     SLOW_DEVICE,
-    Answer,
     answer,
     eventually,
     family_of,
@@ -23,7 +20,7 @@ from engine_parts import (
     whole_pages,
 )
 from forked import ServerSpec
-from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
+from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints, Team
 from sglang.srt.lora.lora_registry import LoRARef
 
 from benchmarks.oracle import Generated
@@ -33,7 +30,7 @@ from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import free_port, running
 from tools.merge import merge_folder
 
 pytestmark = pytest.mark.server
@@ -44,24 +41,6 @@ ADAPTERS = {
     "mlp": {"rank": 4, "modules": ("gate_proj", "up_proj", "down_proj"), "seed": 2},
     "upper": {"rank": 8, "layers": (4, 5), "seed": 3},
 }
-
-
-@dataclass(frozen=True)
-class Team:
-    """A base and its adapters in one server."""
-
-    server: Server
-    address: str
-    """Where its cache is served."""
-    models: Checkpoints
-
-    def ask(self, name: str, tokens: list[int], **options) -> Answer:
-        lora = {} if name == BASE else {"lora_path": name}
-        return answer(self.server, tokens, **lora, **options)
-
-    def receive(self, name: str, sender: str, tokens: list[int], block: Span) -> Answer:
-        controls = self.models.controls(sender, block)
-        return self.ask(name, tokens, droidspeak=controls)
 
 
 @contextmanager
@@ -100,12 +79,7 @@ CASES = [
 
 def assert_case_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
     tokens = prompt(200, seed=600 + CASES.index((sender, receiver, block)))
-    team.ask(sender, tokens, max_new_tokens=1)
-    reply = team.receive(receiver, sender, tokens, block)
-    reply.assert_equals(team.models.expected(receiver, sender, tokens, block))
-    told = reply.provenance
-    assert (told["outcome"], told["location"], told["fetched_bytes"]) == ("reused", "pool", 0)
-    assert told["reused_tokens"] == whole_pages(len(tokens))
+    team.assert_block_equals_the_oracle(sender, receiver, tokens, block)
 
 
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
@@ -139,31 +113,8 @@ def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
 
 
 def assert_batch_equals_the_oracle(team: Team) -> None:
-    """Different adapters, senders and blocks at once, and some that reuse nothing."""
-    names = [BASE, *ADAPTERS]
     blocks = [Span(2, 5), Span(0, 3), EMPTY_SPAN, Span(4, 6)]
-    cases = [
-        (names[i % 5], names[(i + 1 + i // 5) % 5], prompt(130 + 17 * i, 200 + i), blocks[i % 4])
-        for i in range(10)
-    ]
-    for _name, sender, tokens, _block in cases:
-        team.ask(sender, tokens, max_new_tokens=1)
-    plain = [(names[i], prompt(90 + 31 * i, seed=300 + i)) for i in range(3)]
-    with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
-        replies = [pool.submit(team.receive, *case) for case in cases]
-        others = [pool.submit(team.ask, *case) for case in plain]
-        for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
-            told = reply.result().provenance
-            assert told["location"] == "pool"
-            # Of the longer ones less, while others decode.
-            num_reused = told["reused_tokens"]
-            expected = team.models.expected(name, sender, tokens, block, num_reused=num_reused)
-            reply.result().assert_equals(expected)
-        for (name, tokens), other in zip(plain, others, strict=True):
-            assert other.result().provenance["outcome"] != "reused"
-            other.result().assert_equals(
-                team.models.expected(name, name, tokens, EMPTY_SPAN, num_reused=16)
-            )
+    team.assert_batch_equals_the_oracle([BASE, *ADAPTERS], blocks, num_reading=10, num_plain=3)
 
 
 def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team) -> None:
@@ -216,15 +167,7 @@ def test_a_user_of_the_base_leaves_nothing_for_an_adapter(team: Team) -> None:
 
 
 def test_the_first_of_a_burst_leads(team: Team) -> None:
-    """Sent at once, one request computes the document and the other reads what it left."""
-    tokens = prompt(300, seed=503)
-    names = [BASE, "upper"]
-    with ThreadPoolExecutor(2) as pool:
-        replies = [pool.submit(team.ask, name, tokens) for name in names]
-    outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
-    assert outcomes == ["no_match", "reused"]
-    for name, reply in zip(names, replies, strict=True):
-        reply.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
+    team.assert_the_first_of_a_burst_leads()
 
 
 def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Path) -> None:

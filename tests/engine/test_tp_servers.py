@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import lora_parts
 import msgspec
 import pytest
 import requests
@@ -64,24 +65,15 @@ ENV_OF_RANKS = {
 
 
 @dataclass(frozen=True)
-class Team:
-    """A base and its adapters in one server, a fine-tune that reads from it in another."""
+class Team(lora_parts.Team):
+    """And a fine-tune that reads from it in another server."""
 
-    server: Server
     reader: Server
-    address: str
-    """Where the first rank of `server` serves its cache."""
-    models: Checkpoints
 
     def ask(self, name: str, tokens: list[int], **options) -> Answer:
         if name == READER:
             return answer(self.reader, tokens, **options)
-        lora = {} if name == BASE else {"lora_path": name}
-        return answer(self.server, tokens, **lora, **options)
-
-    def receive(self, name: str, sender: str, tokens: list[int], block: Span) -> Answer:
-        controls = self.models.controls(sender, block)
-        return self.ask(name, tokens, droidspeak=controls)
+        return super().ask(name, tokens, **options)
 
     def is_advertised(self, tokens: list[int]) -> bool:
         """Whether every rank offers to peers what it has of the prompt."""
@@ -155,7 +147,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
         )
         servers = running(server, reading, folder=folder / "logs", env=ENV_OF_RANKS)
         server, reading = stack.enter_context(servers)
-        yield Team(server, reading, address, models)
+        yield Team(server, address, models, reading)
 
 
 CASES = [
@@ -168,49 +160,16 @@ CASES = [
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
 def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
     tokens = prompt(200, seed=CASES.index((sender, receiver, block)))
-    team.ask(sender, tokens, max_new_tokens=1)
-    reply = team.receive(receiver, sender, tokens, block)
-    reply.assert_equals(team.models.expected(receiver, sender, tokens, block))
-    told = reply.provenance
-    assert (told["outcome"], told["location"]) == ("reused", "pool")
-    assert told["reused_tokens"] == whole_pages(len(tokens))
+    team.assert_block_equals_the_oracle(sender, receiver, tokens, block)
 
 
 def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
-    """Different adapters, senders and blocks at once, and some that reuse nothing."""
-    names = [BASE, *ADAPTERS]
     blocks = [Span(2, 5), Span(0, 3), EMPTY_SPAN]
-    cases = [
-        (names[i % 3], names[(i + 1 + i // 3) % 3], prompt(130 + 17 * i, 200 + i), blocks[i % 3])
-        for i in range(3)
-    ]
-    for _name, sender, tokens, _block in cases:
-        team.ask(sender, tokens, max_new_tokens=1)
-    plain = [(names[i], prompt(90 + 31 * i, seed=300 + i)) for i in range(2)]
-    with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
-        replies = [pool.submit(team.receive, *case) for case in cases]
-        others = [pool.submit(team.ask, *case) for case in plain]
-        for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
-            told = reply.result().provenance
-            assert told["location"] == "pool"
-            # Of the longer ones less, while others decode.
-            num_reused = told["reused_tokens"]
-            expected = team.models.expected(name, sender, tokens, block, num_reused=num_reused)
-            reply.result().assert_equals(expected)
-        for (name, tokens), other in zip(plain, others, strict=True):
-            assert other.result().provenance["outcome"] != "reused"
-            other.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
+    team.assert_batch_equals_the_oracle([BASE, *ADAPTERS], blocks, num_reading=3, num_plain=2)
 
 
 def test_the_first_of_a_burst_leads(team: Team) -> None:
-    tokens = prompt(300, seed=503)
-    names = [BASE, "upper"]
-    with ThreadPoolExecutor(2) as pool:
-        replies = [pool.submit(team.ask, name, tokens) for name in names]
-    outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
-    assert outcomes == ["no_match", "reused"]
-    for name, reply in zip(names, replies, strict=True):
-        reply.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
+    team.assert_the_first_of_a_burst_leads()
 
 
 def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> None:
