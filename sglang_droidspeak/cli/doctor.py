@@ -27,14 +27,9 @@ from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, own_of, server_of
 from sglang_droidspeak.cli.terminal import show, tell
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.start.config import (
-    GIB,
-    LINKER_MODULE,
-    Settings,
-    linker_options,
-    parse_settings,
-)
+from sglang_droidspeak.start.config import LINKER_MODULE, Settings, linker_options, parse_settings
 
+GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
 """For a peer's answer."""
 _START: Final = "start it, or mend its address or keys"

@@ -10,29 +10,35 @@ from collections.abc import Mapping
 VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
+"""Hooked where it is imported; `USED` has where it is defined."""
 
-# What is hooked.
-
-CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
-ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
-CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
-AVAILABLE_BYTES = (
-    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
-)
-GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
-NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
-REPLAY_LEN = "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len"
-MATCH = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.match"
-CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint"
-TAKE_EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
-_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
-REPORT = f"{_STREAMER}.stream_output"
-REPORT_ABORT = f"{SCHEDULER_MODULE}.Scheduler.send_abort_output"
-REQUEST_LEVEL = f"{_STREAMER}.is_request_level_customized_info_key"
+_MANAGERS = "sglang.srt.managers"
+_CACHE = "sglang.srt.mem_cache"
+_CORE = f"{_CACHE}.unified_cache"
 _COMPONENTS = "sglang.srt.model_executor.model_runner_components"
+_TOKENIZERS = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_SCHEDULER = f"{SCHEDULER_MODULE}.Scheduler"
+_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.WeightUpdater"
-WEIGHTS_WRITTEN = {
+_LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+_POLICY = f"{_MANAGERS}.schedule_policy"
+_BATCH = f"{_MANAGERS}.schedule_batch"
+_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_LINKER = f"{_CORE}.unified_cache_linker"
+_TREE = f"{_CACHE}.unified_radix_cache.UnifiedRadixCache"
+_HICACHE = f"{_CACHE}.hicache_storage"
+_EVENTS = "sglang.srt.disaggregation.kv_events"
+_EXPERTS = "sglang.srt.eplb.expert_distribution"
+_TRACE = "sglang.srt.observability.trace"
+_STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
+_STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
+_REPLAY = "sglang.srt.model_executor.encoder_swa_replay"
+_SIZES = f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator"
+_CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+
+WEIGHTS_WRITTEN: Mapping[str, str] = {
     f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
     f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460",
     f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e",
@@ -42,67 +48,43 @@ WEIGHTS_WRITTEN = {
 }
 """Each of them, and nothing else, goes before a write to weights that serve; what writes into
 memory from outside (RDMA) does so after the first."""
-INTERNAL_STATE = f"{SCHEDULER_MODULE}.Scheduler.get_internal_state"
-SLEEP_ON_IDLE = f"{SCHEDULER_MODULE}.Scheduler.maybe_sleep_on_idle"
-_LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
-LOAD_LORA = f"{_LORA_MANAGER}.load_lora_adapter"
-UNLOAD_LORA = f"{_LORA_MANAGER}.unload_lora_adapter"
-VALIDATE_LORA = f"{_LORA_MANAGER}.validate_new_adapter"
-PREPARE_LORA = f"{_LORA_MANAGER}.prepare_lora_batch"
-FITS_LORA_GRAPH = f"{_LORA_MANAGER}.can_use_prefill_cuda_graph"
-CAN_SCHEDULE_LORA = f"{SCHEDULER_MODULE}.Scheduler.can_schedule_lora_req"
-NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-
-_POLICY = "sglang.srt.managers.schedule_policy"
-_BATCH = "sglang.srt.managers.schedule_batch"
-_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_CORE = "sglang.srt.mem_cache.unified_cache"
-_LINKER = f"{_CORE}.unified_cache_linker"
-_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_HICACHE = "sglang.srt.mem_cache.hicache_storage"
-_EVENTS = "sglang.srt.disaggregation.kv_events"
-_EXPERTS = "sglang.srt.eplb.expert_distribution"
-_LORA = "sglang.srt.lora.lora_overlap_loader"
-_TRACE = "sglang.srt.observability.trace"
-_STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
-_STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
 
 USED: Mapping[str, str] = {
-    # what is hooked, called or done in its place: hash of its source, where it is defined
-    CHECK_SERVER_ARGS: "276dad463132",
-    ALLOC_MEMORY_POOL: "137d126a5372",
-    CELL_SIZE: "dde0e084641d",
-    AVAILABLE_BYTES: "f24122e2e55f",
-    GENERATE: "ece7e86e4de3",
-    FORWARD: "587f48042174",
-    NEW_PREFILL: "9eb870ca66bd",
-    REPLAY_LEN: "de5d2dd3bf21",
-    MATCH: "8899b550249a",
-    CHECKPOINT: "e02e3cb069e4",
-    TAKE_EVENTS: "da36681d48c4",
+    # what is hooked (it has a name), called or done in its place: hash of its source, where it is
+    # defined
+    (CHECK_SERVER_ARGS := "sglang.srt.server_args.ServerArgs.check_server_args"): "276dad463132",
+    (ALLOC_MEMORY_POOL := f"{_RUNNER}.alloc_memory_pool"): "137d126a5372",
+    (CELL_SIZE := f"{_CELLS}._compute_cell_size"): "dde0e084641d",
+    (AVAILABLE_BYTES := f"{_SIZES}._profile_available_bytes"): "f24122e2e55f",
+    (GENERATE := f"{_TOKENIZERS}.generate_request"): "ece7e86e4de3",
+    (FORWARD := f"{_MANAGERS}.tp_worker.TpModelWorker.forward_batch_generation"): "587f48042174",
+    (NEW_PREFILL := f"{_SCHEDULER}._get_new_batch_prefill_raw"): "9eb870ca66bd",
+    (REPLAY_LEN := f"{_POLICY}.PrefillAdder._replay_len"): "de5d2dd3bf21",
+    (MATCH := f"{_LINKER}.UnifiedCacheLinkerWrapper.match"): "8899b550249a",
+    (CHECKPOINT := f"{_TREE}.checkpoint"): "e02e3cb069e4",
+    (TAKE_EVENTS := f"{_TREE}.take_events"): "da36681d48c4",
     f"{_EVENTS}.BlockStored": "7bc3f8b2dde0",
     f"{_EVENTS}.BlockRemoved": "e8542884a77c",
     f"{_EVENTS}.kv_event_namespace_seed": "ac315f522f10",
     f"{_EVENTS}.namespaced_block_hash": "230cd7f870d8",
-    "sglang.srt.mem_cache.events.KvEventLoraNames.register": "5ab5cfc99442",
-    REPORT: "d201d904f804",
-    REPORT_ABORT: "970832854ce1",
-    REQUEST_LEVEL: "723097c2a9ab",
-    INTERNAL_STATE: "3ea0012568df",
-    SLEEP_ON_IDLE: "7b4ae7392209",
-    LOAD_LORA: "546088693f0a",
+    f"{_CACHE}.events.KvEventLoraNames.register": "5ab5cfc99442",
+    (REPORT := f"{_STREAMER}.stream_output"): "d201d904f804",
+    (REPORT_ABORT := f"{_SCHEDULER}.send_abort_output"): "970832854ce1",
+    (REQUEST_LEVEL := f"{_STREAMER}.is_request_level_customized_info_key"): "723097c2a9ab",
+    (INTERNAL_STATE := f"{_SCHEDULER}.get_internal_state"): "3ea0012568df",
+    (SLEEP_ON_IDLE := f"{_SCHEDULER}.maybe_sleep_on_idle"): "7b4ae7392209",
+    (LOAD_LORA := f"{_LORA_MANAGER}.load_lora_adapter"): "546088693f0a",
     f"{_LORA_MANAGER}._load_lora_adapter": "14f96263af61",
     f"{_LORA_MANAGER}._load_lora_adapter_from_tensors": "2a78612132cb",
-    VALIDATE_LORA: "4a008f47fec8",
+    (VALIDATE_LORA := f"{_LORA_MANAGER}.validate_new_adapter"): "4a008f47fec8",
     f"{_LORA_MANAGER}.create_lora_update_result": "c563c2981d10",
     "sglang.srt.lora.lora_registry.LoRARegistry.get_all_adapters": "2f904a742e77",
-    UNLOAD_LORA: "014090d3f36c",
-    PREPARE_LORA: "fd8e07ca37f2",
-    FITS_LORA_GRAPH: "7f649d5d8ea6",
-    CAN_SCHEDULE_LORA: "01d82aee17c4",
-    f"{_LORA}.LoRAOverlapLoader.try_overlap_load_lora": "7a5d1bb04e66",
-    "sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash": "bfd2899789f5",
+    (UNLOAD_LORA := f"{_LORA_MANAGER}.unload_lora_adapter"): "014090d3f36c",
+    (PREPARE_LORA := f"{_LORA_MANAGER}.prepare_lora_batch"): "fd8e07ca37f2",
+    (FITS_LORA_GRAPH := f"{_LORA_MANAGER}.can_use_prefill_cuda_graph"): "7f649d5d8ea6",
+    (CAN_SCHEDULE_LORA := f"{_SCHEDULER}.can_schedule_lora_req"): "01d82aee17c4",
+    "sglang.srt.lora.lora_overlap_loader.LoRAOverlapLoader.try_overlap_load_lora": "7a5d1bb04e66",
+    f"{_CACHE}.cpp_utils.native_hash.get_native_hash": "bfd2899789f5",
     **WEIGHTS_WRITTEN,
     f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76",
     f"{_FORWARD_BATCH}.init_new": "53f9f0da3b38",
@@ -111,18 +93,16 @@ USED: Mapping[str, str] = {
     f"{_EXPERTS}.ExpertDistributionRecorder.disable_this_region": "d9499a20f57f",
     f"{_RUNNER}.forward": "a9579bc20fe6",
     f"{_COMPONENTS}.attention_backend_setup._build_backend_from_str": "1c1999c3ea92",
-    "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator"
-    ".bind_and_verify_backends": "729d481ab4e6",
+    f"{_CACHE}.kv_index_translator.KVIndexTranslator.bind_and_verify_backends": "729d481ab4e6",
     f"{_BATCH}.ScheduleBatch.init_new": "d6a2e1be3af9",
     "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare": "2d4ed99d0cb8",
     f"{_STREAM}.set_written": "623684bac1ab",
     f"{_STREAM}.start": "9a6bd2ccd13c",
     f"{_STREAM}.clear": "6f53a759b0ce",
-    "sglang.srt.mem_cache.utils.get_storage_hash_str": "935ba38bc914",
+    f"{_CACHE}.utils.get_storage_hash_str": "935ba38bc914",
     f"{_TREE}.match_prefix": "de3b1bba99db",
     f"{_CORE}.unified_tree_core.UnifiedTreeCore.match_full_device_prefix": "af53c0d58366",
-    "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore"
-    ".match_full_device_prefix": "b928d768b7fb",
+    f"{_CACHE}.rust_tree_core.adapter.RustUnifiedTreeCore.match_full_device_prefix": "b928d768b7fb",
     f"{_TREE}.path_device_indices": "1d4dfdec35ff",
     f"{_TREE}.lock": "2b4e6dcdd0f8",
     f"{_TREE}.unlock": "5d69668e0592",
@@ -133,11 +113,10 @@ USED: Mapping[str, str] = {
     f"{_LINKER}.LayerWiseLoadCounter": "0862a44133ca",
     f"{_HICACHE}.HiCacheStorageConfig": "2e963b98c778",
     f"{_HICACHE}.HiCacheStorage": "8fc32fc49198",
-    "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
-    ".create_backend": "829a1c15017b",
-    "sglang.srt.model_executor.encoder_swa_replay._build_replay_batch": "2a9514cbe7a5",
-    "sglang.srt.model_executor.encoder_swa_replay.run_encoder_swa_replay": "6678ec61cd40",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": "896c2fd0838b",
+    f"{_CACHE}.storage.backend_factory.StorageBackendFactory.create_backend": "829a1c15017b",
+    f"{_REPLAY}._build_replay_batch": "2a9514cbe7a5",
+    f"{_REPLAY}.run_encoder_swa_replay": "6678ec61cd40",
+    f"{_CACHE}.memory_pool.MHATokenToKVPool.set_kv_buffer": "896c2fd0838b",
     f"{_STATS}.trace_slice": "a6619f570a83",
     f"{_TRACE}.TraceReqContext.trace_set_thread_attrs": "f674873d9d8f",
     f"{_TRACE}.get_global_tracing_enabled": "fae878f2e990",
@@ -152,7 +131,7 @@ FIELDS: Mapping[str, str] = {
         "multimodal_inputs input_embeds positional_embed_overrides session time_stats "
         "return_logprob cached_tokens cached_tokens_host retracted_stain priority"
     ),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager": (
+    _TOKENIZERS: (
         "incremental_streaming_output preferred_sampling_params rid_to_state lora_registry"
     ),
     _STATS: "trace_ctx",
@@ -176,7 +155,7 @@ FIELDS: Mapping[str, str] = {
         "spec_algorithm token_to_kv_pool_allocator lora_manager req_to_token_pool token_to_kv_pool "
         "is_draft_worker shared_read_done_event"
     ),
-    f"{SCHEDULER_MODULE}.Scheduler": (
+    _SCHEDULER: (
         "waiting_queue chunked_req grammar_manager tree_cache policy "
         "enable_priority_scheduling enable_priority_preemption "
         "priority_scheduling_preemption_threshold schedule_low_priority_values_first "
@@ -188,9 +167,9 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{_POLICY}.PrefillAdder": "rem_chunk_tokens can_run_list running_batch ceil_paged_tokens",
     _TREE: "page_size tree_core",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "k_buffer v_buffer size kv_cache_layout",
-    "sglang.srt.mem_cache.memory_pool.KVCache": "dtype page_size layer_num",
-    "sglang.srt.mem_cache.cache_init_params.CacheInitParams": (
+    f"{_CACHE}.memory_pool.MHATokenToKVPool": "k_buffer v_buffer size kv_cache_layout",
+    f"{_CACHE}.memory_pool.KVCache": "dtype page_size layer_num",
+    f"{_CACHE}.cache_init_params.CacheInitParams": (
         "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group "
         "enable_kv_cache_events kv_event_lora_names"
     ),
