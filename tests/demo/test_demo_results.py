@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
+from test_policy import PROFILE
 
-from cachetree import ModelIdentity, PairProfile
-from cachetree.planning.profile import PROFILE_VERSION as VERSION
-from cachetree.planning.profile import BlockQuality
 from sglang_droidspeak.demo.results import (
     Condition,
     Sample,
@@ -41,37 +40,6 @@ def samples(num: int = 10, **of: list[Sample]) -> dict[Condition, list[Sample]]:
     return {**good, **{Condition(name): value for name, value in of.items()}}
 
 
-def profile(tolerance: float = 0.05) -> PairProfile:
-    model = ModelIdentity(
-        architecture="LlamaForCausalLM",
-        num_layers=12,
-        hidden_size=8,
-        num_attention_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        rope="{}",
-        tokenizer="t",
-        weights="w",
-    )
-    block = BlockQuality(start=2, stop=5, quality=0.9)
-    return PairProfile(
-        version=VERSION,
-        sender=model,
-        receiver=model,
-        metric="f1",
-        data_sha256="",
-        num_questions=1,
-        sender_quality=0.1,
-        full_prefill_quality=0.9,
-        full_reuse_quality=0.1,
-        tolerance=tolerance,
-        blocks=(block,),
-        recommended=block,
-        passed=True,
-        reason="",
-    )
-
-
 def test_a_condition_is_the_means_of_its_requests() -> None:
     mixed = [sample(), sample(quality=0.0, provenance=NOTHING)]
     found = measured_of(samples(2, block=mixed))
@@ -85,7 +53,7 @@ def test_random_weights_have_no_quality() -> None:
     nobody_knows = {condition: [sample(quality=None)] for condition in Condition}
     found = measured_of(nobody_knows)
     assert {it.quality for it in found.values()} == {None}
-    assert list(quality_failures(found, profile())) == []
+    assert list(quality_failures(found, PROFILE)) == []
 
 
 def test_speed_is_relative_to_the_median_of_full_prefill() -> None:
@@ -101,7 +69,7 @@ def test_a_good_demo_has_no_failures() -> None:
     good = samples()
     quality = measured_of(good)
     assert [*reuse_failures(good, "quality"), *equality_failures(good, "quality", "float32")] == []
-    assert list(quality_failures(quality, profile())) == []
+    assert list(quality_failures(quality, PROFILE)) == []
 
 
 def test_a_condition_that_reused_nothing_fails_with_its_outcomes() -> None:
@@ -146,4 +114,6 @@ def test_the_block_must_keep_the_profiles_promise(tolerance: float, num_failures
     worse = samples(block=[sample(quality=0.0)] + [sample()] * 9)
     quality = measured_of(worse)
     assert quality[Condition.BLOCK].quality == 0.9
-    assert len(list(quality_failures(quality, profile(tolerance)))) == num_failures
+    assert (
+        len(list(quality_failures(quality, replace(PROFILE, tolerance=tolerance)))) == num_failures
+    )

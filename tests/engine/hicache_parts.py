@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,16 +97,15 @@ def objects_of(cache: Cache) -> Mapping[str, int]:
 class Shelf:
     """Objects in a dict; `before` may raise, block, or count."""
 
-    def __init__(self, num_slots: int = 8) -> None:
+    def __init__(self, before: Callable[[str], None] = lambda _call: None) -> None:
+        self.before = before
         slot_bytes = Objects(FAMILY).slot_bytes
-        self.slots = [memoryview(bytearray(slot_bytes)) for _ in range(num_slots)]
+        self.slots = [memoryview(bytearray(slot_bytes)) for _ in range(8)]
         self.kept: dict[str, bytes] = {}
         self.calls: list[tuple[str, int]] = []
         self.takes = True
         self.lies = False
         self.is_closed = False
-
-    def before(self, call: str) -> None: ...
 
     def num_leading(self, keys: Sequence[str]) -> int:
         self.calls.append(("exists", len(keys)))
@@ -181,6 +180,13 @@ class PointerStore(HiCacheStorage):
 
 def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
     return pages_of(num_pages, f"{number} ")
+
+
+def store_without_e(cache: Cache, pages: list[PageHash]) -> None:
+    """As what was loaded from another cache."""
+    reservation = cache.tree.reserve(MODEL, None, pages, [])
+    assert reservation is not None
+    reservation.commit()
 
 
 def store_and_wait(cache: Cache, pages: list[PageHash], parent: PageHash | None = None) -> None:

@@ -23,6 +23,7 @@ from hicache_parts import (
     prompt,
     search,
     store_and_wait,
+    store_without_e,
 )
 from push_parts import PAGE_TOTAL
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -101,19 +102,13 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
 
 
 def test_what_is_written_behind_is_not_used_by_it() -> None:
-    class Waiting(Shelf):
-        may_write = threading.Event()
-
-        def before(self, call: str) -> None:
-            if call == "write":
-                assert self.may_write.wait(10)
-
-    shelf = Waiting()
+    may_write = threading.Event()
+    shelf = Shelf(lambda call: call != "write" or may_write.wait(10))
     with cache_over(shelf, host_bytes=3 * 8 * PAGE_TOTAL) as cache:
         for number in range(3):
             store(cache.tree, prompt(number))
         cache.match(prompt(1))  # 2 is now the older one, and the last that is written.
-        shelf.may_write.set()
+        may_write.set()
         eventually(lambda: objects_of(cache) == {"written": 3 * NUM_OBJECTS})
         eventually(lambda: not cache.tree.held_bytes)
         for number in range(3, 5):
@@ -259,9 +254,7 @@ def test_every_single_bit_counts() -> None:
 def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path) -> None:
     pages = prompt(0)
     with open_cache(tmp_path) as first:
-        reservation = first.tree.reserve(MODEL, None, pages, [])
-        assert reservation is not None
-        reservation.commit()
+        store_without_e(first, pages)
         eventually(lambda: num_there(first, pages) == 8)
     with open_cache(tmp_path) as second:
         assert search(second, pages) == 8
@@ -283,9 +276,7 @@ def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_
         store_and_wait(sender, pages[:8])
     with cache_over(shelf) as receiver:
         assert search(receiver, pages[:num_known]) == num_known
-        reservation = receiver.tree.reserve(MODEL, None, pages[:num_loaded], [])
-        assert reservation is not None
-        reservation.commit()
+        store_without_e(receiver, pages[:num_loaded])
         store_and_wait(receiver, prompt(1))  # And before it what came before.
         (match,) = (it for it in receiver.match(pages) if it.location == HICACHE)
         assert (match.num_pages, match.e_pages) == (num_loaded, {E_LAYER: 8})
@@ -353,9 +344,7 @@ def test_one_question_per_model_and_layer_then_none() -> None:
 def test_e_is_not_asked_for_after_a_gap() -> None:
     shelf, pages = Shelf(), prompt(0)
     with cache_over(shelf) as sender:
-        reservation = sender.tree.reserve(MODEL, None, pages[:4], [])
-        assert reservation is not None
-        reservation.commit()
+        store_without_e(sender, pages[:4])
         eventually(lambda: num_there(sender, pages) == 4)
         with cache_over(shelf) as receiver:
             assert search(receiver, pages[:4]) == 4

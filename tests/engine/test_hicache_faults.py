@@ -16,6 +16,7 @@ from hicache_parts import (
     prompt,
     search,
     store_and_wait,
+    store_without_e,
     tier_of,
 )
 from push_parts import PAGE_TOTAL
@@ -49,9 +50,11 @@ def test_a_backend_that_lies_about_what_it_has() -> None:
 
 
 class Failing(Shelf):
-    fails = False
+    def __init__(self) -> None:
+        super().__init__(self._fail)
+        self.fails = False
 
-    def before(self, call: str) -> None:
+    def _fail(self, _call: str) -> None:
         if self.fails:
             raise ConnectionError("the backend is away")
 
@@ -98,11 +101,11 @@ def test_what_could_not_be_written_is_written_with_what_comes_after_it() -> None
 
 class Hanging(Shelf):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._hang)
         self.hangs_at = ""
         self.may_go_on = threading.Event()
 
-    def before(self, call: str) -> None:
+    def _hang(self, call: str) -> None:
         if call == self.hangs_at:
             self.may_go_on.wait(20)
 
@@ -129,13 +132,12 @@ def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(
 ) -> None:
     monkeypatch.setattr("cachetree.tier._MAX_WRITE_S", 0.05)
 
-    class Slow(Shelf):
-        def before(self, call: str) -> None:
-            if call == "write":
-                time.sleep(0.1)
-                cache.tree.sweep()
+    def slowly(call: str) -> None:
+        if call == "write":
+            time.sleep(0.1)
+            cache.tree.sweep()
 
-    with cache_over(Slow()) as cache:
+    with cache_over(Shelf(slowly)) as cache:
         for number in range(MAX_FAILURES):
             store(cache.tree, prompt(number))
         eventually(lambda: tier_of(cache).status().is_writing_paused)
@@ -147,13 +149,12 @@ def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(
     monkeypatch.setattr(tier, "PART_BYTES", 8 * PAGE_TOTAL)
     now = [0.0]
 
-    class Slow(Shelf):
-        def before(self, call: str) -> None:
-            if call == "write":
-                now[0] += 1.0
-                cache.tree.sweep()
+    def slowly(call: str) -> None:
+        if call == "write":
+            now[0] += 1.0
+            cache.tree.sweep()
 
-    with cache_over(Slow(), lambda: now[0]) as cache:
+    with cache_over(Shelf(slowly), lambda: now[0]) as cache:
         store(cache.tree, prompt(0, 64))
         eventually(lambda: num_there(cache, prompt(0, 64)) == 64)
         status = tier_of(cache).status()
@@ -170,9 +171,7 @@ def test_what_left_memory_before_it_was_written_is_no_fault_of_the_backend() -> 
         eventually(lambda: shelf.calls[-1:] and shelf.calls[-1][0] == "write")  # Of the first.
         for number in range(1, 1 + MAX_FAILURES):
             cache.tree.evict(None, prompt(number))
-            reservation = cache.tree.reserve(MODEL, None, prompt(number), ())
-            assert reservation is not None
-            reservation.commit()
+            store_without_e(cache, prompt(number))
         shelf.may_go_on.set()
         eventually(lambda: num_there(cache, prompt(MAX_FAILURES)) == 8)
         status = tier_of(cache).status()
@@ -199,15 +198,10 @@ def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch
     shelf.may_go_on.set()
 
 
-class Slow(Shelf):
-    def before(self, call: str) -> None:
-        if call == "read":
-            time.sleep(0.15)
-
-
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_a_backend_that_never_ends_in_time_is_known_to_be_slow(is_given_up: bool) -> None:
-    with cache_over(Slow()) as cache:
+    shelf = Shelf(lambda call: time.sleep(0.15) if call == "read" else None)
+    with cache_over(shelf) as cache:
         store_and_wait(cache, prompt(0))
         fetch_too_late(cache, plan_of(Span(0, 8)), prompt(0), is_given_up=is_given_up)
 
@@ -229,11 +223,10 @@ def test_what_pauses_reading_is_late_answers_not_long_prompts(
 ) -> None:
     now = [0.0]
 
-    class Slow(Shelf):
-        def before(self, call: str) -> None:
-            now[0] += call_s
+    def slowly(_call: str) -> None:
+        now[0] += call_s
 
-    shelf = Slow()
+    shelf = Shelf(slowly)
     shelf.lies = True
     with cache_over(shelf, lambda: now[0]) as cache:
         for number in range(MAX_FAILURES):
@@ -308,12 +301,11 @@ def reading_of(shelf: Shelf, now: list[float]) -> Lane:
 def test_a_lane_pauses_doubles_and_recovers() -> None:
     now = [0.0]
 
-    class Hanging(Shelf):
-        def before(self, call: str) -> None:
-            now[0] += STALL_S + 1
-            assert reading.is_paused
+    def hang(_call: str) -> None:
+        now[0] += STALL_S + 1
+        assert reading.is_paused
 
-    reading = reading_of(Hanging(), now)
+    reading = reading_of(Shelf(hang), now)
     for pause_s in (30.0, 60.0, 120.0, 240.0, 300.0, 300.0):
         for _ in range(MAX_FAILURES):
             assert not reading.is_paused
@@ -331,12 +323,11 @@ def test_a_lane_pauses_doubles_and_recovers() -> None:
 def test_many_calls_that_answer_are_none_that_hangs() -> None:
     now = [0.0]
 
-    class Answering(Shelf):
-        def before(self, call: str) -> None:
-            now[0] += 0.6 * STALL_S
-            assert not reading.is_paused
+    def answer(_call: str) -> None:
+        now[0] += 0.6 * STALL_S
+        assert not reading.is_paused
 
-    shelf = Answering()
+    shelf = Shelf(answer)
     shelf.lies = True
     reading = reading_of(shelf, now)
     assert reading.num_leading(MODEL, prompt(0, 300), Step(Kind.KV, 0)) == 300
