@@ -6,24 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+from tier_parts import fetch
 from transport_parts import (
     E_LAYER,
     FAMILY,
     FAST,
     MODEL,
     PAGE_BYTES,
-    check_content,
     pages_of,
 )
 
 from cachetree import (
     Cache,
     CacheConfig,
-    Deadline,
     Location,
-    ModelId,
     PageHash,
-    Plan,
     Span,
 )
 from cachetree.transport import wire
@@ -45,22 +42,9 @@ def at_worker(address: Location, **config: object) -> contextlib.AbstractContext
     return cache_of(peers=(address,), stores=(address,), serves=False, **config)
 
 
-def plan_of(location: Location, num_pages: int) -> Plan:
-    return Plan(
-        sender=MODEL,
-        receiver=ModelId("receiver"),
-        location=location,
-        pages=Span(0, num_pages),
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
-
-
 def fetched(cache: Cache, location: Location, pages: Sequence[PageHash]) -> None:
-    """Fetch from there and compare every byte."""
-    staging = cache.fetch(plan_of(location, len(pages)), pages, Deadline.after(5))
-    with staging:
-        check_content(staging, pages)
+    """Fetch all of them from there and compare every byte."""
+    fetch(cache, location, pages, Span(0, len(pages)))
 
 
 def num_pushed(cache: Cache, **counts: int) -> Callable[[], bool]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -40,7 +41,6 @@ from cachetree import (
     FetchError,
     Kind,
     Location,
-    ModelId,
     PageHash,
     PeerConfig,
     Plan,
@@ -77,14 +77,7 @@ ALL = Span(0, 64)
 
 
 def plan_at(location: Location, pages: Span = ALL) -> Plan:
-    return Plan(
-        sender=MODEL,
-        receiver=ModelId("receiver"),
-        location=location,
-        pages=pages,
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
+    return plan_of(location, pages)
 
 
 def test_what_one_cache_stores_another_matches_and_fetches() -> None:

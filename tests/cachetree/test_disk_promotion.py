@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from disk_parts import data_files
-from push_parts import PAGE_TOTAL, cache_of, fetched, new_store, plan_of
+from push_parts import PAGE_TOTAL, cache_of, fetched, new_store
+from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
     MODEL,
@@ -311,7 +312,7 @@ def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
         for name in ("_fetch", "_promote"):
             noted(worker._disk, name)
         goes_on = slow(worker, monkeypatch)
-        plan = plan_of(DISK, len(PAGES))
+        plan = plan_of(DISK, Span(0, len(PAGES)))
         stagings = [worker.fetch(plan, PAGES, Deadline.after(10)) for _ in range(4)]
         goes_on.set()
         eventually(lambda: len(calls) == 8)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tier_parts
 from disk_parts import data_files, place_of
 from tier_parts import fetch_too_late
 from transport_parts import (
@@ -25,7 +26,6 @@ from transport_parts import (
     FAST,
     MODEL,
     PAGE_BYTES,
-    check_content,
     content,
     eventually,
     pages_of,
@@ -44,15 +44,14 @@ from cachetree import (
     Family,
     Kind,
     Location,
-    ModelId,
     PageHash,
-    Plan,
     Span,
     StaleEntry,
     Step,
 )
 from cachetree.disk import DiskStore, entry_file
 
+WHOLE = tier_parts.plan_of(DISK, Span(0, 8))
 PROMPT_BYTES = 8 * 5 * PAGE_BYTES
 """Of eight pages: KV of four layers, E of one."""
 
@@ -71,21 +70,8 @@ def num_found(cache: Cache, pages: Sequence[PageHash], location: Location) -> in
     return sum(it.num_pages for it in cache.match(pages) if it.location == location)
 
 
-def plan_of(pages: Span, location: Location = DISK) -> Plan:
-    return Plan(
-        sender=MODEL,
-        receiver=ModelId("receiver"),
-        location=location,
-        pages=pages,
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
-
-
 def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, location: Location = DISK) -> None:
-    staging = cache.fetch(plan_of(span, location), pages, Deadline.after(10))
-    with staging:
-        check_content(staging, pages[span.start : span.stop])
+    tier_parts.fetch(cache, location, pages, span)
 
 
 def store_and_wait(cache: Cache, pages: Sequence[PageHash]) -> None:
@@ -137,7 +123,7 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         monkeypatch.setattr(DiskStore, "read", slow)
-        fetch_too_late(cache, plan_of(Span(0, 8), DISK), prompt(0), is_given_up=is_given_up)
+        fetch_too_late(cache, WHOLE, prompt(0), is_given_up=is_given_up)
 
 
 def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
@@ -217,7 +203,7 @@ def test_damage_is_a_stale_entry_and_no_longer_matches(
 def test_a_reader_of_the_disk_keeps_no_fetch_that_is_over(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
-        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(10))
+        staging = cache.fetch(WHOLE, prompt(0), Deadline.after(10))
         wait_all(staging)
         del staging
         eventually(lambda: cache.status().staging_bytes_in_use == 0, 2)
@@ -228,12 +214,12 @@ def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:
         with pytest.raises(StaleEntry, match="no longer on disk"):
             fetch(cache, prompt(0), Span(0, 8))
         store_and_wait(cache, prompt(0))
-        late = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(0))
+        late = cache.fetch(WHOLE, prompt(0), Deadline.after(0))
         eventually(lambda: isinstance(late.error, DeadlineExceeded))
         assert late.num_landed_bytes == 0, "read for nobody"
         fetch(cache, prompt(0), Span(0, 8))
     with Cache(FAMILY, CacheConfig(serves=False)) as diskless:
-        staging = diskless.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+        staging = diskless.fetch(WHOLE, prompt(0), Deadline.after(5))
         eventually(lambda: "disk is not a peer" in str(staging.error))
 
 
@@ -456,7 +442,7 @@ def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
     cache.close()
-    staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+    staging = cache.fetch(WHOLE, prompt(0), Deadline.after(5))
     assert "closed" in str(staging.error)
     names = {it.name for it in set(threading.enumerate()) - before}
     assert not {name for name in names if name.startswith("cachetree")}
@@ -473,7 +459,7 @@ def test_a_disk_that_hangs_hinders_no_close(
     (file,) = data_files(tmp_path)
     file.unlink()
     os.mkfifo(file)  # Whoever opens it waits for somebody to write.
-    staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(60))
+    staging = cache.fetch(WHOLE, prompt(0), Deadline.after(60))
     closing = threading.Thread(target=cache.close, daemon=True)
     closing.start()
     closing.join(20)

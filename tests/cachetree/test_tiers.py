@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
+from tier_parts import fetch, plan_of
 from transport_parts import (
     E_LAYER,
     FAMILY,
     MODEL,
-    check_content,
     content,
     eventually,
     pages_of,
@@ -30,7 +30,6 @@ from cachetree import (
     ModelId,
     NoteSpeed,
     PageHash,
-    Plan,
     Search,
     Span,
     Staging,
@@ -87,24 +86,6 @@ class ShelfTier:
         self.num_closed += 1
 
 
-def plan_of(num_pages: int, location: Location) -> Plan:
-    return Plan(
-        sender=MODEL,
-        receiver=ModelId("receiver"),
-        location=location,
-        pages=Span(0, num_pages),
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
-
-
-def fetch(cache: Cache, pages: Sequence[PageHash], location: Location) -> None:
-    staging = cache.fetch(plan_of(len(pages), location), pages, Deadline.after(10))
-    assert staging is not None
-    with staging:
-        check_content(staging, pages)
-
-
 def test_a_tier_may_note_its_speed_in_several_threads() -> None:
     made: list[ShelfTier] = []
     most_at_once = num_at_once = 0
@@ -152,11 +133,11 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
         assert cache.match(pages) == [], "planned from where nothing can be read"
         tier.is_paused = False
         assert cache.link(SHELF) is None
-        fetch(cache, pages, SHELF)
+        fetch(cache, SHELF, pages, Span(0, len(pages)))
         assert cache.link(SHELF).byte_s == pytest.approx(1 / (128 << 20))
         assert tier.used == []
         store(cache.tree, pages)
-        fetch(cache, pages, LOCAL)
+        fetch(cache, LOCAL, pages, Span(0, len(pages)))
         assert tier.used == [pages]
         assert cache.status().tiers == {SHELF: Shelf(1)}
     assert tier.num_closed == 1
@@ -184,7 +165,8 @@ def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(
 
     with Cache(FAMILY, CacheConfig(serves=False), tiers=[make]) as cache:
         stagings = [
-            cache.fetch(plan_of(n, SHELF), pages_of(n), Deadline.after(9)) for n in (8, 2, 4)
+            cache.fetch(plan_of(SHELF, Span(0, n)), pages_of(n), Deadline.after(9))
+            for n in (8, 2, 4)
         ]
         assert all(stagings)
         link, page_bytes = cache.link(SHELF), stagings[0].num_bytes // 8
@@ -203,7 +185,7 @@ def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(
 def test_a_cache_without_tiers_searches_nothing() -> None:
     with Cache(FAMILY, CacheConfig(serves=False)) as cache:
         assert cache.search(pages_of(4)) == []
-        staging = cache.fetch(plan_of(4, SHELF), pages_of(4), Deadline.after(5))
+        staging = cache.fetch(plan_of(SHELF, Span(0, 4)), pages_of(4), Deadline.after(5))
         assert staging is not None
         eventually(lambda: "shelf is not a peer" in str(staging.error))
 

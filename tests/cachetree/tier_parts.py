@@ -1,4 +1,4 @@
-"""What holds of every tier below memory."""
+"""Fetches, wherever entries are, and what holds of every tier below memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,39 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from transport_parts import eventually
+from transport_parts import E_LAYER, FAMILY, MODEL, check_content, eventually
 
-from cachetree import Cache, Deadline, DeadlineExceeded, PageHash, Plan
+from cachetree import (
+    Cache,
+    Deadline,
+    DeadlineExceeded,
+    Location,
+    ModelId,
+    PageHash,
+    Plan,
+    Span,
+)
+
+
+def plan_of(location: Location, pages: Span) -> Plan:
+    """E of one layer, and KV of the three others."""
+    return Plan(
+        sender=MODEL,
+        receiver=ModelId("receiver"),
+        location=location,
+        pages=pages,
+        block=Span(E_LAYER, E_LAYER + 1),
+        num_layers=FAMILY.num_layers,
+    )
+
+
+def fetch(
+    cache: Cache, location: Location, pages: Sequence[PageHash], span: Span, seconds: float = 10
+) -> None:
+    """Raises what ended the fetch."""
+    staging = cache.fetch(plan_of(location, span), pages, Deadline.after(seconds))
+    with staging:
+        check_content(staging, pages[span.start : span.stop])
 
 
 def fetch_too_late(

@@ -6,20 +6,20 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import tier_parts
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from transport_parts import (
     E_LAYER,
     FAMILY,
     MODEL,
-    check_content,
     eventually,
     pages_of,
     store,
-    wait_all,
 )
 
 from cachetree import (
@@ -27,16 +27,15 @@ from cachetree import (
     CacheConfig,
     CacheTree,
     Clock,
-    Deadline,
     Family,
     ModelId,
     NoteSpeed,
     PageHash,
-    Plan,
     Span,
 )
 from sglang_droidspeak.hicache import HICACHE, HiCacheTier, Objects, hicache_tier
 
+plan_of = partial(tier_parts.plan_of, HICACHE)
 SENDERS: Mapping[ModelId, Collection[int]] = {MODEL: (E_LAYER,)}
 
 
@@ -67,24 +66,8 @@ def search(cache: Cache, pages: Sequence[PageHash]) -> int:
     return num_there(cache, pages)
 
 
-def plan_of(pages: Span) -> Plan:
-    return Plan(
-        sender=MODEL,
-        receiver=ModelId("receiver"),
-        location=HICACHE,
-        pages=pages,
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
-
-
 def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, seconds: float = 10) -> None:
-    """Raises what ended the fetch."""
-    staging = cache.fetch(plan_of(span), pages, Deadline.after(seconds))
-    assert staging is not None
-    with staging:
-        wait_all(staging)
-        check_content(staging, pages[span.start : span.stop])
+    tier_parts.fetch(cache, HICACHE, pages, span, seconds)
 
 
 def objects_of(cache: Cache) -> Mapping[str, int]:
