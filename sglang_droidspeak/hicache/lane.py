@@ -94,12 +94,12 @@ class Lane:
         """The objects of all pages at each step in turn, as many at a time as there are slots."""
         named = ((step, index, page) for step in steps for index, page in enumerate(pages))
         while some := list(islice(named, len(self._slots))):
-            batch = []
+            pieces = []
             for (step, index, page), slot in zip(some, self._slots, strict=False):
                 memory = self._backend.slots[slot][: self._objects.size(step)]
                 key = self._objects.key(model, page, step)
-                batch.append(Piece(index, step, key, slot, memory))
-            yield batch
+                pieces.append(Piece(index, step, key, slot, memory))
+            yield pieces
 
     def read(self, batch: Sequence[Piece]) -> list[tuple[Piece, bool]]:
         """Fill their slots; which of them were there."""
