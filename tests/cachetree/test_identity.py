@@ -25,14 +25,7 @@ def test_what_an_identity_says(tmp_path: Path) -> None:
     assert identity.architecture == "LlamaForCausalLM"
     assert (identity.num_layers, identity.hidden_size) == (NUM_LAYERS, 32)
     assert (identity.num_attention_heads, identity.num_kv_heads, identity.head_dim) == (4, 2, 8)
-    Family(
-        **identity.shape,
-        model_dtype="float32",
-        kv_dtype="float32",
-        page_size=16,
-        tp_size=1,
-        tp_rank=0,
-    )
+    Family(**identity.shape, model_dtype="float32", kv_dtype="float32", page_size=16)
 
 
 def test_a_shape_is_read_without_weights(tmp_path: Path) -> None:

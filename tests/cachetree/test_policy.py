@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profile_parts import identity, profile_of
 
 from benchmarks.schedule import Request, ttfts
-from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
 from cachetree.planning import (
     Considered,
@@ -41,49 +41,21 @@ from cachetree.planning.prediction import (
     recompute_s,
     times_of,
 )
-from cachetree.planning.profile import PROFILE_VERSION as VERSION
-from cachetree.planning.profile import BlockQuality, EMap, PairProfile
+from cachetree.planning.profile import BlockQuality, EMap
 
 MB = 1_000_000
 FAR = Location("tcp://far:1")
 
 
-def identity(weights: str) -> ModelIdentity:
-    return ModelIdentity(
-        architecture="LlamaForCausalLM",
-        num_layers=10,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        rope="{}",
-        tokenizer="t",
-        weights=weights,
-    )
-
-
 RECEIVER, SENDER, OTHER = identity("r"), identity("s"), identity("o")
 R, S, O = RECEIVER.model_id, SENDER.model_id, OTHER.model_id  # noqa: E741
 RECOMMENDED = BlockQuality(start=3, stop=6, quality=0.96)
-PROFILE = PairProfile(
-    version=VERSION,
-    sender=SENDER,
-    receiver=RECEIVER,
-    metric="f1",
-    data_sha256="0",
-    num_questions=10,
-    sender_quality=0.3,
-    full_prefill_quality=1.0,
-    full_reuse_quality=0.4,
-    tolerance=0.05,
-    blocks=(
-        RECOMMENDED,
-        BlockQuality(start=2, stop=7, quality=0.97),
-        BlockQuality(start=0, stop=8, quality=0.99),
-    ),
-    recommended=RECOMMENDED,
-    passed=True,
-    reason="the recommended block loses 4 %",
+PROFILE = profile_of(
+    SENDER,
+    RECEIVER,
+    RECOMMENDED,
+    BlockQuality(start=2, stop=7, quality=0.97),
+    BlockQuality(start=0, stop=8, quality=0.99),
 )
 FAILED = msgspec.structs.replace(PROFILE, passed=False, reason="loses 9 %")
 DEMAND = Demand(receiver=R, num_layers=10, page_size=16, num_pages=10)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from profile_parts import family, identity, profile_of
 
-from cachetree.checkpoint.family import Codec, Family, ModelIdentity
+from cachetree.checkpoint.family import Codec, Family
 from cachetree.errors import ConfigError, FamilyMismatch, ProfileError
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
@@ -19,41 +20,11 @@ from cachetree.planning.profile import (
     write_profile,
 )
 
-
-def identity(weights: str) -> ModelIdentity:
-    return ModelIdentity(
-        architecture="LlamaForCausalLM",
-        num_layers=4,
-        hidden_size=8,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        head_dim=2,
-        rope="{}",
-        tokenizer="t",
-        weights=weights,
-    )
+BLOCK = BlockQuality(start=1, stop=3, quality=0.78)
 
 
 def profile(recommended: BlockQuality | None) -> PairProfile:
-    return PairProfile(
-        version=VERSION,
-        sender=identity("s"),
-        receiver=identity("r"),
-        metric="f1",
-        data_sha256="00",
-        num_questions=72,
-        sender_quality=0.2,
-        full_prefill_quality=0.8,
-        full_reuse_quality=0.3,
-        tolerance=0.05,
-        blocks=(BlockQuality(start=1, stop=3, quality=0.78),),
-        recommended=recommended,
-        passed=True,
-        reason="a block of 2 layers loses 2.5 %",
-    )
-
-
-BLOCK = BlockQuality(start=1, stop=3, quality=0.78)
+    return profile_of(identity("s", 4), identity("r", 4), BLOCK, recommended=recommended)
 
 
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
@@ -147,66 +118,33 @@ def test_a_model_is_all_of_its_identity() -> None:
 
 
 def test_page_sizes_in_bytes() -> None:
-    family = Family(
-        **identity("r").shape,
-        model_dtype="bfloat16",
-        kv_dtype="bfloat16",
-        page_size=16,
-        tp_size=1,
-        tp_rank=0,
-    )
-    assert family.kv_page_bytes == 16 * 2 * 2 * 2 * 2  # tokens, K and V, heads, head_dim, bytes
-    assert family.e_page_bytes == 16 * 8 * 2
-    sharded = Family(
-        **identity("r").shape,
-        model_dtype="float32",
-        kv_dtype="float32",
-        page_size=16,
-        tp_size=2,
-        tp_rank=1,
-    )
+    whole = family(model_dtype="bfloat16", kv_dtype="bfloat16")
+    assert whole.kv_page_bytes == 16 * 2 * 2 * 2 * 2  # tokens, K and V, heads, head_dim, bytes
+    assert whole.e_page_bytes == 16 * 8 * 2
+    sharded = family(tp_size=2, tp_rank=1)
     assert sharded.kv_page_bytes == 16 * 2 * 1 * 2 * 4
     assert sharded.e_page_bytes == 16 * (8 // 2) * 4
     assert msgspec.structs.replace(sharded, codec=Codec.INT8).e_page_bytes * 2 == (
-        msgspec.structs.replace(family, codec=Codec.INT8).e_page_bytes
+        msgspec.structs.replace(whole, codec=Codec.INT8).e_page_bytes
     )
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
 def test_e_that_ranks_cannot_share_out_is_refused(codec: Codec) -> None:
-    def of(tp_size: int) -> Family:
-        model = identity("r")
-        return Family(
-            **model.shape,
-            model_dtype="float32",
-            kv_dtype="float32",
-            page_size=16,
-            codec=codec,
-            tp_size=tp_size,
-            tp_rank=0,
-        )
-
     with pytest.raises(ConfigError, match="tp_size is 3, which does not divide hidden_size 8"):
-        _ = of(3).e_page_bytes
+        _ = family(codec=codec, tp_size=3).e_page_bytes
+    of_eight = family(codec=codec, tp_size=8)
     if codec is Codec.NONE:
-        assert of(8).e_page_bytes == 16 * 1 * 4
+        assert of_eight.e_page_bytes == 16 * 1 * 4
     else:
         with pytest.raises(ConfigError, match="not divide hidden_size 8 over tp_size 8; use codec"):
-            _ = of(8).e_page_bytes
+            _ = of_eight.e_page_bytes
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
 def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
     def of(model_dtype: str, kv_dtype: str) -> Family:
-        return Family(
-            **identity("r").shape,
-            model_dtype=model_dtype,
-            kv_dtype=kv_dtype,
-            page_size=16,
-            codec=codec,
-            tp_size=1,
-            tp_rank=0,
-        )
+        return family(model_dtype=model_dtype, kv_dtype=kv_dtype, codec=codec)
 
     mixed = of("float32", "bfloat16")
     assert mixed.e_page_bytes == of("float32", "float32").e_page_bytes
@@ -216,17 +154,9 @@ def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
 
 
 def test_a_family_mismatch_names_the_field() -> None:
-    family = Family(
-        **identity("r").shape,
-        model_dtype="bfloat16",
-        kv_dtype="bfloat16",
-        page_size=16,
-        tp_size=1,
-        tp_rank=0,
-    )
-    family.require_equal(family, who="peer")
+    ours = family()
+    ours.require_equal(family(), who="peer")
     changes = {"page_size": 32, "tokenizer": "x", "rope": "x", "num_layers": 5, "tp_rank": 1}
     for field, value in changes.items():
-        other = msgspec.structs.replace(family, **{field: value})
         with pytest.raises(FamilyMismatch, match=rf"peer .* {field} is {value!r} there"):
-            family.require_equal(other, who="peer")
+            ours.require_equal(family(**{field: value}), who="peer")
