@@ -28,6 +28,7 @@ from cachetree.planning.prediction import (
     full_prefill_s,
     layers_of_work,
     recompute_s,
+    times_of,
 )
 from cachetree.planning.profile import (
     BEYOND,
@@ -92,6 +93,7 @@ __all__ = [
     "recompute_s",
     "require_one_each",
     "saving_s",
+    "times_of",
     "weigh",
     "weighted_median",
     "write_profile",
