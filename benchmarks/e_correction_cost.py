@@ -131,10 +131,11 @@ def _documents(args: argparse.Namespace) -> list[tuple[int, ...]]:
 
 def _write_profile(models: Sequence[Path], block: Span, maps: Path | None, path: Path) -> None:
     """With one plan, whose E a whole matrix corrects."""
-    it = _correction(block, maps, read_model_identity(models[1]))
+    sender, receiver = map(read_model_identity, models)
+    it = _correction(block, maps, receiver)
     named = it.named(block.start)
     plan = BlockQuality(start=block.start, stop=block.stop, quality=0.9, e_map=named)
-    profile = profile_of(*models, plan)
+    profile = profile_of(sender, receiver, plan)
     write_profile(profile, path)
     write_corrections(profile, {named.sha256: it}, path)
 

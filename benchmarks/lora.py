@@ -31,10 +31,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks import result
-from benchmarks.oracle import Generated, decode, partial_prefill
+from benchmarks.oracle import generate
 from benchmarks.random_adapters import write_adapter
 from benchmarks.random_servers import (
     BLOCK,
@@ -47,7 +46,8 @@ from benchmarks.random_servers import (
     rotated,
     write_random,
 )
-from cachetree import EMPTY_SPAN, Span
+from cachetree import EMPTY_SPAN
+from cachetree.checkpoint import read_model_identity
 from cachetree.planning import BlockQuality, write_profile
 from profiles.compute.models import ModelSource, load_model
 from profiles.random_models import random_prompt
@@ -130,8 +130,10 @@ def write(folder: Path, num_adapters: int) -> Models:
     ]
     profiles = folder / "profiles"
     profiles.mkdir()
-    for index, pair in enumerate(permutations([None, *adapters], 2)):
-        write_profile(profile_of(base, base, QUALITY, adapters=pair), profiles / f"{index}.json")
+    identities = [read_model_identity(base, None, it) for it in (None, *adapters)]
+    for index, pair in enumerate(permutations(identities, 2)):
+        profile = profile_of(*pair, QUALITY)
+        write_profile(profile, profiles / f"{index}.json")
     return Models(base, adapters, profiles)
 
 
@@ -212,10 +214,11 @@ def compare_outputs(it: Bench, models: Models) -> None:
         )
         for adapter in models.adapters[:2]
     )
-    shared, tokens = it.num_tokens // PAGE * PAGE, prompts[1]
+    ids, num_shared = torch.tensor(prompts[1:2]), it.num_tokens // PAGE * PAGE
+    asked = (ids[:, :num_shared], ids[:, num_shared:])
     expected = {
-        ALONE: answer(receiver, receiver, tokens, shared, EMPTY_SPAN),
-        EXTENDED: answer(receiver, sender, tokens, shared, BLOCK),
+        ALONE: generate(receiver, receiver, *asked, EMPTY_SPAN, MAX_NEW),
+        EXTENDED: generate(receiver, sender, *asked, BLOCK, MAX_NEW),
     }
     for who, wanted in expected.items():
         samples = it.sequence(who, prompts, max_new=MAX_NEW)
@@ -223,18 +226,6 @@ def compare_outputs(it: Bench, models: Models) -> None:
         got = samples[1].ids
         assert got[: len(wanted.sure)] == wanted.sure, (who, got, wanted.ids)
     assert expected[ALONE].ids != expected[EXTENDED].ids, "the comparison would notice nothing"
-
-
-def answer(
-    receiver: PreTrainedModel,
-    sender: PreTrainedModel,
-    tokens: list[int],
-    num_shared: int,
-    block: Span,
-) -> Generated:
-    ids = torch.tensor([tokens])
-    prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block)
-    return decode(receiver, prefix, ids[:, num_shared:], MAX_NEW)
 
 
 def main() -> None:

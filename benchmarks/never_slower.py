@@ -30,15 +30,14 @@ from typing import Any
 import msgspec
 
 from benchmarks import result
+from benchmarks.random_servers import profile_of
 from cachetree import Location, Span
 from cachetree.checkpoint import ModelIdentity
 from cachetree.planning import (
-    PROFILE_VERSION,
     BlockQuality,
     Costs,
     Demand,
     Match,
-    PairProfile,
     Patience,
     Plan,
     PrefillCost,
@@ -253,38 +252,20 @@ class Truth:
         return self.server.device.passes_s(tokens, layers_of_work(plan))
 
 
-def identity(weights: str) -> ModelIdentity:
-    return ModelIdentity(
-        architecture="LlamaForCausalLM",
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope="{}",
-        tokenizer="t",
-        weights=weights,
-    )
-
-
-SENDER, RECEIVER = identity("s"), identity("r")
-PROFILE = PairProfile(
-    version=PROFILE_VERSION,
-    sender=SENDER,
-    receiver=RECEIVER,
-    metric="f1",
-    data_sha256="0",
-    num_questions=10,
-    sender_quality=0.3,
-    full_prefill_quality=1.0,
-    full_reuse_quality=0.4,
-    tolerance=0.05,
-    blocks=tuple(BlockQuality(start=it.start, stop=it.stop, quality=0.98) for it in BLOCKS),
-    recommended=BlockQuality(start=BLOCKS[0].start, stop=BLOCKS[0].stop, quality=0.98),
-    passed=True,
-    reason="the recommended block loses 2 %",
+SENDER = ModelIdentity(
+    architecture="LlamaForCausalLM",
+    num_layers=NUM_LAYERS,
+    hidden_size=HIDDEN,
+    num_attention_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope="{}",
+    tokenizer="t",
+    weights="s",
 )
-PROFILES = index_profiles([PROFILE])
+RECEIVER = msgspec.structs.replace(SENDER, weights="r")
+PROVEN = [BlockQuality(start=it.start, stop=it.stop, quality=0.88) for it in BLOCKS]
+PROFILES = index_profiles([profile_of(SENDER, RECEIVER, *PROVEN[::-1])])
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

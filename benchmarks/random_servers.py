@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cachetree import Family, Span
+from cachetree import Family, ModelIdentity, Span
 from cachetree.checkpoint import Codec, read_model_identity
 from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile
 from profiles.random_models import shape, write_models
@@ -56,21 +56,13 @@ def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Famil
 
 
 def profile_of(
-    sender: Path,
-    receiver: Path,
-    *blocks: BlockQuality,
-    adapters: Sequence[Path | None] = (None,) * 2,
+    sender: ModelIdentity, receiver: ModelIdentity, *blocks: BlockQuality, passed: bool = True
 ) -> PairProfile:
-    """One that has passed, made up; it recommends the last of the blocks. `adapters` are the
-    sender's and the receiver's."""
-    of_sender, of_receiver = (
-        read_model_identity(model, None, adapter)
-        for model, adapter in zip((sender, receiver), adapters, strict=True)
-    )
+    """A made-up one; it recommends the last of the blocks."""
     return PairProfile(
         version=PROFILE_VERSION,
-        sender=of_sender,
-        receiver=of_receiver,
+        sender=sender,
+        receiver=receiver,
         metric="f1",
         data_sha256="0" * 64,
         num_questions=100,
@@ -80,8 +72,8 @@ def profile_of(
         tolerance=0.05,
         blocks=blocks,
         recommended=blocks[-1],
-        passed=True,
-        reason="made up for models of random weights",
+        passed=passed,
+        reason="made up",
     )
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from benchmarks.random_servers import ENV, PAGE, family_of, options, profile_of
 from cachetree import Cache, CacheConfig, Family
+from cachetree.checkpoint import read_model_identity
 from cachetree.planning import BlockQuality, write_profile
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
@@ -256,5 +257,5 @@ def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
         for (start, stop), quality in ((size.wide_block, 0.9), (size.block, 0.88))
     )
     path = receiver.parent / f"{sender.name}_to_{receiver.name}.json"
-    write_profile(profile_of(sender, receiver, *blocks), path)
+    write_profile(profile_of(*map(read_model_identity, (sender, receiver)), *blocks), path)
     return path

@@ -14,13 +14,13 @@ import torch
 from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks import random_servers
 from benchmarks.oracle import Generated, decode, partial_prefill
 from cachetree.cache import Cache
 from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import BlockQuality, PairProfile
 from cachetree.tree import hashing
 from profiles.random_models import random_prompt
@@ -176,19 +176,4 @@ def profile_of(
 ) -> PairProfile:
     """A made-up profile: only layer 2 needs to be the receiver's own."""
     best = BlockQuality(start=2, stop=3, quality=0.9)
-    return PairProfile(
-        version=VERSION,
-        sender=sender,
-        receiver=receiver,
-        metric="f1",
-        data_sha256="0" * 64,
-        num_questions=10,
-        sender_quality=0.1,
-        full_prefill_quality=0.9,
-        full_reuse_quality=0.2,
-        tolerance=0.05,
-        blocks=(best,),
-        recommended=best,
-        passed=passed,
-        reason="a test",
-    )
+    return random_servers.profile_of(sender, receiver, best, passed=passed)
