@@ -148,7 +148,7 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
     plans = [Candidate(runs=(it,)) for it in blocks]
-    return plans, baselines(blocks, plans[len(plans) // 2], range(num_layers))
+    return plans, baselines(plans, plans[len(plans) // 2], range(num_layers))
 
 
 def _longest(document: Document) -> int:

@@ -130,10 +130,9 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
                 highlight=False,
                 soft_wrap=True,
             )
-    listed = shortlist(swept, settings.plans)
-    candidates = [Candidate(runs=(it,)) for it in listed]
+    candidates = shortlist(swept, settings.plans)
     if settings.e_correction:
-        ends = {it.stop for it in listed}
+        ends = {it.block.stop for it in candidates}
         late = [it for it in blocks if it.start and it.stop in ends]
         watched, corrected = correct(watched, train.documents, fitted_on, late, settings)
         candidates += corrected
@@ -149,8 +148,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     judged = watched.measure("judging", HELD_OUT, held_out.documents, steps)
     best = best_of(choice, held_out.documents, judged, settings.tolerance)
     others = [it for it in choice.frontier if it not in choice.order]
-    sizes = [it.block for it in choice.frontier]
-    others += baselines(sizes, best, sensitive_first(swept.layers))
+    others += baselines(choice.frontier, best, sensitive_first(swept.layers))
     steps = comparing_steps(held_out.documents, others, pair.num_layers)
     compared = watched.measure("comparing", HELD_OUT, held_out.documents, steps)
     judged = replace(judged, candidates=compared.candidates | judged.candidates)

@@ -67,7 +67,7 @@ class Findings:
     swept: Measured
     tried: Measured
     """On the training split."""
-    choice: Choice[Candidate]
+    choice: Choice
     judged: Measured
     """On the held-out one."""
     small: Baseline | None
@@ -134,7 +134,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
 
 
 def best_of(
-    choice: Choice[Candidate], documents: Sequence[Document], judged: Measured, tolerance: float
+    choice: Choice, documents: Sequence[Document], judged: Measured, tolerance: float
 ) -> Candidate | None:
     """The plan that will be recommended; where none is proven, the one that was expected to be."""
 

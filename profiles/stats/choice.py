@@ -7,11 +7,11 @@ plans that are as good as is asked for, closer to full prefill is better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import fmean
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,6 @@ MOST_TRIED: Final = 12
 """Plans of a kind that are decoded, and that the gate tries, at most."""
 NUM_SPLITS: Final = 3
 """Numbers of runs that the recommended block is split into."""
-
-P = TypeVar("P", Span, Candidate)
-"""Their length are the layers that are computed anew."""
 
 
 def default_group(num_layers: int) -> int:
@@ -48,13 +45,13 @@ def grid(num_layers: int, group: int) -> list[Span]:
 
 
 def frontier(
-    qualities: Mapping[P, float], kl: Mapping[P, float], work: Callable[[P], float]
-) -> list[P]:
+    qualities: Mapping[Candidate, float], kl: Mapping[Candidate, float]
+) -> list[Candidate]:
     """By work, plans that beat all that take less. Of equally good ones at the same work the one
     that stays closest to full prefill (least KL) stands for all; then the first."""
-    chosen: list[P] = []
-    for least in sorted({work(it) for it in qualities}):
-        same = [it for it in qualities if work(it) == least]
+    chosen: list[Candidate] = []
+    for least in sorted({len(it) for it in qualities}):
+        same = [it for it in qualities if len(it) == least]
         best = min(same, key=lambda it: (-qualities[it], kl[it]))
         if not chosen or qualities[best] > qualities[chosen[-1]]:
             chosen.append(best)
@@ -62,17 +59,17 @@ def frontier(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice(Generic[P]):
+class Choice:
     """What the training split says."""
 
-    frontier: list[P]
+    frontier: list[Candidate]
     """By size: where no other of at most that size is as good by the metric, or where none stays
     as close to full prefill."""
-    order: tuple[P, ...]
+    order: tuple[Candidate, ...]
     """What the gate will try, from most work to least: plans that are good enough, none of which
     another at as little work or less stays closer than; then smaller ones that are not, in case
     that was bad luck. Every one stays closer to full prefill than those after it in its part."""
-    expected: P | None
+    expected: Candidate | None
     """What it will recommend, if held-out data are like these."""
 
 
@@ -81,31 +78,35 @@ def sensitive_first(layers: Sequence[Scores]) -> list[int]:
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
-def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Span]:
+def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Candidate]:
     """Blocks that may be worth their work, by work; all layers are no plan."""
     num_layers = len(swept.layers)
-    return closest({it: of for it, of in swept.blocks.items() if len(it) < num_layers}, most)
+    smaller = {it: of for it, of in swept.candidates.items() if 0 < len(it) < num_layers}
+    return closest(smaller, most)
 
 
-def closest(plans: Mapping[P, Scores], most: int = MOST_TRIED) -> list[P]:
+def closest(plans: Mapping[Candidate, Scores], most: int = MOST_TRIED) -> list[Candidate]:
     """Of plans those that no other at as little work stays closer to full prefill than, by work."""
     kl = {it: kl_of(scores) for it, scores in plans.items()}
-    return spread(frontier({it: -value for it, value in kl.items()}, kl, len), most)
+    return spread(frontier({it: -value for it, value in kl.items()}, kl), most)
 
 
 def choose(
-    plans: Mapping[P, Scores], full_prefill: float, tolerance: float, most: int = MOST_TRIED
-) -> Choice[P]:
+    plans: Mapping[Candidate, Scores],
+    full_prefill: float,
+    tolerance: float,
+    most: int = MOST_TRIED,
+) -> Choice:
     """From plans smaller than all layers, whose answers to all training questions are known."""
     quality = {it: quality_of(scores) for it, scores in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     closeness = {it: -value for it, value in kl.items()}
-    shown = [it for values in (quality, closeness) for it in frontier(values, kl, len)]
+    shown = [it for values in (quality, closeness) for it in frontier(values, kl)]
     good = {it: closeness[it] for it in plans if quality[it] >= (1 - tolerance) * full_prefill}
-    near = spread(frontier(good, kl, len), most)
+    near = spread(frontier(good, kl), most)
     least = len(near[0]) if near else inf
     below = {it: closeness[it] for it in plans if len(it) < least}
-    order = [*spread(frontier(below, kl, len), most // 2), *near]
+    order = [*spread(frontier(below, kl), most // 2), *near]
     return Choice(
         frontier=sorted(dict.fromkeys([*shown, *order]), key=len),
         order=tuple(reversed(order)),
@@ -128,12 +129,12 @@ def qualities_of(scores: Scores) -> list[list[float]]:
 
 
 def baselines(
-    frontier: Sequence[Span], recommended: Candidate | None, ranking: Sequence[int]
+    frontier: Sequence[Candidate], recommended: Candidate | None, ranking: Sequence[int]
 ) -> list[Candidate]:
     """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first. A
     plan that corrects E is not split: there is a map for where it begins alone."""
     num_layers = len(ranking)
-    sizes = spread([len(block) for block in frontier if len(block) < num_layers])
+    sizes = spread([len(it) for it in frontier if len(it) < num_layers])
     sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})
     found = []
     for size in sizes:

@@ -737,7 +737,7 @@ def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None
     other = replace(own, weights="other")
     write_profile(profile_of(own, other, passed=False), path)
     line = refusal(model, {"profiles": [str(path)]})
-    assert f"{path} did not pass its gate: a test" in line
+    assert f"{path} did not pass its gate: made up" in line
     server = load_this_server(server_args(model, {"profiles": [str(path)], "gate": "none"}))
     assert [profile.passed for profile in server.profiles] == [False], "for measurements"
 

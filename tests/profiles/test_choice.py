@@ -1,4 +1,4 @@
-"""Which plans the gate will try: luck at the metric neither brings one in nor drives one out."""
+"""Which plans there are, and which the gate will try: luck at the metric brings none in or out."""
 
 import random
 from collections.abc import Mapping
@@ -7,7 +7,15 @@ import pytest
 
 from cachetree.ids import Span
 from cachetree.planning import EMap
-from profiles.stats.choice import MOST_TRIED, choose, closest, sensitive_first, shortlist
+from profiles.stats.choice import (
+    MOST_TRIED,
+    choose,
+    closest,
+    frontier,
+    grid,
+    sensitive_first,
+    shortlist,
+)
 from profiles.stats.measured import Candidate, Measured, Score, Scores
 
 FULL = 0.916
@@ -18,13 +26,18 @@ def scores(kl: float, quality: float | None = None) -> Scores:
     return [(score,) * 3] * 12
 
 
-def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Span, Scores]:
+def plan(start: int, stop: int) -> Candidate:
+    return Candidate(runs=(Span(start, stop),))
+
+
+def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Candidate, Scores]:
     """From KL and quality of each block."""
-    return {Span(*it): scores(*values) for it, values in measured.items()}
+    return {plan(*it): scores(*values) for it, values in measured.items()}
 
 
 def order_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> list[tuple[int, int]]:
-    return [(it.start, it.stop) for it in choose(plans_of(measured), FULL, 0.05).order]
+    order = choose(plans_of(measured), FULL, 0.05).order
+    return [(it.block.start, it.block.stop) for it in order]
 
 
 def test_a_lucky_plan_does_not_drive_out_one_that_equals_full_prefill():
@@ -44,7 +57,7 @@ def test_what_is_not_good_enough_waits_until_all_that_is_has_passed():
     measured = {(1, 2): (0.3, 0.5), (1, 4): (0.2, 0.8), (1, 5): (0.01, 0.7), (0, 6): (0.1, 0.9)}
     assert order_of(measured) == [(0, 6), (1, 5), (1, 4), (1, 2)]
     choice = choose(plans_of(measured), FULL, 0.05)
-    assert choice.expected == Span(0, 6)
+    assert choice.expected == plan(0, 6)
     bad = {it: values for it, values in measured.items() if it != (0, 6)}
     assert choose(plans_of(bad), FULL, 0.05).expected is None
     assert order_of(bad) == [(1, 5), (1, 4), (1, 2)], "for a reason that has numbers"
@@ -70,7 +83,7 @@ def swept_of(blocks: Mapping[tuple[int, int], float]) -> Measured:
     return Measured(
         sender=[(0.1,) * 3] * 12,
         full_prefill=[(FULL,) * 3] * 12,
-        candidates=layers | {Candidate(runs=(Span(*it),)): scores(kl) for it, kl in blocks.items()},
+        candidates=layers | {plan(*it): scores(kl) for it, kl in blocks.items()},
     )
 
 
@@ -81,21 +94,21 @@ def test_no_more_plans_are_decoded_and_tried_than_asked_for(most):
     assert len(shortlist(swept_of(kl), most)) == most
     quality = {it: (value, FULL if it[0] < 12 else 0.5) for it, value in kl.items()}
     choice = choose(plans_of(quality), FULL, 0.05, most)
-    assert len([it for it in choice.order if it.start < 12]) == most
+    assert len([it for it in choice.order if it.block.start < 12]) == most
     assert len(choice.order) == most + most // 2
-    assert choice.expected == Span(11, 20)
+    assert choice.expected == plan(11, 20)
 
 
 def test_what_is_decoded_is_close():
     blocks = {(1, 2): 0.5, (3, 4): 0.6, (4, 5): 0.7, (1, 3): 0.55, (0, 3): 0.2, (0, 6): 0.0}
-    assert shortlist(swept_of(blocks)) == [Span(1, 2), Span(0, 3)]
+    assert shortlist(swept_of(blocks)) == [plan(1, 2), plan(0, 3)]
 
 
 def test_of_plans_at_a_size_the_closest_is_tried_and_none_that_a_smaller_one_is_closer_than():
-    plans = {Span(1, 4): 0.3, Span(2, 5): 0.2, Span(3, 5): 0.4, Span(0, 4): 0.25, Span(0, 5): 0.1}
-    found = {it: scores(kl) for it, kl in plans.items()}
-    assert closest(found) == [Span(3, 5), Span(2, 5), Span(0, 5)]
-    assert closest(found, 2) == [Span(3, 5), Span(0, 5)]
+    kl = {(1, 4): 0.3, (2, 5): 0.2, (3, 5): 0.4, (0, 4): 0.25, (0, 5): 0.1}
+    found = {plan(*it): scores(value) for it, value in kl.items()}
+    assert closest(found) == [plan(3, 5), plan(2, 5), plan(0, 5)]
+    assert closest(found, 2) == [plan(3, 5), plan(0, 5)]
 
 
 def test_layers_are_ranked_by_their_kl():
@@ -106,7 +119,40 @@ def test_plans_of_one_size_are_in_the_same_order_in_every_run():
     """The better one first, then the closer one, however the names of maps hash."""
     for number in range(20):
         e_map = EMap(layer=3, dtype="float32", sha256=f"{number:064x}")
-        better = Candidate(runs=(Span(1, 3),))
+        better = plan(1, 3)
         closer = Candidate(runs=(Span(3, 5),), e_map=e_map)
         found = choose({closer: scores(0.1, 0.5), better: scores(0.2, 0.6)}, FULL, 0.05)
         assert found.frontier == [better, closer]
+
+
+def test_the_grid_has_every_block_once():
+    blocks = grid(12, 1)
+    assert len(blocks) == len(set(blocks)) == 12 * 13 // 2
+    assert all(len(block) for block in blocks)
+
+
+def test_a_coarse_grid_ends_at_the_last_layer():
+    assert grid(5, 2) == [
+        Span(0, 2), Span(0, 4), Span(0, 5), Span(2, 4), Span(2, 5), Span(4, 5)
+    ]  # fmt: skip
+    assert grid(3, 8) == [Span(0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("qualities", "expected"),
+    [
+        ({(1, 2): 0.5, (1, 3): 0.9, (0, 3): 1.0}, [(1, 2), (1, 3), (0, 3)]),
+        ({(1, 2): 0.5, (1, 3): 0.5, (0, 3): 1.0}, [(1, 2), (0, 3)]),  # no better than a smaller one
+        ({(1, 2): 0.9, (1, 3): 0.7, (0, 3): 0.9}, [(1, 2)]),
+        ({(0, 1): 0.2, (1, 2): 0.6, (2, 3): 0.4}, [(1, 2)]),  # the best of its size
+    ],
+)
+def test_a_block_is_on_the_frontier_where_it_beats_all_smaller_ones(qualities, expected):
+    by_plan = {plan(*block): quality for block, quality in qualities.items()}
+    plans = frontier(by_plan, dict.fromkeys(by_plan, 0.1))
+    assert plans == [plan(*block) for block in expected]
+
+
+def test_kl_decides_between_equals_and_then_the_first():
+    kl = {plan(0, 2): 0.2, plan(1, 3): 0.1, plan(2, 4): 0.1}
+    assert frontier(dict.fromkeys(kl, 0.9), kl) == [plan(1, 3)]

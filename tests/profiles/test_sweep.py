@@ -157,7 +157,7 @@ def test_one_layer_dominates(swept_pair):
 def test_what_is_decoded_has_a_block_as_good_as_any_of_its_size_that_is_good_enough(swept_pair):
     """Chosen by KL alone, among all blocks decoded."""
     swept = swept_pair.swept
-    blocks = {it: scores for it, scores in swept.blocks.items() if len(it) < NUM_LAYERS}
+    blocks = {it: of for it, of in swept.candidates.items() if 0 < len(it) < NUM_LAYERS}
     listed = shortlist(swept)
     assert len(listed) < 0.3 * len(blocks), "a list of everything proves nothing"
     full = mean(swept.full_prefill)
@@ -271,8 +271,9 @@ def test_a_block_is_split_into_runs_of_nearly_equal_length():
 
 
 def test_baselines_are_at_the_frontiers_sizes():
-    frontier = [Span(4, 5), Span(2, 5), Span(0, 12)]
-    best = Candidate(runs=(Span(2, 5),))
+    blocks = (Span(4, 5), Span(2, 5), Span(0, 12))
+    frontier = [Candidate(runs=(it,)) for it in blocks]
+    best = frontier[1]
     found = baselines(frontier, best, list(range(12)))
     layers = sorted((it.kind.value, round(it.recomputed_layers(12), 6)) for it in found)
     assert layers == [
