@@ -46,18 +46,18 @@ from profiles.compute.examination import Answerer, Examination
 from profiles.compute.fitting import TRYING, Moments, fit
 from profiles.compute.study import THEIRS, DocumentPasses
 from profiles.data.documents import Document
-from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
-from profiles.data.tasks import TaskOptions
 from profiles.profiler import answerers, open_pair
 from profiles.settings import Settings
 from profiles.splits import load_documents
 from profiles.stats.gate import interval
+from tools.pairs.questions import OPTIONS
+from tools.real.check import options
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks/results/e_correction.json"
-REAL: Final = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
-SMALL: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
+REAL: Final = options("json")
+"""Whatever is asked: by F1, with the longest answers."""
 FOR_KV_MAPS: Final = 24
 """Contexts that those are fitted on."""
 FEWEST: Final = 8
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> None:
         receiver=args.receiver,
         receiver_lora=args.receiver_lora,
         data=(str(args.fit),),
-        **asdict(REAL if args.real else SMALL),
+        **asdict(REAL if args.real else OPTIONS),
         dtype="float32",
         device="cpu",
         out=args.state / "none.json",

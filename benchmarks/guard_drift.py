@@ -34,11 +34,10 @@ from cachetree.planning import BlockQuality, PlanId, read_profile, write_profile
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
-from profiles.data.metrics import Metric
-from profiles.data.tasks import TaskOptions
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 from sglang_droidspeak.guard.plans import NOISE, WatchedPair, after, watched
 from tools.pairs.questions import QUESTIONS_PER_DOCUMENT, make_records
+from tools.real.check import options
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE = 0.05
@@ -88,8 +87,8 @@ def small_prompts(task: str) -> list[Prompt]:
 
 
 def real_prompts(task: str) -> list[Prompt]:
-    options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
-    sources = load_sources([str(ROOT / f"build/real/data/{task}/{REAL_SET}.jsonl")], options)
+    file = ROOT / f"build/real/data/{task}/{REAL_SET}.jsonl"
+    sources = load_sources([str(file)], options(task))
     tokenizer = load_tokenizer(ModelSource(path=REAL.receiver))
     found = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
     return [Prompt(it.prefix, [*it.prefix, *one.suffix]) for it in found for one in it.questions]
@@ -131,7 +130,7 @@ def measured(
     for maps in pair.profile.parent.glob(f"{pair.profile.stem}.maps.*"):
         (folder / maps.name).symlink_to(maps)
     address = f"tcp://127.0.0.1:{free_port()}"
-    options = {"device": "cpu", "dtype": "bfloat16", "max-total-tokens": 16384}
+    of_sglang = {"device": "cpu", "dtype": "bfloat16", "max-total-tokens": 16384}
     keeps = {"listen": address, "capture_layers": [plan.start], "host_gb": 3, **of_both}
     reads = {
         "peers": [address],
@@ -142,8 +141,8 @@ def measured(
         **of_both,
     }
     specs = [
-        ServerSpec(model=pair.sender, name="sender", options=options, droidspeak=keeps),
-        ServerSpec(model=pair.receiver, name="receiver", options=options, droidspeak=reads),
+        ServerSpec(model=pair.sender, name="sender", options=of_sglang, droidspeak=keeps),
+        ServerSpec(model=pair.receiver, name="receiver", options=of_sglang, droidspeak=reads),
     ]
     with running(*specs, folder=folder, env={"OMP_NUM_THREADS": "1"}) as (sender, receiver):
         for task in tasks:

@@ -66,7 +66,7 @@ def speed(it: Bench) -> dict[str, Any]:
     """Every condition on every document."""
     samples = asked(it, CONDITIONS)
     for name, of in samples.items():
-        outcomes = {sample.provenance["outcome"] for sample in of}
+        outcomes = {sample.outcome for sample in of}
         assert outcomes == {"off" if name == FULL else "reused"}, (name, outcomes)
     for full, again in zip(samples[FULL], samples[ALL], strict=True):
         assert full.token == again.token, "all layers recomputed must answer as a full prefill"
@@ -104,7 +104,7 @@ def throttled(it: Bench, bytes_per_s: float) -> dict[str, Any]:
     with paced(it, bytes_per_s, CONDITIONS[REUSE]):
         samples = asked(it, arms)
     for same in zip(*samples.values(), strict=True):
-        assert {sample.provenance["outcome"] for sample in same} == {"reused"}, same
+        assert {sample.outcome for sample in same} == {"reused"}, same
         assert len({sample.token for sample in same}) == 1, "strategies must agree"
     first = samples[Strategy.REUSED_FIRST.value]
     fetch_ms, recompute_ms = median(first, "fetch_ms"), median(first, "recompute_ms")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ class Sample:
     ttft_ms: float
     token: int
     provenance: Mapping[str, Any]
+
+    @property
+    def outcome(self) -> str:
+        return self.provenance["outcome"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +225,7 @@ def paced(it: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterato
     worker = Worker(it.relay.tree, config)
     try:
         deadline = time.monotonic() + 30
-        while it.ask(0, controls).provenance["outcome"] == "no_match":
+        while it.ask(0, controls).outcome == "no_match":
             assert time.monotonic() < deadline, "the receiver did not find the relay"
             time.sleep(0.2)
         yield
@@ -260,8 +265,7 @@ def paired_ratio(
 
 def counts(samples: Sequence[Sample]) -> dict[str, int]:
     """How many had each outcome."""
-    outcomes = [sample.provenance["outcome"] for sample in samples]
-    return {it: outcomes.count(it) for it in sorted(set(outcomes))}
+    return dict(sorted(Counter(sample.outcome for sample in samples).items()))
 
 
 def median(samples: Sequence[Sample], of: str | Callable[[Sample], float]) -> float:

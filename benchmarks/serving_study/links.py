@@ -188,7 +188,11 @@ def short_documents(it: Rig, bench: Bench, say: Say) -> Found:
             short = replace(bench, documents=[of[:num_tokens] for of in bench.documents])
             found = asked(short, arms, NUM_LEARNING)
             rows.append({"tokens": num_tokens, "arms": _summary(found)})
-            requests += _kept(found, tokens=num_tokens)
+            requests += [
+                {"tokens": num_tokens, "arm": name, "ttft_ms": it.ttft_ms, "outcome": it.outcome}
+                for name, of in found.items()
+                for it in of
+            ]
     return Found({"rows": rows}, requests)
 
 
@@ -205,14 +209,6 @@ def _summary(found: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
         }
         for name, of in found.items()
     }
-
-
-def _kept(found: Mapping[str, Sequence[Sample]], **told: float | None) -> list[dict[str, Any]]:
-    return [
-        {**told, "arm": name, "ttft_ms": sample.ttft_ms, "outcome": sample.provenance["outcome"]}
-        for name, of in found.items()
-        for sample in of
-    ]
 
 
 def _named(block: Span) -> dict[str, str]:

@@ -80,6 +80,12 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
         comes again."""
         return int(0.4 * self.num_documents * (self.document_tokens + self.question_tokens))
 
+    def write(self, folder: Path, names: Sequence[str]) -> list[Path]:
+        """Models of this size."""
+        sizes = {"layers": self.layers, "hidden": self.hidden}
+        config = shape("llama", **sizes, heads=self.heads, kv_heads=self.heads)
+        return write_models(folder, config, names)
+
 
 FULL = Size(
     layers=12,
@@ -190,10 +196,7 @@ def until_stored(cache: Cache, prompts: Sequence[Sequence[int]]) -> None:
 
 @contextmanager
 def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
-    config = shape(
-        "llama", layers=size.layers, hidden=size.hidden, heads=size.heads, kv_heads=size.heads
-    )
-    sender, receiver = write_models(folder, config, ["sender", "receiver"])
+    sender, receiver = size.write(folder, ["sender", "receiver"])
     profile = write_profile_of(sender, receiver, size)
     small = options(max_total_tokens=max(1024, size.pool_tokens))
     settings = {**SETTINGS, "host_gb": 0, "profiles": [str(profile)]}

@@ -36,10 +36,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     scores: tuple[tuple[Score, ...], ...] = ()
     """By mixture in the step's order, then by question."""
 
-    @property
-    def key(self) -> tuple[str, int, str]:
-        return self.split, self.document, self.step
-
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
     """The cost model, which a run begins with."""
@@ -94,7 +90,7 @@ class Journal:
 
     def _know(self, found: Entry | Timed) -> None:
         if isinstance(found, Entry):
-            self._entries[found.key] = found
+            self._entries[found.split, found.document, found.step] = found
         else:
             self.costs = found.costs
 

@@ -9,14 +9,13 @@ import msgspec
 import pytest
 from engine_parts import CPU, ENV, answer, eventually, family_of, whole_pages
 from forked import ServerSpec
-from shipped import DATA, SHIPPED
+from shipped import DATA, SHIPPED, by_context, context_prompt, prompt_of
 
 from cachetree import Cache, CacheConfig
 from cachetree.checkpoint.family import Codec
 from profiles.data.metrics import Metric, quality
 from profiles.data.records import read_records
 from sglang_droidspeak.fleet.servers import Server, free_port, running
-from tools.pairs.prompts import by_context, context_prompt, prompt_of
 
 pytestmark = pytest.mark.server
 

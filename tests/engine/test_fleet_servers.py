@@ -12,13 +12,13 @@ import pytest
 from engine_parts import ENV, Answer, answer, eventually
 from namespaces import Namespaces
 from security_parts import Party, new_party
+from shipped import prompt_of
 from transport_parts import ask_status
 
 from cachetree.transport import Credentials, credentials_of
 from profiles.data.records import read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
-from tools.pairs.prompts import prompt_of
 
 pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]
 

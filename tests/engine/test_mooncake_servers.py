@@ -19,13 +19,13 @@ import pytest
 import requests
 from engine_parts import CPU, PAGE, SLOW_DEVICE, Answer, answer, eventually, oracle, whole_pages
 from forked import ServerSpec
+from shipped import by_context, context_prompt
 
 from benchmarks.oracle import Generated
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.data.records import read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, ProgramSpec, Server, free_port, running
-from tools.pairs.prompts import by_context, context_prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -18,12 +18,12 @@ import forked
 import pytest
 import torch
 from engine_parts import ENV
+from shipped import prompt_of
 from test_documented_code import commands, of
 
 from profiles.data.records import read_records
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
-from tools.pairs.prompts import prompt_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

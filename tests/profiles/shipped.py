@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from profiles.compute.models import ModelSource
+from profiles.data.records import Record
 
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 WEIGHTS, DATA = PAIRS / "weights", PAIRS / "data"
@@ -43,3 +46,18 @@ def flags(shipped: Shipped) -> list[str]:
         found += [f"--{role}", str(source.path)]
         found += [f"--{role}-lora", str(source.adapter)] if source.adapter else []
     return found
+
+
+def by_context(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """Consecutive records of one context together, in order."""
+    return [(context, list(group)) for context, group in groupby(records, lambda r: r.context)]
+
+
+def prompt_of(record: Record) -> str:
+    """The pairs' tokenizer adds no `<bos>`."""
+    return f"{context_prompt(record.context)} {record.input}"
+
+
+def context_prompt(context: str) -> str:
+    """The part of the prompt that all questions about a context share."""
+    return f"<bos> {context}"

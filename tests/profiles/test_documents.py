@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shipped import PAIRS
+from shipped import PAIRS, prompt_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -12,7 +12,6 @@ from profiles.data.metrics import Metric
 from profiles.data.records import Record, RecordError, read_records, records_sha256
 from profiles.data.tasks import TASKS, Task, TaskOptions, score
 from profiles.random_models import _tokenizer as numbered_words
-from tools.pairs.prompts import prompt_of
 
 PAGE = 16
 AS_SHIPPED = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)

@@ -54,7 +54,7 @@ def test_every_cut_keeps_the_whole_lines_before_it(tmp_path):
         path.write_bytes(content[:length])
         journal = Journal(path)
         num_whole = sum(end <= length for end in ends)
-        found = [journal.get(*it.key) for it in entries]
+        found = [journal.get(it.split, it.document, it.step) for it in entries]
         assert found == [*entries[:num_whole], *[None] * (3 - num_whole)]
         journal.put(entry(7, "start:9"))
         journal.close()

@@ -11,13 +11,13 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
+from shipped import by_context
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from profiles.compute.measuring import NUM_SWEPT
 from profiles.data.records import read_records
 from profiles.stats.gate import loss_bound
-from tools.pairs.prompts import by_context
 from tools.real.base import BaseError, base_model, convert, require_digest
 from tools.real.packages import PARTS, Package, read_packages
 from tools.real.questions import SETS, SKILLS, document, shown, write_sets

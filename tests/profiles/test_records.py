@@ -1,10 +1,10 @@
 import hashlib
 
 import pytest
+from shipped import by_context, prompt_of
 
 from profiles.data import records as module
 from profiles.data.records import Record, RecordError, read_records, records_sha256, write_records
-from tools.pairs.prompts import by_context, prompt_of
 
 LINE = (
     b'{"input":"question : where lives fimek ?","context":"fimek lives in nimefo .",'

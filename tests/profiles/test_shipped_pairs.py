@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from shipped import DATA, PAIRS, SHIPPED, WEIGHTS
+from shipped import DATA, PAIRS, SHIPPED, WEIGHTS, by_context, context_prompt, prompt_of
 from transformers import AutoTokenizer
 
 from cachetree.checkpoint.identity import read_model_identity
@@ -14,7 +14,6 @@ from profiles.data.datasets import load_sources
 from profiles.data.documents import data_files, make_documents
 from profiles.data.records import read_records, write_records
 from profiles.evidence import DataFile, read_measured
-from tools.pairs.prompts import by_context, context_prompt, prompt_of
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
 from tools.pairs.train import RECIPE
 from tools.pairs.words import BOS_ID, VOCABULARY

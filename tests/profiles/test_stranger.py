@@ -11,6 +11,7 @@ import pytest
 import torch
 from measuring_parts import sweep
 from safetensors.torch import load_file
+from shipped import prompt_of
 from stranger import SCALE, SEED, in_other_coordinates, write_stranger
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -22,7 +23,6 @@ from profiles.compute.study import Bench
 from profiles.data.records import read_records
 from profiles.profiler import answerers
 from profiles.stats.choice import choose, grid
-from tools.pairs.prompts import prompt_of
 from tools.pairs.questions import read_documents
 
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"

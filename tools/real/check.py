@@ -30,14 +30,16 @@ MAX_NEW: Final[Mapping[str, int]] = {"questions": 16, "summaries": 24, "json": 5
 """Tokens of an answer."""
 
 
+def options(skill: str) -> TaskOptions:
+    """How a skill is asked and judged."""
+    return TaskOptions(template=TEMPLATE, metric=METRICS[skill], max_new=MAX_NEW[skill], chat=True)
+
+
 def check(skill: str, base: Path, adapter: Path | None, data: Path) -> float:
     """The mean quality on a set; shows what is more wrong than right."""
     source = ModelSource(path=base, adapter=adapter)
     model = load_model(source, dtype=torch.float32, device=torch.device("cpu"))
-    options = TaskOptions(
-        template=TEMPLATE, metric=METRICS[skill], max_new=MAX_NEW[skill], chat=True
-    )
-    tokenizer, sources = load_tokenizer(source), load_sources([str(data)], options)
+    tokenizer, sources = load_tokenizer(source), load_sources([str(data)], options(skill))
     documents = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
     answerer = answerer_of(model, tokenizer, documents)
     scores: list[float] = []
