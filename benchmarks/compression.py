@@ -102,8 +102,7 @@ def examine(
             for keys, values in theirs.kv
         ]
         e = through(codec, theirs.e[block.start], head_dim)
-        made = receiver.model.recompute(e, block)
-        new = [made.get(layer) for layer in range(num_layers)]
+        new = receiver.model.recompute(e, block)
         scores = examination.examine([kv, own, new], mixtures, is_decoded=True)
         for what, of_mixture in zip(plans, scores, strict=True):
             found[codec, what] = [(score.quality, score.kl) for score in of_mixture]

@@ -129,10 +129,10 @@ class LayeredModel:
         return Prefix(tuple(kv.values()), e)
 
     @torch.inference_mode()
-    def recompute(self, entering: Tensor, layers: Span) -> dict[int, KV]:
+    def recompute(self, entering: Tensor, layers: Span) -> PrefixKV:
         """KV of `layers` from the residual stream that enters the first, `[1, tokens, hidden]`."""
         kv, _ = self._run(entering.to(self.device), layers, ())
-        return kv
+        return [kv.get(layer) for layer in range(self.num_layers)]
 
     @torch.inference_mode()
     def through(self, hidden: Tensor, layers: Iterable[int]) -> tuple[Tensor, list[KV]]:

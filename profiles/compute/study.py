@@ -94,9 +94,8 @@ class DocumentPasses:
         if e_map:
             e = e.to(self.receiver.device)
             e = self.corrections[e_map].to(e.device, e.dtype)(e[0])[None]
-        made = self.receiver.recompute(e, layers)
         self.count += 1
-        return [made.get(layer) for layer in range(self.receiver.num_layers)]
+        return self.receiver.recompute(e, layers)
 
     def blend(self, share: float) -> PrefixKV:
         """The sender's KV with tokens recomputed as CacheBlend does it, for a share of the compute

@@ -35,8 +35,7 @@ def made(family: str, dtype: torch.dtype = torch.float32):
     sources: list[PrefixKV] = [theirs.kv, layered.prefix(IDS, EMPTY_SPAN).kv]
     for start in range(NUM_LAYERS):
         entering = theirs.e[start] if start else layered.embed(PREFIX_IDS)
-        new = layered.recompute(entering, Span(start, NUM_LAYERS))
-        sources.append([new.get(layer) for layer in range(NUM_LAYERS)])
+        sources.append(layered.recompute(entering, Span(start, NUM_LAYERS)))
     return receiver, sender, layered, sources
 
 

@@ -3,31 +3,7 @@
 import pytest
 import torch
 from rounding import assert_differ_by_rounding, rounding
-from transformers import (
-    ArceeConfig,
-    ArceeForCausalLM,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.oracle import decode, generate, partial_prefill, prefill, recompute
 from cachetree.ids import EMPTY_SPAN, Span
@@ -49,28 +25,25 @@ SIZES = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
-    "phi3": (Phi3ForCausalLM, Phi3Config, {}),
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
-    "arcee": (ArceeForCausalLM, ArceeConfig, {}),
-    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
-    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig, EXPERTS | {"n_routed_experts": 4}),
-    "qwen2_moe": (
-        Qwen2MoeForCausalLM,
-        Qwen2MoeConfig,
-        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40},
-    ),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"num_experts": 4}),
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 4},
+    "arcee": {},
+    "glm4": {"head_dim": 16},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
 }
+"""What sizes of theirs have names of their own."""
 
 
-def make_model(family: str, seed: int) -> PreTrainedModel:
-    model_class, config_class, extra = FAMILIES[family]
+def make_model(family: str, seed: int, **changed: object) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family] | changed)
     torch.manual_seed(seed)
-    return model_class(config_class(**SIZES, **extra)).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def make_ids(num_tokens: int, seed: int) -> torch.Tensor:
@@ -233,6 +206,6 @@ def test_logprobs_and_margins_are_those_of_the_tokens():
 
 def test_a_sliding_window_is_refused():
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)).eval()
+    model = make_model("mistral", 1, sliding_window=8)
     with pytest.raises(ValueError, match="one of 8"):
         generate(model, model, PREFIX_IDS, SUFFIX_IDS, Span(1, 3), 2)
