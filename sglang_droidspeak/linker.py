@@ -149,8 +149,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 names={args.served_model_name: identity.model_id},
             )
             self._pool_index.is_read = True
-            where = parse_http(settings.http, field="http")
-            page = StatusPage(where, self._cache.status, queries)
+            page = StatusPage(parse_http(settings.http), self._cache.status, queries)
             self._until_closed.enter_context(page)
             self._while_serving.callback(page.retire_queries)
         guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)

@@ -84,8 +84,7 @@ def check_front_end(server_args: ServerArgs) -> Settings:
             with suppress(ConfigError):
                 held.enter_context(open_port(Address(args.host, args.port), field="port"))
             if settings.http is not None:
-                http = parse_http(settings.http, field="http")
-                held.enter_context(open_port(http, field="http"))
+                held.enter_context(open_port(parse_http(settings.http), field="http"))
             for rank in range(args.tp_size):
                 config = cache_config(settings, server.identity.model_id, rank)
                 if config.serves:

@@ -100,7 +100,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if (given := getattr(self.family, field)) not in known:
                 raise ConfigError(f"family.{field} is {given!r}; give {' or '.join(known)}")
         if self.http != "":
-            parse_http(self.http, field="http")
+            parse_http(self.http)
         elif self.query:
             raise ConfigError("query is true and http is not set; set http, or remove query")
         if self.profiles and not self.query:
@@ -138,7 +138,7 @@ def run(config: ServeConfig) -> None:
         show(f"serving at {cache.address}")
         if config.http != "":
             queries = _queries(cache, profiles) if config.query else None
-            page = StatusPage(parse_http(config.http, field="http"), cache.status, queries)
+            page = StatusPage(parse_http(config.http), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")
         wait_for_end()
 

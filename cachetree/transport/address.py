@@ -120,12 +120,12 @@ def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None
     return address
 
 
-def parse_http(value: str | int, *, field: str) -> Address:
-    """`HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
+def parse_http(value: str | int) -> Address:
+    """The setting `http`: `HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
     host, _, port = str(value).rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
-            f"{field} is {value!r}; write HOST:PORT, for example 127.0.0.1:9464, which only this "
+            f"http is {value!r}; write HOST:PORT, for example 127.0.0.1:9464, which only this "
             "machine can reach"
         )
     return Address(host.strip("[]") or "127.0.0.1", int(port), "http")

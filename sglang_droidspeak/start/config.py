@@ -171,7 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not 0 <= getattr(self, field) <= _MOST:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 to {_MOST:.0f}")
         if self.http is not None:
-            parse_http(self.http, field="http")
+            parse_http(self.http)
         if not 0 <= self.shadow_share <= 1:
             raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")

@@ -49,7 +49,7 @@ def scraped(cache: Cache) -> dict[tuple[str, ...], float]:
 
 @contextlib.contextmanager
 def page_of(cache: Cache) -> Iterator[StatusPage]:
-    with StatusPage(parse_http("0", field="http"), cache.status) as page:
+    with StatusPage(parse_http("0"), cache.status) as page:
         yield page
 
 
@@ -195,7 +195,7 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
     with cache_of() as cache:
         well = cache.status()
     sick = msgspec.structs.replace(well, worker_turn_age_s=60.0)
-    with StatusPage(parse_http("0", field="http"), lambda: sick) as page:
+    with StatusPage(parse_http("0"), lambda: sick) as page:
         for path in ("/health", "/health/live", "/health/ready"):
             assert get(page.url + path)[0] == 503
 
@@ -211,13 +211,13 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
     ],
 )
 def test_where_the_page_is(given: str | int, meant: str) -> None:
-    assert parse_http(given, field="http").url == meant
+    assert parse_http(given).url == meant
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("given", ["[::1]:0", "[::]:0"])
 def test_the_page_is_there_without_ipv4_too(given: str) -> None:
-    with cache_of() as cache, StatusPage(parse_http(given, field="http"), cache.status) as page:
+    with cache_of() as cache, StatusPage(parse_http(given), cache.status) as page:
         assert get(page.url + "/health")[0] == 200
         if given == "[::]:0":
             assert get(page.url.replace("[::]", "127.0.0.1") + "/health")[0] == 200
@@ -243,7 +243,7 @@ def test_what_breaks_here_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> CacheStatus:
         raise ValueError("a test")
 
-    with StatusPage(parse_http("0", field="http"), broken) as page:
+    with StatusPage(parse_http("0"), broken) as page:
         with pytest.raises(OSError):
             get(page.url + "/health")
         eventually(lambda: "ValueError: a test" in caplog.text)
@@ -263,14 +263,14 @@ def test_a_scrape_may_ask_for_a_form_and_is_told_it() -> None:
 @pytest.mark.parametrize("given", ["", "host", "host:port", "127.0.0.1:70000", 70000, -1])
 def test_a_wrong_address_is_refused(given: str | int) -> None:
     with pytest.raises(ConfigError, match="http is"):
-        parse_http(given, field="http")
+        parse_http(given)
 
 
 def test_a_taken_port_is_refused() -> None:
     with cache_of(serves=False) as cache, page_of(cache) as page:
         port = int(page.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match="choose another port"):
-            StatusPage(parse_http(str(port), field="http"), cache.status)
+            StatusPage(parse_http(str(port)), cache.status)
 
 
 def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def queries_of(cache: Cache) -> Queries:
 
 
 def page_of(cache: Cache) -> StatusPage:
-    return StatusPage(parse_http("0", field="http"), cache.status, queries_of(cache))
+    return StatusPage(parse_http("0"), cache.status, queries_of(cache))
 
 
 def test_a_cache_answers_of_itself_its_disk_and_its_peers(tmp_path: Path) -> None:

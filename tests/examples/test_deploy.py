@@ -234,7 +234,7 @@ def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> Non
     engine = (Path(sglang.__file__).parent / "srt/entrypoints/http_server.py").read_text()
     with (
         Cache(config.family, small) as cache,
-        StatusPage(parse_http("0", field="http"), cache.status) as page,
+        StatusPage(parse_http("0"), cache.status) as page,
     ):
         for pod in PODS:
             (container,) = pod["spec"]["template"]["spec"]["containers"]
