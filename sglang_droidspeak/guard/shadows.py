@@ -117,8 +117,8 @@ class Shadows:
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
-        params = _params_of(obj, manager)
-        if params is None:
+        temperature = _temperature(obj, manager)
+        if temperature is None:
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
         is_chosen = place_of(obj.rid) < self._rate
@@ -126,7 +126,7 @@ class Shadows:
             if not self._may_suspect:
                 return original(manager, obj, request)
             self._num_suspected += 1
-        it = _Answer(obj, is_chosen, _temperature(params))
+        it = _Answer(obj, is_chosen, temperature)
         return self._watched(partial(original, manager), manager, it, request)
 
     @property
@@ -336,9 +336,10 @@ def place_of(rid: str) -> float:
     return int.from_bytes(place, "big") / 2**64
 
 
-def _params_of(obj: Any, manager: Any) -> Mapping[str, Any] | None:
-    """Sampling parameters of a request that may have a shadow, a GenerateReqInput for one answer,
-    with those that the server of this TokenizerManager prefers; None of others."""
+def _temperature(obj: Any, manager: Any) -> float | None:
+    """Of the log-probabilities that SGLang reports of a request that may have a shadow: a
+    GenerateReqInput for one answer, with what the server of this TokenizerManager prefers. None of
+    others."""
     if not hasattr(obj, "return_logprob"):
         return None  # An embedding.
     if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
@@ -351,9 +352,12 @@ def _params_of(obj: Any, manager: Any) -> Mapping[str, Any] | None:
     if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
         return None  # Greedy, and its log-probabilities are not.
     asked, (least, most) = params.get("temperature") or 1.0, _TEMPERATURES
-    if not (isinstance(asked, int | float) and 0 < asked <= most and _temperature(params) >= least):
+    if not (isinstance(asked, int | float) and 0 < asked <= most):
         return None
-    return params if _may_reuse(params.get("custom_params") or {}) else None
+    is_original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+    reported = 1.0 if is_original else asked
+    is_told = reported >= least
+    return reported if is_told and _may_reuse(params.get("custom_params") or {}) else None
 
 
 def _may_reuse(custom: Any) -> bool:
@@ -363,9 +367,3 @@ def _may_reuse(custom: Any) -> bool:
         return parse_controls(custom).mode != "off"
     except ValueError:  # Of which the scheduler says what.
         return False
-
-
-def _temperature(params: Mapping[str, Any]) -> float:
-    """Of the log-probabilities that SGLang reports."""
-    is_original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
-    return 1.0 if is_original else params.get("temperature") or 1.0
