@@ -14,7 +14,7 @@ import torch
 from permissive import made
 from request_parts import loading
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from test_waiting import request
+from waiting_parts import request
 
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from request_parts import planned_as
-from test_waiting import PAGE, PLAN
+from waiting_parts import PAGE, PLAN
 
 from cachetree.ids import Span
 from sglang_droidspeak.request.request import IllegalTransition, Phase, Request

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
-from test_waiting import request
+from waiting_parts import request
 
 from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
@@ -27,6 +27,7 @@ from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 PAGE = 16
+PAGES = [PageHash(bytes([number] * 16)) for number in range(10)]
 TREE = SimpleNamespace(
     page_size=PAGE,
     tree_core=SimpleNamespace(match_full_device_prefix=lambda _key: (0, 0, 0)),
@@ -49,7 +50,6 @@ def planned(
     **settings: Any,
 ) -> Any:
     """The planner, too."""
-    pages = [PageHash(bytes([number] * 16)) for number in range(num_pages)]
     found = match(sender, num_pages, location, dict.fromkeys(ALL_E, num_pages))
     planner = made(
         Planner,
@@ -90,6 +90,7 @@ def planned(
         full_untruncated_fill_ids=list(range(num_pages * PAGE + 1)),
     )
     planner.asked = req
+    pages = [PageHash(bytes([number] * 16)) for number in range(num_pages)]
     return planner, planner.plan(req, pages, TREE, 0)
 
 
@@ -218,8 +219,7 @@ def test_of_what_no_staging_will_hold_the_next_best_is_taken_and_told(
         match(S, num, it, dict.fromkeys(ALL_E, num)) for it, num in ((FAR, 10), (LOCAL, num_there))
     ]
     planner._cache.match = lambda _pages: [it for it in matches if it.num_pages]
-    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
-    found = planner.plan(planner.asked, pages, TREE, 0)
+    found = planner.plan(planner.asked, PAGES, TREE, 0)
     block = Span(2, 7) if location == FAR else Span(3, 6)
     assert (found.plan.location, found.plan.block) == (location, block)
     ways = weigh(found.considered, planner.profiles)
@@ -268,7 +268,6 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
 ) -> None:
     """This model's own pages are loaded at once, at .16 s each, and the other's for .128."""
     planner, _ = planned(controls={"block": block})
-    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     it = match(sender, num_there, LOCAL, dict.fromkeys(ALL_E, num_there))
     planner._cache.match = lambda _pages: num_there * [it]
     planner._cache.sources = lambda: ()
@@ -278,9 +277,9 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
     leaders = InFlightPrefills(SimpleNamespace(remote=remote), planner, models, PAGE)
     leader: Any = SimpleNamespace(rid="leads", lora_id="x", extra_key="x", cache_salt=None)
     first, second = Request(leader), Request(planner.asked)
-    first.pages = second.pages = pages
+    first.pages = second.pages = PAGES
     assert not leaders.follow(first, Declined("no_match"), TREE)
-    found = planner.plan(planner.asked, pages, TREE, 1)
+    found = planner.plan(planner.asked, PAGES, TREE, 1)
     assert leaders.follow(second, found, TREE) == (waits_s is not None)
     if waits_s is not None:
         assert second.patience.saving_s == pytest.approx(waits_s, rel=1e-3)
@@ -296,11 +295,10 @@ def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
 
 def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
     planner, found = planned(controls={"block": "4:6"}, gate="none")
-    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     planner.out_of_service = frozenset([PlanId(S, R, (4, 7), False)])
-    assert planner.plan(planner.asked, pages, TREE, 0).plan == found.plan
+    assert planner.plan(planner.asked, PAGES, TREE, 0).plan == found.plan
     planner.out_of_service |= {PlanId(S, R, (4, 6), False)}
-    refused = planner.plan(planner.asked, pages, TREE, 0)
+    refused = planner.plan(planner.asked, PAGES, TREE, 0)
     assert refused.outcome == "gate_failed" and "drift guard" in refused.detail
 
 
@@ -312,6 +310,5 @@ def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
     planner._cache.match = lambda _pages: list(notes)
 
     planner._pool.has = lambda *_: not notes.pop(0)
-    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
-    assert planner.plan(planner.asked, pages, TREE, 0).plan.location == there
+    assert planner.plan(planner.asked, PAGES, TREE, 0).plan.location == there
     assert not notes[1:]

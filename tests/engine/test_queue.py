@@ -11,26 +11,31 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from permissive import made
 from sglang.srt.managers.schedule_policy import SchedulePolicy
-from test_waiting import PAGE, PLAN, FakeMeter, SilentCache, planner_of, request, waiting_on
+from waiting_parts import (
+    PAGE,
+    PLAN,
+    STEP_BYTES,
+    WANTED,
+    Asked,
+    FakeMeter,
+    keys_of,
+    look,
+    planner_of,
+    request,
+    waiting_with,
+)
 
-from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Location, Step
-from cachetree.memory import Arena, Blocks, Staging, staged
 from cachetree.planning import Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.queue import Queue
-from sglang_droidspeak.request.source import Sources
-from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import PoolPages
 
-STEP_BYTES = 40
-KV: Any = SimpleNamespace(page_size=PAGE)
 E, FIRST_KV, LAST_KV = Step(Kind.E, 1), Step(Kind.KV, 0), Step(Kind.KV, 3)
 SLOW = PrefillCost(token_s=3600.0, context_s=0.0)
 """A recompute that takes longer than any fetch."""
@@ -51,6 +56,8 @@ class Round:
             page_size=PAGE,
             enable_priority_scheduling=bool(priorities),
             enable_priority_preemption=False,
+            priority_scheduling_preemption_threshold=10,
+            schedule_low_priority_values_first=False,
             policy=SimpleNamespace(calc_priority=sort_by_priority),
             grammar_manager=SimpleNamespace(
                 has_waiting_grammars=lambda: False,
@@ -64,6 +71,7 @@ class Round:
         self._queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None))
         self.held, self.planned, self.seen = held, "", ""
         self.passed_over: list[str] = []
+        self.running = MagicMock(batch_is_full=False, reqs=[SimpleNamespace(priority=0)])
 
     def queued(self, rid: str) -> SimpleNamespace:
         """A request that comes after all others."""
@@ -89,10 +97,10 @@ class Round:
             scheduler.waiting_queue += [self.queued(rid) for rid in retracted]
             if fails:
                 raise RuntimeError("a test")
-            return MagicMock() if admitted else None, running
+            is_batch = admitted or scheduler.chunked_req is not None
+            return MagicMock() if is_batch else None, self.running
 
-        running = MagicMock(batch_is_full=False)
-        self._queue.new_prefill(original, self.scheduler, running_batch=running)
+        self._queue.new_prefill(original, self.scheduler, running_batch=self.running)
         return names(self.scheduler.waiting_queue)
 
 
@@ -154,21 +162,46 @@ def test_nobody_is_lost_where_a_step_fails() -> None:
     assert names(step.scheduler.waiting_queue) == "acd"
 
 
+@pytest.mark.parametrize(
+    ("taken", "is_in_chunks", "is_full", "num_slots", "could_run"),
+    [
+        ("", False, False, 1, "ac"),  # Nothing was to be done.
+        ("", False, True, 1, ""),  # There was no room,
+        ("", False, False, 0, ""),  # which SGLang did not need to know,
+        ("", False, False, -1, "a"),  # but for who would get it from one that decodes.
+        ("", True, False, 1, ""),  # One that came before them is being prefilled,
+        ("b", False, False, 1, "a"),  # or before c,
+        ("b", True, False, 1, "a"),
+        ("d", False, False, 0, "ac"),  # or after both.
+        ("d", True, True, 1, "ac"),
+    ],
+)
+def test_which_held_requests_a_step_could_have_taken(
+    taken: str, is_in_chunks: bool, is_full: bool, num_slots: int, could_run: str
+) -> None:
+    step = Round("abcd", "ac")
+    for req in step.scheduler.waiting_queue:
+        req.priority = 20 if req.rid == "a" else 10
+    step.scheduler.chunked_req = object() if is_in_chunks else None
+    step.scheduler.get_num_allocatable_reqs = lambda _num, running_batch: num_slots
+    step.scheduler.enable_priority_preemption = num_slots < 0
+    step.running.batch_is_full = is_full
+    assert step.run(taken) == "abcd".replace(taken, "")
+    assert step.passed_over == list(could_run)
+
+
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
     """Of its second reading: its first answer was on its way, as with SGLang's overlap schedule."""
     outcomes: Counter[str] = Counter()
     labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it])))  # type: ignore[arg-type]
-    cache, taken, other = SilentCache(lambda: 0.0), request("taken"), request("other")
+    cache, taken, other = Asked(), request("taken"), request("other")
     taken.prefix_len = 0
-    nothing = SimpleNamespace(exact=0, approximate=0)
-    pool = SimpleNamespace(has_approximate=False, held=lambda *_: nothing)
-    waiting, tree = waiting_on(cache, [], labels=labels, is_experiment=False, pool=pool), None
-    assert waiting.look([taken], tree, is_decoding=False) == {"taken"}
-    for step in PLAN.steps:
-        cache.stagings[0].land(step, 40)
-    assert waiting.look([taken, other], tree, is_decoding=False) == {"other"}
-    keys = [page.hex() for page in prefixes.own_pages_of(taken, 4 * PAGE, PAGE)]
-    assert waiting.take("taken", keys, torch.arange(4 * PAGE))
+    planner = planner_of(**WANTED | {"is_experiment": False})
+    waiting, _ = waiting_with(cache, labels=labels, planner=planner)
+    assert look(waiting, taken) == {"taken"}
+    cache.land()
+    assert look(waiting, taken, other) == {"other"}
+    assert waiting.take("taken", keys_of(taken), torch.arange(4 * PAGE))
     (loading,) = waiting.start()
     waiting.admitted([taken])
     labels.note(taken, RequestProvenance(outcome="reused", reused_tokens=4 * PAGE))
@@ -176,10 +209,10 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     taken.is_retracted = True
     labels.report([taken])
     loading.settle()
-    assert waiting.look([other, taken], tree, is_decoding=False) == {"other", "taken"}
+    assert look(waiting, other, taken) == {"other", "taken"}
     assert len(cache.stagings) == 3
     cache.stagings[2].fail(FetchError("a test"))
-    assert waiting.look([other, taken], tree, is_decoding=False) == {"other"}
+    assert look(waiting, other, taken) == {"other"}
     assert not prefixes.is_approximate(taken)
     waiting.admitted([taken])
     taken.is_retracted = False
@@ -192,34 +225,29 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     assert cache.memory.held_bytes == 0
 
 
-def staging_of(memory: Arena) -> Staging:
-    parts = dict.fromkeys(PLAN.steps, Blocks(1, STEP_BYTES))
-    return staged(memory, parts, Deadline.after(60))
-
-
 def test_what_the_pool_has_no_more_takes_no_slots() -> None:
     """SGLang may evict it while the request waits, until its slots are given."""
     in_pool = replace(PLAN, location=Location("pool:another"))
     locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
     pool = SimpleNamespace(has_approximate=False, find=lambda *_: True, lock=lambda *_: next(locks))
     planner = planner_of(plan=in_pool, patience=Patience(saving_s=1e3))
-    waiting = waiting_on(SilentCache(), [], planner=planner, pool=pool)
-    req, tree = request(), None
-    assert not waiting.look([req], tree, is_decoding=False), "nothing is to be fetched"
-    keys = [page.hex() for page in prefixes.own_pages_of(req, 4 * PAGE, PAGE)]
+    waiting, _ = waiting_with(Asked(), planner=planner, pool=pool)
+    req = request()
+    assert not look(waiting, req), "nothing is to be fetched"
+    keys = keys_of(req)
     assert not waiting.take("r1", keys, torch.arange(4 * PAGE))
     assert not waiting.start()
     assert waiting.take("r1", keys, torch.arange(4 * PAGE))
 
 
 def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> None:
-    cache, req, tree = SilentCache(), request(), None
-    waiting = waiting_on(cache, [], meter=FakeMeter(recompute=SLOW))
-    assert waiting.look([req], tree, is_decoding=False)
+    cache, req = Asked(), request()
+    waiting, _ = waiting_with(cache, meter=FakeMeter(recompute=SLOW))
+    assert look(waiting, req)
     assert not waiting.cancel("r1"), "it has no slots yet"
     cache.stagings[0].land(E, STEP_BYTES)
-    assert not waiting.look([req], tree, is_decoding=False)
-    keys = [page.hex() for page in prefixes.own_pages_of(req, 4 * PAGE, PAGE)]
+    assert not look(waiting, req)
+    keys = keys_of(req)
     assert waiting.take("r1", keys, torch.arange(4 * PAGE))
     assert not waiting.take("r1", keys, torch.arange(4 * PAGE)), "it has slots"
     assert not waiting.cancel("r2")
@@ -229,7 +257,7 @@ def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> No
     assert isinstance(cache.stagings[0].error, Cancelled)
     assert not waiting.cancel("r1")
     assert not waiting.start()
-    waiting.look([req], tree, is_decoding=False)
+    look(waiting, req)
     assert len(cache.stagings) == 2, "it is planned anew"
     waiting.clear()
 
@@ -238,39 +266,18 @@ class Held:
     """One request whose fetch is under way, and whose recompute takes longer than any fetch."""
 
     def __init__(self) -> None:
-        self.memory = Arena(1 << 20)
-        self.staging = staging_of(self.memory)
-        settings = SimpleNamespace(
-            hicache_backend=None,
-            fetch_deadline_s=60.0,
-            max_stall_s=None,
-            gate="none",
-            min_tokens=1,
-        )
-        self.req = request()
-        self._waiting = made(
-            WaitingRequests,
-            sources=Sources(
-                SimpleNamespace(settings=settings, page_size=PAGE),
-                SimpleNamespace(fetch=lambda *_: self.staging, link=lambda _location: None),
-                SimpleNamespace(has_approximate=False),
-                KV,
-            ),
-            meter=FakeMeter(
-                recompute=SLOW,
-                prefill=SimpleNamespace(knows=lambda _: True, seconds=lambda *_: 3600.0),
-            ),
-            planner=planner_of(patience=Patience(saving_s=3600.0)),
-            in_flight=SimpleNamespace(follow=lambda *_: False, prune=lambda _waiting: None),
-            ranks=Ranks(None),
+        self._cache, self._req = Asked(time.monotonic), request()
+        planner = planner_of(patience=Patience(saving_s=3600.0))
+        self._waiting, _ = waiting_with(
+            self._cache, planner=planner, meter=FakeMeter(recompute=SLOW)
         )
 
     def is_held(self) -> bool:
-        return bool(self._waiting.look([self.req], None, is_decoding=False))
+        return bool(look(self._waiting, self._req))
 
     def land(self, *steps: Step) -> None:
         for step in steps:
-            self.staging.write(step, 0, memoryview(bytes(STEP_BYTES)))
+            self._cache.stagings[0].write(step, 0, memoryview(bytes(STEP_BYTES)))
 
 
 def test_without_e_nothing_is_recomputed_however_fast_the_rest_arrives() -> None:

@@ -12,15 +12,24 @@ from typing import Any
 
 import pytest
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from test_waiting import PLAN, planner_of, request
-from waiting_parts import STEP_BYTES, WANTED, Asked, loading, look, waiting_with
+from waiting_parts import (
+    PLAN,
+    STEP_BYTES,
+    WANTED,
+    Asked,
+    loading,
+    look,
+    planner_of,
+    planner_without,
+    request,
+    waiting_with,
+)
 
 from cachetree.errors import DeadlineExceeded
-from sglang_droidspeak.engine import prefixes, tracing
+from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import RequestProvenance
-from sglang_droidspeak.request.planner import Declined
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 ON = pytest.mark.usefixtures("is_on")
@@ -111,10 +120,7 @@ def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
 @ON
 def test_why_there_is_no_plan_is_told_with_its_match() -> None:
     req = traced_request()
-    planner = SimpleNamespace(
-        meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_profile")
-    )
-    assert not look(waiting_and_traced(Asked(), planner=planner), req)
+    assert not look(waiting_and_traced(Asked(), planner=planner_without("no_profile")), req)
     ((name, *_, told),) = req.time_stats.slices
     assert (name, told["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")
 

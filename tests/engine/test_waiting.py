@@ -6,149 +6,48 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from permissive import made
 from request_parts import planned_as
-
-from cachetree.clock import Clock, Deadline
-from cachetree.errors import Cancelled
-from cachetree.ids import LOCAL, Location, ModelId, Span
-from cachetree.memory import Arena, Blocks, Staging, staged
-from cachetree.planning import Patience, PrefillCost
-from cachetree.planning.plan import Plan
-from cachetree.tier import Search
-from sglang_droidspeak.adapters.models import Owner
-from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.prefixes import reusable_pages
-from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.in_flight import InFlightPrefills
-from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.meta_info import RequestProvenance
-from sglang_droidspeak.request.planner import Declined, Planned, Planner
-from sglang_droidspeak.request.queue import Queue
-from sglang_droidspeak.request.source import Sources
-from sglang_droidspeak.request.waiting import WaitingRequests
-
-PAGE = 16
-DEADLINE_S = 0.2
-SAVING_S = 0.125
-PLAN = Plan(
-    sender=ModelId("s"),
-    receiver=ModelId("r"),
-    location=Location("tcp://127.0.0.1:1"),
-    pages=Span(0, 4),
-    block=Span(1, 3),
-    num_layers=4,
+from waiting_parts import (
+    METER,
+    PAGE,
+    PLAN,
+    SAVING_S,
+    STORE,
+    WANTED,
+    Asked,
+    FakeMeter,
+    Now,
+    keys_of,
+    look,
+    planner_of,
+    request,
+    server_with,
+    waiting_with,
 )
 
+from cachetree.errors import Cancelled, FetchError
+from cachetree.ids import LOCAL, Location, ModelId, Span
+from cachetree.planning import Patience, PrefillCost
+from sglang_droidspeak.adapters.models import Owner
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.planner import Declined, Planner
+from sglang_droidspeak.request.queue import Queue
+from sglang_droidspeak.request.waiting import WaitingRequests
 
-class SilentCache:
-    """Its worker takes every request, and sends nothing."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.memory = Arena(1 << 20)
-        self.deadlines: list[Deadline] = []
-        self.stagings: list[Staging] = []
-        self._clock = clock
-
-    def fetch(self, plan: Plan, _pages: Any, deadline: Deadline, _context: str) -> Staging:
-        self.deadlines.append(deadline)
-        mine = Deadline(deadline.at_s, self._clock)
-        parts = dict.fromkeys(plan.steps, Blocks(1, 40))
-        staging = staged(self.memory, parts, mine)
-        self.stagings.append(staging)
-        return staging
-
-    def search(self, _pages: Any) -> list[Search]:
-        return [Search(Deadline(math.inf, self._clock))]
+DEADLINE_S = 0.2
 
 
-class FakeMeter(SimpleNamespace):
-    """Knows what it is made with."""
-
-    def noticed(self, late_s: float) -> None:
-        """Of no use here."""
-
-
-class Request(SimpleNamespace):
-    """Unlike its base it can be referred to weakly. Like SGLang's it has no tokens at first."""
-
-    full_untruncated_fill_ids: Sequence[int] = ()
-
-    def refresh_fill_ids(self) -> None:
-        self.full_untruncated_fill_ids = range(4 * PAGE + 1)
-
-
-def request(rid: str = "r1", lora_id: str | None = None) -> Any:
-    return Request(
-        rid=rid,
-        lora_id=lora_id,
-        kv=SimpleNamespace(holds_kv=False),
-        output_ids=[],
-        origin_input_ids=(),
-        skip_radix_cache_insert=False,
-        customized_info=None,
-        multimodal_inputs=None,
-        input_embeds=None,
-        positional_embed_overrides=None,
-        session=None,
-        extra_key=lora_id,
-        cache_salt=None,
-        sampling_params=SimpleNamespace(n=1, max_new_tokens=8, custom_params=None),
-        is_retracted=False,
-        retracted_stain=False,
-        extend_end=None,
-        finished_reason=None,
-        to_finish=None,
-        _compute_max_prefix_len=lambda length: length - 1,
-    )
-
-
-def waiting_on(
-    cache: SilentCache,
-    notes: list[RequestProvenance],
-    *,
-    is_experiment: bool = True,
-    **others: Any,
-) -> WaitingRequests:
-    settings = SimpleNamespace(
-        hicache_backend=None,
-        fetch_deadline_s=DEADLINE_S,
-        max_stall_s=None,
-        gate="none",
-        min_tokens=1,
-    )
-    planned = Planned(
-        plan=PLAN,
-        is_experiment=is_experiment,
-        patience=Patience(saving_s=math.inf),
-        step_share=0.0,
-    )
-    parts: Any = {
-        "server": SimpleNamespace(settings=settings, page_size=PAGE),
-        "cache": cache,
-        "meter": FakeMeter(recompute=None),
-        "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
-        "planner": SimpleNamespace(
-            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: planned
-        ),
-        "pool": SimpleNamespace(has_approximate=False),
-        "in_flight": SimpleNamespace(
-            follow=lambda *_: False, prune=lambda _waiting: None, clear=lambda: None
-        ),
-        "ranks": Ranks(None),
-    }
-    parts |= others
-    server, cache, pool = (parts.pop(name) for name in ("server", "cache", "pool"))
-    kv: Any = SimpleNamespace(page_size=PAGE)
-    sources = Sources(server, cache, pool, kv)
-    return made(WaitingRequests, sources=sources, **parts)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    return Now(monkeypatch)
 
 
 class Team:
@@ -170,27 +69,30 @@ class Team:
         return 2
 
 
+def waiting_in(team: Any) -> WaitingRequests:
+    leaders = InFlightPrefills(team, team, team, PAGE)
+    return waiting_with(Asked(), planner=team, in_flight=leaders)[0]
+
+
 def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
-    notes: list[RequestProvenance] = []
-    cache, req = SilentCache(), request()
-    waiting = waiting_on(cache, notes)
-    tree: Any = None
+    cache, req = Asked(time.monotonic), request()
+    server = server_with(fetch_deadline_s=DEADLINE_S)
+    waiting, told = waiting_with(cache, server=server)
     before_s = time.monotonic()
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
-    (deadline,) = cache.deadlines
-    assert before_s < deadline.at_s - DEADLINE_S < time.monotonic()
-    while waiting.look([req], tree, is_decoding=False):
-        assert not notes
-    assert deadline.has_passed
+    assert look(waiting, req) == {req.rid}
+    (staging,) = cache.stagings
+    assert before_s < staging.deadline.at_s - DEADLINE_S < time.monotonic()
+    while look(waiting, req):
+        assert not told.notes
+    assert staging.deadline.has_passed
     held_ms = 1000 * (time.monotonic() - before_s)
-    (told,) = notes
-    assert told.outcome == "fallback: DeadlineExceeded"
-    assert 1000 * DEADLINE_S <= told.queued_ms <= held_ms
+    ((_, note),) = told.notes
+    assert note.outcome == "fallback: DeadlineExceeded"
+    assert 1000 * DEADLINE_S <= note.queued_ms <= held_ms
 
     # It stays in the queue where there are no slots for it.
-    assert not waiting.look([req], tree, is_decoding=False)
-    assert len(cache.deadlines) == 1
-    assert len(notes) == 1
+    assert not look(waiting, req)
+    assert len(cache.stagings) == len(told.notes) == 1
     assert cache.memory.held_bytes == 0
 
 
@@ -198,49 +100,46 @@ def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
     """All layers are computed anew: from the receiver's own embeddings, with no E."""
     planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience=Patience(saving_s=0.0))
     req = request()
-    waiting = waiting_on(SilentCache(), [], planner=planner)
-    assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
-    keys = [page.hex() for page in prefixes.own_pages_of(req, 4 * PAGE, PAGE)]
+    waiting, _ = waiting_with(Asked(), planner=planner)
+    assert not look(waiting, req)
+    keys = keys_of(req)
     assert waiting.take(req.rid, keys, torch.arange(4 * PAGE))
 
 
 def test_a_leader_that_is_aborted_in_the_queue_holds_nobody_up_and_is_forgotten() -> None:
-    team: Any = Team()
-    in_flight = InFlightPrefills(team, team, team, PAGE)
-    waiting = waiting_on(SilentCache(), [], planner=team, in_flight=in_flight)
-    leader, follower, tree = request("leads"), request("follows", "x"), None
+    waiting = waiting_in(Team())
+    leader, follower = request("leads"), request("follows", "x")
     gone = weakref.ref(leader)
     for _ in range(2):
-        assert waiting.look([leader, follower], tree, is_decoding=False) == {"follows"}
+        assert look(waiting, leader, follower) == {"follows"}
     del leader
-    assert not waiting.look([follower], tree, is_decoding=False)
-    assert not waiting.look([], tree, is_decoding=False)
+    assert not look(waiting, follower)
+    assert not look(waiting)
     gc.collect()
     assert gone() is None
 
 
 def test_a_leader_that_left_nothing_holds_nobody_up_after_its_first_token() -> None:
-    team: Any = Team()
-    waiting = waiting_on(
-        SilentCache(), [], planner=team, in_flight=InFlightPrefills(team, team, team, PAGE)
-    )
-    leader, follower, tree = request("leads"), request("follows", "x"), None
-    assert waiting.look([leader, follower], tree, is_decoding=False) == {"follows"}
+    waiting = waiting_in(Team())
+    leader, follower = request("leads"), request("follows", "x")
+    assert look(waiting, leader, follower) == {"follows"}
     leader.kv.holds_kv = True
-    assert waiting.look([follower], tree, is_decoding=False) == {"follows"}, "it computes"
+    assert look(waiting, follower) == {"follows"}, "it computes"
     leader.output_ids.append(7)
-    assert not waiting.look([follower], tree, is_decoding=False)
+    assert not look(waiting, follower)
 
 
 def test_a_request_reads_approximate_kv_only_by_its_plan() -> None:
     """And goes back where the plan is given up, or is an experiment."""
     for is_experiment in (True, False):
-        cache, req = SilentCache(), request()
-        waiting = waiting_on(cache, [], is_experiment=is_experiment)
-        tree: Any = None
-        while waiting.look([req], tree, is_decoding=False):
-            assert prefixes.is_approximate(req) != is_experiment
-            assert (req.extra_key is None) == is_experiment
+        cache, req = Asked(), request()
+        planner = planner_of(**WANTED | {"is_experiment": is_experiment})
+        waiting, _ = waiting_with(cache, planner=planner)
+        assert look(waiting, req)
+        assert prefixes.is_approximate(req) != is_experiment
+        assert (req.extra_key is None) == is_experiment
+        cache.stagings[0].fail(FetchError("a test"))
+        assert not look(waiting, req)
         assert not prefixes.is_approximate(req)
         assert req.extra_key is None
 
@@ -248,17 +147,13 @@ def test_a_request_reads_approximate_kv_only_by_its_plan() -> None:
 @pytest.mark.parametrize("is_approximate", [False, True])
 def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     """A request that was retracted after its first tokens were sent is planned again."""
-    cache, req, metrics = (
-        SilentCache(),
-        request(),
-        SimpleNamespace(count_outcome=lambda *_, exact: None),
-    )
-    labels = Labels(metrics)  # type: ignore[arg-type]
+    cache, req = Asked(), request()
+    labels = Labels(SimpleNamespace(count_outcome=lambda *_, exact: None))  # type: ignore[arg-type]
     prefixes.move(req, approximate=is_approximate)
     req.extend_end = 4 * PAGE
     labels.report([req])
-    waiting = waiting_on(cache, [], is_experiment=False)
-    held = waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
+    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"is_experiment": False}))
+    held = look(waiting, req)
     assert bool(held) == prefixes.is_approximate(req) == is_approximate
     waiting.clear()
 
@@ -266,12 +161,11 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
 @pytest.mark.parametrize("found", [planned_as(PLAN), Declined("no_match")])
 def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read(found: Any) -> None:
     team: Any = Team()
-    leaders = InFlightPrefills(team, team, team, PAGE)
-    waiting, tree = waiting_on(SilentCache(), [], planner=team, in_flight=leaders), None
+    waiting = waiting_in(team)
     leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
     Labels(SimpleNamespace(count_outcome=lambda *_, exact: None)).report([exact])  # type: ignore[arg-type]
     team.plan = lambda req, *_: found if req is exact else Declined("no_match")
-    assert waiting.look([leader, exact, other], tree, is_decoding=False) == {"other"}
+    assert look(waiting, leader, exact, other) == {"other"}
 
 
 @pytest.mark.parametrize(
@@ -282,120 +176,79 @@ def test_a_plan_that_was_not_carried_out_says_why(
     num_on_device: int, has_memory: bool, outcome: str
 ) -> None:
     """Known when SGLang has admitted the request: a twin may have left its pages there."""
-    notes: list[RequestProvenance] = []
-    cache, req = SilentCache(), request()
+    cache, req = Asked(), request()
     if not has_memory:
         cache.fetch = lambda *_: None  # type: ignore[method-assign]
-    waiting = waiting_on(cache, notes)
-    waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
-    assert not notes
+    waiting, told = waiting_with(cache)
+    look(waiting, req)
+    assert not told.notes
     req.prefix_len = num_on_device * PAGE
     waiting.admitted([req])
-    (told,) = notes
-    assert told.outcome == outcome and told.queued_ms > 0
+    ((_, note),) = told.notes
+    assert note.outcome == outcome and note.queued_ms > 0
     assert cache.memory.held_bytes == 0
     waiting.admitted([req])
-    assert len(notes) == 1
-
-
-class Now:
-    """A clock that moves when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1.0  # Before any deadline by the time since the machine was started.
-        monkeypatch.setattr(
-            "sglang_droidspeak.request.request.time", SimpleNamespace(monotonic=lambda: self.now_s)
-        )
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    return Now(monkeypatch)
-
-
-def planner_of(**planned: Any) -> Any:
-    fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0}
-    value = Planned(**fixed | planned)
-    return SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: value)
+    assert len(told.notes) == 1
 
 
 OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
 """Chosen by the server, which predicts that it saves so much."""
-METER: Any = FakeMeter(
-    recompute=PrefillCost(token_s=1e-3, context_s=0.0),
-    prefill=PrefillCost(fixed_s=SAVING_S, token_s=0.0, context_s=0.0),
-)
 
 
 @pytest.mark.parametrize("num_landed", [0, 1])
 def test_a_request_waits_no_longer_than_reuse_saves(now: Now, num_landed: int) -> None:
     """With the first byte and without it, from the step that could have taken it."""
-    notes: list[RequestProvenance] = []
-    cache, req = SilentCache(now), request()
-    waiting = waiting_on(cache, notes, planner=OPTIONAL)
-    tree: Any = None
+    cache, req = Asked(now), request()
+    waiting, told = waiting_with(cache, planner=OPTIONAL)
     for _ in range(3):
-        assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+        assert look(waiting, req) == {req.rid}
         now.now_s += SAVING_S  # Others compute, so that it could not have run.
     if num_landed:
         cache.stagings[0].land(PLAN.steps[0], 1)
     waiting.pass_over([req.rid])
     now.now_s += SAVING_S
     waiting.pass_over([req.rid])
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    assert look(waiting, req) == {req.rid}
     now.now_s += 1e-3
-    assert not waiting.look([req], tree, is_decoding=False)
-    (told,) = notes
-    assert told.outcome == "fallback: SlowLink"
+    assert not look(waiting, req)
+    ((_, note),) = told.notes
+    assert note.outcome == "fallback: SlowLink"
     assert cache.memory.held_bytes == 0
-    assert told.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
+    assert note.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
     # It fails nobody else's: a worker may be reading its disk first.
     assert isinstance(cache.stagings[0].error, Cancelled)
 
 
 def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> None:
-    saving_s = 10.0
-    notes: list[RequestProvenance] = []
-    cache, req = SilentCache(now), request()
-    planner = planner_of(patience=Patience(saving_s=saving_s))
-    waiting = waiting_on(cache, notes, planner=planner, meter=METER)
-    tree: Any = None
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    cache, req = Asked(now), request()
+    planner = planner_of(patience=Patience(saving_s=10.0))
+    waiting, told = waiting_with(cache, planner=planner, meter=METER)
+    assert look(waiting, req) == {req.rid}
     cache.stagings[0].land(PLAN.steps[0], 1)  # One of 120 bytes.
     now.now_s += 0.25
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}, "it waits its turn"
+    assert look(waiting, req) == {req.rid}, "it waits its turn"
     waiting.pass_over([req.rid])
-    assert not waiting.look([req], tree, is_decoding=False)
-    assert [told.outcome for told in notes] == ["fallback: SlowLink"]
+    assert not look(waiting, req)
+    assert [it.outcome for _, it in told.notes] == ["fallback: SlowLink"]
 
 
 def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
-    settings = SimpleNamespace(
-        hicache_backend="file", fetch_deadline_s=1e3, max_stall_s=None, gate="none", min_tokens=1
-    )
-    server = SimpleNamespace(settings=settings, page_size=PAGE)
-    pool = SimpleNamespace(held=lambda *_: SimpleNamespace(exact=0), has_approximate=False)
-    others: Any = {"server": server, "pool": pool, "planner": OPTIONAL, "meter": METER}
-    waiting = waiting_on(SilentCache(now), [], **others)
-    req, tree = request(), None
-    req.sampling_params = SimpleNamespace(custom_params=None)
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    waiting, _ = waiting_with(Asked(now), server=STORE, planner=OPTIONAL, meter=METER)
+    req = request()
+    assert look(waiting, req) == {req.rid}
     waiting.pass_over([req.rid])
     now.now_s += SAVING_S + 1e-3
-    assert not waiting.look([req], tree, is_decoding=False), "and then it waits for no fetch"
+    assert not look(waiting, req), "and then it waits for no fetch"
 
 
 def test_a_fetch_for_which_there_was_no_memory_is_begun_once_there_is() -> None:
-    cache, req, fetch = SilentCache(), request(), SilentCache.fetch
-    waiting, tree = waiting_on(cache, []), None
+    cache, req, fetch = Asked(), request(), Asked.fetch
+    waiting, _ = waiting_with(cache)
     cache.fetch = lambda *_: None  # type: ignore[method-assign, assignment]
     for _ in range(2):
-        assert not waiting.look([req], tree, is_decoding=False), "it may go on without"  # type: ignore[arg-type]
+        assert not look(waiting, req), "it may go on without"
     cache.fetch = lambda *it: fetch(cache, *it)  # type: ignore[method-assign]
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}  # type: ignore[arg-type]
+    assert look(waiting, req) == {req.rid}
     assert len(cache.stagings) == 1
 
 
@@ -408,9 +261,9 @@ def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
     planner = planner_of(
         patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=object())
     )
-    waiting = waiting_on(SilentCache(), [], planner=planner, ranks=ranks)
-    req, tree = request(), None
-    waiting.look([req], tree, is_decoding=False)  # type: ignore[arg-type]
+    waiting, _ = waiting_with(Asked(), planner=planner, ranks=ranks)
+    req = request()
+    look(waiting, req)
     (((rid, _, planned, _),),) = told
     assert (rid, planned.plan, planned.demand) == (req.rid, PLAN, None)
 
@@ -420,19 +273,18 @@ def test_how_late_the_end_of_a_fetch_is_seen_is_told_once(
     location: Location, is_fetched: bool
 ) -> None:
     """Not of what lies in this server's own memory."""
-    cache, req, told = SilentCache(), request(), []
+    cache, req, told = Asked(), request(), []
     meter: Any = SimpleNamespace(recompute=None, noticed=told.append)
     planner = planner_of(
         plan=replace(PLAN, location=location), patience=Patience(saving_s=math.inf)
     )
-    waiting = waiting_on(cache, [], meter=meter, planner=planner)
-    assert waiting.look([req], None, is_decoding=False) == {req.rid}  # type: ignore[arg-type]
+    waiting, _ = waiting_with(cache, meter=meter, planner=planner)
+    assert look(waiting, req) == {req.rid}
     (staging,) = cache.stagings
-    for step in PLAN.steps:
-        staging.land(step, 40)
+    cache.land()
     assert not told
     for _ in range(2):
-        assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
+        assert not look(waiting, req)
         assert len(told) == is_fetched
     for late_s in told:
         assert 0 <= late_s <= time.monotonic() - staging.completed_s
@@ -444,109 +296,44 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     pays: bool, is_optional: bool
 ) -> None:
     """But for what a request has asked for by name."""
-    notes: list[RequestProvenance] = []
-    cache, req, asked = SilentCache(), request(), []
+    cache, req, asked = Asked(), request(), []
     demand: Any = object() if is_optional else None
     planner = planner_of(patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=demand))
     planner.still_saves = lambda *args: asked.append(args) or pays
     pool = SimpleNamespace(has_approximate=False, held=lambda *_: "held")
-    waiting = waiting_on(cache, notes, planner=planner, pool=pool)
-    tree: Any = None
-    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    waiting, told = waiting_with(cache, planner=planner, pool=pool)
+    assert look(waiting, req) == {req.rid}
     assert not asked, "nothing has come"
-    for step in PLAN.steps:
-        cache.stagings[0].land(step, 40)
-    assert not waiting.look([req], tree, is_decoding=False)
+    cache.land()
+    assert not look(waiting, req)
     assert asked == ([(PLAN, demand, "held")] if is_optional else [])
     is_given_up = is_optional and not pays
-    assert [told.outcome for told in notes] == (["slower"] if is_given_up else [])
+    assert [it.outcome for _, it in told.notes] == (["slower"] if is_given_up else [])
     assert waiting.has_source(req.rid) != is_given_up
     assert (cache.memory.held_bytes == 0) == is_given_up
 
 
 def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
-    team: Any = Team()
-    waiting = waiting_on(
-        SilentCache(now), [], planner=team, in_flight=InFlightPrefills(team, team, team, PAGE)
-    )
-    leader, follower, tree = request("leads"), request("follows", "x"), None
+    waiting = waiting_in(Team())
+    leader, follower = request("leads"), request("follows", "x")
     queue = [leader, follower]
     for _ in range(2):
-        assert waiting.look(queue, tree, is_decoding=False) == {"follows"}
+        assert look(waiting, *queue) == {"follows"}
         now.now_s += 100.0
     waiting.pass_over(["follows"])
     now.now_s += SAVING_S + 1e-3
-    assert not waiting.look(queue, tree, is_decoding=False)
-
-
-@pytest.mark.parametrize(
-    ("taken", "is_in_chunks", "is_full", "num_slots", "could_run"),
-    [
-        ("", False, False, 1, "ac"),  # Nothing was to be done.
-        ("", False, True, 1, ""),  # There was no room,
-        ("", False, False, 0, ""),  # which SGLang did not need to know,
-        ("", False, False, -1, "a"),  # but for who would get it from one that decodes.
-        ("", True, False, 1, ""),  # One that came before them is being prefilled,
-        ("b", False, False, 1, "a"),  # or before c,
-        ("b", True, False, 1, "a"),
-        ("d", False, False, 0, "ac"),  # or after both.
-        ("d", True, True, 1, "ac"),
-    ],
-)
-def test_which_held_requests_a_step_could_have_taken(
-    taken: str, is_in_chunks: bool, is_full: bool, num_slots: int, could_run: str
-) -> None:
-    queue = [Request(rid=rid, priority=20 if rid == "a" else 10) for rid in "abcd"]
-    passed: list[str] = []
-    held = {"a", "c"}
-    waiting = SimpleNamespace(
-        look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
-    )
-    others: Any = SimpleNamespace(
-        release=lambda: None,
-        settle=lambda _ranks: None,
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-    )
-    hidden = Queue(waiting, others, others, Ranks(None))
-    decoding = SimpleNamespace(priority=0)
-    running = SimpleNamespace(reqs=[decoding], is_empty=lambda: False, batch_is_full=is_full)
-    scheduler = SimpleNamespace(
-        waiting_queue=list(queue),
-        tree_cache=None,
-        grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[]),
-        chunked_req=object() if is_in_chunks else None,
-        get_num_allocatable_reqs=lambda _num, running_batch: num_slots,
-        truncation_align_size=None,
-        page_size=PAGE,
-        enable_priority_scheduling=False,
-        enable_priority_preemption=num_slots < 0,
-        priority_scheduling_preemption_threshold=10,
-        schedule_low_priority_values_first=False,
-    )
-
-    def step(it: Any, running_batch: Any) -> Any:
-        it.waiting_queue = [req for req in it.waiting_queue if req.rid not in taken]
-        batch = SimpleNamespace(reqs=[]) if taken or is_in_chunks else None
-        return batch, running_batch
-
-    hidden.new_prefill(step, scheduler, running_batch=running)
-    assert passed == list(could_run)
-    assert [req.rid for req in scheduler.waiting_queue] == [it for it in "abcd" if it not in taken]
+    assert not look(waiting, *queue)
 
 
 def all_staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
     """A request whose four pages have come; a step has 56 tokens, and three and a half pages."""
-    cache, req = SilentCache(), request()
-    named = {"is_experiment": True, "patience": Patience(saving_s=math.inf)}
-    planner = planner_of(**named, step_share=share)
-    meter: Any = FakeMeter(recompute=None, step_tokens=56)
-    waiting = waiting_on(cache, [], planner=planner, meter=meter)
-    tree: Any = None
-    assert waiting.look([req], tree, is_decoding=is_decoding) == {req.rid}
-    for step in PLAN.steps:
-        cache.stagings[0].land(step, 40)
-    assert not waiting.look([req], tree, is_decoding=is_decoding)
+    cache, req = Asked(), request()
+    planner = planner_of(**WANTED | {"step_share": share})
+    meter = FakeMeter(recompute=None, step_tokens=56)
+    waiting, _ = waiting_with(cache, planner=planner, meter=meter)
+    assert look(waiting, req, is_decoding=is_decoding) == {req.rid}
+    cache.land()
+    assert not look(waiting, req, is_decoding=is_decoding)
     return waiting, req
 
 
@@ -566,7 +353,7 @@ def test_beside_who_decodes_no_more_is_loaded_than_a_step_recomputes(
 ) -> None:
     """One page of the step stays for the request's own tokens."""
     waiting, req = all_staged(share, is_decoding)
-    pages = [page.hex() for page in reusable_pages(req, PAGE)]
+    pages = keys_of(req)
     assert waiting.num_restorable(req.rid, pages[0]) == num_pages
     assert waiting.step_tokens(req.rid, 3 * PAGE) == math.ceil(3 * PAGE * share)
     if num_pages < 4:
@@ -634,11 +421,11 @@ def test_a_steps_tokens_are_filled_by_layers_or_by_time(
 
 def test_another_request_of_the_same_name_is_another_request() -> None:
     """The first was aborted and its name given out again, between two looks at the queue."""
-    cache, first, second = SilentCache(), request(), request()
-    waiting, tree = waiting_on(cache, []), None
-    waiting.look([first], tree, is_decoding=False)  # type: ignore[arg-type]
+    cache, first, second = Asked(), request(), request()
+    waiting, _ = waiting_with(cache)
+    look(waiting, first)
     held_bytes = cache.memory.held_bytes
-    waiting.look([second], tree, is_decoding=False)  # type: ignore[arg-type]
+    look(waiting, second)
     assert len(cache.stagings) == 2
     assert cache.memory.held_bytes == held_bytes > 0
     waiting.clear()

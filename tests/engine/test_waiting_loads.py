@@ -10,17 +10,25 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_waiting import METER, PAGE, PLAN, FakeMeter, Now, planner_of, request
 from waiting_parts import (
+    METER,
     NUM_PAGES,
+    PAGE,
+    PLAN,
     STEP_BYTES,
+    STORE,
     TREE,
     WANTED,
     Asked,
-    asking,
+    FakeMeter,
+    Now,
     keys_of,
     loading,
     look,
+    planner_of,
+    planner_that,
+    planner_without,
+    request,
     waiting_with,
 )
 
@@ -36,11 +44,7 @@ from sglang_droidspeak.store.pool import Held
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Now:
-    now = Now(monkeypatch)
-    monkeypatch.setattr(
-        "sglang_droidspeak.request.source.time", SimpleNamespace(monotonic=lambda: now.now_s)
-    )
-    return now
+    return Now(monkeypatch)
 
 
 def test_a_fetch_is_of_the_prompts_pages() -> None:
@@ -73,9 +77,7 @@ def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: floa
         )
 
     cache, req = Asked(now), request()
-    waiting, _ = waiting_with(
-        cache, planner=SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=plan)
-    )
+    waiting, _ = waiting_with(cache, planner=planner_that(plan))
     assert look(waiting, req) == {"r1"}
     now.now_s += 1.0
     waiting.pass_over(["r1"])
@@ -359,9 +361,7 @@ def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
     pair, reqs = Pair(), [request("r1"), request("r1")]
     for number, req in enumerate(reqs):
         cache = Asked(held=None if number else Held(1, 3))
-        planner = SimpleNamespace(
-            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_match")
-        )
+        planner = planner_without("no_match")
         waiting, _ = waiting_with(cache, planner=planner, ranks=pair.rank(number))
         assert not look(waiting, req)
         assert prefixes.is_approximate(req)
@@ -371,9 +371,7 @@ def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
 def test_ranks_look_in_the_same_place_for_one_that_waits_for_another() -> None:
     """It was retracted, and had read approximate KV. SGLang may sort and touch it by its place."""
     pair = Pair()
-    planner = SimpleNamespace(
-        meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_profile")
-    )
+    planner = planner_without("no_profile")
     in_flight = SimpleNamespace(follow=lambda *_: True, prune=lambda _waiting: None)
     for number in range(2):
         req = request()
@@ -395,9 +393,7 @@ def test_ranks_know_alike_that_the_device_has_still_what_a_request_counts_on() -
         cache.held = lambda req, num_pages, _tree: Held(  # type: ignore[method-assign]
             min(num_pages, len(req.full_untruncated_fill_ids) // PAGE), 0
         )
-        planner = SimpleNamespace(
-            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: plans.pop()
-        )
+        planner = planner_that(lambda *_: plans.pop())
         waiting, told = waiting_with(cache, planner=planner, ranks=pair.rank(number))
         assert [look(waiting, req) for _step in range(3)] == 3 * [set()]
         assert {it.outcome for it in told.by_rid.values()} == (set() if number else {"too_short"})
@@ -433,6 +429,6 @@ def test_only_the_first_rank_asks_a_store() -> None:
         req.sampling_params.custom_params = None
         pair = Pair()
         pair._shared.append(msgspec.msgpack.encode([]))
-        waiting, _ = waiting_with(cache, server=asking(), meter=METER, ranks=pair.rank(number))
+        waiting, _ = waiting_with(cache, server=STORE, meter=METER, ranks=pair.rank(number))
         look(waiting, req)
         assert len(cache.searched) == (not number)

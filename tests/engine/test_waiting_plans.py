@@ -8,8 +8,26 @@ from typing import Any
 
 import pytest
 from request_parts import planned_as
-from test_waiting import METER, PAGE, PLAN, FakeMeter, Now, planner_of, request
-from waiting_parts import NUM_PAGES, TREE, WANTED, Asked, asking, keys_of, look, waiting_with
+from waiting_parts import (
+    METER,
+    NUM_PAGES,
+    PAGE,
+    PLAN,
+    STORE,
+    TREE,
+    WANTED,
+    Asked,
+    FakeMeter,
+    Now,
+    keys_of,
+    look,
+    planner_of,
+    planner_that,
+    planner_without,
+    request,
+    server_with,
+    waiting_with,
+)
 
 from cachetree.errors import FetchError
 from cachetree.ids import Span
@@ -28,11 +46,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
     asked: list[Any] = []
-    planner = SimpleNamespace(
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-        plan=lambda *args: asked.append(args) or Declined("no_match"),
-    )
+    planner = planner_that(lambda *args: asked.append(args) or Declined("no_match"))
     waiting, told = waiting_with(Asked(), planner=planner)
     queue = [request(f"r{i}") for i in range(3)]
     look(waiting, queue[0])
@@ -56,11 +70,7 @@ def test_who_is_planned_finds_the_links_as_busy_as_those_before_make_them() -> N
 
 @pytest.mark.parametrize("detail", ["", "1 of 2 peers not ready"])
 def test_why_there_is_no_plan_is_said_in_words_too(detail: str) -> None:
-    planner = SimpleNamespace(
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-        plan=lambda *_: Declined("no_match", detail),
-    )
+    planner = planner_without("no_match", detail)
     waiting, told = waiting_with(Asked(), planner=planner)
     assert not look(waiting, request())
     assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("no_match", detail or None)
@@ -74,7 +84,7 @@ def test_what_goes_wrong_while_planning_costs_the_reuse_alone(
 
     waiting, told = waiting_with(
         Asked(),
-        planner=SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=plan),
+        planner=planner_that(plan),
     )
     assert not look(waiting, request())
     assert told.by_rid["r1"].outcome == "error"
@@ -97,11 +107,7 @@ def declined(outcome: str, num_held: int) -> Declined:
 
 def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
     answers = iter(["too_short", "no_match", "never"])
-    planner = SimpleNamespace(
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-        plan=lambda *_: declined(next(answers), cache.has.exact),
-    )
+    planner = planner_that(lambda *_: declined(next(answers), cache.has.exact))
     cache, req = Asked(held=Held(NUM_PAGES, 0)), request()
     waiting, told = waiting_with(cache, planner=planner)
     for held, outcome in ((4, "too_short"), (4, "too_short"), (3, "no_match"), (0, "no_match")):
@@ -117,14 +123,12 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     """What is loaded follows on what is there. It waits no longer in all, unless its wait was over
     and it has stood in the queue as all others do."""
     cache, req = Asked(now, held=Held(2, 0)), request()
-    planner = SimpleNamespace(
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-        plan=lambda *_: planned_as(
+    planner = planner_that(
+        lambda *_: planned_as(
             replace(PLAN, pages=Span(cache.has.exact, NUM_PAGES)),
             is_experiment=True,
             patience=Patience(saving_s=1.0),
-        ),
+        )
     )
     waiting, told = waiting_with(cache, planner=planner)
     assert look(waiting, req) == {"r1"}
@@ -153,17 +157,15 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
 def test_who_was_settled_after_a_wait_and_is_planned_anew_may_wait_anew(now: Now) -> None:
     """As who has not waited for anything before it stood in the queue."""
     cache, req = Asked(now, held=Held(NUM_PAGES, 0)), request()
-    planner = SimpleNamespace(
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-        plan=lambda *_: (
+    planner = planner_that(
+        lambda *_: (
             planned_as(
                 replace(PLAN, pages=Span(cache.has.exact, NUM_PAGES)),
                 patience=Patience(saving_s=1.0),
             )
             if cache.has.exact < NUM_PAGES
             else declined("too_short", NUM_PAGES)
-        ),
+        )
     )
     waiting, told = waiting_with(cache, planner=planner)
     assert not look(waiting, req)
@@ -175,11 +177,7 @@ def test_who_was_settled_after_a_wait_and_is_planned_anew_may_wait_anew(now: Now
 
 
 def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
-    planner = SimpleNamespace(
-        meet=lambda _req: None,
-        refusal=prefixes.refusal,
-        plan=lambda *_: declined("too_short", NUM_PAGES),
-    )
+    planner = planner_that(lambda *_: declined("too_short", NUM_PAGES))
     cache, queue = Asked(held=Held(NUM_PAGES, 0)), [request(f"r{i}") for i in range(9)]
     waiting, _ = waiting_with(cache, planner=planner)
     look(waiting, *queue)
@@ -207,9 +205,7 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
     """Unless it wants exact KV only, or has less of the other."""
     for held in (Held(1, 3), Held(3, 1)):
         cache, req = Asked(held=held), request()
-        planner = SimpleNamespace(
-            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined(outcome)
-        )
+        planner = planner_without(outcome)
         waiting, _ = waiting_with(cache, planner=planner)
         prefixes.move(req, approximate=True)
         look(waiting, req)
@@ -224,9 +220,7 @@ def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held
         follow=lambda it, *_: followed.append(it.req), prune=lambda _waiting: None
     )
     planner, req = (
-        SimpleNamespace(
-            meet=lambda _req: None, refusal=prefixes.refusal, plan=lambda *_: Declined("no_match")
-        ),
+        planner_without("no_match"),
         request(),
     )
     waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
@@ -344,7 +338,7 @@ def test_memory_is_asked_for_again_up_to_the_first_for_which_there_is_none() -> 
 def asks(req: Any, cache: Asked, **parts: Any) -> bool:
     """Whether it waits for the store's answer."""
     req.sampling_params.custom_params = parts.pop("custom_params", None)
-    waiting, _ = waiting_with(cache, **{"server": asking(), "meter": METER, **parts})
+    waiting, _ = waiting_with(cache, **{"server": STORE, "meter": METER, **parts})
     return look(waiting, req) == {"r1"} and not cache.fetched
 
 
@@ -357,7 +351,7 @@ def test_a_store_is_asked_for_what_the_device_lacks_where_that_is_enough() -> No
 
 
 def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
-    assert not asks(request(), Asked(), server=asking(hicache_backend=None))
+    assert not asks(request(), Asked(), server=server_with())
     assert not asks(request(), Asked(), custom_params={"droidspeak": {"mode": "off"}})
     assert asks(request(), Asked(), custom_params={"droidspeak": {"mode": "auto"}})
     refused, cache = request(), Asked()
@@ -389,7 +383,7 @@ def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: fl
     )
     meter = FakeMeter(recompute=None, prefill=prefill)
     req.sampling_params.custom_params = None
-    waiting, _ = waiting_with(cache, server=asking(), meter=meter)
+    waiting, _ = waiting_with(cache, server=STORE, meter=meter)
     look(waiting, req)
     assert asked == [3 * PAGE]
     waiting.pass_over(["r1"])
