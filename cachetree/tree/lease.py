@@ -32,7 +32,6 @@ class Lease(Hold):
     ) -> None:
         super().__init__(stop, deadline.at_s)
         self.owner: Final = owner
-        self.deadline: Final = deadline
         self.num_pages: Final = sum(len(pages) for _, pages in parts)
         self._parts = _joined(parts)
         self._kept: dict[Slab, memoryview] = {}
