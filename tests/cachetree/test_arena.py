@@ -215,7 +215,6 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     store(tree, "abcdefgh")
     tree.remote.add(FAR, MODEL, None, path("ab"), [])  # Splits the node in two.
     lease = tree.lease(MODEL, path("ab"), "test", Deadline.after(60))
-    assert lease is not None
     store(tree, "uvwx")  # c to h go, and with them their memory.
     assert [match.num_pages for match in tree.match(path("abcdefgh"))] == [2, 2]
     assert tree.num_bytes == arena.held_bytes == 6 * page_bytes
@@ -242,13 +241,11 @@ def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker
         tree.remote.add(FAR, MODEL, None, wrong, [])
     else:
         other = tree.reserve(ModelId("other"), None, wrong, [])
-        assert other is not None
         other.commit()
     store(tree, "abc", mark=7)
     (match,) = tree.match(path("abc"))
     kept = path("abc")[: match.num_pages]
     lease = tree.lease(MODEL, kept, "test", Deadline.after(60))
-    assert lease is not None
     for letter in "tuvwxyz":  # Take all that is free.
         store(tree, letter, mark=9)
     assert all(is_filled(view, 7) for step in KV_STEPS for view in lease.views(step))
@@ -258,7 +255,6 @@ def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker
 def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:
     pages = path(text)
     reservation = tree.reserve(MODEL, pages[start - 1] if start else None, pages[start:], [])
-    assert reservation is not None
     for step in reservation.steps:
         for view in reservation.views(step):
             fill(view, mark)

@@ -91,7 +91,6 @@ def test_what_one_cache_stores_another_matches_and_fetches() -> None:
             for span in (ALL, Span(10, 30)):
                 plan = plan_at(match.location, span)
                 staging = receiver.fetch(plan, PAGES, Deadline.after(5))
-                assert staging is not None
                 with staging:
                     check_content(staging, PAGES[span.start : span.stop])
             assert receiver.status().peers[0].state == "ready"
@@ -104,7 +103,6 @@ def test_local_entries_are_fetched_the_same_way() -> None:
         fill(cache, PAGES)
         assert cache.link(LOCAL) is None
         staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
-        assert staging is not None
         check_content(staging, PAGES)
         staging.release()
         assert cache.link(LOCAL) is None, "nothing moved"
@@ -137,7 +135,6 @@ def test_stored_buffers_may_be_of_any_format() -> None:
         kv = [part.data for part in np.split(layers, FAMILY.num_layers)]
         assert cache.store(MODEL, None, PAGES[:1], kv, {})
         lease = cache.tree.lease(MODEL, PAGES[:1], "test", Deadline.after(5))
-        assert lease is not None
         with lease:
             assert b"".join(lease.views(Step(Kind.KV, 3))) == kv[3].tobytes()
 
@@ -150,7 +147,6 @@ def test_fetches_stay_within_the_staging_budget() -> None:
             return cache.fetch(plan_at(Location("tcp://127.0.0.1:1")), PAGES, Deadline.after(5))
 
         first, second = fetch(), fetch()
-        assert first is not None
         assert second is not None
         assert fetch() is None, "over the budget"
         assert cache.status().staging_bytes_in_use == 2 * FETCH_BYTES
@@ -176,12 +172,10 @@ def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
             return cache.fetch(plan_at(Location("tcp://127.0.0.1:1")), PAGES, Deadline.after(5))
 
         staging = fetch()
-        assert staging is not None
         assert fetch() is None
         (late,) = staging.views(Step(Kind.KV, 0))
         staging.release()
         again = fetch()
-        assert again is not None
         (view,) = again.views(Step(Kind.KV, 0))
         np.frombuffer(late, np.uint8)[:] = 1
         np.frombuffer(view, np.uint8)[:] = 2
@@ -239,7 +233,6 @@ def test_a_device_knows_all_memory_from_the_start_to_the_end() -> None:
         fill(cache, PAGES)
         fetches = [cache.fetch(plan, PAGES, Deadline.after(5)) for plan in (plan_at(LOCAL), far)]
         for staging in fetches:
-            assert staging is not None
             assert all(device.knows(view) for it in staging.steps for view in staging.views(it))
             staging.release()
         assert device.registered == there, "registered while serving"
@@ -265,7 +258,6 @@ def test_pages_that_are_here_are_read_where_they_lie() -> None:
         staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
         assert staging is not None and staging.is_complete
         lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5))
-        assert lease is not None
         for step in staging.steps:
             theirs, ours = staging.views(step), lease.views(step)
             assert list(map(place, theirs)) == list(map(place, ours)), "a copy"
@@ -285,7 +277,6 @@ def place(view: memoryview) -> tuple[int, int]:
 
 def fails(cache: Cache, plan: Plan, seconds: float = 5.0) -> FetchError:
     staging = cache.fetch(plan, PAGES, Deadline.after(seconds))
-    assert staging is not None
     with staging, pytest.raises(FetchError) as caught:
         wait_all(staging)
     return caught.value
@@ -312,7 +303,6 @@ def test_release_cancels_a_fetch_under_way() -> None:
         with cache_of(peers=(sender.address,), serves=False) as receiver:
             assert receiver.wait_ready(20)
             staging = receiver.fetch(plan_at(sender.address), PAGES, Deadline.after(30))
-            assert staging is not None
             num_streams: Callable[[], int] = lambda: sender.status().worker.num_streams  # type: ignore[union-attr]  # noqa: E731
             eventually(lambda: num_streams() == 1)
             staging.release()

@@ -107,7 +107,6 @@ def test_without_shared_prefixes_it_is_the_textbooks(
             num_hits += 1
         else:
             reservation = tree.reserve(A, None, [page], [])
-            assert reservation is not None
             reservation.commit()
             assert gone == textbook.insert(page)
             num_evictions += len(gone)
@@ -177,7 +176,6 @@ def test_what_was_passed_by_comes_back_to_its_turn() -> None:
     store(tree, A, "a")
     store(tree, A, "b")
     lease = tree.lease(A, path("a"), "test", far_future(), is_use=False)
-    assert lease is not None
     store(tree, A, "xyz")  # passes by a, and takes b
     lease.release()
     store(tree, A, "w")

@@ -20,7 +20,6 @@ def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
 
 def fetch(cache: Cache, location: Location, pages: Span = Span(0, 64)) -> None:  # noqa: B008
     staging = cache.fetch(plan_at(location, pages), PAGES, Deadline.after(5))
-    assert staging is not None
     with staging:
         wait_all(staging)
     staging.release()

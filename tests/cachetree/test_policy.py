@@ -540,7 +540,6 @@ def test_a_request_is_to_wait_for_what_its_plan_is_predicted_to_wait() -> None:
     plan = plan_for(match(S, location=FAR))
     assert plan.block == Span(3, 6)
     patience = patience_for(plan, DEMAND, costs)
-    assert patience is not None
     assert patience.wait_s == pytest.approx(0.2 + 0.7 - 0.32)
     assert patience.saving_s == pytest.approx(1.6 - 0.32 - patience.wait_s)
     assert patience.link == link

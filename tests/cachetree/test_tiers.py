@@ -170,7 +170,6 @@ def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(
         ]
         assert all(stagings)
         link, page_bytes = cache.link(SHELF), stagings[0].num_bytes // 8
-        assert link is not None
         assert link.ahead == num_ahead * page_bytes
         assert link.backlog == [it * page_bytes for it in beside]
         wait_s = link.fixed_s + link.seconds(4 * page_bytes)
@@ -186,7 +185,6 @@ def test_a_cache_without_tiers_searches_nothing() -> None:
     with Cache(FAMILY, CacheConfig(serves=False)) as cache:
         assert cache.search(pages_of(4)) == []
         staging = cache.fetch(plan_of(SHELF, Span(0, 4)), pages_of(4), Deadline.after(5))
-        assert staging is not None
         eventually(lambda: "shelf is not a peer" in str(staging.error))
 
 

@@ -83,7 +83,6 @@ def test_what_is_there_of_a_new_prompt_is_found_by_halving(
 def test_a_reservation_is_invisible_until_it_is_committed() -> None:
     tree = make_tree()
     reservation = tree.reserve(A, None, path("ab"), [])
-    assert reservation is not None
     assert tree.num_bytes == 2 * PAGE
     assert tree.match(path("ab")) == []
     reservation.commit()
@@ -97,7 +96,6 @@ def test_a_reservation_is_invisible_until_it_is_committed() -> None:
 def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
     tree = make_tree()
     reservation = tree.reserve(A, None, path("ab"), [])
-    assert reservation is not None
     reservation.release()
     reservation.release()
     assert tree.num_bytes == 0
@@ -123,12 +121,10 @@ def test_pages_that_the_model_has_are_skipped() -> None:
     tree = make_tree()
     store(tree, A, "ab")
     reservation = tree.reserve(A, None, path("abcd"), [])
-    assert reservation is not None
     assert (reservation.skipped, list(reservation.pages)) == (2, path("abcd")[2:])
     assert sum(it.nbytes for it in reservation.views(KV0)) == 2 * KV
     reservation.release()
     nothing = tree.reserve(A, None, path("ab"), [])
-    assert nothing is not None
     assert (nothing.skipped, nothing.pages) == (2, ())
     nothing.commit()
     assert tree.num_bytes == 2 * PAGE
@@ -150,7 +146,6 @@ def test_two_reservations_of_the_same_pages_become_one_entry() -> None:
     tree = make_tree()
     first = tree.reserve(A, None, path("ab"), [])
     second = tree.reserve(A, None, path("abc"), [])
-    assert first is not None and second is not None
     first.commit()
     second.commit()
     assert num_pages(tree, A, "abc") == 3
@@ -211,7 +206,6 @@ def test_a_page_was_used_when_what_hung_below_it_was() -> None:
     store(tree, A, "y")  # ac must go, as nothing else may
     assert num_pages(tree, A, "ac") == 1
     for lease in leases:
-        assert lease is not None
         lease.release()
     store(tree, A, "y")
     store(tree, A, "st")  # then ab and x, for a was used with ac
@@ -371,7 +365,6 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2500)]
     for i, page in enumerate(pages):
         reservation = tree.reserve(A, pages[i - 1] if i else None, [page], [])
-        assert reservation is not None
         reservation.commit()
     assert tree.match(pages)[0].num_pages == 2500
     assert len(list(tree.subscribe(lambda change: None)[0])) == 2500
@@ -385,7 +378,6 @@ def test_a_match_copies_no_hashes() -> None:
     tree = make_tree(3000)
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2000)]
     reservation = tree.reserve(A, None, pages, [])
-    assert reservation is not None
     reservation.commit()
     question = [*pages[:1501], *path("x" * 499)]
     tree.match(question)

@@ -105,7 +105,6 @@ def test_of_two_stores_of_the_same_pages_the_one_with_more_e_stays() -> None:
         tree = make_tree()
         stores = [tree.reserve(A, None, path("abc"), e_layers) for e_layers in (first, second)]
         for reservation in stores:
-            assert reservation is not None
             reservation.commit()
         assert e_pages(tree, A, "abc") == {0: 3, 1: 3}
         assert tree.num_bytes == 3 * (PAGE + 2 * E)

@@ -37,7 +37,6 @@ def test_a_lease_reads_any_run_of_pages() -> None:
     store(tree, A, "abcde", start=3)
     pages = path("abcde")[1:5]
     lease = tree.lease(A, pages, "test", far_future())
-    assert lease is not None
     assert lease.num_pages == 4
     assert [len(view) for view in lease.views(KV0)] == [2 * KV, 2 * KV]
     last = Step(Kind.KV, 2)
@@ -78,7 +77,6 @@ def test_a_leased_page_and_all_before_it_stay() -> None:
     store(tree, A, "ab")
     store(tree, A, "abcd", start=2)
     lease = tree.lease(A, path("abc")[2:], "test", far_future())
-    assert lease is not None
     assert tree.reserve(A, None, path("z"), []) is None
     tree.evict()
     assert num_pages(tree, A, "abcd") == 4
@@ -113,7 +111,6 @@ def test_leases_end_at_their_deadline() -> None:
     tree = make_tree(2, clock)
     store(tree, A, "ab")
     lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
-    assert lease is not None
     clock.now_s = 4.9
     assert tree.reserve(A, None, path("z"), []) is None
     clock.now_s = 5.0
@@ -165,7 +162,6 @@ def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
     tree = CacheTree(FAMILY, host_bytes=2 * PAGE, memory=memory, clock=clock)
     store(tree, A, "ab")
     lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
-    assert lease is not None
 
     def pass_on() -> None:
         clock.now_s = 6.0
@@ -201,7 +197,6 @@ def test_an_open_reservation_keeps_its_parent() -> None:
     tree = make_tree()
     store(tree, A, "ab")
     reservation = tree.reserve(A, path("ab")[1], path("abc")[2:], [])
-    assert reservation is not None
     tree.evict()
     assert num_pages(tree, A, "ab") == 2
     reservation.commit()

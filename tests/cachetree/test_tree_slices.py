@@ -175,7 +175,6 @@ def test_e_of_a_store_reaches_below_what_is_split_before_it_spreads() -> None:
     store(tree, A, "abcd")
     store(tree, A, "abcdefgh", 4, e_layers=[1])
     reservation = tree.reserve(A, None, path("abcd"), [1])
-    assert reservation is not None
     lock = BusyLock(lambda: tree.remote.add(FARTHER, B, None, path("abxy"), []))
     tree._lock = tree.remote._lock = lock  # type: ignore[misc, assignment]
     reservation.commit()

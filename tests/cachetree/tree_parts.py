@@ -60,7 +60,6 @@ def store(
     pages = path(text)
     parent = pages[start - 1] if start else None
     reservation = tree.reserve(model, parent, pages[start:], e_layers)
-    assert reservation is not None
     with reservation:
         for step in reservation.steps:
             scatter(reservation.views(step), memoryview(content(model, reservation.pages, step)))
