@@ -36,6 +36,13 @@ _STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
 _STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
 _REPLAY = "sglang.srt.model_executor.encoder_swa_replay"
 _SIZES = f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator"
+_GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
+_ARGUMENTS = "sglang.srt.arg_groups.model_override_base"
+_CONTEXT = "sglang.srt.model_executor.forward_context"
+_HOOKS = "sglang.srt.plugins.hook_registry.HookRegistry"
+_RUNTIME = "sglang.srt.runtime_context"
+_LAYERS = "sglang.srt.layers"
+_MODELS = "sglang.srt.models"
 _CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 WEIGHTS_WRITTEN: Mapping[str, str] = {
@@ -120,6 +127,62 @@ USED: Mapping[str, str] = {
     f"{_STATS}.trace_slice": "a6619f570a83",
     f"{_TRACE}.TraceReqContext.trace_set_thread_attrs": "f674873d9d8f",
     f"{_TRACE}.get_global_tracing_enabled": "fae878f2e990",
+    f"{_BATCH}.Req.__init__": "8f6a1d75a169",
+    f"{_BATCH}.Req.finished": "fca2b5c55aed",
+    f"{_SCHEDULER}.get_num_allocatable_reqs": "ac17099c123c",
+    f"{_SCHEDULER}._add_request_to_queue": "3d8ef2b7187e",
+    f"{_GRAMMARS}.has_waiting_grammars": "75cedb2c25d3",
+    f"{_GRAMMARS}.get_ready_grammar_requests": "42517bbabc48",
+    f"{_POLICY}.PrefillAdder.ceil_paged_tokens": "a1187601613e",
+    f"{_POLICY}.PrefillAdder.preempt_to_schedule": "500ca0df5a5d",
+    f"{_LORA_MANAGER}.fetch_new_loras": "27e4fd8b6196",
+    f"{_TOKENIZERS}.auto_create_handle_loop": "8600182f28e1",
+    f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state": "2c5d6aa388c7",
+    f"{_MANAGERS}.io_struct.GetInternalStateReq": "86c3861c2513",
+    f"{_MANAGERS}.utils.is_health_check_generate_req": "d4691819bab3",
+    f"{_LAYERS}.attention.flashinfer_backend.FlashInferAttnBackend.__init__": "c06d4e3fa14e",
+    f"{_ARGUMENTS}.model_config_of": "c7924f24595b",
+    f"{_ARGUMENTS}.resolving_view": "bd596bd0a1f3",
+    "sglang.srt.distributed.communication_op.tensor_model_parallel_all_gather": "ef63a20af272",
+    "sglang.srt.entrypoints.http_server.get_global_state": "cb19f9ecfaa5",
+    "sglang.srt.utils.auth.auth_level": "50044cf4bcaf",
+    f"{_CACHE}.base_prefix_cache.MatchPrefixParams": "6120b2069f62",
+    f"{_CACHE}.memory_pool.KVWriteLoc.for_batch": "731092f252d7",
+    f"{_CACHE}.radix_cache.RadixKey.__init__": "a2e44b1f070d",
+    f"{_CACHE}.storage.nixl.nixl_utils.NixlBackendConfig.__init__": "062e47eae8af",
+    f"{_CONTEXT}.ForwardContext": "b1cd263485f3",
+    f"{_CONTEXT}.forward_context": "736b538c7613",
+    f"{_CONTEXT}.get_token_to_kv_pool": "d87f580e09c2",
+    "sglang.srt.observability.req_time_stats.RequestStageConfig": "f2ecf208b7e9",
+    f"{_HOOKS}._apply_target": "af7a4b8240ea",
+    f"{_HOOKS}.apply_hooks": "ef90946138d9",
+    f"{_HOOKS}.register": "8a3db1a98090",
+    f"{_RUNTIME}.attention_backends": "a1dfebff065a",
+    f"{_RUNTIME}.get_exec": "aa85df2928da",
+    f"{_RUNTIME}.get_model": "3ad09800d585",
+    f"{_RUNTIME}.get_observability": "7a283ff84df7",
+    f"{_RUNTIME}.get_parallel": "91a0bf3a5864",
+    "sglang.srt.sampling.sampling_params.SamplingParams": "7abb59270caf",
+    "sglang.srt.utils.common.async_h2d": "74b80f8604c7",
+    # what is done in their place where some of their layers are run
+    f"{_LAYERS}.radix_attention.RadixAttention.forward": "5c81a93b907c",
+    f"{_MODELS}.arcee.ArceeDecoderLayer.forward": "43a4d5a54e98",
+    f"{_MODELS}.arcee.ArceeModel.forward": "b3db4efefde5",
+    f"{_MODELS}.glm4.Glm4DecoderLayer.forward": "43a4d5a54e98",
+    f"{_MODELS}.glm4.Glm4Model.forward": "340ece6f5e0e",
+    f"{_MODELS}.glm4_moe.Glm4MoeDecoderLayer.forward": "6c13b955c0af",
+    f"{_MODELS}.glm4_moe.Glm4MoeModel.forward": "3e1190392570",
+    f"{_MODELS}.llama.LlamaDecoderLayer.forward": "2bfcaac1eadf",
+    f"{_MODELS}.llama.LlamaModel.forward": "b3db4efefde5",
+    f"{_MODELS}.mixtral.MixtralDecoderLayer.forward": "87eab9466a5a",
+    f"{_MODELS}.mixtral.MixtralModel.forward": "f1478c9a0d2b",
+    f"{_MODELS}.qwen2.Qwen2DecoderLayer.forward": "2bfcaac1eadf",
+    f"{_MODELS}.qwen2.Qwen2Model.forward": "340ece6f5e0e",
+    f"{_MODELS}.qwen2_moe.Qwen2MoeDecoderLayer.forward": "e80180044882",
+    f"{_MODELS}.qwen2_moe.Qwen2MoeModel.forward": "db8b05485ec9",
+    f"{_MODELS}.qwen3.Qwen3DecoderLayer.forward": "c02af35022ed",
+    f"{_MODELS}.qwen3.Qwen3Model.forward": "9ce5715f2157",
+    f"{_MODELS}.qwen3_moe.Qwen3MoeDecoderLayer.forward": "3a0e146bc59b",
 }
 
 FIELDS: Mapping[str, str] = {
@@ -127,7 +190,7 @@ FIELDS: Mapping[str, str] = {
     f"{_BATCH}.Req": (
         "rid lora_id extra_key cache_salt origin_input_ids origin_input_ids_unpadded output_ids "
         "full_untruncated_fill_ids kv prefix_len extend_end sampling_params customized_info "
-        "finished finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
+        "finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
         "multimodal_inputs input_embeds positional_embed_overrides session time_stats "
         "return_logprob cached_tokens cached_tokens_host retracted_stain priority"
     ),
@@ -159,13 +222,11 @@ FIELDS: Mapping[str, str] = {
         "waiting_queue chunked_req grammar_manager tree_cache policy "
         "enable_priority_scheduling enable_priority_preemption "
         "priority_scheduling_preemption_threshold schedule_low_priority_values_first "
-        "_add_request_to_queue get_num_allocatable_reqs truncation_align_size page_size "
+        "truncation_align_size page_size "
         "enable_lora_overlap_loading lora_overlap_loader"
     ),
-    "sglang.srt.constrained.grammar_manager.GrammarManager": (
-        "grammar_queue has_waiting_grammars get_ready_grammar_requests"
-    ),
-    f"{_POLICY}.PrefillAdder": "rem_chunk_tokens can_run_list running_batch ceil_paged_tokens",
+    _GRAMMARS: "grammar_queue",
+    f"{_POLICY}.PrefillAdder": "rem_chunk_tokens can_run_list running_batch",
     _TREE: "page_size tree_core",
     f"{_CACHE}.memory_pool.MHATokenToKVPool": "k_buffer v_buffer size kv_cache_layout",
     f"{_CACHE}.memory_pool.KVCache": "dtype page_size layer_num",
@@ -175,5 +236,5 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{_HICACHE}.PoolTransfer": "keys device_indices",
     "sglang.srt.lora.lora_registry.LoRARef": "lora_id lora_name lora_path pinned",
-    _LORA_MANAGER: "lora_refs fetch_new_loras max_loras_per_batch target_modules",
+    _LORA_MANAGER: "lora_refs max_loras_per_batch target_modules",
 }

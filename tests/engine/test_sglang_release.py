@@ -6,12 +6,14 @@ import ast
 import shutil
 import tomllib
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.engine import probe, release
 from sglang_droidspeak.engine.probe import NotThere, fields, source_hash
+from sglang_droidspeak.start.refuse import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 OF = "sglang.srt.managers.schedule_batch"
@@ -28,9 +30,14 @@ CLASSES = {
     "adder": ("PrefillAdder",),
     "transfer": ("PoolTransfer",),
     "lora_ref": ("LoRARef",),
+    "manager": ("LoRAManager", "TokenizerManager"),
 }
 OURS = {"has_own_e"}
 """Written to SGLang's objects by the extension."""
+PUT_TOGETHER = {"get_internal_state_communicator"}
+"""Names that stand nowhere in SGLang; what calls them there is recorded."""
+CALLED_FOR_WHAT_IT_IS = {"envs", "app"}
+"""Settings by their names, and what FastAPI does."""
 
 
 def test_the_installed_release_is_the_recorded_one() -> None:
@@ -79,7 +86,8 @@ def test_what_moved_is_told_in_a_line_each(
         f"there is no {OF}.Req._compute_max_prefix_len",
         f"{OF}.Req has no cache_salt",
         f"{OF}.Req.refresh_fill_ids has another source",
-        "5 missing, 1 changed since SGLang 0.5.23, of 5 functions and classes, and the fields of 1",
+        f"{OF}.Req.__init__ has another source",
+        "5 missing, 2 changed since SGLang 0.5.23, of 7 functions and classes, and the fields of 1",
     ]
 
 
@@ -99,9 +107,66 @@ def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if (of := CLASSES.get(node.value.id)) is not None
-        if node.attr not in used | OURS and not any(node.attr in recorded[it] for it in of)
+        if node.attr not in used | OURS | PUT_TOGETHER
+        and not any(node.attr in recorded[it] for it in of)
     ]
     assert missing == []
+
+
+def nodes() -> list[ast.AST]:
+    """Of all modules of the extension."""
+    files = sorted((ROOT / "sglang_droidspeak").rglob("*.py"))
+    return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+
+
+def test_whatever_is_called_is_recorded() -> None:
+    """Functions and classes that some module of the extension imports, `f()`, or has of what it
+    imports, `c.f()`."""
+    found, everywhere = set(), nodes()
+    calls = {ast.unparse(node.func) for node in everywhere if isinstance(node, ast.Call)}
+    for node in everywhere:
+        if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")):
+            continue
+        for it in node.names:
+            name = it.asname or it.name
+            for call in calls if name not in CALLED_FOR_WHAT_IT_IS else ():
+                if call.partition(".")[0] == name and "(" not in call:
+                    place = node.module + "." + it.name + call.removeprefix(name)
+                    function = resolve_name(place)
+                    if getattr(function, "__module__", "").startswith("sglang."):
+                        found.add(f"{function.__module__}.{function.__qualname__}")
+    assert {f"{STREAM}.start", f"{OF}.ScheduleBatch.init_new"} <= found
+    made = {it.removesuffix(".__init__") for it in release.USED}
+    assert found - made == set()
+
+
+def test_whatever_is_called_of_its_objects_is_recorded() -> None:
+    used = {it.rpartition(".")[2] for it in release.USED}
+    missing = [
+        ast.unparse(node.func)
+        for node in nodes()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id in CLASSES
+        if node.func.attr not in used | PUT_TOGETHER
+    ]
+    assert missing == []
+
+
+def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
+    """Of each supported class the loop over its layers, and what such a layer does."""
+    folder, found = "sglang.srt.models", set()
+    for path in sorted(probe.installed().joinpath(*folder.split(".")).glob("*.py")):
+        text = path.read_text()
+        if not any(f"class {it}(" in text for it in ARCHITECTURES):
+            continue
+        found |= {
+            f"{folder}.{path.stem}.{it.name}.forward"
+            for it in ast.parse(text).body
+            if isinstance(it, ast.ClassDef) and it.name.endswith(("Model", "DecoderLayer"))
+            if any(isinstance(of, ast.FunctionDef) and of.name == "forward" for of in it.body)
+        }
+    assert len(found) > 15
+    assert found - release.USED.keys() == set()
 
 
 def test_a_name_is_found_where_it_is_defined(tmp_path: Path) -> None:
