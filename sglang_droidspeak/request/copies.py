@@ -35,13 +35,11 @@ class Copies:
 
     @contextlib.contextmanager
     def of(self, index: int, layer: int) -> Iterator[None]:
-        """Those of one layer of one batch, all that were begun, are waited for."""
-        try:
-            yield
-        finally:
-            if self._stream is not None:
-                self._events[index, layer] = event = torch.cuda.Event()
-                event.record(self._stream)
+        """Those of one layer of one batch are waited for."""
+        yield
+        if self._stream is not None:
+            self._events[index, layer] = event = torch.cuda.Event()
+            event.record(self._stream)
 
     @contextlib.contextmanager
     def timed(self, laps: Laps) -> Iterator[None]:

@@ -10,6 +10,7 @@ import array
 import itertools
 import logging
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import msgspec
 import torch
 from request_parts import loading
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.models import registry  # noqa: F401  (long to import: once for all forks)
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -30,40 +32,33 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from virtual_cuda import Line, VirtualCuda, VirtualTensor
 
 from benchmarks.oracle import KV
-from cachetree.cache import Cache
-from cachetree.checkpoint.family import Codec, Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
-from cachetree.config import CacheConfig
 from cachetree.corrections import Correction
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
-from cachetree.planning import PrefillCost
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine.layers import LayerStack
+from sglang_droidspeak import linker
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import (
+    CacheInitParams,
+    ComponentType,
     ForwardBatch,
     ForwardContext,
     ForwardMode,
     KVWriteLoc,
+    PoolName,
+    PoolTransfer,
     Req,
     ScheduleBatch,
     forward_context,
 )
-from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.copies import Copies
-from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
-from sglang_droidspeak.store.capture import Attachment
-from sglang_droidspeak.store.e_pool import EPool
-from sglang_droidspeak.store.insertions import Offloader
+from sglang_droidspeak.start.config import Settings
+from sglang_droidspeak.start.this_server import ThisServer
+from sglang_droidspeak.store.capture import attach, attachment_of
 from sglang_droidspeak.store.pool import PoolPages
-from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
 
 T = TypeVar("T")
 
@@ -71,7 +66,7 @@ PAGE = 16
 NUM_SLOTS = 512
 CHUNK = 48
 """Tokens of one prefill, so that what is recomputed is cut, too."""
-HERE, PEER = ModelId("here"), ModelId("peer")
+PEER = ModelId("peer")
 MAP = "map"
 """Digest of the one that there is: E and half of E, and a bias."""
 
@@ -151,7 +146,7 @@ class Part:
 
 
 class Engine:
-    """A model runner that has been moved to the device; the product's own classes drive it.
+    """A model runner that has been moved to the device, under the product's own linker.
 
     SGLang's streams: `schedule`, on which the scheduler's thread prepares, and `forwards`.
     """
@@ -173,48 +168,36 @@ class Engine:
         _move(runner, cuda)
         runner.attn_backend = plain_attention(runner)
         runner.forward = self._forward_of_runner
-        identity = read_model_identity(model)
-        pool = runner.token_to_kv_pool
-        self.num_layers = identity.num_layers
-        self.stack = LayerStack(runner.model)
-        slots = pool.size + pool.page_size
-        self.e_pool = EPool(tuple(e_layers), slots, Span(0, identity.hidden_size), runner)
-        self.e_pool.capture_from(self.stack)
-        settings = SimpleNamespace(forward_wait_s=300.0, recompute_attention=recompute)
-        server = SimpleNamespace(identity=identity, settings=settings)
-        self.coding = Coding(Codec.NONE, identity.head_dim)
-        rows = rows_of(pool, self.coding)
-        self.pool = ServerPool(rows, self.e_pool, self.coding, PAGE)
-        self.loader = Loader(pool.layer_num, Copies(self.forwards, runner.device))
-        pool.register_layer_transfer_counter(self.loader.counter)
-        self.family = Family(
-            **identity.shape,
-            model_dtype=str(runner.dtype).removeprefix("torch."),
-            kv_dtype=str(pool.dtype).removeprefix("torch."),
-            page_size=PAGE,
-            tp_size=1,
-            tp_rank=0,
-        )
-        config = CacheConfig(serves=False, host_bytes=1 << 24, staging_bytes=1 << 20)
-        self.cache = Cache(self.family, config, register=cuda.register)
-        self.offloader = Offloader(self.cache, self.pool)
-        self.meter = Meter(
-            runner.device, self.num_layers, CHUNK, PrefillCost(token_s=1.0, context_s=0.0)
-        )
         runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "plain"
-        hidden = identity.hidden_size
-        half = Correction(torch.full((hidden,), 0.25), torch.eye(hidden) / 2)
-        half = half.to("cuda", runner.dtype)
-        metrics = Metrics(enabled=False)
-        self.labels = Labels(metrics)
-        with patch.dict(ATTENTION_BACKENDS, {"plain": self._another}):
-            self.pass_ = ForwardPass(
-                Attachment(runner, self.stack, self.e_pool, server, {MAP: half}),
-                self.loader,
-                self.meter,
-                self.labels,
-                Ranks(None),
+        server = _server(model, e_layers, recompute)
+        attach(runner, server)
+        pool = runner.token_to_kv_pool
+        attachment = attachment_of(pool)
+        self.stack, self.e_pool = attachment.stack, attachment.e_pool
+        self.model, self.num_layers = server.identity.model_id, server.identity.num_layers
+        self.schedule.wait_stream(cuda.default_stream)  # What comes later, SGLang orders no more.
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            page_size=PAGE,
+        )
+        with (
+            patch.dict(ATTENTION_BACKENDS, {"plain": self._another}),
+            # This class calls what is hooked, and SGLang looks through all modules for each.
+            patch.object(linker.engine, "place_hooks"),
+        ):
+            self.linker = linker.DroidSpeakLinker(
+                runner.server_args,
+                params,
+                components={ComponentType.FULL},
+                extra_config={},
+                forward_stream=self.forwards,
             )
+        pool.register_layer_transfer_counter(self.linker.layer_done_counter)
+        self.loader, self.pass_ = self.linker._loader, self.linker._forward
+        self.cache, self.meter = self.linker._cache, self.linker._meter
+        self.labels, self.pool = self.linker._labels, self.linker._offloader._pool
 
     def _another(self, runner: Any) -> Any:
         self.made.append(plain_attention(runner))
@@ -306,8 +289,7 @@ class Engine:
         for it in requests:
             (it.req,) = (req for req in batch.reqs if req.rid == it.req.rid)
         self.run(batch)
-        self.loader.finish(index)
-        assert self.pass_.done(index)
+        assert self.linker.finish_layer_wise_loading(index)
         self.labels.report(batch.reqs)
         return [req.customized_info["droidspeak"][0]["outcome"] for req in batch.reqs]
 
@@ -320,12 +302,23 @@ class Engine:
             found.append(float((torch.stack(rows, 1) - kv[: len(slots)]).abs().max()))
         return found
 
-    def ready(self) -> list[torch.cuda.Event]:
-        """As SGLang's linker records what an offload waits for."""
-        events = [torch.cuda.Event(), torch.cuda.Event()]
-        events[0].record()
-        events[1].record(self.forwards)
-        return events
+    def store(self, tokens: Sequence[int], slots: torch.Tensor) -> list[PageHash]:
+        """As SGLang inserts them into its tree, and then offloads the new node: its pages, of
+        which all are stored."""
+        req = _request(Part(tokens, slots))
+        pages = prefixes.pages_of(req, len(slots), PAGE)
+        keys = [it.hex() for it in pages]
+        transfer = PoolTransfer(name=PoolName.KV, keys=keys, device_indices=slots)
+
+        def insert(_tree: None, _req: Req, **_: int) -> None:
+            with patch.object(unified_cache_linker, "device_module", torch.cuda):
+                assert self.linker.offload([transfer])
+
+        self.linker._insertions.checkpoint(insert, None, req, up_to=len(slots))
+        while not self.linker.num_completed_offloads():
+            time.sleep(0.001)
+        assert self.linker.pop_completed_offload()
+        return pages
 
     # What the extension is given.
 
@@ -334,16 +327,16 @@ class Engine:
         slots: torch.Tensor,
         block: Span,
         pages_of: memoryview | PoolPages,
-        sender: ModelId = HERE,
+        sender: ModelId | None = None,
         rid: str = "r",
         e_map: str = "",
     ) -> Request:
-        """Of all pages of `slots`: staged in that memory, or from the pool. `HERE` is this
-        model: what it loads of its own is not approximate."""
+        """Of all pages of `slots`: staged in that memory, or from the pool. Without a sender it is
+        this model: what it loads of its own is not approximate."""
         pages = Span(0, len(slots) // PAGE)
         plan = Plan(
-            sender=sender,
-            receiver=HERE,
+            sender=sender or self.model,
+            receiver=self.model,
             location=Location("tcp://peer"),
             pages=pages,
             block=block,
@@ -354,7 +347,9 @@ class Engine:
             source: Source = InPool(plan, self.pool, lambda: pages_of)
             assert source.admit()
         else:
-            sizes = {step: len(pages) * self.family.page_bytes(step.kind) for step in plan.steps}
+            sizes = {
+                step: len(pages) * self.cache.family.page_bytes(step.kind) for step in plan.steps
+            }
             views, at = {}, 0
             for step, size in sizes.items():
                 views[step] = [pages_of[at : at + size]]
@@ -363,9 +358,29 @@ class Engine:
         return loading(plan, source, Span(0, len(slots)), slots, SimpleNamespace(rid=rid))
 
     def close(self) -> None:
-        self.loader.close()
-        self.offloader.close()
-        self.cache.close()
+        self.linker.close()
+
+
+def _server(model: Path, e_layers: Sequence[int], recompute: str) -> ThisServer:
+    settings = Settings(
+        host_gb=2**-6,
+        staging_gb=2**-10,
+        capture_layers=tuple(e_layers),
+        forward_wait_s=300.0,
+        recompute_attention=recompute,
+    )
+    identity = read_model_identity(model)
+    hidden = identity.hidden_size
+    half = Correction(torch.full((hidden,), 0.25), torch.eye(hidden) / 2)
+    return ThisServer(
+        settings=settings,
+        identity=identity,
+        profiles=(),
+        page_size=PAGE,
+        e_width=hidden,
+        adapters=None,
+        corrections={MAP: half},
+    )
 
 
 def _request(part: Part) -> Req:
@@ -393,10 +408,6 @@ def stored(kv: KV) -> torch.Tensor:
     return torch.stack([it[0].transpose(0, 1) for it in kv], dim=1)
 
 
-def page_hashes(num: int) -> list[PageHash]:
-    return [PageHash(bytes([at] * 16)) for at in range(num)]
-
-
 @contextmanager
 def on_device(
     runner: Any,
@@ -409,9 +420,7 @@ def on_device(
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
     with cuda, patch.object(forward_batch_info, "compute_position", _positions):
         engine = Engine(runner, model, e_layers, cuda, recompute)
-        engine.pass_.warm(engine.forwards)
         with torch.cuda.stream(engine.schedule):
-            engine.schedule.wait_stream(cuda.default_stream)
             yield engine
 
 

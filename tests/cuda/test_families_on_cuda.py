@@ -3,7 +3,6 @@ recomputed and stored there equals what plain transformers computes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from engine_on_cuda import (
-    HERE,
     MAP,
     PAGE,
     PEER,
@@ -22,7 +20,6 @@ from engine_on_cuda import (
     land,
     load,
     on_device,
-    page_hashes,
     stored,
 )
 from safetensors.torch import load_file, save_file
@@ -35,7 +32,6 @@ from benchmarks.oracle import partial_prefill, prefill
 from cachetree.clock import Deadline
 from cachetree.ids import Kind, Span, Step
 from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.store.insertions import Offload
 from sglang_droidspeak.store.pool import PoolPages
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral"]
@@ -193,17 +189,11 @@ def play(
 
 
 def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torch.Tensor]) -> float:
-    pages = page_hashes(NUM_PREFIX // PAGE)
-    engine.offloader.put(
-        Offload(model=HERE, parent=None, pages=pages, slots=slots, ready=engine.ready())
-    )
-    while not engine.offloader.num_results:
-        time.sleep(0.001)
-    assert engine.offloader.pop_result()
+    pages = engine.store(TOKENS, slots)
     (match,) = engine.cache.match(pages)
     assert (match.num_pages, match.e_pages) == (len(pages), {1: len(pages)})
     found = 0.0
-    lease = engine.cache.tree.lease(HERE, pages, "test", Deadline.after(300))
+    lease = engine.cache.tree.lease(engine.model, pages, "test", Deadline.after(300))
     for step in (Step(Kind.E, 1), *(Step(Kind.KV, at) for at in range(engine.num_layers))):
         raw = b"".join(bytes(it) for it in lease.views(step))
         stored = torch.frombuffer(bytearray(raw), dtype=torch.float32)

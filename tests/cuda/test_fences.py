@@ -19,18 +19,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_on_cuda import HERE, MAP, PAGE, Engine, Part, fork, land, load, on_device, page_hashes
+from engine_on_cuda import MAP, PAGE, Engine, Part, fork, land, load, on_device
 from request_parts import loading
 from virtual_cuda import ROOT, Line, VirtualCuda
 
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
-from cachetree.ids import LOCAL, Kind, Span, Step
+from cachetree.ids import LOCAL, Kind, PageHash, Span, Step
 from cachetree.memory import Layout
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.source import Staged
-from sglang_droidspeak.store.insertions import Offload
 from sglang_droidspeak.store.pool import PoolPages
 from sglang_droidspeak.store.rows import DeviceRows
 
@@ -97,12 +96,12 @@ def a_load_from_the_pool(engine: Engine) -> None:
 
 def a_load_of_what_is_cached(engine: Engine) -> None:
     """The device reads the arena itself, and nothing is staged."""
-    an_offload(engine)
+    pages = an_offload(engine)
     slots = engine.slots(8 * PAGE, 3 * PAGE)
     older_forward(engine, slots)
     plan = engine.loading(slots[: 2 * PAGE], BLOCK, PoolPages(slots)).plan
     plan = replace(plan, location=LOCAL)
-    staging = engine.cache.fetch(plan, page_hashes(2), Deadline.after(300))
+    staging = engine.cache.fetch(plan, pages, Deadline.after(300))
     source = Staged(plan, engine.pool, staging)
     req = SimpleNamespace(rid="r")
     request = loading(plan, source, Span(0, 2 * PAGE), slots[: 2 * PAGE], req)
@@ -112,26 +111,16 @@ def a_load_of_what_is_cached(engine: Engine) -> None:
     an_offload(engine)
 
 
-def an_offload(engine: Engine) -> None:
+def an_offload(engine: Engine) -> list[PageHash]:
     slots = engine.slots(PAGE, 2 * PAGE)
     older_forward(engine, slots)
-    engine.offloader.put(
-        Offload(
-            model=HERE,
-            parent=None,
-            pages=page_hashes(2),
-            slots=slots,
-            ready=engine.ready(),
-        )
-    )
-    while not engine.offloader.num_results:
-        time.sleep(0.001)
-    assert engine.offloader.pop_result()
+    pages = engine.store(TOKENS, slots)
     # A peer asks for what is stored, and SGLang gives the slots to another request.
-    lease = engine.cache.tree.lease(HERE, page_hashes(2), "a peer", Deadline.after(60))
-    for step in Layout.of(engine.family, 2, engine.e_pool.e).steps:
+    lease = engine.cache.tree.lease(engine.model, pages, "a peer", Deadline.after(60))
+    for step in Layout.of(engine.cache.family, 2, engine.e_pool.e).steps:
         engine.cuda.on_host(reads=lease.views(step))
     older_forward(engine, slots)
+    return pages
 
 
 def a_measured_forward(engine: Engine) -> None:

@@ -158,6 +158,7 @@ class VirtualCuda:
             "synchronize": lambda *_: self.fence("synchronize", self._wait_for_all),
             "is_current_stream_capturing": lambda: self.is_capturing,
             "current_device": lambda: 0,
+            "cudart": lambda: self,
             "_lazy_init": lambda: None,
             "CUDAGraph": Graph,
             "graph": self.capturing,
@@ -215,12 +216,13 @@ class VirtualCuda:
         """Host memory that the device copies from and to while the host goes on."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
-    def register(self, memory: memoryview) -> Callable[[], None]:
-        """As `cudaHostRegister`; returns what ends it."""
-        there = torch.frombuffer(memory, dtype=torch.uint8)
-        self._kept[there.data_ptr()] = there
-        self._pinned.append(range(there.data_ptr(), there.data_ptr() + there.nbytes))
-        return lambda: self._pinned.pop(0)
+    def cudaHostRegister(self, address: int, num_bytes: int, _flags: int) -> int:
+        self._pinned.append(range(address, address + num_bytes))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._pinned = [it for it in self._pinned if it.start != address]
+        return 0
 
     def on_host(self, reads: Any = (), writes: Any = ()) -> None:
         """The calling thread reads and writes these buffers now."""

@@ -57,11 +57,11 @@ class Event:
     def __init__(self, cuda: VirtualCuda) -> None:
         self._cuda = cuda
         self.clock: Clock = {}
-        self._is_known_over = False
+        self._is_recorded = self._is_known_over = False
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = self._cuda.clock_of((stream or self._cuda.current_stream()).id)
-        self._is_known_over = False
+        self._is_recorded, self._is_known_over = True, False
 
     def wait(self, stream: Stream | None = None) -> None:
         of = stream or self._cuda.current_stream()
@@ -76,6 +76,8 @@ class Event:
         return True
 
     def elapsed_time(self, stop: Event) -> float:
+        if not (self._is_recorded and stop._is_recorded):
+            raise RuntimeError("an event was not recorded")
         if not stop._is_known_over:
             raise RuntimeError("the event may not be over yet")
         return 1.0
