@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,7 +104,11 @@ class Files:
         return xxhash.xxh3_128_hexdigest(self.read_memory)
 
     def _open(self) -> DiskStore:
-        return DiskStore(FAMILY, self.directory / "store", 16 * self.num_bytes)
+        return DiskStore(FAMILY, self.directory / "store", 16 * self.num_bytes, _unheard)
+
+
+def _unheard(change: Change) -> None:
+    """Nobody has a tree."""
 
 
 def compare(files: Files) -> None:
@@ -140,7 +145,7 @@ def measure_restarts(directory: Path, repetitions: int) -> list[float]:
     """Seconds per opening of a cache with `NUM_SMALL` entries of a page each."""
     kv, e = (memoryview(bytes(SMALL.page_bytes(kind))) for kind in (Kind.KV, Kind.E))
     path, num_bytes = directory / "restart", 1 << 30
-    with DiskStore(SMALL, path, num_bytes) as store:
+    with closing(DiskStore(SMALL, path, num_bytes, _unheard)) as store:
         for number in range(NUM_SMALL):
             page = PageHash(number.to_bytes(16, "big"))
             store.write(change_of([page]), lambda step, span: [kv if step.kind is Kind.KV else e])

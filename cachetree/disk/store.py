@@ -72,13 +72,7 @@ class DiskStore:
     opened its file ends with the right bytes; the device has them back when it ends.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        path: Path,
-        budget_bytes: int,
-        listener: Listener = lambda change: None,
-    ) -> None:
+    def __init__(self, family: Family, path: Path, budget_bytes: int, listener: Listener) -> None:
         """Raises ConfigError for a directory that is another's, and for a budget too small.
 
         `listener` is the index's: it hears of every entry that is there, comes or goes.
@@ -210,12 +204,6 @@ class DiskStore:
         with self._writing:
             self._is_open = False
             self._directory.close()
-
-    def __enter__(self) -> DiskStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Everything below but `_drop_damaged` and what it calls is called with `_writing` held.
 

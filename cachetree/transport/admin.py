@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -59,7 +58,7 @@ class AdminService:
     _tree: CacheTree
     _disk: DiskTier | None
     _status: Callable[[], verbs.Status]
-    _clock: Clock = time.monotonic
+    _clock: Clock
 
     def serve(self, asked: verbs.ToWorker, answer: Answer, *, is_admin: bool) -> None:
         try:

@@ -93,8 +93,18 @@ def change_of(
     return Change(added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers)
 
 
-def open_store(path: Path, num_bytes: int = BUDGET, family: Family = FAMILY) -> DiskStore:
-    return DiskStore(family, path, num_bytes)
+class Opened(DiskStore):
+    """Closed at the end of its context."""
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_store(path: Path, num_bytes: int = BUDGET, family: Family = FAMILY) -> Opened:
+    return Opened(family, path, num_bytes, lambda change: None)
 
 
 def write(

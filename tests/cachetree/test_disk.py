@@ -13,6 +13,7 @@ from disk_parts import (
     FAMILY,
     A,
     B,
+    Opened,
     change_of,
     check,
     content,
@@ -276,14 +277,14 @@ def test_the_listener_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
             )
         return pages
 
-    with DiskStore(FAMILY, tmp_path, 8 << 10, heard.append) as store:
+    with Opened(FAMILY, tmp_path, 8 << 10, heard.append) as store:
         for number in range(60):
             write(store, A, f"{number % 7}" + "f" * (number % 11 + 1))
         assert len(there()) == store.status().num_pages
         assert any(not change.added for change in heard)
     before = there()
     heard.clear()
-    with DiskStore(FAMILY, tmp_path, 8 << 10, heard.append):
+    with Opened(FAMILY, tmp_path, 8 << 10, heard.append):
         assert there() == before
 
 

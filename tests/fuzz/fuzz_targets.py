@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def to_worker(data: bytes) -> None:
             wire.pages_of(message.parent)
         case verbs.Find() | verbs.Evict() | verbs.Pin() | verbs.Unpin():
             answers: list[verbs.ToPeer] = []
-            AdminService(new_tree(PAGES[:4]), None, _no_status).serve(
+            AdminService(new_tree(PAGES[:4]), None, _no_status, time.monotonic).serve(
                 message, answers.append, is_admin=True
             )
             assert len(answers) == 1
