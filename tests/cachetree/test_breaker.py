@@ -24,6 +24,7 @@ from transport_parts import (
     wait_all,
     worker_of,
 )
+from tree_parts import FakeTime
 
 from cachetree import (
     Cancelled,
@@ -41,14 +42,6 @@ from cachetree.transport.backoff import Breaker
 PAGES = pages_of(16)
 CONFIG = PeerConfig()
 ERROR = FetchError("broken")
-
-
-class FakeTime:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Oracle:

@@ -292,12 +292,8 @@ def test_who_is_found_proves_a_key_that_the_settings_have(
     config = msgspec.structs.replace(FAST, key_file=us.key_file)
     allowed = (worker_key.pair.public,)
     with (
-        worker_of(
-            new_tree(PAGES), key_file=worker_key.key_file, allowed_peers=(us.pair.public,)
-        ) as worker,
-        worker_of(
-            new_tree(PAGES), key_file=stranger.key_file, allowed_peers=(us.pair.public,)
-        ) as other,
+        worker_of(new_tree(PAGES), **worker_key.serving(us)) as worker,
+        worker_of(new_tree(PAGES), **stranger.serving(us)) as other,
         peers_of() as (peers, _),
     ):
         # The second has another key, and says so; the third says that it has the first one's.
@@ -318,12 +314,7 @@ def test_a_worker_that_shows_another_key_is_met_anew(tmp_path: Path) -> None:
     us, old, new = (new_party(tmp_path, it) for it in ("us", "old", "new"))
     config = msgspec.structs.replace(FAST, key_file=us.key_file)
     allowed = (old.pair.public, new.pair.public)
-    with (
-        worker_of(
-            new_tree(PAGES), key_file=new.key_file, allowed_peers=(us.pair.public,)
-        ) as worker,
-        peers_of() as (peers, _),
-    ):
+    with worker_of(new_tree(PAGES), **new.serving(us)) as worker, peers_of() as (peers, _):
         for key in (old, new, new):
             found = [Found(worker.address, key.pair.public)]
             peers.look(NAME, lambda found=found: found, config, allowed)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards, Via
+from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -52,7 +53,6 @@ from cachetree.config import CacheConfig
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import ArenaFile, Pool
-from cachetree.planning.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, Unsealed, pack
 from cachetree.transport.receiver import FetchReceiver
@@ -82,22 +82,10 @@ NUM_ROUNDS = 30
 """Of the slow tests."""
 
 
-def plan_from(location: Location) -> Plan:
-    """E, and the KV of three layers of four."""
-    return Plan(
-        sender=MODEL,
-        receiver=MODEL,
-        location=location,
-        pages=Span(0, len(PAGES)),
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
-
-
 def fetch(cache: Cache, location: Location) -> FetchError | None:
     """Why there is no answer; asserts that an answer is right and that either comes in time."""
     begun_at_s = time.monotonic()
-    staging = cache.fetch(plan_from(location), PAGES, Deadline.after(DEADLINE_S))
+    staging = cache.fetch(plan_of(location, Span(0, len(PAGES))), PAGES, Deadline.after(DEADLINE_S))
     assert staging is not None, "an earlier fetch still holds the staging budget"
     with staging:
         try:
