@@ -6,8 +6,6 @@ import contextlib
 import gc
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from serve_parts import serving
 from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
@@ -391,25 +390,14 @@ def test_a_cache_that_could_not_start_frees_its_address() -> None:
 def test_the_command_line_serves_and_asks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "cache.yaml"
-    config.write_text(
-        json.dumps({"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}})
-    )
-    command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split()[-1]
-            assert main(["status", address, "--json"]) == 0
-            assert json.loads(capsys.readouterr().out)["host_bytes"] == 1 << 20
-            assert main(["status", address]) == 0
-            assert "failed handshakes" in capsys.readouterr().out
-            assert main(["ping", address, "--json"]) == 0
-            assert json.loads(capsys.readouterr().out)["answer_ms"] > 0
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with serving(tmp_path) as process:
+        address = process.stdout.readline().split()[-1]
+        assert main(["status", address, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["host_bytes"] == 1 << 20
+        assert main(["status", address]) == 0
+        assert "failed handshakes" in capsys.readouterr().out
+        assert main(["ping", address, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["answer_ms"] > 0
     assert main(["ping", address, "--timeout", "0.1"]) == 1
     assert "no worker answered" in capsys.readouterr().err
 
@@ -438,21 +426,11 @@ def test_a_command_that_is_told_twice_to_end_closes_what_it_serves(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """Whichever of its threads hears it."""
-    config = tmp_path / "cache.yaml"
-    config.write_text(
-        json.dumps({"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}})
-    )
-    command = [sys.executable, "-c", SLOW_TO_CLOSE, "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in ("serving at", "closing"):
-                assert line in process.stdout.readline()
-                process.send_signal(number)
-            assert process.communicate(timeout=60)[0] == "closed\n"
-        finally:
-            process.kill()
-    assert process.returncode == 0
+    with serving(tmp_path, ("-c", SLOW_TO_CLOSE)) as process:
+        for line in ("serving at", "closing"):
+            assert line in process.stdout.readline()
+            process.send_signal(number)
+        assert process.communicate(timeout=60)[0] == "closed\n"
 
 
 FAMILY_YAML = f"family: {json.dumps(msgspec.to_builtins(FAMILY))}"

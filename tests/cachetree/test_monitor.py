@@ -6,11 +6,8 @@ import contextlib
 import gzip
 import json
 import re
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,8 +22,9 @@ from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
+from serve_parts import serving
 from test_security_settings import has_ipv6
-from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of, store
+from transport_parts import FAST, PAGE_BYTES, eventually, pages_of, store
 
 from cachetree import LOCAL, Cache, CacheStatus, ConfigError, Deadline, ModelId, WorkerConfig
 from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, http
@@ -274,18 +272,9 @@ def test_a_taken_port_is_refused() -> None:
 
 
 def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> None:
-    config = tmp_path / "serve.yaml"
-    given = {"family": msgspec.to_builtins(FAMILY), "http": 0}
-    config.write_text(json.dumps({**given, "cache": {"host_bytes": 1 << 20}}))
-    command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline().startswith("serving at tcp://127.0.0.1:")
-            url = process.stdout.readline().split()[-1]
-            assert url.startswith("http://127.0.0.1:")
-            assert get(f"{url}/health/ready")[0] == 200
-            assert b"cachetree:budget_bytes" in get(f"{url}/metrics")[1]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with serving(tmp_path, http=0) as process:
+        assert process.stdout.readline().startswith("serving at tcp://127.0.0.1:")
+        url = process.stdout.readline().split()[-1]
+        assert url.startswith("http://127.0.0.1:")
+        assert get(f"{url}/health/ready")[0] == 200
+        assert b"cachetree:budget_bytes" in get(f"{url}/metrics")[1]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 from push_parts import cache_of
+from serve_parts import serving
 from test_policy import DEMAND, FAR, MEASURED, PROFILE, PROFILES, UNKNOWN, R, S, match
 from transport_parts import FAMILY, MODEL, eventually, store
 from tree_parts import FakeTime
@@ -261,20 +259,12 @@ def test_a_served_worker_answers_only_where_its_file_says_so(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="profiles are named and query is not true"):
         parse_config({**given, "http": "0", "profiles": [str(tmp_path)]}, "config")
     for query in ({"query": True, "profiles": [str(tmp_path)]}, {}):
-        config = tmp_path / "serve.yaml"
-        config.write_text(json.dumps({**given, "http": "0", **query}))
-        command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                address = process.stdout.readline().split()[-1]
-                url = process.stdout.readline().split()[-1]
-                body = msgspec.json.encode({"model": R, "token_ids": TOKENS})
-                reply = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
-                reply.request("POST", "/query", body)
-                answered = reply.getresponse()
-                assert answered.status == (200 if query else 404)
-                if query:
-                    assert json.loads(answered.read())["default"][address]["senders"] == []
-            finally:
-                process.send_signal(signal.SIGTERM)
+        with serving(tmp_path, http="0", **query) as process:
+            address, url = (process.stdout.readline().split()[-1] for _ in range(2))
+            body = msgspec.json.encode({"model": R, "token_ids": TOKENS})
+            reply = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+            reply.request("POST", "/query", body)
+            answered = reply.getresponse()
+            assert answered.status == (200 if query else 404)
+            if query:
+                assert json.loads(answered.read())["default"][address]["senders"] == []

@@ -6,20 +6,17 @@ Every trace context here is made up.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from otlp_collector import collecting
+from serve_parts import serving
 from test_cache import ALL, PAGES, cache_of, fill, plan_at
 from transport_parts import FAMILY, MODEL, eventually, wait_all
 
@@ -112,32 +109,23 @@ def test_a_context_that_is_too_long_is_not_read() -> None:
 
 
 @contextlib.contextmanager
-def serving(tmp_path: Path, **settings: str) -> Iterator[Location]:
+def serving_with(tmp_path: Path, **settings: object) -> Iterator[Location]:
     """`cachetree serve`, which prints at its end whether it loaded OpenTelemetry."""
-    config = tmp_path / "serve.yaml"
-    cache = {"host_bytes": 64 << 20}
-    given = {"family": msgspec.to_builtins(FAMILY), "cache": cache, **settings}
-    config.write_text(json.dumps(given))
     program = (
         "import sys; from cachetree.cli import main; main(); "
         "print('opentelemetry' in sys.modules, flush=True)"
     )
-    command = [sys.executable, "-c", program, "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        try:
-            yield Location(process.stdout.readline().split()[-1])
-            process.send_signal(signal.SIGTERM)
-            assert process.stdout.read().split()[-1] == str("traces" in settings)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with serving(tmp_path, ("-c", program), cache={"host_bytes": 64 << 20}, **settings) as process:
+        yield Location(process.stdout.readline().split()[-1])
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read().split()[-1] == str("traces" in settings)
 
 
 def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_names(
     tmp_path: Path,
 ) -> None:
     with collecting() as collector:
-        with serving(tmp_path, traces=collector.endpoint) as address:
+        with serving_with(tmp_path, traces=collector.endpoint) as address:
             store_and_fetch(address)
         (span,) = collector.spans
     assert (span.service, span.name) == ("cachetree", "cachetree.serve")
@@ -147,7 +135,7 @@ def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_name
 
 
 def test_without_tracing_opentelemetry_is_not_loaded(tmp_path: Path) -> None:
-    with serving(tmp_path) as address:
+    with serving_with(tmp_path) as address:
         store_and_fetch(address)
 
 

@@ -1,0 +1,35 @@
+"""`cachetree serve` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from transport_parts import FAMILY
+
+COMMAND = ("-m", "cachetree.cli")
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, python: Sequence[str] = COMMAND, **settings: object
+) -> Iterator[subprocess.Popen[str]]:
+    """Serves what a file with these settings says, until it is told to end; then it has to end
+    well. What it prints may be read."""
+    config = folder / "serve.yaml"
+    given = {"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}, **settings}
+    config.write_text(json.dumps(given))
+    command = [sys.executable, *python, "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
