@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
+from cachetree.cli import complain, show, show_json
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.settings import Settings, add_flags
 
@@ -124,7 +123,7 @@ def _profile(args: argparse.Namespace) -> int:
     try:
         profile = profile_pair(_settings(args, {}), console)
     except KeyboardInterrupt:
-        _complain("interrupted; the same command goes on from here")
+        complain("droidspeak", "interrupted; the same command goes on from here")
         return 130
     console.print(table_of(profile))
     console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
@@ -134,7 +133,7 @@ def _profile(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     profile = read_measured(args.profile)
     if args.json:
-        _print(msgspec.json.encode(_verdict_of(profile)).decode())
+        show_json(_verdict_of(profile))
         return 0
     from rich.console import Console
 
@@ -158,7 +157,7 @@ def _verify(args: argparse.Namespace) -> int:
         return 2
     found = _again(args, is_json=args.json).verify()
     if args.json:
-        _print(msgspec.json.encode(found).decode())
+        show_json(found)
     else:
         _say(found)
     return {True: 0, False: FAILED_GATE, None: UNDECIDED}[found.holds]
@@ -170,11 +169,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     try:
         found = _again(args).calibrate()
     except KeyboardInterrupt:
-        _complain("interrupted; the same command goes on from here")
+        complain("droidspeak", "interrupted; the same command goes on from here")
         return 130
     for it in found.blocks:
         if it.tv_bound is not None:
-            _print(f"[{it.start}, {it.stop}): within {it.tv_bound:.3f} of full prefill on average")
+            show(f"[{it.start}, {it.stop}): within {it.tv_bound:.3f} of full prefill on average")
     return 0
 
 
@@ -194,7 +193,7 @@ def _is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
     """Whether an argument is, which is then said."""
     missing = [f"--{name}" for name in names if not getattr(args, name)]
     if missing:
-        _complain(f"{command} needs {', '.join(missing)}")
+        complain("droidspeak", f"{command} needs {', '.join(missing)}")
     return bool(missing)
 
 
@@ -202,15 +201,15 @@ def _say(found: Verification) -> None:
     from profiles.stats.gate import finding
 
     split = found.split
-    _print(f"{split.num_questions} questions about {split.num_contexts} contexts")
-    _print(f"full prefill {split.full_prefill.mean:.3f}, full reuse {split.full_reuse.mean:.3f}")
+    show(f"{split.num_questions} questions about {split.num_contexts} contexts")
+    show(f"full prefill {split.full_prefill.mean:.3f}, full reuse {split.full_reuse.mean:.3f}")
     for plan in found.plans:
-        _print(finding(plan, split))
-    _print(found.reason)
+        show(finding(plan, split))
+    show(found.reason)
     if found.holds is None:
-        _print("these data cannot show whether the profile's verdict holds")
+        show("these data cannot show whether the profile's verdict holds")
     else:
-        _print(f"the profile's verdict {'holds' if found.holds else 'does not hold'}")
+        show(f"the profile's verdict {'holds' if found.holds else 'does not hold'}")
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -218,7 +217,7 @@ def _report(args: argparse.Namespace) -> int:
     from profiles.report.page import write_report
 
     for path in write_report(profile, args.out):
-        _print(str(path))
+        show(str(path))
     return 0
 
 
@@ -239,11 +238,3 @@ def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, An
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
     found: dict[str, Any] = {it: getattr(made, it) for it in names}
     return found | asdict(made.options) if args.template is None else found
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
-
-
-def _complain(text: str) -> None:
-    print(f"droidspeak: {text}", file=sys.stderr, flush=True)  # noqa: T201

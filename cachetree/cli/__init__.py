@@ -8,9 +8,9 @@ from importlib.metadata import version
 
 from cachetree.cli import ask, bench, keygen, serve
 from cachetree.cli.serve import parse_config
-from cachetree.cli.show import show, show_json, status_of
+from cachetree.cli.show import complain, show, show_json, status_of
 
-__all__ = ["main", "parse_config", "parser", "show", "show_json", "status_of"]
+__all__ = ["complain", "main", "parse_config", "parser", "show", "show_json", "status_of"]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,11 +20,16 @@ def status_of(program: str, run: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)  # noqa: T201
+        complain(program, "interrupted")
         return 130
     except (CacheTreeError, OSError) as exc:
-        print(f"{program}: {exc}", file=sys.stderr, flush=True)  # noqa: T201
+        complain(program, exc)
         return 1
+
+
+def complain(program: str, what: object) -> None:
+    """One line on standard error."""
+    print(f"{program}: {what}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(line: str) -> None:

@@ -90,7 +90,7 @@ def _up(args: argparse.Namespace) -> int:
             time.sleep(0.5)
             for process in [it for it in processes if not it.is_alive]:
                 processes.remove(process)
-                complain(f"{process.name} ended; {process.log} says why")
+                complain("droidspeak", f"{process.name} ended; {process.log} says why")
     return 1
 
 

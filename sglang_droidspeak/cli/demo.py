@@ -74,7 +74,7 @@ def _demo(args: argparse.Namespace) -> int:
     given = [name for name in _PAIR if getattr(args, name) is not None]
     if given and len(given) < len(_PAIR):
         missing = " and ".join(f"--{name}" for name in _PAIR if name not in given)
-        complain(f"--{given[0]} needs {missing} too")
+        complain("droidspeak", f"--{given[0]} needs {missing} too")
         return 2
     beside = ("command", "run", "options")
     chosen = {name: it for name, it in vars(args).items() if it is not None and name not in beside}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 
 from cachetree import printable
-from cachetree.cli import show, show_json
+from cachetree.cli import complain, show, show_json
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
 __all__ = ["add_start_timeout", "complain", "show", "tell"]
@@ -31,8 +30,3 @@ def add_start_timeout(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="longest that a process may take to be ready, in seconds",
     )
-
-
-def complain(text: str) -> None:
-    """One line on standard error."""
-    print(f"droidspeak: {text}", file=sys.stderr, flush=True)  # noqa: T201
