@@ -23,11 +23,10 @@ import time
 import uuid
 from array import array
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -126,8 +125,8 @@ class Shadows:
             if not self._may_suspect:
                 return original(manager, obj, request)
             self._num_suspected += 1
-        it = _Answer(obj, is_chosen, temperature)
-        return self._watched(partial(original, manager), manager, it, request)
+        it = _Answer(_with_distributions(obj), obj.return_prompt_token_ids, is_chosen, temperature)
+        return self._watched(manager, it, original(manager, it.asked, request))
 
     @property
     def _may_suspect(self) -> bool:
@@ -137,11 +136,11 @@ class Shadows:
         return bool(self._suspects) and num_vain < MAX_WAITING
 
     async def _watched(
-        self, ask: Callable[..., AsyncGenerator[Reply, None]], manager: Any, it: _Answer, http: Any
+        self, manager: Any, it: _Answer, replies: AsyncGenerator[Reply, None]
     ) -> AsyncGenerator[Reply, None]:
-        async with aclosing(ask(it.request(), http)) as replies:
+        async with aclosing(replies):
             async for reply in replies:
-                is_delta = it.obj.stream and manager.incremental_streaming_output
+                is_delta = it.asked.stream and manager.incremental_streaming_output
                 shown = it.shown(reply, is_delta=is_delta)
                 finish = shown["meta_info"]["finish_reason"]
                 if finish and finish["type"] != "abort":  # Nobody may ask for more.
@@ -185,8 +184,10 @@ class Shadows:
 class _Answer:
     """To a request that is looked at."""
 
-    obj: Any
-    """As the user sent it."""
+    asked: Any
+    """As SGLang is asked; it resolves the adapter."""
+    shows_prompt: bool
+    """The user wants its ids."""
     is_chosen: bool
     """By its id, whichever plan it reads by."""
     temperature: float
@@ -200,8 +201,6 @@ class _Answer:
     """Tokens of the prompt that SGLang has read from a cache, those that were loaded too."""
     is_whole: bool = True
     """Every token of it came with its distribution."""
-    asked: Any = None
-    """As SGLang was asked, and has resolved its adapter."""
     deadline_s: float = 0.0
     """On monotonic time."""
 
@@ -219,17 +218,6 @@ class _Answer:
         block = told["block"] and tuple(told["block"])
         return PlanId(told["sender"], told["receiver"], block, told["e_corrected"])
 
-    def request(self) -> Any:
-        self.asked = asked = copy(self.obj)
-        asked.return_logprob, asked.top_logprobs_num = True, TOP
-        # What SGLang heeds only now that it returns some.
-        asked.logprob_start_len, asked.token_ids_logprob = -1, None
-        asked.return_text_in_logprobs = False
-        asked.return_flat_raw_top_logprobs = asked.return_flat_raw_output_top_logprobs = False
-        asked.return_flat_raw_top_logprobs_b64 = False
-        asked.return_prompt_token_ids = True
-        return asked
-
     def shown(self, reply: Reply, *, is_delta: bool) -> Reply:
         """What the user sees of a reply."""
         meta = reply["meta_info"]
@@ -245,16 +233,29 @@ class _Answer:
         self.prompt_ids = reply.get("prompt_token_ids") or self.prompt_ids
         shown = {name: it for name, it in meta.items() if "logprobs" not in name}
         reply = {**reply, "meta_info": shown}
-        if not self.obj.return_prompt_token_ids:
+        if not self.shows_prompt:
             reply.pop("prompt_token_ids", None)
         return reply
 
     def keep(self, deadline_s: float) -> None:
         """No more of it than its comparison needs, until then."""
-        self.obj = copy(self.asked)
-        self.obj.text = self.obj.input_ids = None
+        self.asked = copy(self.asked)
+        self.asked.text = self.asked.input_ids = None
         self.prompt_ids = array("q", self.prompt_ids)
         self.deadline_s = deadline_s
+
+
+def _with_distributions(obj: Any) -> Any:
+    """The user's request, asking for them too."""
+    asked = copy(obj)
+    asked.return_logprob, asked.top_logprobs_num = True, TOP
+    # What SGLang heeds only now that it returns some.
+    asked.logprob_start_len, asked.token_ids_logprob = -1, None
+    asked.return_text_in_logprobs = False
+    asked.return_flat_raw_top_logprobs = asked.return_flat_raw_output_top_logprobs = False
+    asked.return_flat_raw_top_logprobs_b64 = False
+    asked.return_prompt_token_ids = True
+    return asked
 
 
 async def _shadow(manager: Any, it: _Answer) -> Shadow | None:
@@ -265,9 +266,9 @@ async def _shadow(manager: Any, it: _Answer) -> Shadow | None:
             if time.monotonic() >= it.deadline_s:
                 return None
             await asyncio.sleep(_LOOK_S)
-        if not _is_loaded(manager, it.obj):
+        if not _is_loaded(manager, it.asked):
             return None
-        run = asyncio.create_task(_exact_run(manager, it.prompt_ids, it.tokens, it.obj))
+        run = asyncio.create_task(_exact_run(manager, it.prompt_ids, it.tokens, it.asked))
         try:
             while not run.done() and len(manager.rid_to_state) <= 1:
                 await asyncio.wait([run], timeout=_LOOK_S)

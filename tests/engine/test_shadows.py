@@ -66,6 +66,8 @@ class Manager:
         """Of exact runs."""
         self.fails = False
         self.is_deaf = False
+        self.is_left = False
+        """Somebody went away, and it was told."""
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         return self.guard.generate(Manager._plain, self, obj, request)
@@ -111,7 +113,11 @@ class Manager:
             for part in self.lacks:
                 reply.pop(part, reply["meta_info"].pop(part, None))
             reply["meta_info"]["finish_reason"] = meta["finish_reason"] if start == 9 else None
-            yield reply
+            try:
+                yield reply
+            except GeneratorExit:
+                self.is_left = True
+                raise
 
     async def get_internal_state_communicator(self, asked: Any) -> list[Any]:
         page, question = asking.asked(asked)
@@ -476,6 +482,7 @@ def test_a_client_that_goes_away_has_no_shadow() -> None:
         replies = manager.generate_request(asked(stream=True))
         await anext(replies)
         await replies.aclose()
+        assert manager.is_left, "SGLang goes on for nobody"
 
     asyncio.run(leave())
     assert manager.heard == [] and len(manager.asked) == 1
