@@ -61,9 +61,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """None of a prompt that was not sent."""
 
 
-def explained(
-    it: Label, measured: RequestProvenance | None, page_tokens: int, profiles: Profiles
-) -> Explanation:
+def explained(it: Label, page_tokens: int, profiles: Profiles) -> Explanation:
     """Pure: the decision is made again, of what it was made of but for the profiles, which are
     those of now: the drift guard may have changed a pair since."""
     seen, advice = it.considered, advice_on(it.provenance.outcome)
@@ -80,7 +78,7 @@ def explained(
         holdings=seen.matches if seen else (),
         full_prefill_s=seen and seen.full_prefill_s,
         ways=weigh(seen, profiles) if seen else (),
-        measured=measured,
+        measured=it.provenance if it.is_told else None,
     )
 
 
@@ -179,8 +177,7 @@ class Answers:
                 f"no request {asked!r} among the last {len(told)} that this server has answered"
             )
         it = self._unsent(question, scheduler) if asked is None else told[asked]
-        measured = None if asked is None else it.provenance
-        return explained(it, measured, self._page_size, self._planner.profiles)
+        return explained(it, self._page_size, self._planner.profiles)
 
     def _unsent(self, question: Question, scheduler: Scheduler) -> Label:
         """What would become of it if it came now."""

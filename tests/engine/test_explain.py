@@ -109,7 +109,7 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     _, found = planned(**told)
     assert getattr(found, "outcome", "plan") == outcome
     seen = found.considered
-    it = explained(Label(RequestProvenance(outcome=outcome), 161, seen), None, PAGE, PROFILES)
+    it = explained(Label(RequestProvenance(outcome=outcome), 161, seen), PAGE, PROFILES)
     shown = "\n".join(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
     assert ("of them on the device" in shown) == (reasons is not None)
     if reasons is None:
@@ -212,7 +212,7 @@ def test_the_command_asks_and_prints(
 ) -> None:
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
-    it = explained(Label(measured, 161, seen), measured, PAGE, PROFILES)
+    it = explained(Label(measured, 161, seen, is_told=True), PAGE, PROFILES)
     server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it))
     assert main(["explain", "r1", "--url", server.url]) == 0
     out = capsys.readouterr().out

@@ -6,14 +6,15 @@ import logging
 import multiprocessing
 import subprocess
 import sys
-from array import array
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from waiting_parts import request as in_queue
 
 from cachetree.planning import PrefillCost
 from sglang_droidspeak.cost import Meter
@@ -38,21 +39,8 @@ class Counts:
         self.num_approximate += not exact
 
 
-def request(rid: str = "r1", *, n: int = 1, max_new_tokens: int = 8, **fields: Any) -> Any:
-    known: dict[str, Any] = {
-        "rid": rid,
-        "sampling_params": SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=None),
-        "origin_input_ids": array("q", [1, 2, 3]),
-        "lora_id": None,
-        "extra_key": None,
-        "cache_salt": None,
-        "customized_info": None,
-        "finished_reason": None,
-        "to_finish": None,
-        "is_retracted": False,
-        "extend_end": 3,
-    }
-    return SimpleNamespace(**{**known, **fields})
+request = partial(in_queue, extend_end=3)
+"""One that has been admitted."""
 
 
 def reused(**fields: Any) -> RequestProvenance:

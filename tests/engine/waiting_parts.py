@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -118,29 +119,39 @@ class Request(SimpleNamespace):
         self.full_untruncated_fill_ids = range(NUM_PAGES * PAGE + 1)
 
 
-def request(rid: str = "r1", lora_id: str | None = None) -> Any:
-    return Request(
-        rid=rid,
-        lora_id=lora_id,
-        kv=SimpleNamespace(holds_kv=False),
-        output_ids=[],
-        origin_input_ids=(),
-        skip_radix_cache_insert=False,
-        customized_info=None,
-        multimodal_inputs=None,
-        input_embeds=None,
-        positional_embed_overrides=None,
-        session=None,
-        extra_key=lora_id,
-        cache_salt=None,
-        sampling_params=SimpleNamespace(n=1, max_new_tokens=8, custom_params=None),
-        is_retracted=False,
-        retracted_stain=False,
-        extend_end=None,
-        finished_reason=None,
-        to_finish=None,
-        _compute_max_prefix_len=lambda length: length - 1,
-    )
+def request(
+    rid: str = "r1",
+    lora_id: str | None = None,
+    *,
+    n: int = 1,
+    max_new_tokens: int = 8,
+    **fields: Any,
+) -> Any:
+    """In the queue; with these fields of its own."""
+    params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=None)
+    known = {
+        "rid": rid,
+        "lora_id": lora_id,
+        "kv": SimpleNamespace(holds_kv=False),
+        "output_ids": [],
+        "origin_input_ids": array("q", [1, 2, 3]),
+        "skip_radix_cache_insert": False,
+        "customized_info": None,
+        "multimodal_inputs": None,
+        "input_embeds": None,
+        "positional_embed_overrides": None,
+        "session": None,
+        "extra_key": lora_id,
+        "cache_salt": None,
+        "sampling_params": params,
+        "is_retracted": False,
+        "retracted_stain": False,
+        "extend_end": None,
+        "finished_reason": None,
+        "to_finish": None,
+        "_compute_max_prefix_len": lambda length: length - 1,
+    }
+    return Request(**known | fields)
 
 
 class Now:
