@@ -57,22 +57,21 @@ class InFlightPrefills:
         place = pool_of(namespace_of(req))
         is_declined, known = isinstance(found, Declined), found.considered
         num_planned, saving_s = (0, 0.0) if is_declined else (found.plan.pages.stop, found.saving_s)
-        longest: dict[Location, tuple[int, InFlightPrefill]] = {}
+        longest: dict[Location, InFlightPrefill] = {}
         leaders = () if is_declined and found.outcome in _READS_NOBODY else self._leaders.values()
         for it in leaders:
             num_pages = 0 if it.place == place else _num_common(it.pages, pages)
-            if num_pages > longest.get(it.place, (num_planned,))[0]:
-                longest[it.place] = num_pages, it
+            if num_pages > (len(longest[it.place].pages) if it.place in longest else num_planned):
+                longest[it.place] = replace(it, pages=pages[:num_pages])
         if longest:
             demand = known.demand if known else self._planner.demand(req, owner, len(pages), tree)
-        for num_pages, leader in sorted(longest.values(), key=lambda it: -it[0]):
-            most_s = -saving_s + self._planner.would_save_s(
-                demand, num_pages, leader.model, leader.place, exactly=must_stay_exact(req)
+        for it in sorted(longest.values(), key=lambda it: -len(it.pages)):
+            saved_s = self._planner.would_save_s(
+                demand, len(it.pages), it.model, it.place, exactly=must_stay_exact(req)
             )
-            awaited = replace(leader, pages=pages[:num_pages])
-            if most_s > 0 and not self._has_left(awaited):
-                request.may_be_planned, request.has_followed = partial(self._is_over, awaited), True
-                request.patience = Patience(saving_s=most_s)
+            if saved_s > saving_s and not self._has_left(it):
+                request.may_be_planned, request.has_followed = partial(self._is_over, it), True
+                request.patience = Patience(saving_s=saved_s - saving_s)
                 return True
         if is_declined:
             self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
