@@ -62,8 +62,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
     """Full reuse and the profile's block, under every codec."""
     sender_at, receiver_at, profile_at = SUBJECTS[name]
     profile = read_measured(profile_at)
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    pair = load_pair(sender_at, receiver_at, **options)
+    pair = load_pair(sender_at, receiver_at, dtype=torch.bfloat16)
     documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:num_documents]
     sender, receiver = answerers(pair, documents, 2.0)
     found: dict[tuple[Codec, str], list[tuple[float, float]]] = {}

@@ -154,8 +154,7 @@ def processor_time(
 ) -> dict[str, float]:
     """Shares of the map in a block over a document and in its full prefill, by one thread."""
     torch.set_num_threads(1)
-    settings = {"dtype": torch.float32, "device": torch.device("cpu")}
-    model = LayeredModel(load_model(ModelSource(path=path), **settings))
+    model = LayeredModel(load_model(ModelSource(path=path)))
     e = model.prefix(document, [block.start]).e[block.start]
     ways = {
         "map": lambda: correction(e[0]),

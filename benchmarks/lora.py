@@ -207,11 +207,7 @@ def compare_outputs(it: Bench, models: Models) -> None:
     """Before times are compared: both contenders against the oracle, on merged weights."""
     prompts = it.prompts(seed=90_000)
     sender, receiver = (
-        load_model(
-            ModelSource(path=models.base, adapter=adapter),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        load_model(ModelSource(path=models.base, adapter=adapter))
         for adapter in models.adapters[:2]
     )
     ids, num_shared = torch.tensor(prompts[1:2]), it.num_tokens // PAGE * PAGE

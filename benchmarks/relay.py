@@ -158,9 +158,8 @@ def compare_outputs(
 ) -> list[int]:
     """Before times are compared: what the receiver answers about the first document, in float32
     without a codec, against an oracle, whose tokens are returned."""
-    cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
     sender, receiver = (
-        load_model(ModelSource(path=each.spec.model), **cpu) for each in (it.sender, it.receiver)
+        load_model(ModelSource(path=each.spec.model)) for each in (it.sender, it.receiver)
     )
     ids, num_shared = torch.tensor([it.prompt(0)]), len(it.documents[0]) // PAGE * PAGE
     prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block, correct=correct)

@@ -34,6 +34,7 @@ from transformers import (
 from cachetree import ConfigError, Family, ModelIdentity
 from cachetree.checkpoint import first_difference, read_model_identity, varying_rope
 from profiles.adapters import ADAPTER_CONFIG, read_config, read_weights, with_adapter
+from profiles.compute.layered import HOST
 from profiles.compute.quantised import Quantization, check_quantization, matrices
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
@@ -100,8 +101,8 @@ def load_pair(
     sender: ModelSource,
     receiver: ModelSource,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = HOST,
     sender_device: torch.device | None = None,
 ) -> Pair:
     """Load both models in `dtype` on `device`, or the sender on one of its own; a base that they
@@ -127,7 +128,9 @@ def load_pair(
     )
 
 
-def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    source: ModelSource, *, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+) -> PreTrainedModel:
     """The model in evaluation mode, its adapter merged in float64 and then cast.
 
     Raises ConfigError where it is not supported.

@@ -74,12 +74,7 @@ class Profiled:
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return load_pair(
-        ModelSource(path=SENDER),
-        ModelSource(path=RECEIVER),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    return load_pair(ModelSource(path=SENDER), ModelSource(path=RECEIVER))
 
 
 @pytest.fixture(scope="module")

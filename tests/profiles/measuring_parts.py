@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from cachetree.ids import Span
+from profiles.compute.journal import temporary_journal
 from profiles.compute.measuring import judging_steps, measure, sweep_steps
+from profiles.compute.models import Pair
 from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.data.documents import Document
+from profiles.profiler import answerers
 from profiles.stats.measured import Candidate, Measured
+
+
+@contextmanager
+def bench_of(pair: Pair, documents: Sequence[Document], host_gb: float = 2.0) -> Iterator[Bench]:
+    """Both models, with a journal that is gone afterwards."""
+    sender, receiver = answerers(pair, documents, host_gb)
+    with temporary_journal() as journal:
+        yield Bench(sender=sender, receiver=receiver, journal=journal)
 
 
 def sweep(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from profiles.compute.models import ModelSource
+from profiles.compute.models import ModelSource, Pair, load_pair
 from profiles.data.records import Record
 
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
@@ -21,6 +21,10 @@ class Shipped:
     sender: ModelSource
     receiver: ModelSource
     profile: Path
+
+    def load(self) -> Pair:
+        """In float32, which takes a CPU a fifth of the time."""
+        return load_pair(self.sender, self.receiver)
 
 
 SHIPPED = (

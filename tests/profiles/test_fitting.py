@@ -11,7 +11,6 @@ from cachetree.corrections import Correction
 from cachetree.ids import Span
 from profiles.compute.fitting import PENALTIES, Moments, fit, fit_maps
 from profiles.compute.layered import LayeredModel
-from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import DocumentPasses
 
 HIDDEN = 24
@@ -91,13 +90,8 @@ def test_there_is_no_map_where_e_is_equal_or_too_few_contexts_came() -> None:
         assert fit_maps(contexts, [5], torch.float32, "cpu") == {}
 
 
-def pair_in_float32() -> Pair:
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
-
-
 def test_a_block_from_corrected_e_is_the_oracles() -> None:
-    pair = pair_in_float32()
+    pair = SHIPPED[1].load()
     document, hidden = document_of(pair, 0), pair.receiver.config.hidden_size
     it = Correction(drawn(1, hidden), drawn(2, hidden, hidden) / hidden)
     passes = DocumentPasses(
@@ -129,7 +123,7 @@ def test_e_is_corrected_on_the_receivers_device() -> None:
             entered.append(e)
             return {}
 
-    sender = LayeredModel(pair_in_float32().sender)
+    sender = LayeredModel(SHIPPED[1].load().sender)
     hidden = sender.model.config.hidden_size
     maps = {"map": Correction(drawn(1, hidden), drawn(2, hidden, hidden))}
     DocumentPasses(sender, OnMeta(), range(8), [3], corrections=maps).new(Span(3, 6), "map")

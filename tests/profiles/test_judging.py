@@ -6,17 +6,15 @@ import random
 
 import pytest
 import torch
-from measuring_parts import judge
+from measuring_parts import bench_of, judge
 from shipped import DATA, SHIPPED
 from test_room import make_document
 
 from benchmarks.oracle import decode, prefill, recompute
 from cachetree import ConfigError, Span
 from profiles.compute.examination import Examination
-from profiles.compute.journal import temporary_journal
 from profiles.compute.measuring import judging_steps, sweep_steps
-from profiles.compute.models import Pair, load_pair
-from profiles.compute.study import Bench
+from profiles.compute.models import Pair
 from profiles.data.documents import Document
 from profiles.profiler import answerer_of, answerers
 from profiles.stats.choice import critical_runs, grid
@@ -28,8 +26,7 @@ NUM_LAYERS = 12
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
+    return SHIPPED[1].load()
 
 
 def document_of(pair: Pair, number: int) -> Document:
@@ -41,12 +38,10 @@ def test_scores_are_the_oracles(pair: Pair) -> None:
     seed = random.randrange(1000)
     picked = random.Random(seed)
     document = document_of(pair, seed % 24)
-    sender, receiver = answerers(pair, [document], 2.0)
     layers = [picked.sample(range(NUM_LAYERS), number) for number in (2, 4, 7)]
     plans = [Candidate(runs=critical_runs(it)) for it in (*layers, range(NUM_LAYERS))]
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
-        judged = judge(bench, [document], plans, "some")
+    with bench_of(pair, [document]) as bench:
+        receiver, judged = bench.receiver, judge(bench, [document], plans, "some")
     ids = torch.tensor([document.prefix])
     theirs = prefill(pair.sender, ids)
     nothing = [(k[:, :, :0], v[:, :, :0]) for k, v in theirs.kv]
@@ -110,18 +105,16 @@ def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
 def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
     """Of what candidates have in common, the passes are made once as long as there is room."""
     document = document_of(pair, 0)
-    sender, receiver = answerers(pair, [document], 2.0)
     plans = [
         Candidate(runs=(Span(2, 5), Span(7, 8), Span(8, 9))),
         Candidate(runs=(Span(2, 4), Span(8, 9), Span(9, 10))),
         Candidate(runs=tuple(Span(it, it + 1) for it in range(NUM_LAYERS))),
     ]
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with bench_of(pair, [document]) as bench:
         judge(bench, [document], plans, "some")
         # Both models; [2, 5), 7, 8; then 9. With [2, 5) kept there is no room for all layers, so
         # they are made anew, but for layer 0, which is the receiver's own.
-        assert journal.num_passes == 2 + 3 + 1 + (NUM_LAYERS - 1)
+        assert bench.journal.num_passes == 2 + 3 + 1 + (NUM_LAYERS - 1)
 
 
 def test_no_more_mixtures_are_run_together_than_the_model_has_layers() -> None:

@@ -19,7 +19,6 @@ from profiles.adapters import read_config
 from profiles.compute.models import (
     ARCHITECTURES,
     ModelSource,
-    Pair,
     load_model,
     load_pair,
     load_tokenizer,
@@ -29,7 +28,6 @@ from tools.merge import merge_folder
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "pairs" / "weights"
-CPU = torch.device("cpu")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]
 FAMILIES += ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]
 NUM_LAYERS = 3
@@ -73,13 +71,8 @@ def base(models, tmp_path: Path) -> Path:
     return Path(shutil.copytree(models[0], tmp_path / "broken"))
 
 
-def pair_of(sender: ModelSource, receiver: ModelSource, **settings: Any) -> Pair:
-    plain: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-    return load_pair(sender, receiver, **plain | settings)
-
-
 def load(path: Path, adapter: Path | None = None, dtype=torch.float32) -> PreTrainedModel:
-    return load_model(ModelSource(path=path, adapter=adapter), dtype=dtype, device=CPU)
+    return load_model(ModelSource(path=path, adapter=adapter), dtype=dtype)
 
 
 def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
@@ -146,7 +139,7 @@ def test_a_full_disk_leaves_no_weights_that_look_whole(tmp_path, monkeypatch):
 
 def test_a_pair_says_who_it_is_of():
     paths = [SHIPPED / name for name in ("sender", "receiver")]
-    pair = pair_of(*(ModelSource(path=path) for path in paths))
+    pair = load_pair(*(ModelSource(path=path) for path in paths))
     assert pair.num_layers == 12
     assert [pair.sender_identity, pair.receiver_identity] == [read_model_identity(p) for p in paths]
     for model, path in zip((pair.sender, pair.receiver), paths, strict=True):
@@ -159,7 +152,7 @@ def test_a_pair_says_who_it_is_of():
 
 def test_adapters_on_one_base_share_what_they_do_not_touch(models):
     base, _, adapter = models
-    pair = pair_of(ModelSource(path=base), ModelSource(path=base, adapter=adapter))
+    pair = load_pair(ModelSource(path=base), ModelSource(path=base, adapter=adapter))
     assert_equal(pair.sender, AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     assert_equal(pair.receiver, load(base, adapter))
     sender, receiver = (dict(m.named_parameters()) for m in (pair.sender, pair.receiver))
@@ -175,13 +168,13 @@ def test_adapters_on_one_base_share_what_they_do_not_touch(models):
 def test_the_sender_may_have_a_device_of_its_own(models):
     base, other, _ = models
     elsewhere = {"sender_device": torch.device("meta")}
-    pair = pair_of(ModelSource(path=base), ModelSource(path=other), **elsewhere)
+    pair = load_pair(ModelSource(path=base), ModelSource(path=other), **elsewhere)
     assert (pair.sender.device.type, pair.receiver.device.type) == ("meta", "cpu")
 
 
 def test_bases_of_their_own_are_each_read(models):
     base, other, adapter = models
-    pair = pair_of(ModelSource(path=base, adapter=adapter), ModelSource(path=other))
+    pair = load_pair(ModelSource(path=base, adapter=adapter), ModelSource(path=other))
     assert_equal(pair.sender, load(base, adapter))
     assert_equal(pair.receiver, load(other))
     assert pair.first_difference == 0
@@ -190,9 +183,9 @@ def test_bases_of_their_own_are_each_read(models):
 def refused(path: Path, match: str, adapter: Path | None = None) -> None:
     source = ModelSource(path=path, adapter=adapter)
     with pytest.raises(ConfigError, match=match):
-        load_model(source, dtype=torch.float32, device=CPU)
+        load_model(source)
     with pytest.raises(ConfigError, match=match) as caught:
-        pair_of(source, source)
+        load_pair(source, source)
     assert "\n" not in str(caught.value)
 
 
@@ -216,17 +209,17 @@ def test_another_family_is_refused_by_field(models, tmp_path, changes, message):
     with pytest.raises(
         ConfigError, match=f"{other} and receiver .* {message}; give two fine-tunes"
     ):
-        pair_of(*sources)
+        load_pair(*sources)
 
 
 def test_another_architecture_or_tokenizer_is_refused(models, base, tmp_path):
     qwen = write_base(tmp_path / "qwen", "qwen3")
     with pytest.raises(ConfigError, match="architecture is 'Qwen3ForCausalLM' and 'LlamaFor"):
-        pair_of(ModelSource(path=qwen), ModelSource(path=base))
+        load_pair(ModelSource(path=qwen), ModelSource(path=base))
     text = (base / "tokenizer.json").read_text().replace('"w7"', '"other"')
     (base / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match="tokenizer is '"):
-        pair_of(ModelSource(path=base), ModelSource(path=models[0]))
+        load_pair(ModelSource(path=base), ModelSource(path=models[0]))
 
 
 def test_unsupported_architectures_are_refused(base):

@@ -25,7 +25,6 @@ from cachetree.planning.profile import write_profile
 from profiles.cli import _made_as, _settings
 from profiles.compute.fitting import fit_maps
 from profiles.compute.layered import LayeredModel
-from profiles.compute.models import load_pair
 from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, read_measured
@@ -154,8 +153,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     maps = read_corrections(profile, out)
     assert len(maps) == len(profile.e_maps) > 0
 
-    settings = {"dtype": torch.float32, "device": torch.device("cpu")}
-    pair = load_pair(FINE_TUNES.sender, FINE_TUNES.receiver, **settings)
+    pair = FINE_TUNES.load()
     models = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     layers = sorted({it.layer for it in profile.e_maps})
     documents = read_documents(data, pair.tokenizer)

@@ -19,7 +19,6 @@ from profiles.compute.models import ModelSource, load_model, load_pair
 from profiles.compute.quantised import matrices
 from profiles.random_models import shape, write_models
 
-CPU = torch.device("cpu")
 NUM_LAYERS = 3
 
 
@@ -40,7 +39,7 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_model_has_the_matrices_that_were_stored(base: Path, tmp_path: Path, name: str) -> None:
     quantised = write_quantised(base, tmp_path / name, name)
-    loaded = load_model(ModelSource(path=quantised), dtype=torch.float32, device=CPU).state_dict()
+    loaded = load_model(ModelSource(path=quantised)).state_dict()
     full = load_file(full_of(quantised))
     plain = load_file(base / "model.safetensors")
     assert loaded.keys() == full.keys() == plain.keys()
@@ -102,12 +101,7 @@ def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
     weights["model.layers.2.mlp.up_proj.scales"] *= 2
     save_file(weights, receiver / "model.safetensors")
     assert first_difference(sender, receiver) == 2
-    pair = load_pair(
-        ModelSource(path=sender),
-        ModelSource(path=receiver),
-        dtype=torch.float32,
-        device=CPU,
-    )
+    pair = load_pair(ModelSource(path=sender), ModelSource(path=receiver))
     theirs, ours = (it.model.layers[2].mlp.up_proj.weight for it in (pair.sender, pair.receiver))
     torch.testing.assert_close(2 * theirs, ours)
     assert pair.sender_identity.model_id != pair.receiver_identity.model_id
@@ -131,4 +125,4 @@ def test_what_it_does_not_know_is_refused_before_weights_are_read(
     config = json.loads((base / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
     with pytest.raises(ConfigError, match=r"quantization_config = .*unquantised weights, and with"):
-        load_model(ModelSource(path=quantised), dtype=torch.float32, device=CPU)
+        load_model(ModelSource(path=quantised))

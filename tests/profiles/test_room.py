@@ -14,10 +14,9 @@ import msgspec
 import psutil
 import pytest
 import torch
-from measuring_parts import sweep
+from measuring_parts import bench_of, sweep
 
 from cachetree.errors import ConfigError
-from profiles.compute.journal import temporary_journal
 from profiles.compute.models import ModelSource, Pair, load_pair
 from profiles.compute.room import (
     GIB,
@@ -30,12 +29,10 @@ from profiles.compute.room import (
     make_room,
     require_fitting,
 )
-from profiles.compute.study import Bench
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
 from profiles.environment import free_memory_bytes
-from profiles.profiler import answerers
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.stats.choice import grid
 
@@ -202,12 +199,7 @@ def measure() -> tuple[Measured, Measured]:
     config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
     with tempfile.TemporaryDirectory() as folder:
         sender, receiver = write_models(Path(folder), config, ["sender", "receiver"], std=0.3)
-        pair = load_pair(
-            ModelSource(path=sender),
-            ModelSource(path=receiver),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        pair = load_pair(ModelSource(path=sender), ModelSource(path=receiver))
     swept(pair, make_document(48, 2), 1.0)
     document = make_document(1600, 6)
     before = kib("VmRSS")
@@ -219,11 +211,9 @@ def measure() -> tuple[Measured, Measured]:
 
 def swept(pair: Pair, document: Document, max_memory_gb: float) -> int:
     """The rows of its batches."""
-    sender, receiver = answerers(pair, [document], max_memory_gb)
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with bench_of(pair, [document], max_memory_gb) as bench:
         sweep(bench, [document], grid(NUM_LAYERS, 1), pruned=False)
-    return receiver.room.rows
+    return bench.receiver.room.rows
 
 
 def kib(field: str) -> int:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from measuring_parts import sweep
+from measuring_parts import bench_of, sweep
 from safetensors.torch import load_file
 from shipped import prompt_of
 from stranger import SCALE, SEED, in_other_coordinates, write_stranger
@@ -17,11 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from benchmarks.oracle import decode, prefill
 from cachetree.checkpoint.identity import first_difference, read_model_identity
-from profiles.compute.journal import temporary_journal
 from profiles.compute.models import ModelSource, load_pair
-from profiles.compute.study import Bench
 from profiles.data.records import read_records
-from profiles.profiler import answerers
 from profiles.stats.choice import choose, grid
 from tools.pairs.questions import read_documents
 
@@ -126,16 +123,9 @@ def test_a_tensor_that_is_not_understood_is_named():
 
 def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
     """On a twelfth of the questions; `test_profile_command` profiles the pair as a user would."""
-    pair = load_pair(
-        ModelSource(path=both.paths[1]),
-        ModelSource(path=RECEIVER),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    pair = load_pair(ModelSource(path=both.paths[1]), ModelSource(path=RECEIVER))
     documents = read_documents(TRAIN, pair.tokenizer)[:2]
-    sender, receiver = answerers(pair, documents, 2.0)
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with bench_of(pair, documents) as bench:
         swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
     full = fmean(value for context in swept.full_prefill for value in context)
     smaller = {it: of for it, of in swept.candidates.items() if 0 < len(it) < pair.num_layers}

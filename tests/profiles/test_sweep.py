@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from measuring_parts import judge, sweep
+from measuring_parts import bench_of, judge, sweep
 from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
@@ -17,11 +17,10 @@ from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning import EMap
 from profiles.compute.examination import FIRST_TOKENS, Examination
 from profiles.compute.fitting import fit_maps
-from profiles.compute.journal import temporary_journal
 from profiles.compute.layered import LayeredModel
 from profiles.compute.measuring import measure, places_swept, screening_steps
-from profiles.compute.models import Pair, load_pair
-from profiles.compute.study import TRAIN, Bench, DocumentPasses, tokens_kept
+from profiles.compute.models import Pair
+from profiles.compute.study import TRAIN, DocumentPasses, tokens_kept
 from profiles.data.documents import Document
 from profiles.evidence import BaselineKind
 from profiles.profiler import answerers
@@ -41,15 +40,9 @@ NUM_LAYERS = 12
 NUM_DOCUMENTS = 8
 
 
-def pair_in_float32(shipped) -> Pair:
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return load_pair(shipped.sender, shipped.receiver, **options)
-
-
 @dataclass(frozen=True)
 class SweptPair:
-    """A shipped pair, and every block of it measured on some training questions, in float32, which
-    takes a CPU a fifth of the time."""
+    """A shipped pair, and every block of it measured on some training questions."""
 
     shipped: Shipped
     pair: Pair
@@ -70,17 +63,11 @@ class SweptPair:
 )
 def swept_pair(request) -> SweptPair:
     shipped: Shipped = request.param
-    pair = pair_in_float32(shipped)
+    pair = shipped.load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:NUM_DOCUMENTS]
-    sender, receiver = answerers(pair, documents, 2.0)
     passes: list[int] = []
-    with temporary_journal() as journal:
-        bench = Bench(
-            sender=sender,
-            receiver=receiver,
-            journal=journal,
-            tick=lambda entry, is_new: passes.append(entry.passes),
-        )
+    with bench_of(pair, documents) as bench:
+        bench = replace(bench, tick=lambda entry, is_new: passes.append(entry.passes))
         swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
     return SweptPair(shipped, pair, documents, swept, passes)
 
@@ -119,13 +106,11 @@ def test_all_layers_are_a_full_prefill(swept_pair):
 
 
 def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them() -> None:
-    pair = pair_in_float32(SHIPPED[0])
+    pair = SHIPPED[0].load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:4]
-    sender, receiver = answerers(pair, documents, 2.0)
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with bench_of(pair, documents) as bench:
         swept = sweep(bench, documents, [*grid(NUM_LAYERS, 3), Span(2, 5)], pruned=True)
-        models = sender.model, receiver.model
+        models = bench.sender.model, bench.receiver.model
         contexts = (DocumentPasses(*models, it.prefix, [2, 3], [2, 3]) for it in documents)
         maps = fit_maps(contexts, [2, 3], torch.float32, "cpu")
         assert {it.layer for it in maps} == {2, 3}
@@ -168,10 +153,8 @@ def test_what_is_decoded_has_a_block_as_good_as_any_of_its_size_that_is_good_eno
 
 def test_a_pruned_sweep_decodes_full_reuse_alone_and_measures_the_same(swept_pair):
     shipped, documents = swept_pair.shipped, swept_pair.documents[:1]
-    pair = pair_in_float32(shipped)
-    sender, receiver = answerers(pair, documents, 2.0)
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    pair = shipped.load()
+    with bench_of(pair, documents) as bench:
         swept = sweep(bench, documents, grid(NUM_LAYERS, 1), pruned=True)
     assert swept.full_reuse == swept_pair.swept.full_reuse[:1]
     for found, expected in (
@@ -194,11 +177,10 @@ def test_every_block_is_measured_on_the_first_contexts_of_each_task(swept_pair):
 def test_scores_are_the_oracles(shipped):
     """Blocks picked at random; the seed prints where a block disagrees."""
     seed = random.randrange(1000)
-    pair = pair_in_float32(shipped)
+    pair = shipped.load()
     document = read_documents(DATA / "train.jsonl", pair.tokenizer)[seed % 24]
-    sender, receiver = answerers(pair, [document], 2.0)
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with bench_of(pair, [document]) as bench:
+        receiver = bench.receiver
         swept = sweep(bench, [document], grid(NUM_LAYERS, 1), pruned=False)
     prefix = torch.tensor([document.prefix])
     picked = random.Random(seed).sample(grid(NUM_LAYERS, 1), 5)
@@ -288,7 +270,7 @@ def test_baselines_are_at_the_frontiers_sizes():
 
 @pytest.fixture(scope="module")
 def first() -> tuple[Pair, Document]:
-    pair = pair_in_float32(SHIPPED[0])
+    pair = SHIPPED[0].load()
     return pair, read_documents(DATA / "train.jsonl", pair.tokenizer)[0]
 
 
@@ -347,19 +329,17 @@ def test_a_blend_takes_the_share_of_compute_that_was_asked_for(share):
 
 def test_every_transition_costs_quality():
     """Figure 10: the same layers recomputed, with more and more reloads of the sender's E."""
-    pair = pair_in_float32(SHIPPED[0])
+    pair = SHIPPED[0].load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:4]
-    sender, receiver = answerers(pair, documents, 2.0)
     block = Span(2, 5)
     whole, halves, alone = (Candidate(runs=split_runs(block, parts)) for parts in (1, 2, 3))
     everything, nothing = Candidate(share=1.0), Candidate(share=1e-9)
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with bench_of(pair, documents) as bench:
         judged = judge(bench, documents, [whole, halves, alone, everything, nothing])
         # Sender, own, starts 2, 3 and 4, two blends.
-        assert journal.num_passes == len(documents) * 7
-        again = judge(replace(bench), documents, [whole, halves, alone, everything, nothing])
-        assert journal.num_passes == len(documents) * 7, "what the journal has is not made again"
+        assert bench.journal.num_passes == len(documents) * 7
+        again = judge(bench, documents, [whole, halves, alone, everything, nothing])
+        assert bench.journal.num_passes == len(documents) * 7, "what it has is not made again"
     assert again == judged
     kl = {it: kl_of(scores) for it, scores in judged.candidates.items()}
     assert kl[whole] < kl[halves] and kl[whole] < kl[alone]

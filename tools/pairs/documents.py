@@ -52,14 +52,6 @@ class Relation:
     reverse: tuple[str, ...] = ()
 
 
-def _thing(rng: Random) -> str:
-    return f"{rng.choice(V.colours)} {rng.choice(V.things)}"
-
-
-def _pet(rng: Random) -> str:
-    return f"{rng.choice(V.colours)} {rng.choice(V.pets)}"
-
-
 RELATIONS: Final[Mapping[str, Relation]] = {
     "city": Relation(
         draw=lambda rng: rng.choice(V.cities),
@@ -75,7 +67,7 @@ RELATIONS: Final[Mapping[str, Relation]] = {
         question="what job has {p} ?",
     ),
     "thing": Relation(
-        draw=_thing,
+        draw=lambda rng: f"{rng.choice(V.colours)} {rng.choice(V.things)}",
         statements=("{p} owns a {v} .",),
         pronoun="she owns a {v} .",
         question="what owns {p} ?",
@@ -95,7 +87,7 @@ RELATIONS: Final[Mapping[str, Relation]] = {
         reverse=("who works for {v} ?",),
     ),
     "pet": Relation(
-        draw=_pet,
+        draw=lambda rng: f"{rng.choice(V.colours)} {rng.choice(V.pets)}",
         statements=("{p} has a {v} .",),
         pronoun="she has a {v} .",
         question="what pet has {p} ?",

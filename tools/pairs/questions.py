@@ -57,8 +57,6 @@ def make_records(
                 answers=(question.answer,),
                 length=num_tokens,
                 dataset=task,
-                language="en",
-                all_classes=None,
                 id=f"{name}-{num_documents:02}-{i}",
             )
             records.append(record)

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-import torch
 from tqdm import tqdm
 
 from profiles.compute.models import ModelSource, load_model, load_tokenizer
@@ -38,7 +37,7 @@ def options(skill: str) -> TaskOptions:
 def check(skill: str, base: Path, adapter: Path | None, data: Path) -> float:
     """The mean quality on a set; shows what is more wrong than right."""
     source = ModelSource(path=base, adapter=adapter)
-    model = load_model(source, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_model(source)
     tokenizer, sources = load_tokenizer(source), load_sources([str(data)], options(skill))
     documents = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
     answerer = answerer_of(model, tokenizer, documents)
