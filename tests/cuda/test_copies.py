@@ -66,6 +66,17 @@ def test_it_never_leaves_its_stream_for_the_first_device(cuda: VirtualCuda) -> N
     assert left == []
 
 
+def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(
+    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, told = Loader(NUM_LAYERS, Copies(None, "cuda")), []
+    monkeypatch.setattr(Copies, "wait_for_forwards", lambda _: told.append("waits"))
+    monkeypatch.setattr(loader._turns, "put", lambda _: told.append("asks"))
+    loader.start([])
+    loader.close()
+    assert told[:2] == ["waits", "asks"]
+
+
 def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: VirtualCuda) -> None:
     source = Source(cuda)
     loader = copied(cuda, source, Breaks(cuda))

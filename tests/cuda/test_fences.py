@@ -198,7 +198,9 @@ def test_nothing_races(seen, scenario: str) -> None:
     assert not found.races, found.races[0]
 
 
-@pytest.mark.parametrize("scenario", ["a_load_from_a_peer", "a_load_from_the_pool"])
+@pytest.mark.parametrize(
+    "scenario", ["a_load_from_a_peer", "a_load_from_the_pool", "a_load_of_what_is_cached"]
+)
 def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario: str) -> None:
     assert sorted(map(str, seen[scenario, None].waits)) == []
 
