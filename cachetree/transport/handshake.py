@@ -87,6 +87,7 @@ class Gate:
     ) -> None:
         """Without a key it `obeys` everyone or nobody, and with one its `admins`."""
         self._own = own
+        self.public_key: Final = own.public if own else ""
         self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))

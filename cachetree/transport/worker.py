@@ -18,7 +18,7 @@ from cachetree.clock import Clock
 from cachetree.disk import DiskTier
 from cachetree.errors import ConfigError, FamilyMismatch, ProtocolError
 from cachetree.ids import Location
-from cachetree.transport import keys, verbs, wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address, cannot_bind
 from cachetree.transport.admin import AdminService
 from cachetree.transport.backoff import LogLimiter
@@ -112,8 +112,7 @@ class Worker:
         self._thread.start()
         self._announced: Rounds | None = None
         if config.announce:
-            key = keys.read_key_pair(config.key_file).public if config.key_file else ""
-            own = Found(self.address, key)
+            own = Found(self.address, self._gate.public_key)
             self._announced = announced(config.announce, tree.family, self.epoch, own)
 
     def knowing(self) -> Callable[[], bool]:
