@@ -104,9 +104,10 @@ def overlap(num_tokens: int) -> dict[str, Any]:
 
     def both() -> None:
         copies = Copies(None, "cuda")
-        copies.wait_for_forwards()
-        with copies.on_stream(), copies.of(0, 0):
+        copies.begin(0)
+        with copies.on_stream():
             loads.run()
+            copies.record(0, 0)
         compute()
         copies.forward_waits(0, 0)
 

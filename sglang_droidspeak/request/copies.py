@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
 Laps = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 """Of copies on a stream: before and after each."""
-_READS = -1
+READS: Final = -1
 """In place of a layer: what the forward's stream reads of a batch's staging."""
 
 
@@ -17,58 +18,49 @@ class Copies:
     """Order between the copy stream and the forward stream on CUDA; nothing to order elsewhere."""
 
     def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
-        self._forwards = forward_stream
-        self._stream = torch.cuda.Stream() if device == "cuda" else None
-        self._events: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._device: Final = torch.get_device_module(device)
+        self._forwards: Final = forward_stream
+        self._stream: Final = self._device.Stream()
+        self._is_timed: Final = device == "cuda"
+        self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
+        """By batch and layer: its copies, all that were begun, are done."""
 
-    def wait_for_forwards(self) -> None:
-        """Slots may have been freed by a forward that still runs and writes them."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            if self._forwards is not None:
-                self._stream.wait_stream(self._forwards)
+    def begin(self, index: int) -> None:
+        """A batch's slots may have been freed by a forward that still runs and writes them."""
+        self._events[index] = {}
+        self._stream.wait_stream(self._device.current_stream())
+        if self._forwards is not None:
+            self._stream.wait_stream(self._forwards)
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """For a thread that copies, once: when it leaves the stream it is on the process's first
         device, which may be another server's."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return self._device.stream(self._stream)
 
-    @contextlib.contextmanager
-    def of(self, index: int, layer: int) -> Iterator[None]:
-        """Those of one layer of one batch are waited for."""
-        yield
-        if self._stream is not None:
-            self._events[index, layer] = event = torch.cuda.Event()
-            event.record(self._stream)
+    def record(self, index: int, layer: int) -> None:
+        """What the current stream was given to do until now is waited for."""
+        self._events[index][layer] = event = self._device.Event()
+        event.record()
 
     @contextlib.contextmanager
     def timed(self, laps: Laps) -> Iterator[None]:
-        """Between two events of the copy stream; where the host copies, its clock does."""
-        if self._stream is None:
+        """Between two events of the current stream; where the host copies, its clock does."""
+        if not self._is_timed:
             yield
             return
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(self._stream)
+        start.record()
         yield
-        stop.record(self._stream)
+        stop.record()
         laps.append((start, stop))
-
-    def record_reads(self, index: int) -> None:
-        """The current stream copies out of host memory, too."""
-        if self._stream is not None:
-            self._events[index, _READS] = event = torch.cuda.Event()
-            event.record()
 
     def forward_waits(self, index: int, layer: int) -> None:
         """Called by the KV pool before a forward reads `layer`."""
-        event = self._events.get((index, layer))
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        self._device.current_stream().wait_event(self._events[index][layer])
 
     def current_stream_waits(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._device.current_stream().wait_stream(self._stream)
 
-    def forget(self, index: int) -> None:
-        for key in [key for key in list(self._events) if key[0] == index]:
-            self._events.pop(key).synchronize()
+    def end(self, index: int) -> None:
+        for event in self._events.pop(index, {}).values():
+            event.synchronize()

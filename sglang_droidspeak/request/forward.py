@@ -168,7 +168,7 @@ class ForwardPass:
         log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
         self._loader.abandon(load, error)
         begun_s = time.monotonic()
-        self._prefill_in_full(batch, row, load)
+        load.is_good = self._prefill_in_full(batch, row, load.at)
         traces.fell_back(req, load.cause, begun_s)
         if not req.retracted_stain:  # It counts what comes first alone.
             req.cached_tokens -= len(load.at)
@@ -176,18 +176,18 @@ class ForwardPass:
         if not load.at.start:
             prefixes.move(req, approximate=False)
 
-    def _prefill_in_full(self, batch: ScheduleBatch, row: int, load: Load) -> None:
+    def _prefill_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> bool:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""
         try:
             with self._ranks.together():
-                self._prefill.run_in_full(batch, row, load.at)
+                self._prefill.run_in_full(batch, row, tokens)
         except RanksApart:
             raise
         except Exception:
-            log.exception(
-                "request %s: the full prefill of its prefix failed", name_of(batch.reqs[row].rid)
-            )
-            load.is_lost = True
+            rid = name_of(batch.reqs[row].rid)
+            log.exception("request %s: the full prefill of its prefix failed", rid)
+            return False
+        return True
 
 
 def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:

@@ -3,12 +3,11 @@ thread copies them while the scheduler thread computes, on CUDA on a stream of i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,13 +15,10 @@ import torch
 from cachetree import Deadline, FetchError, Kind, Span, Step, Turns
 from cachetree.planning import Plan
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
-from sglang_droidspeak.request.copies import Copies, Laps
+from sglang_droidspeak.request.copies import READS, Copies, Laps
 from sglang_droidspeak.request.source import Source
 
 log = logging.getLogger(__name__)
-
-Timed = Callable[[Laps], contextlib.AbstractContextManager[None]]
-"""Around copies, to note when they ran."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,11 +37,9 @@ class Load:
     """KV slots of these tokens, on the device, int64."""
     patience_s: float = math.inf
     """How long its forward may still wait for layers that are late."""
-    copied_s: float = field(default=0.0, init=False)
-    """Time that the loader has spent copying, decoding included; on CUDA issuing the copies."""
-    first_copy_s: float = field(default=0.0, init=False)
-    last_copy_s: float = field(default=0.0, init=False)
-    """When the first began and the last ended, on monotonic time."""
+    copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """When each layer's began and ended, decoding included, on monotonic time; on CUDA were
+    issued."""
     laps: Laps = field(default_factory=list, init=False)
     """On CUDA, before and after each layer's copies on their stream."""
     copied_bytes: int = field(default=0, init=False)
@@ -53,10 +47,8 @@ class Load:
     error: FetchError | None = field(default=None, init=False)
     """Why it was abandoned: the scheduler thread computes the slots itself, and the loader writes
     nothing more."""
-    is_broken: bool = field(default=False, init=False)
-    """A layer could not be copied."""
-    is_lost: bool = field(default=False, init=False)
-    """Nor could the slots be computed: the request must be aborted."""
+    is_good: bool = field(default=True, init=False)
+    """Whether its slots hold what they should, however that came about."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
@@ -65,9 +57,9 @@ class Load:
         return "" if self.error is None else type(self.error).__name__
 
     @property
-    def is_good(self) -> bool:
-        """Whether its slots hold what they should, however that came about."""
-        return not (self.is_lost or (self.is_broken and self.error is None))
+    def copied_s(self) -> float:
+        """Time that the loader has spent copying; on CUDA issuing the copies."""
+        return sum(stop_s - start_s for start_s, stop_s in self.copies_s)
 
     @property
     def copy_s(self) -> float:
@@ -76,7 +68,7 @@ class Load:
             return self.copied_s
         return sum(start.elapsed_time(stop) for start, stop in self.laps) / 1000
 
-    def copy(self, layer: int, timed: Timed) -> None:
+    def copy(self, layer: int, copies: Copies) -> None:
         """Copy a layer once it has come; not one that is computed, or does not come. Blocks."""
         if layer in self.plan.block:
             return
@@ -85,17 +77,20 @@ class Load:
         except FetchError:
             return
         with self._copying:
-            if self.error is None:
-                started_s = time.monotonic()
-                with timed(self.laps):
+            if self.error is not None:
+                return
+            started_s = time.monotonic()
+            try:
+                with copies.timed(self.laps):
                     self.copied_bytes += self.source.copy(layer, self.at, self.slots)
-                self.last_copy_s = time.monotonic()
-                self.copied_s += self.last_copy_s - started_s
-                self.first_copy_s = self.first_copy_s or started_s
+                self.copies_s.append((started_s, time.monotonic()))
+            except Exception:
+                log.exception("loading layer %d failed", layer)
+                self.is_good = False
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
         """Block until every layer is there; why it is not, where it is not by then."""
-        if self.error is not None or self.is_broken:
+        if self.error is not None or not self.is_good:
             return self.error or FetchError("a layer could not be copied")
         try:
             self.source.wait_all(deadline)
@@ -121,19 +116,19 @@ class Loader:
     def __init__(self, num_layers: int, copies: Copies) -> None:
         self._num_layers = num_layers
         self._copies = copies
-        self.counter = LayerWiseLoadCounter(num_layers, self._copies.forward_waits)
+        self.counter = LayerWiseLoadCounter(num_layers, copies.forward_waits)
         self._turns: Turns[tuple[int, Sequence[Load]]] = Turns("droidspeak-loader", self._run)
 
     def start(self, loads: Sequence[Load]) -> int:
         """Begin them; returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
-        self._copies.wait_for_forwards()
+        self._copies.begin(index)
         self._turns.put((index, loads))
         return index
 
     def read_by_current_stream(self, index: int) -> None:
         """What the current stream was given to do until now reads what that batch staged."""
-        self._copies.record_reads(index)
+        self._copies.record(index, READS)
 
     def abandon(self, load: Load, error: FetchError) -> None:
         """Write nothing more of `load`: what the current stream writes from now on stays."""
@@ -143,7 +138,7 @@ class Loader:
     def finish(self, index: int) -> None:
         """Wait until nothing of that batch is being written, nor read from staging, any more."""
         self.counter.finish(index)
-        self._copies.forget(index)
+        self._copies.end(index)
 
     def close(self) -> None:
         self._turns.close(10)
@@ -152,11 +147,7 @@ class Loader:
         with torch.inference_mode(), self._copies.on_stream():
             for index, loads in batches:
                 for layer in range(self._num_layers):
-                    with self._copies.of(index, layer):
-                        for load in loads:
-                            try:
-                                load.copy(layer, self._copies.timed)
-                            except Exception:
-                                log.exception("loading layer %d failed", layer)
-                                load.is_broken = True
+                    for load in loads:
+                        load.copy(layer, self._copies)
+                    self._copies.record(index, layer)
                     self.counter.complete(index, layer)

@@ -78,10 +78,11 @@ def loaded(request: Request, recompute: tuple[float, float]) -> None:
         told = {"tokens": len(load.at), "layers": len(load.plan.block)}
         told["e_corrected"] = bool(load.plan.e_map)
         tracing.add_slice(req, "recompute", *recompute, told)
-    if load.copied_s:
+    if load.copies_s:
         told = {"tokens": len(load.at), "layers": len(load.plan.loaded_layers)}
         busy = {"busy_ms": round(1000 * load.copied_s, 3)}
-        tracing.add_slice(req, "load", load.first_copy_s, load.last_copy_s, told | busy)
+        (begun_s, _), (_, ended_s) = load.copies_s[0], load.copies_s[-1]
+        tracing.add_slice(req, "load", begun_s, ended_s, told | busy)
 
 
 def _waited(request: Request, until_s: float) -> None:

@@ -296,7 +296,7 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
 def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
     it = rig.loading()
     index = rig.launch(it)
-    it.load.is_broken = True
+    it.load.is_good = False
     assert not rig.end(index)
     rig.req.finished_reason = FINISH_ABORT("External KV cache load failed")
     assert rig.told()["outcome"] == "aborted"

@@ -164,7 +164,7 @@ def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch) -> None
         yield
 
     for layer in range(4):  # Two of them are computed.
-        it.copy(layer, timed)
+        it.copy(layer, SimpleNamespace(timed=timed))
     assert (it.copied_bytes, it.copied_s, it.copy_s) == (20, 0.75, 0.75)
     assert all(laps is it.laps for laps in noted)
 

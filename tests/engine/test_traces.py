@@ -80,7 +80,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: s
     staging.traceparent = CONTEXT
     taken, _ = loading(waiting, cache, req)
     taken.runnable_s = taken.seen_s + taken.queued_s - 1.5
-    taken.load.first_copy_s, taken.load.last_copy_s, taken.load.copied_s = 5.0, 7.5, 2.0
+    taken.load.copies_s = [(5.0, 6.0), (6.5, 7.5)]
     traces.loaded(taken, (3.0, 4.0))
     stats = req.time_stats
     e_start, e_stop, e = stats.of("fetch_e")
