@@ -35,9 +35,9 @@ class BlockTokens:
     row: int
     tokens: Span
     block: Span
-    e: Callable[[Span], torch.Tensor] | None
-    """E at block.start of some of these tokens, `[len, columns of this rank]`: all of it at once
-    would be large. None where block.start is 0."""
+    e: Callable[[Span], Sequence[torch.Tensor]] | None
+    """E at block.start of some of these tokens, as `Source.e`: all of it at once would be large.
+    None where block.start is 0."""
     e_map: str = ""
     """Digest of the map that corrects E first; empty where it stays as it is."""
     is_exact: bool = False
@@ -103,7 +103,7 @@ class PartialPrefill:
                 self._ranks.together(),
             ):
                 e = self._no_e.new_zeros(half, self._no_e.shape[1])
-                rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: e)
+                rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: [e])
                 for tokens in (first, rest, *(replace(rest, e_map=it) for it in self._corrections)):
                     self.run(batch, [tokens])
         except RanksApart:
@@ -118,10 +118,9 @@ class PartialPrefill:
     def run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         """Write the KV of each prefix's block into the slots of its row.
 
-        The rows' earlier tokens must hold their KV in those layers already. E must be on the
-        runner's device or in host memory; a host tensor is copied. Within `Ranks.together`: what
-        goes wrong on one rank before the layers of a forward, none of them computes. Raises
-        RanksApart for what goes wrong within them.
+        The rows' earlier tokens must hold their KV in those layers already. Within
+        `Ranks.together`: what goes wrong on one rank before the layers of a forward, none of them
+        computes. Raises RanksApart for what goes wrong within them.
         """
         for pieces in pack(prefixes, self._max_tokens):
             self._forward(batch, pieces)
@@ -137,21 +136,16 @@ class PartialPrefill:
                 run_as_sglang(forward_batch, self._runner)
 
     def _forward(self, batch: ScheduleBatch, pieces: Sequence[BlockTokens]) -> None:
-        runner = self._runner
-        forward_batch = replay_of(batch, [(it.row, it.tokens) for it in pieces], runner)
-        forward_batch.has_own_e = pieces[0].is_exact
-        # Some lie in the pool, some in host memory.
-        rows = [
-            it.e(it.tokens).to(runner.device, runner.dtype, non_blocking=True)
-            for it in pieces
-            if it.e is not None
-        ]
-        e = torch.cat(rows) if len(rows) > 1 else next(iter(rows), None)
-        if e is not None:
-            e = self._ranks.whole(e)
-            if pieces[0].e_map:
-                e = self._corrections[pieces[0].e_map](e)
-        with prepared(forward_batch, runner, self._attention):
+        first = pieces[0]
+        forward_batch = replay_of(batch, [(it.row, it.tokens) for it in pieces], self._runner)
+        forward_batch.has_own_e = first.is_exact
+        e = None
+        if first.e is not None:
+            rows = [part for it in pieces for part in it.e(it.tokens)]
+            e = self._ranks.whole(torch.cat(rows) if len(rows) > 1 else rows[0])
+            if first.e_map:
+                e = self._corrections[first.e_map](e)
+        with prepared(forward_batch, self._runner, self._attention):
             self._ranks.agree()
             with self._ranks.apart():
-                self._stack.run(pieces[0].block, e, forward_batch)
+                self._stack.run(first.block, e, forward_batch)

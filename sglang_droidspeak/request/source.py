@@ -101,9 +101,9 @@ class Source:
             raise ForwardWaitExceeded(str(exc)) from exc
         it.check()  # The loader has left layers out that came late.
 
-    def e(self, layer: int, at: Span) -> torch.Tensor:
-        """`[len(at), columns of this rank]`, on the device or the host; raises FetchError without
-        it."""
+    def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
+        """`[tokens, columns of this rank]` on the device, part after part; raises FetchError
+        without it."""
         raise NotImplementedError
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
@@ -128,9 +128,9 @@ class Source:
 class Staged(Source):
     """Cached in host memory, and read where they lie; or fetched, or being fetched, into it."""
 
-    def e(self, layer: int, at: Span) -> torch.Tensor:
-        rows = self.rows(Step(Kind.E, layer), at)
-        return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
+    def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
+        coding, no_rows = self._pool.coding, self._pool.e_pool.no_rows
+        return [coding.load(run, no_rows) for run in self.rows(Step(Kind.E, layer), at)]
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
@@ -162,11 +162,11 @@ class InPool(Source):
         self._pages = self._lock()
         return self._pages is not None
 
-    def e(self, layer: int, at: Span) -> torch.Tensor:
+    def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
         layers = self._pool.e_pool.e
         if layer not in layers:
             raise FetchError(f"{self._plan.sender} was unloaded, and layer {layer} has no E")
-        return layers[layer][self._slots(at)]
+        return [layers[layer][self._slots(at)]]
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         self._pool.rows.copy(layer, self._slots(at), slots)

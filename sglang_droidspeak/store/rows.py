@@ -42,25 +42,14 @@ class Coding:
         encoded = encode(self.codec, values.reshape(-1, self.length))
         torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
 
-    def load(self, runs: Sequence[memoryview], like: torch.Tensor) -> torch.Tensor:
-        """As rows of the dtype and width of `like`: on its device where they are encoded, or of
-        several runs, on CUDA on the current stream; else on the host, without a copy."""
-        if self.codec is Codec.NONE:
-            parts = [torch.frombuffer(run, dtype=like.dtype) for run in runs]
-        else:
-            parts = [self.load_onto(like.device, run, like.dtype) for run in runs]
-        rows = [part.view(-1, like.shape[-1]) for part in parts]
-        if len(rows) == 1:
-            return rows[0]
-        return torch.cat([row.to(like.device, non_blocking=True) for row in rows])
-
-    def load_onto(
-        self, device: torch.device | str, raw: memoryview, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """`[vectors, length]`, decoded there; on CUDA on the current stream."""
-        size = vector_bytes(self.codec, self.length, dtype.itemsize)
-        encoded = torch.frombuffer(raw, dtype=torch.uint8).view(-1, size)
-        return decode(self.codec, encoded.to(device, non_blocking=True), dtype)
+    def load(self, raw: memoryview, like: torch.Tensor) -> torch.Tensor:
+        """As rows of the dtype and width of `like`, decoded on its device; on CUDA on the current
+        stream, without waiting for it."""
+        encoded = torch.frombuffer(raw, dtype=torch.uint8).to(like.device, non_blocking=True)
+        if self.codec is not Codec.NONE:  # Else a token's E may be no whole number of vectors.
+            size = vector_bytes(self.codec, self.length, like.dtype.itemsize)
+            encoded = encoded.view(-1, size)
+        return decode(self.codec, encoded, like.dtype).view(-1, like.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +112,9 @@ class DeviceRows:
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
-        heads, width = self._pool.k_buffer[0].shape[1:]
-        loaded = self._coding.load_onto(slots.device, source, self._pool.dtype)
-        rows = loaded.view(-1, 2, heads, width)
-        for part, buffer in enumerate(self._buffers(layer)):
+        buffers = self._buffers(layer)
+        rows = self._coding.load(source, buffers[0]).view(-1, 2, *buffers[0].shape[1:])
+        for part, buffer in enumerate(buffers):
             buffer[slots] = rows[:, part]
 
     def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
@@ -152,18 +140,18 @@ class HostRows:
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
         rows = self._rows(target)
-        for here, there in runs(torch.arange(len(slots)), slots):
+        for here, there in _runs(torch.arange(len(slots)), slots):
             for part, buffer in enumerate(self._buffers[layer]):
                 rows[here, part] = buffer[there]
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         rows = self._rows(source)
-        for here, there in runs(torch.arange(len(slots)), slots):
+        for here, there in _runs(torch.arange(len(slots)), slots):
             for part, buffer in enumerate(self._buffers[layer]):
                 buffer[there] = rows[here, part]
 
     def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
-        for there, here in runs(source, slots):
+        for there, here in _runs(source, slots):
             for buffer in self._buffers[layer]:
                 buffer[here] = buffer[there]
 
@@ -172,18 +160,13 @@ class HostRows:
         return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 2, width)
 
 
-def runs(one: torch.Tensor, other: torch.Tensor) -> list[tuple[slice, slice]]:
+def _runs(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Of two host tensors of equal length the runs along which both ascend: slots come in pages,
     mostly many pages in a row."""
-    is_break = (one[1:] != one[:-1] + 1) | (other[1:] != other[:-1] + 1)
-    breaks = is_break.nonzero().flatten() + 1
-    edges = [0, *breaks.tolist(), len(one)]
-    return [
-        (slice(a, a + stop - start), slice(b, b + stop - start))
-        for start, stop, a, b in zip(
-            edges[:-1], edges[1:], one[edges[:-1]].tolist(), other[edges[:-1]].tolist(), strict=True
-        )
-    ]
+    both = torch.stack([one, other]).numpy()
+    breaks = np.flatnonzero((np.diff(both) != 1).any(0)) + 1
+    for run in np.split(both, breaks, axis=1):
+        yield slice(run[0, 0], run[0, -1] + 1), slice(run[1, 0], run[1, -1] + 1)
 
 
 def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

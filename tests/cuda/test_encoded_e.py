@@ -43,7 +43,7 @@ def test_encoded_e_is_decoded_on_the_device(codec: Codec) -> None:
     values, coding = torch.randn(2 * PAGE, HIDDEN), Coding(codec, HEAD_DIM)
     raw = bytearray(values.numel() // HEAD_DIM * vector_bytes(codec, HEAD_DIM, 4))
     coding.store(values, memoryview(raw))
-    decoded = coding.load([memoryview(raw)], torch.empty(0, HIDDEN))
+    decoded = coding.load(memoryview(raw), torch.empty(0, HIDDEN))
     with VirtualCuda() as cuda:
         runner: Any = SimpleNamespace(dtype=torch.float32, device="cuda")
         e_pool = EPool((1,), PAGE, Span(0, HIDDEN), runner)
@@ -55,10 +55,16 @@ def test_encoded_e_is_decoded_on_the_device(codec: Codec) -> None:
         )
         source = Staged(PLAN, ServerPool(a_pool(coding), e_pool, coding, PAGE), staging)
         cuda.stalls.clear()
-        rows = source.e(1, Span(2 * PAGE, 3 * PAGE))
+        rows = torch.cat(source.e(1, Span(2 * PAGE, 3 * PAGE)))
         assert not cuda.stalls, cuda.stalls[0]
         assert rows.device.type == "cuda"
         assert torch.equal(rows.cpu(), decoded[PAGE:])
+
+
+def test_a_ranks_columns_of_e_need_not_be_whole_heads() -> None:
+    values = torch.randn(3, HEAD_DIM // 2)
+    loaded = Coding(Codec.NONE, HEAD_DIM).load(memoryview(values.numpy()).cast("B"), values)
+    assert torch.equal(loaded, values)
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])

@@ -37,15 +37,15 @@ from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import ForwardWaitExceeded, Staged
-from sglang_droidspeak.store.rows import Coding, ServerPool
+from sglang_droidspeak.store.rows import Coding, HostRows, ServerPool, rows_of
 
 PAGE = 16
 MIDDLE = Span(2, 4)
 
 
 def prefix(row: int, start: int, stop: int, block: Span = MIDDLE) -> BlockTokens:
-    def of(tokens: Span) -> torch.Tensor:
-        return torch.arange(tokens.start, tokens.stop).float()[:, None]
+    def of(tokens: Span) -> list[torch.Tensor]:
+        return [torch.arange(tokens.start, tokens.stop).float()[:, None]]
 
     return BlockTokens(
         row=row, tokens=Span(start, stop), block=block, e=of if block.start else None
@@ -67,7 +67,8 @@ def test_pack_covers_every_token_once_in_order(max_tokens: int) -> None:
         for piece in forward:
             seen.setdefault(piece.row, []).extend(piece.tokens)
             if piece.e is not None:
-                assert piece.e(piece.tokens)[:, 0].tolist() == list(piece.tokens)
+                (rows,) = piece.e(piece.tokens)
+                assert rows[:, 0].tolist() == list(piece.tokens)
     assert seen == {p.row: list(p.tokens) for p in prefixes}
 
 
@@ -132,6 +133,22 @@ def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
     step = Step(Kind.KV, 0)
     it.source.staging.write(step, 0, memoryview(bytes(range(40))))
     assert b"".join(it.source.rows(step, it.at)) == bytes(range(10, 30))
+
+
+@pytest.mark.parametrize("slots", [[5, 6, 7, 8], [8, 5, 6, 1, 2, 3], [4]])
+def test_a_host_pools_rows_are_read_written_and_copied_wherever_they_lie(slots: list[int]) -> None:
+    pool: Any = SimpleNamespace(k_buffer=[torch.randn(32, 2, 3)], v_buffer=[torch.randn(32, 2, 3)])
+    rows, buffers = rows_of(pool, Coding(Codec.NONE, 3)), (pool.k_buffer[0], pool.v_buffer[0])
+    expected = torch.stack([buffer[slots] for buffer in buffers], 1)
+    raw = memoryview(bytearray(expected.nbytes))
+    assert isinstance(rows, HostRows)
+    here = torch.tensor(slots)
+    rows.read_into(0, here, raw)
+    assert torch.equal(torch.frombuffer(raw, dtype=torch.float32).view_as(expected), expected)
+    rows.write_from(0, here + 8, raw)
+    rows.copy(0, here.flip(0), here + 20)
+    for there in (here + 8, (here + 20).flip(0)):
+        assert torch.equal(torch.stack([buffer[there] for buffer in buffers], 1), expected)
 
 
 class Pages:
