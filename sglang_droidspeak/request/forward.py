@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class ForwardPass:
         started_s = time.monotonic()
         try:
             with self._ranks.together():
-                self._run(batch, list(_computed(loads)))
+                self._recompute(batch, loads)
         except RanksApart:
             raise
         except Exception as exc:
@@ -110,46 +110,58 @@ class ForwardPass:
             for load in loads.values():
                 self._loader.abandon(load, FetchError(f"the partial prefill failed: {exc}"))
         stopped_s = time.monotonic()
-        errors = self._wait_staged(loads)
-        for (row, load), error in zip(loads.items(), errors, strict=True):
-            if error is None and load.plan.is_exact:
+        lacking = self._wait_staged(loads)
+        for row, load in loads.items():
+            if row not in lacking and load.plan.is_exact:
                 self._keep_e(batch.reqs[row], load)
         # Before any full prefill: the batch's end waits for these reads.
         self._loader.read_by_current_stream(batch.hicache_consumer_index)
-        for (row, load), error in zip(loads.items(), errors, strict=True):
-            if error is not None:
-                self._fall_back(batch, row, load, error)
+        for row, error in lacking.items():
+            self._fall_back(batch, row, loads[row], error)
         return started_s, stopped_s
 
-    def _wait_staged(self, loads: Mapping[int, Load]) -> list[FetchError | None]:
-        """Why each has to be prefilled in full, if it has to: on all ranks or on none.
+    def _recompute(self, batch: ScheduleBatch, loads: Mapping[int, Load]) -> None:
+        blocks = [
+            BlockTokens(
+                row=row,
+                tokens=load.at,
+                block=block,
+                e=partial(load.source.e, block.start) if block.start else None,
+                e_map=load.plan.e_map,
+                is_exact=load.plan.is_exact,
+            )
+            for row, load in loads.items()
+            if len(block := load.plan.block)
+        ]
+        if not blocks:
+            return
+        lengths = {len(it.block) for it in blocks}
+        tokens = [it.tokens for it in blocks] if len(lengths) == 1 else []
+        started_s = time.monotonic()
+        # The block's last layer costs only its K and V projections.
+        with self._meter.block(tokens, max(lengths) - 1):
+            self._prefill.run(batch, blocks)
+        self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
+
+    def _wait_staged(self, loads: Mapping[int, Load]) -> dict[int, FetchError]:
+        """By row, why it has to be prefilled in full: the same rows on all ranks.
 
         Where the recompute took less than was predicted, a steady link still brings the rest: the
         batch waits for it, as a full prefill would hold it up for longer.
         """
         now_s = time.monotonic()
-        errors = [it.wait_staged(Deadline(now_s + self._most_s(it))) for it in loads.values()]
+        errors = []
+        for load in loads.values():
+            # At its rate so far, which no stall can make long.
+            rest_s = min(load.source.rest_s, load.source.elapsed_s)
+            most_s = min(rest_s + self._forward_wait_s, load.patience_s)
+            errors.append(load.wait_staged(Deadline(now_s + most_s)))
         have_landed = self._ranks.least([error is None for error in errors])
-        return [
-            error if landed or error is not None else FetchError("another rank lacks a part of it")
-            for error, landed in zip(errors, have_landed, strict=True)
-        ]
-
-    def _most_s(self, load: Load) -> float:
-        """Beyond what the rest takes at its rate so far, which no stall can make long."""
-        rest_s = min(load.source.rest_s, load.source.elapsed_s)
-        return min(rest_s + self._forward_wait_s, load.patience_s)
-
-    def _run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
-        if not prefixes:
-            return
-        lengths = {len(it.block) for it in prefixes}
-        tokens = [it.tokens for it in prefixes] if len(lengths) == 1 else []
-        started_s = time.monotonic()
-        # The block's last layer costs only its K and V projections.
-        with self._meter.block(tokens, max(lengths) - 1):
-            self._prefill.run(batch, prefixes)
-        self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
+        return {
+            row: error or FetchError("another rank lacks a part of it")
+            for row, error, landed in zip(loads, errors, have_landed, strict=True)
+            if not landed
+        }
 
     def _keep_e(self, req: Req, load: Load) -> None:
         """Beside what is exact, where its source has it."""
@@ -168,43 +180,21 @@ class ForwardPass:
         log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
         self._loader.abandon(load, error)
         begun_s = time.monotonic()
-        load.is_good = self._prefill_in_full(batch, row, load.at)
+        load.is_good = False
+        try:
+            with self._ranks.together():
+                self._prefill.run_in_full(batch, row, load.at)
+            load.is_good = True
+        except RanksApart:
+            raise
+        except Exception:  # SGLang aborts the batch's loading requests.
+            log.exception("request %s: the full prefill of its prefix failed", name_of(req.rid))
         traces.fell_back(req, load.cause, begun_s)
         if not req.retracted_stain:  # It counts what comes first alone.
             req.cached_tokens -= len(load.at)
             req.cached_tokens_host -= len(load.at)
         if not load.at.start:
             prefixes.move(req, approximate=False)
-
-    def _prefill_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> bool:
-        """The last resort; where it fails too, SGLang aborts the batch's loading requests."""
-        try:
-            with self._ranks.together():
-                self._prefill.run_in_full(batch, row, tokens)
-        except RanksApart:
-            raise
-        except Exception:
-            rid = name_of(batch.reqs[row].rid)
-            log.exception("request %s: the full prefill of its prefix failed", rid)
-            return False
-        return True
-
-
-def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:
-    """By row of the batch: what is computed anew."""
-    for row, load in loads.items():
-        block = load.plan.block
-        if not len(block):
-            continue
-        e = partial(load.source.e, block.start) if block.start else None
-        yield BlockTokens(
-            row=row,
-            tokens=load.at,
-            block=block,
-            e=e,
-            e_map=load.plan.e_map,
-            is_exact=load.plan.is_exact,
-        )
 
 
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:

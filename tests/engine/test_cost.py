@@ -15,7 +15,6 @@ from cachetree.planning.speeds import MOST, Margin
 from sglang_droidspeak.cost import Fit, Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.partial_prefill import BlockTokens
 
 SHAPE = PrefillCost.of_sizes(4096)
 LENGTHS = (16, 64, 200, 800, 3000, 8000)
@@ -175,12 +174,14 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
     meter = Meter("cpu", 4, 96, SHAPE)
     forwards: Any = SimpleNamespace(
         _meter=meter,
-        _prefill=SimpleNamespace(run=lambda *args: ran.append(args)),
+        _prefill=SimpleNamespace(run=lambda _batch, them: ran.extend(it.block for it in them)),
         _labels=SimpleNamespace(metrics=Metrics(enabled=False)),
     )
-    prefixes = [BlockTokens(row=0, tokens=Span(0, 32), block=block, e=None) for block in blocks]
-    ForwardPass._run(forwards, "batch", prefixes)  # type: ignore[arg-type]
-    assert ran == [("batch", prefixes)]
+    plans = [SimpleNamespace(block=block, e_map="", is_exact=False) for block in blocks]
+    source = SimpleNamespace(e=lambda *_: [])
+    loads = [SimpleNamespace(plan=plan, at=Span(0, 32), source=source) for plan in plans]
+    ForwardPass._recompute(forwards, None, dict(enumerate(loads)))  # type: ignore[arg-type]
+    assert ran == blocks
     assert (meter.recompute is not None) == is_measured
 
 
