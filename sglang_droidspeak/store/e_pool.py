@@ -31,7 +31,6 @@ class EPool:
         self, layers: tuple[int, ...], num_slots: int, columns: Span, runner: ModelRunner
     ) -> None:
         """`columns` are those that this rank keeps of E."""
-        self.layers = layers
         self._columns = slice(columns.start, columns.stop)
         self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
         """Tells dtype, width and device where no layer is kept."""
@@ -42,8 +41,8 @@ class EPool:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
             stack.on_e(layer, partial(self._write, rows))
-        if self.layers:
-            stack.on_e(max(self.layers), self._mark)
+        if self.e:
+            stack.on_e(max(self.e), self._mark)
 
     def invalidate(self, slots: torch.Tensor) -> None:
         self.valid.index_fill_(0, slots, False)

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from cachetree import Cache, ModelId, PageHash, Turns, give_way
+from cachetree import Cache, ModelId, PageHash, Span, Turns, give_way
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req, UnifiedRadixCache
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
-_LOOK_S: Final = 0.001
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
@@ -53,6 +52,10 @@ class Offload:
     """What events say of it; None where there are none, or nobody is to hear of it."""
 
 
+def _nobody(*_about: object) -> None:
+    """Where nobody follows events."""
+
+
 @dataclass(eq=False)
 class Insertions:
     """Scheduler thread only. `checkpoint` hooks UnifiedRadixCache.checkpoint, inside of which
@@ -64,11 +67,9 @@ class Insertions:
     _offloader: Offloader
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
-    about: Callable[[Req, int, int], EventTokens | None] = field(
-        default_factory=lambda: _nobody, init=False
-    )
+    about: Callable[[Req, int, int], EventTokens | None] = _nobody
     """What events say of some of a request's tokens."""
-    name: Callable[[Req], object] = field(default_factory=lambda: _nobody, init=False)
+    name: Callable[[Req], object] = _nobody
     """Has SGLang's own events name the request's adapter by the extra key that it has now."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
@@ -119,21 +120,16 @@ class Insertions:
         if not pages:
             return False
         num_tokens, start = len(pages) * page_size, index * page_size
-        slots = transfer.device_indices[:num_tokens]
         return self._offloader.put(
             Offload(
                 model=owner.model,
                 parent=path[index - 1] if index else None,
                 pages=pages,
-                slots=slots,
+                slots=transfer.device_indices[:num_tokens],
                 ready=ready(),
                 told=self.about(req, start, start + num_tokens),
             )
         )
-
-
-def _nobody(*_about: object) -> None:
-    """Where nobody follows events."""
 
 
 class Offloader:
@@ -177,7 +173,7 @@ class Offloader:
     def reset(self) -> None:
         """Wait until nothing is in flight and forget the results."""
         while self.num_done < self.num_put:
-            time.sleep(_LOOK_S)
+            time.sleep(0.001)
         self._num_taken = self.num_done
 
     def close(self) -> None:
@@ -199,34 +195,25 @@ class Offloader:
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:
             event.synchronize()
-        pages, slots, parent = offload.pages, offload.slots, offload.parent
         e_pool = self._pool.e_pool
         # Loaded pages hold no E of their own; what was computed after them does.
-        page_size = slots.shape[0] // len(pages)
-        cut = e_pool.num_pages_without(slots, page_size)
-        if cut:
-            self._store_pages(offload.model, parent, pages[:cut], slots[: cut * page_size], ())
-            parent = pages[cut - 1]
-        if cut < len(pages):
-            e_layers, rest = tuple(e_pool.e), slots[cut * page_size :]
-            self._store_pages(offload.model, parent, pages[cut:], rest, e_layers)
+        cut = e_pool.num_pages_without(offload.slots, self._pool.page_size)
+        self._store_pages(offload, Span(0, cut), ())
+        self._store_pages(offload, Span(cut, len(offload.pages)), tuple(e_pool.e))
 
-    def _store_pages(
-        self,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: Sequence[PageHash],
-        slots: torch.Tensor,
-        e_layers: Sequence[int],
-    ) -> None:
-        tree = self._cache.tree
-        reservation = tree.reserve(model, parent, pages, e_layers)
+    def _store_pages(self, offload: Offload, part: Span, e_layers: Sequence[int]) -> None:
+        pages = offload.pages[part.start : part.stop]
+        parent = offload.pages[part.start - 1] if part.start else offload.parent
+        if not pages:
+            return
+        reservation = self._cache.tree.reserve(offload.model, parent, pages, e_layers)
         if reservation is None:
             return
         with reservation:
             if not reservation.pages:
                 return
-            new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
+            first, page_size = part.start + reservation.skipped, self._pool.page_size
+            slots = offload.slots[first * page_size : part.stop * page_size]
             for step in reservation.steps:
-                self._pool.store(step, new, reservation.views(step))
+                self._pool.store(step, slots, reservation.views(step))
             reservation.commit()
