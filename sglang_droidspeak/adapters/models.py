@@ -90,7 +90,7 @@ class Models:
     def of(self, lora_id: LoraId) -> ModelId | None:
         """None for an adapter whose content is not known: it shares with nobody."""
         loaded = self._loaded.get(lora_id)
-        return loaded.model_id if loaded is not None else None
+        return None if loaded is None else loaded.model_id
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
         """Tokens from which an adapter acts; empty where it acts from the start."""
@@ -122,7 +122,7 @@ class Models:
         """Raises ConfigError where the folder's content cannot be read."""
         self.ids.add(lora_id)
         self._loaded[lora_id] = loaded = self._read(folder)
-        self._invocations[lora_id] = loaded.adapter.invocation if loaded.adapter else ()
+        self._invocations[lora_id] = loaded.adapter.invocation
         self._differences.clear()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
