@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 QUERY_BLOCK = 256  # rows per SDPA call where a mask is needed; measured in README.md
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Sequence:
     """One request of the batch: where its keys are and which of its rows are new."""
 
@@ -35,74 +35,43 @@ class Sequence:
 
     def gather(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`[1, heads, seq_len, head_dim]`: a view where the slots are one run, else a copy."""
-        rows = (
-            cache[self.slots]
-            if isinstance(self.slots, slice)
-            else cache.index_select(0, self.slots)
-        )
+        is_run = isinstance(self.slots, slice)
+        rows = cache[self.slots] if is_run else cache.index_select(0, self.slots)
         return rows.transpose(0, 1).unsqueeze(0).to(dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLayout:
-    """The sequences of one forward, read off the device tensors once for all layers."""
-
-    seq_lens: torch.Tensor  # the batch's own tensor: says whether this layout is still the batch's
-    sequences: tuple[Sequence, ...]
-
-
-def layout_of(
+def sequences_of(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor | None,
-) -> BatchLayout:
-    """Without `prefix_lens` every sequence has one new row, its last (decode)."""
+) -> list[Sequence]:
+    """Of one forward; without `prefix_lens` each has one new row, its last (decode)."""
     lengths = seq_lens.tolist()
     prefixes = [n - 1 for n in lengths] if prefix_lens is None else prefix_lens.tolist()
-    return BatchLayout(
-        seq_lens=seq_lens,
-        sequences=tuple(
-            Sequence(slots=_as_run(req_to_token[row, :n]), prefix_len=prefix, seq_len=n)
-            for row, n, prefix in zip(req_pool_indices.tolist(), lengths, prefixes, strict=True)
-        ),
-    )
+    return [
+        Sequence(_as_run(req_to_token[row, :n]), prefix, n)
+        for row, n, prefix in zip(req_pool_indices.tolist(), lengths, prefixes, strict=True)
+    ]
 
 
 def _as_run(slots: torch.Tensor) -> torch.Tensor | slice:
     """A fresh request usually owns consecutive slots; reading those needs no copy."""
-    if slots.numel() == 0:
-        return slice(0, 0)
-    first, last = int(slots[0]), int(slots[-1])
-    if last - first == slots.numel() - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
-        return slice(first, last + 1)
+    if slots.numel() and bool((slots.diff() == 1).all()):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots.long()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """New rows `[start, stop)` (counted from the first new one) and the keys they can see."""
-
-    start: int
-    stop: int
-    first_key: int
-    stop_key: int
-
-
-def blocks_of(sequence: Sequence, window: int | None) -> Iterator[Block]:
-    """Cut the new rows so that little is computed only to be masked."""
-    num_new = sequence.seq_len - sequence.prefix_len
-    whole = sequence.prefix_len == 0 and window is None  # SDPA's own causal path skips by itself
+def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """The new rows, counted from the first, cut so that little is computed only to be masked; and
+    the keys that they can see."""
+    prefix_len, num_new = sequence.prefix_len, sequence.seq_len - sequence.prefix_len
+    whole = prefix_len == 0 and window is None  # SDPA's own causal path skips by itself
     step = num_new if whole else QUERY_BLOCK
     for start in range(0, num_new, step or 1):
         stop = min(start + step, num_new)
-        oldest = 0 if window is None else max(0, sequence.prefix_len + start - window)
-        yield Block(
-            start=start,
-            stop=stop,
-            first_key=oldest,
-            stop_key=sequence.prefix_len + stop,
-        )
+        oldest = 0 if window is None else max(0, prefix_len + start - window)
+        yield slice(start, stop), slice(oldest, prefix_len + stop)
 
 
 def _causal_bias(
@@ -130,19 +99,18 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    block: Block,
     *,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """`[1, heads, rows, head_dim]` of one block; query is `[1, heads, rows, head_dim]`."""
-    rows, keys = block.stop - block.start, block.stop_key - block.first_key
+    """One block, whose last row sees its last key; all are `[1, heads, rows or keys, head_dim]`."""
+    rows, keys = query.shape[2], key.shape[2]
     square = rows == keys and window is None
     sees_all = rows == 1 and (window is None or keys <= window + 1)
     return scaled_dot_product_attention(
         query,
-        key[:, :, block.first_key : block.stop_key],
-        value[:, :, block.first_key : block.stop_key],
+        key,
+        value,
         attn_mask=None if square or sees_all else _causal_bias(rows, keys, window, query.dtype),
         is_causal=square and not sees_all,
         scale=scale,
@@ -176,19 +144,18 @@ class TorchCpuAttention(TorchNativeAttnBackend):
     def _run(self, tensors, prefix_lens, options) -> torch.Tensor:
         """Fill the output, `[tokens, heads, head_dim]`, for the new rows of every sequence."""
         query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *_ = tensors
-        layout = self.forward_metadata
-        if layout is None or layout.seq_lens is not seq_lens:
-            layout = layout_of(req_to_token, req_pool_indices, seq_lens, prefix_lens)
-            self.forward_metadata = layout
+        if self.forward_metadata is None or self.forward_metadata[0] is not seq_lens:
+            sequences = sequences_of(req_to_token, req_pool_indices, seq_lens, prefix_lens)
+            self.forward_metadata = (seq_lens, sequences)  # for all layers
         scale, window = options["scaling"], options["sliding_window_size"]
         rows = query.transpose(0, 1).unsqueeze(0)
         offset = 0
-        for sequence in layout.sequences:
+        for sequence in self.forward_metadata[1]:
             key = sequence.gather(k_cache, query.dtype)
             value = sequence.gather(v_cache, query.dtype)
-            for block in blocks_of(sequence, window):
-                start, stop = offset + block.start, offset + block.stop
-                part = attend(rows[:, :, start:stop], key, value, block, scale=scale, window=window)
-                output[start:stop] = part[0].transpose(0, 1)
+            for new, seen in blocks_of(sequence, window):
+                at = slice(offset + new.start, offset + new.stop)
+                block = rows[:, :, at], key[:, :, seen], value[:, :, seen]
+                output[at] = attend(*block, scale=scale, window=window)[0].transpose(0, 1)
             offset += sequence.seq_len - sequence.prefix_len
         return output

@@ -12,7 +12,7 @@ from sglang_torch_cpu.attention import (
     TorchCpuAttention,
     _causal_bias,
     blocks_of,
-    layout_of,
+    sequences_of,
 )
 
 NUM_SLOTS, PAGE, CONTEXT, HEAD_DIM = 4096, 16, 1024, 32
@@ -168,13 +168,14 @@ def test_every_layer_asks_the_pool_for_its_buffers() -> None:
 )
 def test_cost_is_new_rows_times_visible_keys(prefix, new, window, most) -> None:
     table = torch.arange(prefix + new, dtype=torch.int32).unsqueeze(0)
-    layout = layout_of(
+    (sequence,) = sequences_of(
         table, torch.tensor([0]), torch.tensor([prefix + new]), torch.tensor([prefix])
     )
-    blocks = list(blocks_of(layout.sequences[0], window))
-    assert [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
-    assert (blocks[0].start, blocks[-1].stop, blocks[-1].stop_key) == (0, new, prefix + new)
-    assert sum((b.stop - b.start) * (b.stop_key - b.first_key) for b in blocks) <= most
+    rows, keys = zip(*blocks_of(sequence, window), strict=True)
+    assert [it.start for it in rows[1:]] == [it.stop for it in rows[:-1]]
+    assert (rows[0].start, rows[-1].stop, keys[-1].stop) == (0, new, prefix + new)
+    sizes = zip(rows, keys, strict=True)
+    assert sum((a.stop - a.start) * (b.stop - b.start) for a, b in sizes) <= most
 
 
 @pytest.mark.parametrize("window", [None, 300])
