@@ -20,12 +20,11 @@ def register() -> None:
     if activate() is None:
         return
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_torch_cpu.kernels import hook_kernels
-    from sglang_torch_cpu.pageable import hook_lora
-    from sglang_torch_cpu.start import hook_start
+    from sglang_torch_cpu import kernels, pageable, start
 
     add_attention_backend_choices([BACKEND])
-    hook_kernels()
-    hook_lora()
-    hook_start()
+    # SGLang applies them when all plugins are loaded.
+    for target, (hook, kind) in (kernels.HOOKS | pageable.HOOKS | start.hooks()).items():
+        HookRegistry.register(target, hook, kind)

@@ -1,16 +1,7 @@
 """What SGLang has as a Triton kernel alone, in PyTorch."""
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-
-def hook_kernels() -> None:
-    """Register the hooks; SGLang applies them when all plugins are loaded."""
-    HookRegistry.register(
-        "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
-        _gate,
-        HookType.REPLACE,
-    )
+from sglang.srt.plugins.hook_registry import HookType
 
 
 def _gate(
@@ -28,3 +19,7 @@ def _gate(
         output += gated
     else:
         output.copy_(gated)
+
+
+_ELEMENTWISE = "sglang.kernels.ops.elementwise.elementwise"
+HOOKS = {f"{_ELEMENTWISE}._launch_fused_gate_sigmoid_mul": (_gate, HookType.REPLACE)}

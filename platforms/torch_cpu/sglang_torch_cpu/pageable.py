@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 from torch.overrides import TorchFunctionMode
 
 # Every entry of the manager under which LoRA code allocates. Nothing outside these calls, and no
@@ -29,14 +29,10 @@ class Pageable(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def hook_lora() -> None:
-    """Register the hooks; SGLang applies them when all plugins are loaded."""
-    for entry in _ENTRIES:
-        HookRegistry.register(
-            f"sglang.srt.lora.lora_manager.LoRAManager.{entry}", _pageable, HookType.AROUND
-        )
-
-
 def _pageable(original: Callable, *args, **kwargs):
     with Pageable():
         return original(*args, **kwargs)
+
+
+_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+HOOKS = {f"{_MANAGER}.{entry}": (_pageable, HookType.AROUND) for entry in _ENTRIES}

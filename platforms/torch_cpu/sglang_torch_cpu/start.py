@@ -10,20 +10,18 @@ import gc
 import multiprocessing
 import os
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 START_METHOD = "SGLANG_TORCH_CPU_START"  # environment variable: spawn (default) or fork
 
 
-def hook_start() -> None:
-    """Register the hook where it was asked for; ValueError for an unknown method."""
+def hooks() -> dict:
+    """Where they were asked for; ValueError for an unknown method."""
     method = os.environ.get(START_METHOD, "spawn")
     if method not in ("spawn", "fork"):
         raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")
-    if method == "fork":
-        HookRegistry.register(
-            "sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER
-        )
+    forking = {"sglang.srt.entrypoints.engine._set_envs_and_config": (_fork, HookType.AFTER)}
+    return forking if method == "fork" else {}
 
 
 def _fork(result: None, server_args: object) -> None:

@@ -9,7 +9,7 @@ import torch
 from sglang_torch_cpu import activate
 from sglang_torch_cpu.kernels import _gate
 from sglang_torch_cpu.pageable import Pageable
-from sglang_torch_cpu.start import START_METHOD, hook_start
+from sglang_torch_cpu.start import START_METHOD, hooks
 
 PLATFORM = "sglang_torch_cpu.platform.TorchCpuPlatform"
 
@@ -45,7 +45,7 @@ def test_pinned_requests_become_pageable() -> None:
 def test_an_unknown_start_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_METHOD, "forkserver")
     with pytest.raises(ValueError, match="forkserver"):
-        hook_start()
+        hooks()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="another platform is active here")
