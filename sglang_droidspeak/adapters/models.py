@@ -146,15 +146,15 @@ class Models:
             if not is_done:
                 continue
             del self._reading[lora_id]
-            found = model = None
+            found = None
             try:
                 found = reading.result()
-                model = found.model_id
             except Exception as exc:
                 is_known = isinstance(exc, ConfigError | OSError)
                 log.warning(
                     "adapter %s shares with no other model: %s", lora_id, exc, exc_info=not is_known
                 )
+            model = None if found is None else found.model_id
             is_agreed = ranks.share(model, ModelId | None) == model
             if all(ranks.least([is_agreed])) and found is not None:
                 self._loaded[lora_id] = found

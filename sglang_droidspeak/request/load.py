@@ -21,6 +21,10 @@ from sglang_droidspeak.request.source import Source
 log = logging.getLogger(__name__)
 
 
+class ForwardWaitExceeded(FetchError):
+    """Layers predicted to have arrived had not when the forward had waited for them."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
     """Begun with the batch of its request, over when the batch's forward is.
@@ -92,10 +96,13 @@ class Load:
         """Block until every layer is there; why it is not, where it is not by then."""
         if self.error is not None or not self.is_good:
             return self.error or FetchError("a layer could not be copied")
+        staging = self.source.staging
         try:
-            self.source.wait_all(deadline)
+            for step in staging.steps:
+                staging.wait(step, deadline)
+            staging.check()  # The loader has left layers out that came late.
         except FetchError as exc:
-            return exc
+            return exc if staging.error is not None else ForwardWaitExceeded(*exc.args)
         return None
 
     def abandon(self, error: FetchError) -> None:

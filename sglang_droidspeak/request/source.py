@@ -40,10 +40,6 @@ _MARGIN: Final = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
 
-class ForwardWaitExceeded(FetchError):
-    """Layers predicted to have arrived had not when the forward had waited for them."""
-
-
 class Source:
     """Scheduler thread only but for `wait` and `copy`, which are the loader's. Tokens are named by
     their place in the prompt, and are of the plan's pages."""
@@ -89,17 +85,6 @@ class Source:
     def wait(self, step: Step) -> None:
         """Block until it has come; raises FetchError where it will not."""
         self.staging.wait(step)
-
-    def wait_all(self, deadline: Deadline) -> None:
-        """Block until all has come; raises FetchError where it has not by then."""
-        it = self.staging
-        try:
-            for step in it.steps:
-                it.wait(step, deadline)
-        except DeadlineExceeded as exc:
-            it.check()
-            raise ForwardWaitExceeded(str(exc)) from exc
-        it.check()  # The loader has left layers out that came late.
 
     def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
         """`[tokens, columns of this rank]` on the device, part after part; raises FetchError

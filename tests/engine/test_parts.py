@@ -32,11 +32,11 @@ from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.request import load as load_of_a_request
 from sglang_droidspeak.request.controls import Controls, parse_controls
-from sglang_droidspeak.request.load import Load
+from sglang_droidspeak.request.load import ForwardWaitExceeded, Load
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
 from sglang_droidspeak.request.request import Request
-from sglang_droidspeak.request.source import ForwardWaitExceeded, Staged
+from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.rows import Coding, HostRows, ServerPool, rows_of
 
 PAGE = 16

@@ -14,8 +14,8 @@ from cachetree.cli.serve import read_config
 from cachetree.errors import Cancelled, FetchError
 from cachetree.planning import Reason
 from sglang_droidspeak.hicache.tier import WAIT_S
+from sglang_droidspeak.request.load import ForwardWaitExceeded
 from sglang_droidspeak.request.planner import UNMEASURED_S
-from sglang_droidspeak.request.source import ForwardWaitExceeded
 from sglang_droidspeak.start.config import parse_settings
 from sglang_droidspeak.start.refuse import ARCHITECTURES
 from tools import reference
