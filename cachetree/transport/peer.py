@@ -84,7 +84,7 @@ class Peer:
                 "encrypted nor known to come from it",
                 address,
             )
-        self._config = config
+        self.config: Final = config
         self._clock = clock
         self.state = PeerState.CONNECTING
         """From any thread."""
@@ -226,7 +226,7 @@ class Peer:
             self._set_state(PeerState.CONNECTING)
         hello = wire.hello(self._tree.family, "", epoch=0)
         to = resolved(self._remote)
-        deadline = Deadline.after(self._config.connect_s, self._clock)
+        deadline = Deadline.after(self.config.connect_s, self._clock)
         answer = answer_of(to, self._credentials, hello, deadline, until_up=False, wait=self._wait)
         connection = self._fetches.link = self._greeted(to, answer)
         while not self._is_over:
@@ -260,13 +260,13 @@ class Peer:
         self._counts.epoch, self._counts.model = hello.epoch, hello.model
         self._view.limit(hello.budget_bytes)
         connection = Connection(to, self._credentials, hello.ticket, self._wakeup, self._clock)
-        if self._config.shared_memory and hello.arena is not None:
+        if self.config.shared_memory and hello.arena is not None:
             with suppress(OSError):  # It comes in frames where that cannot be read.
                 connection.arena = ArenaReader(hello.arena)
         return connection
 
     def _turn(self, connection: Connection) -> None:
-        most_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
+        most_s = min(self.config.heartbeat_s, self.config.connect_s, self._fetches.timeout_s())
         if self.state is PeerState.READY:
             most_s = min(most_s, self._stores.timeout_s())
         connection.wait(max(0.0, min(most_s, self._ends_at_s - self._clock())))
@@ -280,8 +280,8 @@ class Peer:
         if is_ready:
             self._fetches.resume()
             self._stores.turn(connection)
-        patience_s = self._config.silence_s if is_ready else self._config.connect_s
-        connection.beat(self._config.heartbeat_s, patience_s)
+        patience_s = self.config.silence_s if is_ready else self.config.connect_s
+        connection.beat(self.config.heartbeat_s, patience_s)
 
     def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Final
 
 import msgspec
@@ -57,9 +58,8 @@ class Peers:
         """Held by the thread of a directory that changes anything of this."""
         self._named: dict[str, Mapping[Location, PeerConfig]] = {}
         """By directory: whom it named last, and how they are read."""
-        self._found: dict[Location, PeerConfig] = {}
-        """Those of `now` that are in no settings."""
         self._gone_at_s: dict[Location, float] = {}
+        """Of those of `now` that are in no settings, since when; infinity while they are there."""
         self._rounds: list[Rounds] = []
         self._limiter = LogLimiter(clock)
         self._is_closed = False
@@ -122,16 +122,14 @@ class Peers:
 
     def _take_out(self, named: Mapping[Location, PeerConfig]) -> None:
         now_s = self._clock()
-        for address, config in tuple(self._found.items()):
+        for address, gone_at_s in tuple(self._gone_at_s.items()):
             peer = self.now[address]
-            has_other_key = named.get(address, config) != config
+            has_other_key = named.get(address, peer.config) != peer.config
             is_there = peer.state is PeerState.READY or address in named
-            if is_there and not has_other_key:
-                self._gone_at_s.pop(address, None)
-            elif has_other_key or now_s - self._gone_at_s.setdefault(address, now_s) >= GONE_S:
+            self._gone_at_s[address] = gone_at_s = inf if is_there else min(gone_at_s, now_s)
+            if has_other_key or now_s - gone_at_s >= GONE_S:
                 self.now = {at: it for at, it in self.now.items() if at != address}
-                del self._found[address]
-                self._gone_at_s.pop(address, None)
+                del self._gone_at_s[address]
                 peer.close()
                 self._tree.remote.leave(address)
 
@@ -140,7 +138,7 @@ class Peers:
             try:
                 if not self._is_own(address):
                     self.add(address, named[address])
-                    self._found[address] = named[address]
+                    self._gone_at_s[address] = inf
             except ConfigError as exc:
                 self._skip(address, str(exc))
 

@@ -25,9 +25,6 @@ class PeerState(StrEnum):
     """Its errors came too fast: no attempt is made before its cooldown is over."""
     CLOSED = "closed"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 class PeerStatus(msgspec.Struct, kw_only=True):
     """A peer in numbers; in one of them its own thread counts."""
