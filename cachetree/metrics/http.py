@@ -46,14 +46,6 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 def health_of(status: CacheStatus) -> Health:
     live = status.worker_turn_age_s < _STUCK_S
-    return Health(
-        live=live,
-        ready=live and (status.disk is None or status.disk.is_warm),
-        degraded=tuple(_complaints(status)),
-    )
-
-
-def _complaints(status: CacheStatus) -> list[str]:
     complaints = []
     if status.disk is not None and status.disk.is_failing:
         complaints.append("the disk cannot be written")
@@ -66,7 +58,11 @@ def _complaints(status: CacheStatus) -> list[str]:
         for peer in status.peers
         if peer.is_resting
     ]
-    return complaints
+    return Health(
+        live=live,
+        ready=live and (status.disk is None or status.disk.is_warm),
+        degraded=tuple(complaints),
+    )
 
 
 class StatusPage(ThreadingHTTPServer):

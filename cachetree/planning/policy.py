@@ -279,7 +279,9 @@ def _by_load(
         if in_time:
             return max(in_time, key=lambda it: (len(it.plan.block), it.quality))
         return min(possible, key=lambda it: it.ttft_s or 0.0)
-    possible = _nearly_fastest(possible)
+    # All are as fast while the device's speed is unknown.
+    fastest_s = min(it.ttft_s or 0.0 for it in possible)
+    possible = [it for it in possible if (it.ttft_s or 0.0) <= NEARLY * fastest_s]
     if demand.num_waiting == 0:
         profile = profiles.get((match.model, demand.receiver))
         recommended = profile.recommended if profile else None
@@ -289,12 +291,6 @@ def _by_load(
             if is_recommended and len(it.plan.pages) == longest:
                 return it
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
-
-
-def _nearly_fastest(possible: Sequence[_Option]) -> Sequence[_Option]:
-    """All of them while the device's speed is unknown."""
-    fastest_s = min(it.ttft_s or 0.0 for it in possible)
-    return [it for it in possible if (it.ttft_s or 0.0) <= NEARLY * fastest_s]
 
 
 def _meets(it: _Option, demand: Demand) -> bool:

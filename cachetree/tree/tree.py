@@ -234,7 +234,11 @@ class CacheTree:
 
     def sweep(self) -> None:
         """Drop leases and pins past their deadline, and entries past their time to live."""
-        run_in_slices(self._lock, self._sweeping(), _EVICTIONS)
+        with self._lock:
+            self._holds.end_late(self._clock())
+        if self._eviction.ttl_s is not None:
+            gone = map(self._local.take_out, self._eviction.expired())
+            run_in_slices(self._lock, gone, _EVICTIONS)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
@@ -323,10 +327,3 @@ class CacheTree:
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
             self._holds.end(lease)
-
-    # With the lock held.
-
-    def _sweeping(self) -> Iterator[int]:
-        self._holds.end_late(self._clock())
-        if self._eviction.ttl_s is not None:
-            yield from map(self._local.take_out, self._eviction.expired())

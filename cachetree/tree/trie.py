@@ -239,21 +239,18 @@ class PageTrie:
         while offset < len(pages):
             child = node.children.get(pages[offset])
             if child is None:
-                return nodes + self._grow(node, pages[offset:])
+                new = Node(node, pages[offset:])
+                new.cut(self._index.put_new(new))
+                if new.pages:
+                    node.children[new.pages[0]] = new
+                    nodes.append(new)
+                break
             num = child.num_common(0, pages, offset)
             self.split(child, num)
             nodes.append(child)
             node = child
             offset += num
         return nodes
-
-    def _grow(self, parent: Node, pages: tuple[PageHash, ...]) -> list[Node]:
-        node = Node(parent, pages)
-        node.cut(self._index.put_new(node))
-        if not node.num_pages:
-            return []
-        parent.children[pages[0]] = node
-        return [node]
 
     def split(self, node: Node, index: int) -> Node:
         """The node that starts at page `index` of `node`, which is cut there where it must be."""
