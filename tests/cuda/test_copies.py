@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from virtual_cuda import VirtualCuda
 
 from cachetree.checkpoint import Codec
+from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.memory import copying
 from sglang_droidspeak.request.copies import Copies
@@ -83,6 +85,31 @@ def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: Virtua
     copying.copy(source.memory, memoryview(np.ones(4 * WIDTH, np.uint8)))  # Another fetch has it.
     loader.close()
     assert not cuda.races, cuda.races[0]
+
+
+def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied() -> None:
+    is_copying, may_end, told = threading.Event(), threading.Event(), []
+
+    def copy(*_: object) -> int:
+        is_copying.set()
+        may_end.wait(60)
+        told.append("copied")
+        return 0
+
+    source: Any = SimpleNamespace(
+        wait=lambda _: None, copy=copy, staging=SimpleNamespace(fail=lambda _: None)
+    )
+    at: Any = Span(0, 1)
+    load = Load(plan=PLAN, source=source, at=at, slots=torch.tensor([2]))
+    copying = threading.Thread(target=load.copy, args=(0, Copies(None, "cpu").timed))
+    copying.start()
+    assert is_copying.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    load.abandon(FetchError("a test"))
+    told.append("abandoned")
+    copying.join()
+    load.copy(1, Copies(None, "cpu").timed)
+    assert told == ["copied", "abandoned"], "and of what comes later nothing is"
 
 
 def test_a_long_load_takes_no_more_of_the_devices_memory_than_a_forwards_tokens() -> None:

@@ -61,6 +61,8 @@ def a_load_from_a_peer(engine: Engine) -> None:
     assert request.load.copy_s == 0.002
     # The memory is another fetch's now.
     land(engine.loading(slots[: 2 * PAGE], BLOCK, memory).source.staging)
+    torch.cuda.synchronize()
+    assert engine.e_pool.num_pages_without(slots[: 2 * PAGE], PAGE) == 2, "E of who had the slots"
 
 
 def a_load_that_fails(engine: Engine) -> None:

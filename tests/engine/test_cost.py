@@ -58,7 +58,8 @@ def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> N
     assert cost is not None
     found_s = cost.seconds(tokens.start, tokens.stop)
     assert found_s == pytest.approx(launch_bound(tokens), rel=0.05)
-    assert cost.seconds(0, 24) == pytest.approx(0.010, rel=0.04)
+    for shorter in (2, 24):
+        assert cost.seconds(0, shorter) == pytest.approx(0.010, rel=0.04)
 
 
 def test_short_prompts_do_not_make_long_ones_dear() -> None:
@@ -70,6 +71,16 @@ def test_short_prompts_do_not_make_long_ones_dear() -> None:
     assert cost is not None
     assert cost.seconds(0, 8000) == pytest.approx(launch_bound(Span(0, 8000)), rel=0.05)
     assert cost.seconds(0, 16) == pytest.approx(0.010, rel=0.05)
+
+
+def test_how_wrong_predictions_were_is_told_with_the_next() -> None:
+    fit, margins = served(linear), []
+    for turn in range(60):
+        assert fit.cost is not None
+        margins.append(fit.cost.margin)
+        length = LENGTHS[turn % len(LENGTHS)]
+        fit.add([Span(0, length)], linear(Span(0, length)) * (1.3 if turn % 5 == 0 else 1.0))
+    assert (margins[0], margins[-1]) == (1.0, pytest.approx(1.3, abs=0.05))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
