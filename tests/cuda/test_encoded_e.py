@@ -38,8 +38,8 @@ def a_pool(coding: Coding) -> DeviceRows:
     return DeviceRows(pool, coding)
 
 
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-def test_encoded_e_is_decoded_on_the_device(codec: Codec) -> None:
+@pytest.mark.parametrize("codec", Codec)
+def test_e_that_lies_in_two_runs_is_decoded_and_joined_on_the_device(codec: Codec) -> None:
     values, coding = torch.randn(2 * PAGE, HIDDEN), Coding(codec, HEAD_DIM)
     raw = bytearray(values.numel() // HEAD_DIM * vector_bytes(codec, HEAD_DIM, 4))
     coding.store(values, memoryview(raw))

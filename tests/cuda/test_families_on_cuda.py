@@ -158,13 +158,15 @@ def play(
         assert engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
         found["of the pool"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
 
-        # One forward recomputes both: E of the one is on the host, of the other in the pool.
+        # Forwards recompute both: E of the one is on the host, of the other in the pool.
         one, other = engine.slots(10 * PAGE, 3 * PAGE), engine.slots(13 * PAGE, 3 * PAGE)
         staged = engine.loading(one[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), rid="one")
         land(staged.source.staging, {step: own[step] for step in staged.plan.steps})
         pooled = engine.loading(other[:NUM_PREFIX], BLOCK, PoolPages(first[:NUM_PREFIX]))
         parts = (Part(TOKENS, one, NUM_PREFIX, "one"), Part(TOKENS, other, NUM_PREFIX))
+        num_before = len(engine.made[0].runs)
         assert engine.run_with([staged, pooled], *parts) == ["reused", "reused"]
+        assert engine.made[0].runs[num_before:] == [[0, 0], [PAGE]], "in parts of SGLang's size"
         both = torch.cat([one[:NUM_PREFIX], other[:NUM_PREFIX]])
         twice = [kv[:NUM_PREFIX].repeat(2, 1, 1, 1) for kv in own_kv]
         found["mixed"] = max(engine.differences(both, twice))
