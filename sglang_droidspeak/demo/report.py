@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
@@ -124,65 +123,41 @@ def hardware(environment: Environment) -> str:
     )
 
 
-COLOURS = {
-    Condition.FULL_PREFILL: "#6b7280",
-    Condition.FULL_REUSE: "#d97706",
-    Condition.BLOCK: "#2563eb",
-    Condition.ALL_LAYERS: "#9ca3af",
-}
-
+_COLOURS = "#6b7280", "#d97706", "#2563eb", "#9ca3af"
+"""Of the conditions, in their order."""
 _NOTABLE = 1.05
 """Speed-up from which it is written."""
 
 
 def draw(report: DemoReport, path: Path) -> None:
     """Write a PNG, without a display: quality on the left, time on the right."""
+    pair = report.pair
+    start, stop = pair.block
+    names = {it: it.title.replace(" ", "\n") for it in Condition}
+    names[Condition.BLOCK] = f"block\n[{start}, {stop})"
+    rows = [pair.conditions[it] for it in names]
     figure = Figure(figsize=(11.5, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_quality(left, report.pair)
-    _draw_speed(right, report.pair)
-    figure.suptitle(
-        f"A prefix that another model has read: how good, how soon\n{described(report.pair)}"
-    )
+    figure.suptitle(f"A prefix that another model has read: how good, how soon\n{described(pair)}")
     figure.supxlabel(hardware(report.environment), fontsize=8, color="#555555")
-    figure.savefig(path, dpi=150)
+    left, right = figure.subplots(1, 2)
 
+    qualities = [it.quality or 0.0 for it in rows]
+    bars = left.bar(names.values(), qualities, color=_COLOURS)
+    left.bar_label(bars, [f"{it:.3f}" for it in qualities], padding=2)
+    left.set_ylim(0, 1.12)
+    left.set_ylabel(f"{pair.metric} (0 to 1)")
+    left.set_title(f"Quality: {pair.num_questions} questions", fontsize=10)
 
-def _draw_quality(axes: Axes, part: MeasuredPair) -> None:
-    values = [part.conditions[condition].quality or 0.0 for condition in Condition]
-    bars = axes.bar(_labels(part.block), values, color=list(COLOURS.values()))
-    axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=2)
-    axes.set_ylim(0, 1.12)
-    axes.set_ylabel(f"{part.metric} (0 to 1)")
-    axes.set_title(f"Quality: {part.num_questions} questions", fontsize=10)
-
-
-def _draw_speed(axes: Axes, part: MeasuredPair) -> None:
-    rows = [part.conditions[condition] for condition in Condition]
-    medians = [row.ttft_p50_ms / 1000 for row in rows]
-    above = [max(0.0, row.ttft_p90_ms - row.ttft_p50_ms) / 1000 for row in rows]
-    bars = axes.bar(
-        _labels(part.block),
-        medians,
-        yerr=[[0.0] * len(rows), above],
-        capsize=4,
-        color=list(COLOURS.values()),
-        ecolor="#374151",
-    )
-    for bar, row, whisker in zip(bars, rows, above, strict=True):
+    medians = [it.ttft_p50_ms / 1000 for it in rows]
+    above = [max(0.0, it.ttft_p90_ms - it.ttft_p50_ms) / 1000 for it in rows]
+    whiskers = {"yerr": [[0.0] * len(rows), above], "capsize": 4, "ecolor": "#374151"}
+    right.bar(names.values(), medians, color=_COLOURS, **whiskers)
+    tops = [median + whisker for median, whisker in zip(medians, above, strict=True)]
+    for place, (row, median, top) in enumerate(zip(rows, medians, tops, strict=True)):
         faster = f"\n{row.speedup:.1f} × faster" if row.speedup >= _NOTABLE else ""
-        axes.annotate(
-            f"{bar.get_height():.2f} s{faster}",
-            (bar.get_x() + bar.get_width() / 2, bar.get_height() + whisker),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-        )
-    axes.set_ylim(0, 1.2 * max(map(sum, zip(medians, above, strict=True))))
-    axes.set_ylabel("time to first token in s\n(bar: median, whisker: p90)")
-    axes.set_title("Speed, the same requests", fontsize=10)
-
-
-def _labels(block: tuple[int, int]) -> list[str]:
-    names = {Condition.BLOCK: f"block\n[{block[0]}, {block[1]})"}
-    return [names.get(condition, condition.title.replace(" ", "\n")) for condition in Condition]
+        beside = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center"}
+        right.annotate(f"{median:.2f} s{faster}", (place, top), **beside)
+    right.set_ylim(0, 1.2 * max(tops))
+    right.set_ylabel("time to first token in s\n(bar: median, whisker: p90)")
+    right.set_title("Speed, the same requests", fontsize=10)
+    figure.savefig(path, dpi=150)

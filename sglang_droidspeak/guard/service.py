@@ -17,7 +17,6 @@ from sglang_droidspeak.guard.plans import (
     GuardState,
     Shadow,
     WatchedPair,
-    WatchedPlan,
     after,
     left_of,
     watched,
@@ -84,8 +83,14 @@ class PairsInService:
         if before is None or (pair := after(before, plan, shadow.tv)) is before:
             return
         self._metrics.shadow_tv.labels(*key).observe(shadow.tv)
-        is_alarm = pair.num_left < before.num_left
-        self._note(pair, _alarm(pair.plans[pair.num_left]) if is_alarm else "")
+        why = ""
+        if pair.num_left < before.num_left:
+            it = pair.plans[pair.num_left]
+            why = (
+                f"recomputing {it.layers} was {it.mean_tv:.3f} from full prefill in "
+                f"{it.num_shadows} shadows, {it.allowed:.3f} is allowed"
+            )
+        self._note(pair, why)
         self._keep()
 
     def _reset(self, sender: str) -> None:
@@ -137,10 +142,3 @@ def _warn_of(pair: WatchedPair) -> None:
             ", ".join(silent),
             NOISE,
         )
-
-
-def _alarm(plan: WatchedPlan) -> str:
-    return (
-        f"recomputing {plan.layers} was {plan.mean_tv:.3f} from full prefill in {plan.num_shadows} "
-        f"shadows, {plan.allowed:.3f} is allowed"
-    )
