@@ -74,6 +74,12 @@ def scheduler_of(slots: Slots, *, is_overlapped: bool) -> Any:
     )
 
 
+def linker_of(ranks: Ranks) -> Any:
+    """With models whose folders have their names."""
+    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
+    return SimpleNamespace(_models=models, _activated=ActivatedAdapters(models), _ranks=ranks)
+
+
 def of_one() -> ActivatedAdapters:
     models: Any = SimpleNamespace(invocation=lambda lora_id: (7,) if lora_id == LATE else ())
     return ActivatedAdapters(models)
@@ -175,9 +181,7 @@ class Loads:
 def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
     adapter: Path, num_slots: int, pinned: int, is_pinned: bool, is_refused: bool
 ) -> None:
-    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
-    activated = ActivatedAdapters(models)
-    linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=Ranks(None))
+    linker = linker_of(Ranks(None))
     manager = Loads(linker, num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
     result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
@@ -186,7 +190,7 @@ def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
         assert f"{LATE} takes two slots" in result.error_message
         assert "--max-loras-per-batch leaves 1" in result.error_message
     else:
-        activated.require_room(manager)
+        linker._activated.require_room(manager)
 
 
 class OtherRank(Ranks):
@@ -206,10 +210,8 @@ def test_all_ranks_have_a_new_adapter_or_none_has(
     adapter: Path, tmp_path: Path, broken: str | None, is_well: bool
 ) -> None:
     """What is being read is the same on all of them, whichever failed, and where."""
-    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
-    activated = ActivatedAdapters(models)
-    ranks = OtherRank(is_well=is_well)
-    linker: Any = SimpleNamespace(_models=models, _activated=activated, _ranks=ranks)
+    linker = linker_of(OtherRank(is_well=is_well))
+    models = linker._models
     folder = shutil.copytree(adapter, tmp_path / "a")
     if broken == "folder":
         shutil.rmtree(folder)
@@ -227,12 +229,10 @@ def test_all_ranks_have_a_new_adapter_or_none_has(
 
 
 def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> None:
-    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
-    models.add("x", adapter)
-    activated = ActivatedAdapters(models)
-    linker: Any = SimpleNamespace(_activated=activated)
+    linker = linker_of(Ranks(None))
+    linker._models.add("x", adapter)
     manager = Loads(linker, 3, [ref("x"), ref("p", True)])
-    activated.require_room(manager)
+    linker._activated.require_room(manager)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for pinned in (True, False):
         late = LoRARef(lora_id="q", lora_name="q", lora_path=str(adapter), pinned=pinned)

@@ -234,30 +234,22 @@ def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -
     assert_reuse_works(rig)
 
 
-def test_a_prefix_whose_e_cannot_be_adopted_is_used_without(rig: Rig) -> None:
-    it = rig.loading()
-    it.load.plan = replace(PLAN, sender=PLAN.receiver)
-    it.load.source.adopt_e = MagicMock(side_effect=torch.OutOfMemoryError("a test"))
-    assert rig.end(rig.launch(it))
-    it.load.source.adopt_e.assert_called_once()
-    assert prefixes.num_without_e(rig.req) == NUM_TOKENS
-    assert_reuse_works(rig)
-
-
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize("adopts", [False, True, torch.OutOfMemoryError("a test")], ids=repr)
 def test_what_is_loaded_without_e_is_the_requests_to_tell(
-    rig: Rig, adopts: bool, fails: bool
+    rig: Rig, adopts: bool | Exception, fails: bool
 ) -> None:
     """What a full prefill has computed instead has E."""
     it = rig.loading(num_landed=0 if fails else None)
-    it.load.plan = replace(PLAN, sender=PLAN.receiver)
-    if adopts:
-        it.load.source.adopt_e = lambda *_: True  # type: ignore[method-assign]
+    it.load.plan, source = replace(PLAN, sender=PLAN.receiver), it.load.source
+    adopt_e = source.adopt_e if adopts is False else MagicMock(side_effect=[adopts])
+    source.adopt_e = MagicMock(side_effect=adopt_e)  # type: ignore[method-assign]
     if fails:
-        it.load.source.staging.fail(FetchError("a test"))
+        source.staging.fail(FetchError("a test"))
     assert rig.end(rig.launch(it))
-    assert prefixes.num_without_e(rig.req) == (0 if adopts or fails else NUM_TOKENS)
+    assert source.adopt_e.call_count == (not fails)
+    assert prefixes.num_without_e(rig.req) == (0 if adopts is True or fails else NUM_TOKENS)
+    assert_reuse_works(rig)
 
 
 def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> None:
