@@ -101,14 +101,14 @@ def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied() -> None:
     )
     at: Any = Span(0, 1)
     load = Load(plan=PLAN, source=source, at=at, slots=torch.tensor([2]))
-    copying = threading.Thread(target=load.copy, args=(0, Copies(None, "cpu").timed))
+    copying = threading.Thread(target=load.copy, args=(0, Copies(None, "cpu")))
     copying.start()
     assert is_copying.wait(60)
     threading.Timer(0.1, may_end.set).start()
     load.abandon(FetchError("a test"))
     told.append("abandoned")
     copying.join()
-    load.copy(1, Copies(None, "cpu").timed)
+    load.copy(1, Copies(None, "cpu"))
     assert told == ["copied", "abandoned"], "and of what comes later nothing is"
 
 
