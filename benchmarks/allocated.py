@@ -6,15 +6,15 @@ import ctypes
 import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.pool import Pool
 
 
 @contextmanager
-def counting() -> Iterator[Pool]:
+def counting() -> Iterator[ProcessPoolExecutor]:
     """A process of its own, of whose allocations `allocated_bytes` knows every one."""
     os.environ["PYTHONMALLOC"] = "malloc"  # Of processes that start from now on.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 

@@ -179,7 +179,7 @@ def main() -> None:
     for size in args.workers:
         asked = (size, args.pages * size // args.workers[-1], args.seconds, args.lookups)
         with counting() as process:
-            rows.append(process.apply(run, asked))
+            rows.append(process.submit(run, *asked).result())
     found = {"rows": rows, "exponents": exponents(rows)}
     result.write("fleet_size", found, environment, args.json)
     steep = {name: it for name, it in found["exponents"].items() if it > MAX_EXPONENT}

@@ -23,7 +23,9 @@ loads 4 to 10; its block begins at the first layer, so it starts from embeddings
                       Total 17.
 
 That all three come out exact is what fixes the reading: E costs as much as one layer's KV, only
-requests with a transition layer load it, and the first two strategies never overlap anything.
+requests with a transition layer load it, and the first two strategies never overlap anything. What
+a request computes of its own new tokens is left out, and a block that has begun is not interrupted
+for an earlier request's.
 """
 
 from __future__ import annotations

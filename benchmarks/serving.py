@@ -140,6 +140,7 @@ def measure(
         means[is_on].append(statistics.mean(steps))
     ask_server("POST", f"{server.url}/abort_request", json={"abort_all": True}, timeout=10)
     reader.join()
+    assert moved, "nothing was fetched meanwhile"
     num_equal = min(len(alone), len(answer.text))
     assert answer.text[:num_equal] == alone[:num_equal], "serving must not change an answer"
     ratios = [on / off for off, on in zip(means[False], means[True], strict=False)]

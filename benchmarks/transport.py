@@ -225,6 +225,7 @@ def main() -> None:
         told, teller = spawning.Pipe()
         process = spawning.Process(target=serve, args=(pages, directory, teller), daemon=True)
         process.start()
+        teller.close()  # So that a sender that dies is an end of what is told.
         sender = Sender(psutil.Process(process.pid), *told.recv(), directory)
         receiver = Receiver(pages, sender)
         rows = [receiver.row(it, args.repetitions) for it in args.frame_mib]

@@ -28,7 +28,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from multiprocessing.pool import Pool
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -195,14 +195,14 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def run(
-    num_pages: int, num_models: int, args: argparse.Namespace, memory: Pool
+    num_pages: int, num_models: int, args: argparse.Namespace, memory: ProcessPoolExecutor
 ) -> Iterator[dict[str, Any]]:
     """A row for each index."""
     workload = Workload(num_pages, args.samples)
     limit = args.memory_gib * 2**30 / num_models / num_pages
     names = [name for name in NAMES if ESTIMATED_BYTES_PER_PAGE.get(name, 250) <= limit]
     asked = (num_models, num_pages, args.samples)
-    index_bytes_of = {name: memory.apply(bytes_per_page, (name, *asked)) for name in names}
+    index_bytes_of = {name: memory.submit(bytes_per_page, name, *asked).result() for name in names}
     times = measure(names, num_models, workload, args.samples)
     hashing = summary(times.pop("hashing")["page_hashes"])
     for name in names:

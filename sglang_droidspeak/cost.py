@@ -1,8 +1,8 @@
 """What this server's forwards, recomputes and copies take, fitted as it serves.
 
-A pass over n tokens with a mean of c tokens before each takes `a + b n + c' n c` seconds: all
-layers in SGLang's own forwards, the layers of a block in a recompute. A GPU takes that or its
-launches, whichever is longer. Of every length the latest passes are kept, so that many short
+A pass over n tokens with a mean of c tokens before each takes, for each of its layers, `a + b n +
+c' n c` seconds, whether all run, as in SGLang's own forwards, or those of a block. A GPU takes that
+or its launches, whichever is longer. Of every length the latest passes are kept, so that many short
 prompts do not drive out what is known of long ones. The lengths that take longer than the shortest
 are fitted by least squares of relative errors in which a pass that was held up counts little, and
 how passes of a length differ from the fit corrects it there.
@@ -80,7 +80,7 @@ class Fit:
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> None:
-        """One pass over these tokens of some prompts."""
+        """One pass over these tokens of some prompts; `seconds` are of one of its layers."""
         lengths = [(len(it), (it.start + it.stop) / 2) for it in tokens]
         num_tokens = sum(length for length, _ in lengths)
         context = sum(length * before for length, before in lengths)

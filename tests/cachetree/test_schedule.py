@@ -33,6 +33,16 @@ def test_a_request_that_waits_for_its_e_does_not_block_the_device() -> None:
     assert ttfts([slow, quick], Strategy.REUSED_FIRST) == [16.0, 18.0]
 
 
+def test_a_free_device_takes_the_first_request_of_those_that_are_ready() -> None:
+    busy = Request(block=Span(0, 1), num_layers=1, load=1.0, recompute=5.0, e_load=1.0)
+    first = Request(block=Span(1, 2), num_layers=2, load=1.0, recompute=2.0, e_load=3.0)
+    later = Request(
+        block=Span(0, 1), num_layers=1, load=1.0, recompute=2.0, e_load=1.0, arrival=1.0
+    )
+    # device: the first block until 5; of the two that are ready then, the later one since 1
+    assert ttfts([busy, first, later], Strategy.PIPELINED) == [5.0, 7.0, 8.0]
+
+
 def test_nothing_to_do_takes_no_time() -> None:
     assert ttfts([], Strategy.PIPELINED) == []
     busy, idle = (
