@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -183,11 +182,12 @@ class DiskTier:
             done()
 
     def _promote(self, line: Iterable[DiskEntry], deadline: Deadline) -> None:
-        """What descends from one that cannot be had finds that its parent is not there."""
+        """Until one cannot be had: below it, where its pages are in memory without their E, others
+        would have that never brought."""
         for entry in line:
-            if deadline.has_passed or self._behind.is_over():
+            is_late = deadline.has_passed or self._behind.is_over()
+            if is_late or not self._promote_entry(entry):
                 return
-            self._promote_entry(entry)
 
     def _bring_e(self, line: Sequence[DiskEntry] = ()) -> None:
         """To what hides it, an entry at a time: all others of the line wait behind other reads."""
@@ -259,8 +259,10 @@ class DiskTier:
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""
         try:
-            warm = takewhile(self._has_room, self._store.index.entries())
-            self._promote(warm, Deadline(inf, self._clock))
+            for entry in takewhile(self._has_room, self._store.index.entries()):
+                if self._behind.is_over():
+                    return
+                self._promote_entry(entry)
         finally:
             self._is_warm = True
 

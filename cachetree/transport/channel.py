@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import xxhash
 
 from cachetree.errors import FetchError, ProtocolError
@@ -65,7 +66,7 @@ class Channel:
         """How many of its bytes have come."""
         self._digest = xxhash.xxh3_64()
         self._header = memoryview(bytearray(frames.HEADER_BYTES + seals.header_tag_bytes))
-        self._sealed = memoryview(bytearray(frames.PIECE_BYTES + seals.piece_tag_bytes))
+        self._sealed = np.empty(frames.PIECE_BYTES + seals.piece_tag_bytes, np.uint8).data
         """For pieces that are sealed; no memory before one comes."""
         self._unit = self._piece = self._header
         """What is received next as a whole, and where it is to be read then."""

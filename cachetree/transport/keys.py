@@ -162,7 +162,7 @@ def _lines(path: Path, *, field: str, is_secret: bool) -> Iterator[tuple[int, st
     """Numbered lines of a small text file without comments."""
     try:
         # A pipe is refused, not waited for.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb", opener=lambda it, how: os.open(it, how | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{field} {path} is not a file")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from transport_parts import eventually, flushed, nobody, unheard
@@ -497,3 +498,13 @@ def test_without_descriptors_the_port_waits_for_some() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         eventually(lambda: door.let_in == ["owner"])
+
+
+def test_a_channel_that_brings_no_pieces_has_no_memory_for_them() -> None:
+    process, num_channels = psutil.Process(), 50
+    with ExitStack() as all_of_them:
+        before_bytes = process.memory_info().rss
+        for _ in range(num_channels):
+            for end in socket.socketpair():
+                all_of_them.enter_context(closing(Channel(end, Unsealed(), unheard)))
+        assert process.memory_info().rss - before_bytes < num_channels * PIECE_BYTES

@@ -249,11 +249,22 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
         assert worker.match(other)[0].location == "local", "others were evicted for it"
 
 
+def load_without_e(worker: Cache, pages: Span) -> None:
+    """As a server stores what it has read of its own."""
+    new = PAGES[pages.start : pages.stop]
+    parent = PAGES[pages.start - 1] if pages.start else None
+    with worker.tree.reserve(MODEL, parent, new, ()) as reservation:
+        for step in reservation.steps:
+            kv = b"".join(content(page, step) for page in new)
+            scatter(reservation.views(step), memoryview(kv))
+        reservation.commit()
+
+
 def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server stores what it has read of its own; of more parts than peers may wait for, and
-    where E of what comes before could not be brought."""
+    """Of more parts than peers may wait for, and where E of what comes before could not be
+    brought."""
     monkeypatch.setattr("cachetree.disk.entry_file.MAX_FILE_BYTES", 4 * PAGE_TOTAL)
     monkeypatch.setattr("cachetree.disk.tier._MAX_PROMOTIONS", 2)
     with (
@@ -266,22 +277,13 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
         num_written = disk.status().counts.num_written_entries
         assert num_written > 32
 
-        def load(pages: Span) -> None:
-            new = PAGES[pages.start : pages.stop]
-            parent = PAGES[pages.start - 1] if pages.start else None
-            with worker.tree.reserve(MODEL, parent, new, ()) as reservation:
-                for step in reservation.steps:
-                    kv = b"".join(content(page, step) for page in new)
-                    scatter(reservation.views(step), memoryview(kv))
-                reservation.commit()
-
         with monkeypatch.context() as patch:
             patch.setattr(DiskTier, "_promote_entry", lambda *_: False)  # There is no room.
-            load(Span(0, 20))
+            load_without_e(worker, Span(0, 20))
             settle(worker, 128)
             eventually(lambda: not disk._hiding and not disk._reads.num_waiting)
         goes_on = slow(worker, monkeypatch)
-        load(Span(20, 64))
+        load_without_e(worker, Span(20, 64))
         eventually(lambda: worker.tree._holds.open)
         assert disk._promotions.acquire(blocking=False), "no peer could have its pages read"
         disk._promotions.release()
@@ -292,6 +294,35 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
         settle(worker, 128)
         counts = disk.status().counts
         assert counts.num_written_entries == num_written, "what was on disk was written again"
+
+
+def test_nothing_is_brought_below_pages_whose_e_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever fetches all of them later would find the last in memory, and bring no E."""
+    promote = DiskTier._promote_entry
+    with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                DiskTier, "_promote_entry", lambda tier, it: it.record.parent and promote(tier, it)
+            )
+            load_without_e(worker, Span(0, 20))
+            settle(worker, 64)
+            eventually(lambda: not worker._disk._hiding and not worker._disk._reads.num_waiting)
+            with pytest.raises(StaleEntry):
+                fetched(cache, address, PAGES)
+        fetched(cache, address, PAGES)
+        eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
+
+
+def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (worker, address), RawPeer(address) as peer:
+        while worker._disk._promotions.acquire(blocking=False):
+            pass
+        ended = peer.ask(A_FETCH)
+        assert isinstance(ended, wire.Ended)
+        assert ended.error == "stale"
+        assert worker.status().worker.fetches_by_outcome == {"stale": 1}
 
 
 def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(

@@ -104,8 +104,10 @@ def test_a_good_secret_file_may_have_comments_and_space(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path, make, words: list[str]) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "a.key"
     make(path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ConfigError) as caught:
         keys.read_key_pair(str(path))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
     for word in [str(path), *words]:
         assert word in str(caught.value)
 
