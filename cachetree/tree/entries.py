@@ -60,7 +60,7 @@ class Hold:
     def __init__(self, stop: int, until_s: float = inf) -> None:
         self.stop: Final = stop
         self.until_s: Final = until_s
-        """When a pin ends by itself."""
+        """When it ends by itself."""
         self.entries: set[LocalEntry] = set()
 
     def add(self, entry: LocalEntry) -> None:

@@ -88,11 +88,11 @@ class Holds:
             hold.add(end.node.local[each])
         name = model, pages[-1]
         others = [pin for it, pin in self._pins.items() if it != name]
-        others_bytes, num_bytes = _kept_bytes(others), _kept_bytes([*others, hold])
-        if num_bytes > self._max_pinned_bytes:
+        if (num_bytes := _kept_bytes([*others, hold])) > self._max_pinned_bytes:
             self.let_go(hold)
+            of_this_bytes = num_bytes - _kept_bytes(others)
             raise PinRefused(
-                f"pins would keep {num_bytes} bytes, {num_bytes - others_bytes} of them for this "
+                f"pins would keep {num_bytes} bytes, {of_this_bytes} of them for this "
                 f"one, and may keep {self._max_pinned_bytes}; unpin something, or raise "
                 "max_pinned_share or the budget"
             )

@@ -152,7 +152,7 @@ class RemoteEntries:
         A page that was only advertised is at another place because of a wrong advert.
         """
         place = self._trie.find(pages[0]) if pages else None
-        if place is None or place.node.local:
+        if place is None or place.node.local or not place.node.remote:
             return False
         for key in list(place.node.remote):
             self._drop(key, pages[:1])

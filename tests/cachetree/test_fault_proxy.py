@@ -335,7 +335,9 @@ def test_every_flipped_bit_of_a_payload_is_detected() -> None:
         for flipped in with_each_bit_flipped(payload):
             num_flips += 1
             receiver.mark_received(frame, is_sound=checksum(flipped) == frame.checksum)
-            assert "checksum" in str(errors.pop())
+            error = errors.pop()
+            assert isinstance(error, ProtocolError)
+            assert "checksum" in str(error)
         assert staging.num_landed_bytes == 0
         room[:] = payload
         receiver.mark_received(frame, is_sound=checksum(room) == frame.checksum)

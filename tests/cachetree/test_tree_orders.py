@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tree_parts import (
+    FAR,
     PAGE,
     A,
     B,
@@ -77,6 +78,17 @@ def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
     assert tree.held_bytes == 0
     tree.evict()
     assert tree.num_bytes == 0
+
+
+@pytest.mark.parametrize("is_advertised", [False, True])
+def test_of_a_store_that_names_a_page_twice_what_comes_before_is_kept(is_advertised: bool) -> None:
+    tree = make_tree()
+    if is_advertised:
+        tree.remote.add(FAR, B, None, path("yz"), [])
+    reservation = tree.reserve(A, None, [*path("yz"), *path("y")], [])
+    assert reservation is not None
+    reservation.commit()
+    assert (num_pages(tree, A, "yz"), tree.num_bytes) == (2, 2 * PAGE)
 
 
 def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
