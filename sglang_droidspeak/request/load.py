@@ -80,6 +80,11 @@ class Load:
             self.source.wait(Step(Kind.KV, layer))
         except FetchError:
             return
+        except Exception:  # The loader goes on with other loads.
+            log.exception("layer %d cannot be waited for", layer)
+            with self._copying:
+                self.is_good = self.is_good and self.error is not None
+            return
         with self._copying:
             if self.error is not None:
                 return

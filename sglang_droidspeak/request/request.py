@@ -65,7 +65,7 @@ class Request:
         self.pages: Sequence[PageHash] = ()
         self.num_there = 0
         """On how many of its pages it counts that the device had: while what it needs comes, or has
-        come, and it has no slots; and where it needs nothing more."""
+        come; and where it needs nothing more."""
 
         self.may_be_planned: Callable[[], bool] = lambda: True
         """Seen, whether all that it waits for is there: answers of tiers that do not advertise, or

@@ -224,10 +224,9 @@ class WaitingRequests:
             if it.phase != Phase.SEEN:
                 told = replace(it.planned, considered=None) if it.is_waiting else None
                 mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_there))
-        for rid, is_approximate, planned, num_there in self._ranks.share(mine, list[_Decision]):
+        shared = self._ranks.share(mine, list[_Decision])
+        for rid, is_approximate, planned, num_there in () if self._ranks.is_first else shared:
             request = self._requests[rid]
-            if self._ranks.is_first:
-                continue
             if planned is not None:
                 self._take_up(request, planned, tree)
             else:
@@ -293,9 +292,9 @@ class WaitingRequests:
             request.match_s = request.age_s
             traces.matched(request)
             request.fetch(self._sources, tree)
-        except Exception as exc:
+        except Exception:
             log.exception("request %s: this rank cannot do as planned", name_of(req.rid))
-            request.failure = f"fallback: {type(exc).__name__}"
+            request.failure = "error"
 
     def _give_up(self, request: Request, outcome: str) -> None:
         """It was planned, and reads nothing by its plan."""

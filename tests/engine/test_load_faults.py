@@ -268,6 +268,16 @@ def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
     assert [it.wait_staged(Deadline.after(0)) is None for it in loads] == [False, True]
 
 
+def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -> None:
+    loads = [rig.loading().load, rig.loading().load]
+    loads[0].source = SimpleNamespace(wait=lambda _step: 1 / 0)
+    index = rig.loader.start(loads)
+    rig.forward.expect(index, [])
+    rig.end(index)
+    assert [it.is_good for it in loads] == [False, True]
+    assert_reuse_works(rig)
+
+
 @pytest.mark.parametrize("failing", [0, 1, None])
 def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(
     rig: Rig, failing: int | None

@@ -342,18 +342,18 @@ def test_a_rank_keeps_an_experiment_to_itself_as_the_first_one_does() -> None:
         assert req.skip_radix_cache_insert
 
 
-def test_what_the_first_rank_cannot_begin_nobody_does() -> None:
+def test_where_the_first_rank_cannot_begin_all_prefill_in_full() -> None:
     """The others have begun, and hear that it is settled there."""
     pair, caches = Pair(), [Asked(), Asked()]
     caches[0].fetch = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    for cache, least, cause in zip(
-        caches, (Phase.LOADING, Phase.SETTLED), ("ZeroDivisionError", "FetchError"), strict=True
+    for cache, least, outcome in zip(
+        caches, (Phase.LOADING, Phase.SETTLED), ("error", "fallback: FetchError"), strict=True
     ):
         ranks = pair.rank(caches.index(cache))
         ranks.least = lambda mine, least=least: [min(it, least) for it in mine]
         waiting, told = waiting_with(cache, ranks=ranks)
         assert not look(waiting, request())
-        assert told.by_rid["r1"].outcome == f"fallback: {cause}"
+        assert told.by_rid["r1"].outcome == outcome
         assert cache.memory.held_bytes == 0
 
 
