@@ -339,8 +339,8 @@ def running(
     env: Mapping[str, str] | None = None,
     start_timeout_s: float = 180.0,
 ) -> Iterator[list[Any]]:
-    """Start servers side by side, on a GPU one after the other, yield them ready, and end them
-    whatever happens, SIGTERM and SIGHUP too. What is taken out of the list is ended as well.
+    """Start servers side by side, after one on a GPU when all are ready, yield them ready, and end
+    them whatever happens, SIGTERM and SIGHUP too. What is taken out of the list is ended as well.
 
     Raises ServerFailed.
     """

@@ -27,7 +27,7 @@ STALL_S: Final = 2.0
 
 
 class Lane:
-    """For reading, or for writing; `slots` are its own. Thread-safe.
+    """For reading, or for writing; `slots` are its own. Thread-safe, but one thread moves objects.
 
     Every call may hang, or raise whatever the backend raises; the caller says how it went.
     """

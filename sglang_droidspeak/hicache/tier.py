@@ -321,10 +321,12 @@ class HiCacheTier:
         if lane.is_paused:
             return False
         steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), self._objects.written]
+        is_there = False
         try:
             for each in steps:
                 if not self._write_steps(change, lease, each, is_over):
                     return False
+            is_there = True
             if change.e_layers:
                 remote.add(HICACHE, model, change.parent, change.pages, change.e_layers)
             else:  # It was loaded, which says nothing of the E that is there.
@@ -334,9 +336,10 @@ class HiCacheTier:
         except Exception as exc:  # The lane counts it, and says so.
             if isinstance(exc, StaleEntry) and not lease.is_over:
                 raise  # It left memory; a lease that is over says that the backend is too slow.
-            self._count("failed", 1)
+            if not is_there:  # Else the next search will find it.
+                self._count("failed", 1)
             lane.fail(repr(exc))
-            return False
+            return is_there
         lane.succeed()
         return True
 

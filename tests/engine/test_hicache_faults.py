@@ -59,6 +59,27 @@ class Failing(Shelf):
             raise ConnectionError("the backend is away")
 
 
+def test_a_question_about_e_that_fails_loses_nothing_that_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier, "PART_BYTES", 1)
+    calls: list[str] = []
+
+    def fail_once(call: str) -> None:
+        calls.append(call)
+        if call == "exists" and "write" in calls and "failed" not in calls:
+            calls.append("failed")
+            raise ConnectionError("the backend is away")
+
+    shelf = Shelf(fail_once)
+    with cache_over(shelf) as cache:
+        store_without_e(cache, prompt(0))
+        eventually(lambda: objects_of(cache) == {"written": 8 * 4})
+        assert "failed" in calls
+        assert tier_of(cache).status().num_late_entries == 0
+        assert search(cache, prompt(0)) == 8
+
+
 def test_a_backend_that_raises_is_left_alone() -> None:
     shelf = Failing()
     with cache_over(shelf) as cache:
