@@ -62,9 +62,7 @@ class Loads:
     def __init__(self, num_tokens: int, *, pin: bool) -> None:
         size = (LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
         buffers = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        self.pool = SimpleNamespace(
-            k_buffer=list(buffers[0]), v_buffer=list(buffers[1]), dtype=torch.bfloat16
-        )
+        self.pool = SimpleNamespace(k_buffer=list(buffers[0]), v_buffer=list(buffers[1]))
         self.rows = DeviceRows(self.pool, Coding(Codec.NONE, HEAD_DIM))
         self.slots = torch.arange(0, 2 * num_tokens, 2, device="cuda")
         self.host = torch.empty(

@@ -83,7 +83,8 @@ class Load:
         except Exception:  # The loader goes on with other loads.
             log.exception("layer %d cannot be waited for", layer)
             with self._copying:
-                self.is_good = self.is_good and self.error is not None
+                if self.error is None:
+                    self.is_good = False
             return
         with self._copying:
             if self.error is not None:
@@ -107,7 +108,7 @@ class Load:
                 staging.wait(step, deadline)
             staging.check()  # The loader has left layers out that came late.
         except FetchError as exc:
-            return exc if staging.error is not None else ForwardWaitExceeded(*exc.args)
+            return staging.error or ForwardWaitExceeded(*exc.args)
         return None
 
     def abandon(self, error: FetchError) -> None:

@@ -139,13 +139,17 @@ class PartialPrefill:
         first = pieces[0]
         forward_batch = replay_of(batch, [(it.row, it.tokens) for it in pieces], self._runner)
         forward_batch.has_own_e = first.is_exact
-        e = None
-        if first.e is not None:
-            rows = [part for it in pieces for part in it.e(it.tokens)]
-            e = self._ranks.whole(torch.cat(rows) if len(rows) > 1 else rows[0])
-            if first.e_map:
-                e = self._corrections[first.e_map](e)
+        e = self._e_of(pieces)
         with prepared(forward_batch, self._runner, self._attention):
             self._ranks.agree()
             with self._ranks.apart():
                 self._stack.run(first.block, e, forward_batch)
+
+    def _e_of(self, pieces: Sequence[BlockTokens]) -> torch.Tensor | None:
+        """Whole and corrected: what their layers start from. None where that is embeddings."""
+        first = pieces[0]
+        if first.e is None:
+            return None
+        rows = [part for it in pieces for part in it.e(it.tokens)]
+        e = self._ranks.whole(torch.cat(rows) if len(rows) > 1 else rows[0])
+        return self._corrections[first.e_map](e) if first.e_map else e

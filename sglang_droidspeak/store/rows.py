@@ -164,9 +164,10 @@ def _runs(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[slice, slice
     """Of two host tensors of equal length the runs along which both ascend: slots come in pages,
     mostly many pages in a row."""
     both = torch.stack([one, other]).numpy()
-    breaks = np.flatnonzero((np.diff(both) != 1).any(0)) + 1
-    for run in np.split(both, breaks, axis=1):
-        yield slice(run[0, 0], run[0, -1] + 1), slice(run[1, 0], run[1, -1] + 1)
+    starts = np.flatnonzero((np.diff(both, prepend=-2) != 1).any(0))
+    lengths = np.diff(starts, append=len(one)).tolist()
+    for (a, b), length in zip(both[:, starts].T.tolist(), lengths, strict=True):
+        yield slice(a, a + length), slice(b, b + length)
 
 
 def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from waiting_parts import request
 
 from cachetree.clock import Deadline
-from cachetree.errors import FetchError
+from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import Location, ModelId, Span, Step
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
@@ -338,6 +338,23 @@ def test_a_forward_does_not_wait_for_a_link_that_stalls(hasty: Rig) -> None:
     assert hasty.end(hasty.launch(it))
     assert hasty.prefills.blocks[-1] == EVERYTHING
     assert it.load.cause == "ForwardWaitExceeded"
+
+
+def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> None:
+    it = hasty.loading(num_landed=2)
+    staging = it.source.staging
+    wait = staging.wait
+
+    def wait_in_vain(step: Step, deadline: Deadline | None = None) -> None:
+        try:
+            wait(step, deadline)
+        except DeadlineExceeded:
+            staging.fail(StaleEntry("a test"))
+            raise
+
+    staging.wait = wait_in_vain  # type: ignore[method-assign]
+    assert hasty.end(hasty.launch(it))
+    assert it.load.cause == "StaleEntry"
 
 
 @pytest.mark.parametrize(("num_landed", "share"), [(3, 0.0), (2, 0.525), (1, 1.0), (0, 1.0)])

@@ -127,7 +127,7 @@ def test_equals_the_stock_backend(dtype: torch.dtype, window: int | None, decode
         )
 
 
-def test_a_layout_does_not_outlive_its_forward() -> None:
+def test_nothing_of_a_forward_outlives_it() -> None:
     """SGLang advances `seq_lens` in place between decode steps."""
     case = Case(2, (4, 4), torch.float32)
     batch = case.batch(decode=True)
