@@ -188,6 +188,7 @@ def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool | None =
     assert source.num_pages == 0, "a lease was not given back"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", Fault)
 def test_every_fault_at_every_frame(
     fault: Fault, frames: list[tuple[Towards, int, Via]], nothing_stays: None
@@ -195,6 +196,7 @@ def test_every_fault_at_every_frame(
     strike_all([Strike(fault, *frame) for frame in frames], first_seed=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", [Fault.FLIP_BODY, Fault.DROP_MESSAGE, Fault.REORDER_MESSAGE, Fault.STALL, Fault.RESET]
 )
