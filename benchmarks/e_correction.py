@@ -297,6 +297,7 @@ def report(state: Path) -> None:
 
 def _told(found: Sequence[Found]) -> dict[str, Any]:
     full, plans = [it.full_prefill for it in found], []
+    has_f1 = any("f1" in measures for measures in found[0].plans.values())
     for name, measures in found[0].plans.items():
         plain = name.split(")")[0] + ")"
         plan: dict[str, Any] = {"plan": name}
@@ -314,7 +315,7 @@ def _told(found: Sequence[Found]) -> dict[str, Any]:
         "contexts": len(found),
         "questions": sum(it.questions for it in found),
         "mean_tokens": round(fmean(it.tokens for it in found)),
-        **({"full_prefill": round(fmean(full), 6)} if "f1" in measures else {}),
+        **({"full_prefill": round(fmean(full), 6)} if has_f1 else {}),
         "plans": plans,
     }
 

@@ -12,10 +12,10 @@ import msgspec
 
 from cachetree import CacheTreeError, ConfigError
 from cachetree.checkpoint import read_model_identity
-from cachetree.cli import status_of
+from cachetree.cli import complain, show, status_of
 from profiles import cli as profiler
 from sglang_droidspeak.cli import ask, demo, doctor, serve
-from sglang_droidspeak.cli.terminal import add_start_timeout, complain, show, tell
+from sglang_droidspeak.cli.terminal import add_start_timeout, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerSpec, running
 from sglang_droidspeak.fleet.signals import terminable

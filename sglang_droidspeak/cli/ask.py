@@ -13,7 +13,8 @@ import msgspec
 import requests
 
 from cachetree import CacheTreeError, ConfigError, printable
-from sglang_droidspeak.cli.terminal import show, tell
+from cachetree.cli import show
+from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.fleet.servers import ask_server
 from sglang_droidspeak.guard.detector import strength
 from sglang_droidspeak.guard.plans import ALL, GuardState

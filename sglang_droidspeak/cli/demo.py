@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cachetree import read_yaml, settings_of
-from sglang_droidspeak.cli.terminal import add_start_timeout, complain
+from cachetree.cli import complain
+from sglang_droidspeak.cli.terminal import add_start_timeout
 
 _PAIR: Final = ("sender", "receiver", "profile", "data")
 

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from cachetree import CacheTreeError, ConfigError, read_yaml, settings_of
+from cachetree.cli import show
 from cachetree.transport import (
     Status,
     StatusRequest,
@@ -25,7 +26,7 @@ from cachetree.transport import (
 )
 from sglang_droidspeak.cli.ask import add_key, state_of
 from sglang_droidspeak.cli.serve import as_flags, own_of, server_of
-from sglang_droidspeak.cli.terminal import show, tell
+from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import LINKER_MODULE, Settings, linker_options, parse_settings
 

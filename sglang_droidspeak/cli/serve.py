@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from cachetree import ConfigError
-from sglang_droidspeak.cli.terminal import show
+from cachetree.cli import show
 from sglang_droidspeak.fleet.fleet import check_flags
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, linker_options
 

@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Iterable
 
 from cachetree import printable
-from cachetree.cli import complain, show, show_json
+from cachetree.cli import show, show_json
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
-
-__all__ = ["add_start_timeout", "complain", "show", "tell"]
 
 
 def tell(args: argparse.Namespace, told: object, lines: Iterable[str]) -> None:

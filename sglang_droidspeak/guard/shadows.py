@@ -357,8 +357,9 @@ def _temperature(obj: Any, manager: Any) -> float | None:
         return None
     is_original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
     reported = 1.0 if is_original else asked
-    is_told = reported >= least
-    return reported if is_told and _may_reuse(params.get("custom_params") or {}) else None
+    if reported < least or not _may_reuse(params.get("custom_params") or {}):
+        return None
+    return reported
 
 
 def _may_reuse(custom: Any) -> bool:

@@ -219,10 +219,7 @@ def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held
     in_flight = SimpleNamespace(
         follow=lambda it, *_: followed.append(it.req), prune=lambda _waiting: None
     )
-    planner, req = (
-        planner_without("no_match"),
-        request(),
-    )
+    planner, req = planner_without("no_match"), request()
     waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
     look(waiting, req)
     assert followed == ([] if (held.approximate > held.exact) else [req])

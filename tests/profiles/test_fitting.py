@@ -119,9 +119,9 @@ def test_e_is_corrected_on_the_receivers_device() -> None:
     class OnMeta:
         device, num_layers = torch.device("meta"), 12
 
-        def recompute(self, e: torch.Tensor, _layers: Span) -> dict[int, object]:
+        def recompute(self, e: torch.Tensor, _layers: Span) -> list[object]:
             entered.append(e)
-            return {}
+            return []
 
     sender = LayeredModel(SHIPPED[1].load().sender)
     hidden = sender.model.config.hidden_size
