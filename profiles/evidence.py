@@ -3,7 +3,8 @@
     split "train"     chooses: every block by KL, the promising ones by the metric -> frontier
     split "held_out"  judges: the frontier from most work to least, and what one could do instead
 
-Qualities are means of the profile's metric, 0 to 1, and losses are differences of them. Times are
+Qualities are means of the profile's metric, 0 to 1, over contexts: each counts as the mean over its
+questions. Losses are differences of them. Times are
 seconds. A layer's number is its place in the model, counted from 0; spans are half-open.
 """
 
@@ -22,7 +23,7 @@ from profiles.data.tasks import TaskOptions
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over questions and its 95 % confidence interval, bootstrapped over contexts."""
+    """A mean over contexts and its 95 % confidence interval, bootstrapped over contexts."""
 
     mean: float
     low: float
@@ -32,8 +33,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     """How closely the receiver follows itself when part of its KV is another's, teacher-forced.
 
-    Means over the tokens of a question, then over questions. The receiver's own greedy answer is
-    given; the distance is to its own full prefill.
+    Means over the tokens of a question, then over a context's questions, then over contexts. The
+    receiver's own greedy answer is given; the distance is to its own full prefill.
     """
 
     kl: float

@@ -14,9 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Final
 
 import torch
@@ -50,7 +48,7 @@ from profiles.compute.models import (
 from profiles.compute.room import Sizes, bounds_of, make_room, require_fitting
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
 from profiles.costs import Repeats, choose_lengths, measure_costs
-from profiles.data.documents import Document, mean_lengths
+from profiles.data.documents import Document, by_task, mean_lengths
 from profiles.environment import read_environment
 from profiles.evidence import Baseline, BaselineKind, CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast
@@ -140,7 +138,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     tried = watched.measure("choosing", TRAIN, train.documents, steps)
     choice = choose(
         {it: tried.candidates[it] for it in candidates},
-        fmean(chain.from_iterable(tried.full_prefill)),
+        tried.full_prefill,
+        [*by_task(train.documents).values()],
         settings.tolerance,
         settings.plans,
     )

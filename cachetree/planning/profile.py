@@ -51,7 +51,7 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     """Quality of the receiver's answers with one block."""
 
     quality: float
-    """Mean of the profile's metric over its held-out questions, 0 to 1."""
+    """Mean of the profile's metric over its held-out contexts, 0 to 1."""
     e_map: EMap | None = None
     """What corrects E at its start; None leaves E as the sender's."""
     tv_bound: float | None = None

@@ -224,8 +224,8 @@ def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Tabl
             (name, say(profile.train), say(profile.held_out)) for name, say in shown.items()
         ),
         caption=(
-            f"{words.metric_name(profile.metric)}, 0 to 1, mean over questions with its 95 % "
-            "interval over contexts"
+            f"{words.metric_name(profile.metric)}, 0 to 1, mean over contexts, of which each counts"
+            " as the mean over its questions, with its 95 % interval"
         ),
         is_prose=True,
     )

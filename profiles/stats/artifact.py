@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from statistics import fmean
 from typing import TypeVar
 
 from cachetree import ModelIdentity, Span
@@ -29,10 +28,9 @@ from profiles.evidence import (
     TaskLoss,
     TaskScores,
 )
-from profiles.stats.choice import Choice, kl_of, qualities_of, quality_of
+from profiles.stats.choice import Choice, kl_of, qualities_of
 from profiles.stats.gate import (
     DRIFT_ERROR_RATE,
-    Qualities,
     contexts_needed,
     interval,
     is_within,
@@ -41,7 +39,14 @@ from profiles.stats.gate import (
     proven,
     verdict,
 )
-from profiles.stats.measured import NUM_SHOWN, Candidate, Measured, Scores
+from profiles.stats.measured import (
+    NUM_SHOWN,
+    Candidate,
+    Measured,
+    Qualities,
+    Scores,
+    mean_of,
+)
 
 T = TypeVar("T")
 
@@ -117,7 +122,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
             LayerSensitivity(
                 layer=layer,
                 fidelity=fidelity_of(scores),
-                kl_by_context=tuple(round(kl_of([context]), 6) for context in scores),
+                kl_by_context=tuple(kl_of([context]) for context in scores),
             )
             for layer, scores in enumerate(swept.layers)
         ),
@@ -162,9 +167,9 @@ def split_of(data: Data, judged: Measured) -> Split:
                 metric=task.metric.value,
                 num_contexts=len(places),
                 num_questions=sum(len(documents[i].questions) for i in places),
-                sender=_mean(_at(places, sender)),
-                full_prefill=_mean(_at(places, full)),
-                full_reuse=_mean(_at(places, reuse)),
+                sender=mean_of(_at(places, sender)),
+                full_prefill=mean_of(_at(places, full)),
+                full_reuse=mean_of(_at(places, reuse)),
             )
             for task, places in by_task(documents).items()
         ),
@@ -186,7 +191,7 @@ def losses_of(
     qualities = [(_at(it, full), _at(it, plan)) for it in by_task(documents).values()]
     return tuple(
         TaskLoss(
-            quality=_mean(theirs),
+            quality=mean_of(theirs),
             bound=loss_bound(ours, theirs),
             needed=contexts_needed(ours, theirs, tolerance),
         )
@@ -198,17 +203,13 @@ def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:
     return [values[place] for place in places]
 
 
-def _mean(values: Qualities) -> float:
-    return round(fmean(_flat(values)), 6)
-
-
 def _measured(block: Span, scores: Scores) -> MeasuredBlock:
-    is_known = all(score.quality is not None for score in _flat(scores))
+    is_known = all(score.quality is not None for context in scores for score in context)
     return MeasuredBlock(
         start=block.start,
         stop=block.stop,
         fidelity=fidelity_of(scores),
-        quality=quality_of(scores) if is_known else None,
+        quality=mean_of(qualities_of(scores)) if is_known else None,
     )
 
 
@@ -220,7 +221,7 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
         start=it.block.start,
         stop=it.block.stop,
         e_map=it.e_map,
-        train_quality=quality_of(found.tried.candidates[it]),
+        train_quality=mean_of(qualities_of(found.tried.candidates[it])),
         held_out=interval_of(documents, plan),
         tasks=losses_of(documents, full, plan, tolerance) if is_asked else (),
         shown=None if is_asked else _shown(found),
@@ -266,7 +267,7 @@ def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
 
 def _shown(found: Findings) -> Shown:
     places = first_of_each_task(found.held_out.documents, NUM_SHOWN)
-    full = _mean(_at(places, found.judged.full_prefill))
+    full = mean_of(_at(places, found.judged.full_prefill))
     return Shown(num_contexts=len({it.context for it in _few(found)}), full_prefill=full)
 
 
@@ -285,8 +286,4 @@ def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
 
 
 def fidelity_of(scores: Scores) -> Fidelity:
-    return Fidelity(kl=round(kl_of(scores), 6))
-
-
-def _flat(contexts: Iterable[Sequence[T]]) -> list[T]:
-    return [value for context in contexts for value in context]
+    return Fidelity(kl=kl_of(scores))

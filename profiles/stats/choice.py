@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from statistics import fmean
 from typing import Final
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from cachetree import Span
 from profiles.evidence import BaselineKind
-from profiles.stats.measured import Candidate, Measured, Scores, spread
+from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
 """Places where blocks begin, where nothing else is asked for: a pass over the prefix each, and the
@@ -93,16 +92,21 @@ def closest(plans: Mapping[Candidate, Scores], most: int = MOST_TRIED) -> list[C
 
 def choose(
     plans: Mapping[Candidate, Scores],
-    full_prefill: float,
+    full_prefill: Qualities,
+    tasks: Sequence[Sequence[int]],
     tolerance: float,
     most: int = MOST_TRIED,
 ) -> Choice:
-    """From plans smaller than all layers, whose answers to all training questions are known."""
-    quality = {it: quality_of(scores) for it, scores in plans.items()}
+    """From plans smaller than all layers, whose answers to all training questions are known.
+
+    `tasks` has the places of each task's contexts. As for the gate, a plan is as good as it is at
+    its worst task.
+    """
+    quality = {it: _kept(qualities_of(of), full_prefill, tasks) for it, of in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     closeness = {it: -value for it, value in kl.items()}
     shown = [it for values in (quality, closeness) for it in frontier(values, kl)]
-    good = {it: closeness[it] for it in plans if quality[it] >= (1 - tolerance) * full_prefill}
+    good = {it: closeness[it] for it in plans if quality[it] >= 1 - tolerance}
     near = spread(frontier(good, kl), most)
     least = len(near[0]) if near else inf
     below = {it: closeness[it] for it in plans if len(it) < least}
@@ -114,13 +118,14 @@ def choose(
     )
 
 
+def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> float:
+    """Share of full prefill's quality that a plan keeps, at the task at which that is least."""
+    means = [[mean_of([of[it] for it in places]) for of in (plan, full)] for places in tasks]
+    return round(min(ours / own if own else 1.0 for ours, own in means), 6)
+
+
 def kl_of(scores: Scores) -> float:
-    return fmean(score.kl for context in scores for score in context)
-
-
-def quality_of(scores: Scores) -> float:
-    """Mean of the metric."""
-    return round(fmean(value for context in qualities_of(scores) for value in context), 6)
+    return mean_of([[score.kl for score in context] for context in scores])
 
 
 def qualities_of(scores: Scores) -> list[list[float]]:

@@ -8,8 +8,8 @@ tolerance? Questions about one context share its KV, so contexts are the draws.
                        so by Markov's inequality that happens with at most ERROR_RATE: for any
                        number of contexts, whatever the distribution within 0 and 1, rare losses
                        and full prefill's own scatter included (Waudby-Smith and Ramdas, 2024).
-                       It is the loss over as many questions as each of these contexts has: of
-                       contexts with more, of which none was drawn, nothing is known
+                       A context's quality is the mean over its questions: all contexts weigh the
+                       same
     a plan             passes where it does at every task. One that loses too much has a task at
                        which it does, so each task gets the whole ERROR_RATE
     a profile          tries plans in the training split's order, from most work to least, and stops
@@ -21,15 +21,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil, log
+from statistics import fmean
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from profiles.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScores
+from profiles.stats.measured import Qualities
 
 ERROR_RATE: Final = 0.05
 """Of wrongly passed profiles, at most."""
@@ -47,19 +48,18 @@ _STAKES: Final = _BETS / 2
 _STEPS: Final = 1_000_000
 """Bounds are shares in so many steps."""
 
-Qualities = Sequence[Sequence[float]]
-"""By context, then by question; no context is empty."""
+MOST_CONTEXTS_NAMED: Final = 3_000
+"""Contexts beyond which no number is said."""
 
 
 def interval(values: Qualities) -> Interval:
-    """Mean over all values, and its 95 % interval by a bootstrap of contexts, to look at."""
-    sums = np.array([sum(it) for it in values])
-    counts = np.array([len(it) for it in values])
-    mean = float(sums.sum() / counts.sum())
+    """Mean over contexts, and its 95 % interval by a bootstrap of contexts, to look at."""
+    of_contexts = _means(values)
+    mean = float(of_contexts.mean())
     rng, means = np.random.default_rng(_SEED), []
     for _ in range(NUM_SAMPLES // _AT_ONCE):
         drawn = rng.integers(len(values), size=(_AT_ONCE, len(values)))
-        means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
+        means.append(of_contexts[drawn].mean(1))
     low, high = np.percentile(means, [2.5, 97.5])
     return Interval(
         mean=round(mean, 6),
@@ -71,13 +71,12 @@ def interval(values: Qualities) -> Interval:
 def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE) -> float:
     """The share of full prefill's quality that the plan loses at most, but for `error_rate`; the
     smallest tolerance at which it passes, and 1 where full prefill has no quality to lose."""
-    sums = _Sums.of(full, plan)
-    if not sums.full.any():
+    ours, theirs = _means(full), _means(plan)
+    if not ours.any():
         return 1.0
 
     def has_won(step: int) -> bool:
-        won = np.logaddexp.reduce(np.log(_STAKES) + sums.gains(step / _STEPS))
-        return bool(won >= -log(error_rate))
+        return _wealth(_gains(ours, theirs, step / _STEPS).sum(1)) >= -log(error_rate)
 
     return bisect_left(range(_STEPS), True, key=has_won) / _STEPS
 
@@ -89,35 +88,44 @@ def mean_bound(values: Qualities, error_rate: float) -> float:
 
 
 def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int | None:
-    """How many contexts like these would pass; None where no number of them does."""
-    gains = _Sums.of(full, plan).gains(tolerance) / len(full)
-    needed = [
-        -log(ERROR_RATE * it) / gain for it, gain in zip(_STAKES, gains, strict=True) if gain > 0
-    ]
-    return ceil(min(needed)) if needed else None
+    """How many contexts like these would pass; None where no number of them does.
+
+    As many as a plan that loses nothing needs, at least: being better than that was luck.
+    """
+    ours, theirs = _means(full), _means(plan)
+    least, needed = (_num_passing(_gains(ours, it, tolerance).mean(1)) for it in (ours, theirs))
+    return None if least is None or needed is None else max(least, needed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Quality over each context's questions, in units of the context with the most of them."""
+def _num_passing(gains: NDArray[np.float64]) -> int | None:
+    """Contexts until a mixture whose bets gain so much at each passes."""
+    if gains.max() <= 0:
+        return None
+    enough = ceil(-log(ERROR_RATE * _STAKES[gains.argmax()]) / gains.max())
+    return bisect_left(range(enough), -log(ERROR_RATE), key=lambda it: _wealth(it * gains))
 
-    full: NDArray[np.float64]
-    plan: NDArray[np.float64]
 
-    @classmethod
-    def of(cls, full: Qualities, plan: Qualities) -> _Sums:
-        most = max(map(len, full))
-        return cls(*(np.array([sum(it) / most for it in values]) for values in (full, plan)))
+def _means(values: Qualities) -> NDArray[np.float64]:
+    """Of each context."""
+    return np.array([fmean(it) for it in values])
 
-    def gains(self, tolerance: float) -> NDArray[np.float64]:
-        """Logarithm of what each bet multiplies its stake by.
 
-        Where the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost`
-        is above 0; no context's is above 1.
-        """
-        lost = self.full - self.plan / (1 - tolerance)
-        with np.errstate(divide="ignore"):
-            return np.log1p(np.outer(_BETS, -lost)).sum(1)
+def _gains(
+    full: NDArray[np.float64], plan: NDArray[np.float64], tolerance: float
+) -> NDArray[np.float64]:
+    """Logarithm of what each context multiplies each bet's stake by, by bet.
+
+    Where the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost` is
+    above 0; no context's is above 1.
+    """
+    lost = full - plan / (1 - tolerance)
+    with np.errstate(divide="ignore"):
+        return np.log1p(np.outer(_BETS, -lost))
+
+
+def _wealth(won: NDArray[np.float64]) -> float:
+    """Logarithm of all stakes together, each multiplied by what its bet has won."""
+    return float(np.logaddexp.reduce(np.log(_STAKES) + won))
 
 
 def is_within(losses: Sequence[TaskLoss], tolerance: float) -> bool:
@@ -159,7 +167,9 @@ def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
         return reason
     if (needed := contexts_lacking(plan, split, tolerance)) is not None:
         task, _ = _worst(plan, split)
-        reason += f"; about {needed} such contexts could show it, not {task.num_contexts}"
+        many = f"about {needed} such contexts could show it, not {task.num_contexts}"
+        none = "no amount of data that you will have could show it"
+        reason += f"; {many if needed <= MOST_CONTEXTS_NAMED else none}"
     return reason
 
 

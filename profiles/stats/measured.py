@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final, TypeVar
 
 import msgspec
@@ -33,6 +34,9 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 
 Scores = list[Sequence[Score]]
 """By context, then by question."""
+
+Qualities = Sequence[Sequence[float]]
+"""By context, then by question; no context is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,11 @@ class Measured:
         """Of a sweep, by the layers that are recomputed, in their order."""
         found = {it.block: of for it, of in self.candidates.items() if it.runs}
         return {it: found[it] for it in sorted(found)}
+
+
+def mean_of(values: Qualities) -> float:
+    """Mean over contexts of the mean over each one's questions, as the gate weighs them."""
+    return round(fmean(map(fmean, values)), 6)
 
 
 def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:

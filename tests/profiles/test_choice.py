@@ -19,6 +19,9 @@ from profiles.stats.choice import (
 from profiles.stats.measured import Candidate, Measured, Score, Scores
 
 FULL = 0.916
+OWN = [[FULL] * 3] * 12
+"""Full prefill's qualities."""
+TASK = [range(12)]
 
 
 def scores(kl: float, quality: float | None = None) -> Scores:
@@ -36,7 +39,7 @@ def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Ca
 
 
 def order_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> list[tuple[int, int]]:
-    order = choose(plans_of(measured), FULL, 0.05).order
+    order = choose(plans_of(measured), OWN, TASK, 0.05).order
     return [(it.block.start, it.block.stop) for it in order]
 
 
@@ -56,11 +59,43 @@ def test_a_lucky_plan_does_not_drive_out_one_that_equals_full_prefill():
 def test_what_is_not_good_enough_waits_until_all_that_is_has_passed():
     measured = {(1, 2): (0.3, 0.5), (1, 4): (0.2, 0.8), (1, 5): (0.01, 0.7), (0, 6): (0.1, 0.9)}
     assert order_of(measured) == [(0, 6), (1, 5), (1, 4), (1, 2)]
-    choice = choose(plans_of(measured), FULL, 0.05)
+    choice = choose(plans_of(measured), OWN, TASK, 0.05)
     assert choice.expected == plan(0, 6)
     bad = {it: values for it, values in measured.items() if it != (0, 6)}
-    assert choose(plans_of(bad), FULL, 0.05).expected is None
+    assert choose(plans_of(bad), OWN, TASK, 0.05).expected is None
     assert order_of(bad) == [(1, 5), (1, 4), (1, 2)], "for a reason that has numbers"
+
+
+def mixed(kl: float, *contexts: tuple[int, int, float]) -> Scores:
+    """From numbers of contexts, of their questions, and the quality of each."""
+    return [
+        (Score(kl=kl, tv=0.0, quality=quality),) * questions
+        for size, questions, quality in contexts
+        for _ in range(size)
+    ]
+
+
+def test_a_plan_that_loses_much_of_a_small_task_waits_until_the_others_have_passed():
+    """It loses 40 % of a task that has a tenth of the questions: 3.6 % of all."""
+    own, tasks = [[1.0]] * 330, [range(300), range(300, 330)]
+    lossy, sound = plan(0, 8), plan(2, 6)
+    found = {
+        lossy: mixed(0.01, (300, 1, 1.0), (30, 1, 0.6)),
+        sound: mixed(0.02, (300, 1, 1.0), (30, 1, 1.0)),
+    }
+    choice = choose(found, own, tasks, 0.05)
+    assert choice.order == (sound,) and choice.expected == sound
+    alone = choose({lossy: found[lossy]}, own, tasks, 0.05)
+    assert alone.order == (lossy,) and alone.expected is None
+
+
+def test_a_context_with_many_questions_counts_as_one():
+    own = [[1.0] * 40, *[[1.0]] * 39]
+    found = {
+        plan(0, 4): mixed(0.1, (1, 40, 0.0), (39, 1, 1.0)),
+        plan(1, 4): mixed(0.2, (1, 40, 1.0), (39, 1, 0.9)),
+    }
+    assert choose(found, own, [range(40)], 0.05).expected == plan(0, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -93,7 +128,7 @@ def test_no_more_plans_are_decoded_and_tried_than_asked_for(most):
     kl = {(start, 20): (start / 20) ** 2 + 0.01 for start in range(1, 20)}
     assert len(shortlist(swept_of(kl), most)) == most
     quality = {it: (value, FULL if it[0] < 12 else 0.5) for it, value in kl.items()}
-    choice = choose(plans_of(quality), FULL, 0.05, most)
+    choice = choose(plans_of(quality), OWN, TASK, 0.05, most)
     assert len([it for it in choice.order if it.block.start < 12]) == most
     assert len(choice.order) == most + most // 2
     assert choice.expected == plan(11, 20)
@@ -121,7 +156,8 @@ def test_plans_of_one_size_are_in_the_same_order_in_every_run():
         e_map = EMap(layer=3, dtype="float32", sha256=f"{number:064x}")
         better = plan(1, 3)
         closer = Candidate(runs=(Span(3, 5),), e_map=e_map)
-        found = choose({closer: scores(0.1, 0.5), better: scores(0.2, 0.6)}, FULL, 0.05)
+        measured = {closer: scores(0.1, 0.5), better: scores(0.2, 0.6)}
+        found = choose(measured, OWN, TASK, 0.05)
         assert found.frontier == [better, closer]
 
 
