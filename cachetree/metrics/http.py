@@ -4,19 +4,21 @@ well as it should be, three questions apart, at /health; and, where that is want
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, MetricsHandler
 
+from cachetree.clock import Deadline
 from cachetree.errors import ConfigError
 from cachetree.metrics.metrics import StatusCollector
 from cachetree.metrics.query import MAX_BODY_BYTES, Queries
@@ -30,6 +32,11 @@ _STUCK_S: Final = 5.0
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """For the next of a request to come."""
+_MOST_S: Final = 10.0
+"""Longest that one connection lasts, however often something of its request comes."""
+_MAX_AT_ONCE: Final = 32
+"""Connections, each with a thread. One more ends the oldest: an honest request takes milliseconds.
+"""
 _PIECE_BYTES: Final = 1 << 16
 
 
@@ -74,6 +81,9 @@ class StatusPage(ThreadingHTTPServer):
     ConfigError where it cannot be bound.
     """
 
+    request_queue_size = 128
+    """Connections that wait in the kernel; for one more a monitor waits a second."""
+
     def __init__(
         self,
         address: Address,
@@ -87,6 +97,9 @@ class StatusPage(ThreadingHTTPServer):
         self.status: Final = status
         self.queries: Final = queries
         self.is_retired = False
+        self._open: dict[socket.socket, Deadline] = {}
+        """Connections with a thread, oldest first."""
+        self._free_threads = threading.BoundedSemaphore(_MAX_AT_ONCE)
         self.registry: Final = CollectorRegistry()
         self.registry.register(StatusCollector(status))
         self._thread = threading.Thread(
@@ -97,6 +110,31 @@ class StatusPage(ThreadingHTTPServer):
     def retire_queries(self) -> None:
         """Answer 503 to those, for good; monitors see what they saw."""
         self.is_retired = True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, as soon as one of `_MAX_AT_ONCE` is free."""
+        self._hang_up(tuple(self._open)[: max(0, len(self._open) - _MAX_AT_ONCE + 1)])
+        if not self._free_threads.acquire(timeout=_PATIENCE_S):
+            self.shutdown_request(request)
+            return
+        self._open[request] = Deadline.after(_MOST_S)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection; its thread ends, or could not be started."""
+        super().shutdown_request(request)
+        if self._open.pop(request, None) is not None:
+            self._free_threads.release()
+
+    def service_actions(self) -> None:
+        """End what is late; twice a second and after each request."""
+        self._hang_up([it for it, until in tuple(self._open.items()) if until.has_passed])
+
+    def _hang_up(self, connections: Iterable[socket.socket]) -> None:
+        """Wake the threads that read from these or write to them; each closes its own."""
+        for connection in connections:
+            with contextlib.suppress(OSError):  # Its thread has closed it.
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
         """Who goes away early is no error."""

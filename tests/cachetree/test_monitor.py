@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import struct
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,7 @@ from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, h
 from cachetree.transport import parse_http
 
 PAGES = pages_of(64)
+MOST_THREADS = 32
 
 
 def scraped(cache: Cache) -> dict[tuple[str, ...], float]:
@@ -235,6 +237,60 @@ def test_who_says_nothing_or_goes_away_leaves_no_trace(
         assert get(page.url + "/health")[0] == 200
         time.sleep(0.1)
     assert capfd.readouterr() == ("", "")
+
+
+def num_threads_of_page() -> int:
+    return sum("process_request_thread" in it.name for it in threading.enumerate())
+
+
+def test_dripping_strangers_hold_few_threads_and_keep_no_monitor_out() -> None:
+    with cache_of() as cache, page_of(cache) as page, contextlib.ExitStack() as stack:
+        at = urlsplit(page.url)
+        for _ in range(3 * MOST_THREADS):
+            slow = stack.enter_context(socket.create_connection((at.hostname, at.port)))
+            slow.sendall(b"GET")
+        eventually(lambda: num_threads_of_page() >= MOST_THREADS)
+        assert get(page.url + "/health")[0] == 200
+        eventually(lambda: num_threads_of_page() <= MOST_THREADS, 2)
+
+
+def test_request_that_drips_ends_though_each_byte_is_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "_MOST_S", 0.3, raising=False)
+    with cache_of() as cache, page_of(cache) as page:
+        at = urlsplit(page.url)
+        with socket.create_connection((at.hostname, at.port)) as slow:
+            slow.settimeout(0.1)
+
+            def has_ended() -> bool:
+                slow.sendall(b"G")
+                with contextlib.suppress(TimeoutError):
+                    return slow.recv(1) == b""
+                return False
+
+            eventually(has_ended, 3)
+        eventually(lambda: not num_threads_of_page())
+
+
+def test_flood_of_real_requests_waits_for_threads() -> None:
+    """What answers cannot be broken off."""
+    go_on = threading.Event()
+
+    def slow() -> CacheStatus:
+        go_on.wait(20)
+        raise OSError("nothing to say")
+
+    with StatusPage(parse_http("0"), slow) as page, contextlib.ExitStack() as stack:
+        at = urlsplit(page.url)
+        for _ in range(2 * MOST_THREADS):
+            asker = stack.enter_context(socket.create_connection((at.hostname, at.port)))
+            asker.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        eventually(lambda: num_threads_of_page() >= MOST_THREADS)
+        time.sleep(0.1)
+        assert num_threads_of_page() == MOST_THREADS
+        go_on.set()
+        eventually(lambda: not num_threads_of_page())
 
 
 def test_what_breaks_here_is_logged(caplog: pytest.LogCaptureFixture) -> None:
