@@ -42,7 +42,17 @@ from cachetree.ids import (
 from cachetree.memory import Register, Staging
 from cachetree.planning import Match, PairProfile, Plan, read_profile, write_profile
 from cachetree.status import CacheStatus, FetchCounts
-from cachetree.tier import MakeTier, NoteSpeed, Search, Tier, Turns, WriteBehind, give_way
+from cachetree.tier import (
+    STALL_S,
+    Calls,
+    MakeTier,
+    NoteSpeed,
+    Search,
+    Tier,
+    Turns,
+    WriteBehind,
+    give_way,
+)
 from cachetree.transport import (
     Peer,
     PeerConfig,
@@ -60,12 +70,14 @@ __all__ = [
     "LOCAL",
     "PAGE_HASH_BYTES",
     "POOL_PREFIX",
+    "STALL_S",
     "AuthenticationError",
     "Cache",
     "CacheConfig",
     "CacheStatus",
     "CacheTree",
     "CacheTreeError",
+    "Calls",
     "Cancelled",
     "Change",
     "Clock",

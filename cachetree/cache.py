@@ -294,6 +294,7 @@ class Cache:
             worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,
             tiers={location: tier.status() for location, tier in self._tiers.items()},
+            paused_tiers={location: tier.is_paused for location, tier in self._tiers.items()},
         )
 
     def close(self) -> None:

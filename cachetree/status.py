@@ -57,6 +57,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None where nothing is kept on disk."""
     tiers: Mapping[Location, msgspec.Struct]
     """What each tier says of itself, the disk included."""
+    paused_tiers: Mapping[Location, bool]
+    """Whether each tier fails or hangs, and is not read for now."""
 
 
 class FetchLog:

@@ -31,6 +31,9 @@ _MAX_WRITE_S: Final = 60.0
 GRACE_S: Final = 1.0
 """For the call that is under way when it is time to end."""
 
+STALL_S: Final = 2.0
+"""Seconds after which a call that has not returned is taken to hang."""
+
 NoteSpeed = Callable[[int, float, FetchError | None], None]
 """Of each fetch that has ended: takes the bytes that it read, the seconds that they took, and what
 ended it early."""
@@ -147,6 +150,32 @@ class Turns(Generic[T]):
         return not any(thread.is_alive() for thread in self._threads)
 
 
+class Calls:
+    """Calls under way to a disk or a storage, which may hang. Entered around each; thread-safe."""
+
+    def __init__(self, clock: Clock, stall_s: float) -> None:
+        self._clock: Final = clock
+        self._stall_s: Final = stall_s
+        self._lock = threading.Lock()
+        self._begun_at_s: dict[int, float] = {}
+        """Begin of each call, by thread."""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._begun_at_s[threading.get_ident()] = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            del self._begun_at_s[threading.get_ident()]
+
+    @property
+    def have_stalled(self) -> bool:
+        """Whether the oldest call takes longer than `stall_s`."""
+        now_s = self._clock()
+        with self._lock:
+            return now_s - min(self._begun_at_s.values(), default=now_s) > self._stall_s
+
+
 class Moves:
     """Entered while an entry moves from one place to another, by several threads at once."""
 
@@ -166,12 +195,20 @@ class Moves:
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[bool]:
-        """Once those under way have ended, and none begins meanwhile; False where one has not ended
-        by then."""
-        with self._gate:
+        """Wait until the moves under way have ended, and let none begin inside the block; False if
+        one has not ended by then, or another thread still stops them."""
+        deadline = Deadline.after(timeout_s)
+        if not self._gate.acquire(timeout=timeout_s):
+            yield False
+            return
+        try:
             with self._changed:
-                have_ended = self._changed.wait_for(lambda: not self._num_under_way, timeout_s)
+                have_ended = self._changed.wait_for(
+                    lambda: not self._num_under_way, deadline.remaining_s()
+                )
             yield have_ended
+        finally:
+            self._gate.release()
 
 
 IsOver = Callable[[], bool]

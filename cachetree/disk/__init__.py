@@ -4,7 +4,8 @@
             ─► entry_file: temporary name, payload, header, rename ─► index
             ─► tree: these pages are at DISK
 
-    read    fetch, or a promotion into memory ─► tier, reader's thread ─► index: which files, which
+    read    fetch, or a promotion into memory ─► tier, reader's thread, or for peers the promoter's,
+            a line at a time, once memory has room for all of it ─► index: which files, which
             of their pages ─► entry_file: one layer's pages, their checksums ─► staging or memory
 
     restart directory: lock, names, sweep temporary files ─► entry_file: headers ─► index ─► tree
@@ -19,6 +20,7 @@ of its pages. Pages that gain E are written again, KV too, to a file that takes 
     entry_file  one entry as bytes: what lies where, and a checksum of each page
     index       which entry has which page, what stands on it, and which was used last
     store       entries within a budget: write, find, read, evict, recover; and its numbers
+    asker       who wants a line in memory, and keeps it there meanwhile
     tier        a tree's entries written behind its back, and read again
 
 The store knows nothing of trees: it tells a listener what comes and goes. It has an index of its
@@ -27,9 +29,19 @@ every peer's advert splits or takes out, while a file is used, replaced and dele
 wrong advert, which keeps others from a page's place in the tree, keeps nothing from the disk.
 """
 
+from cachetree.disk.asker import LetGo
 from cachetree.disk.directory import Directory, hold, new_file
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.store import DiskStatus, DiskStore
 from cachetree.disk.tier import DiskTier
 
-__all__ = ["Directory", "DiskEntry", "DiskStatus", "DiskStore", "DiskTier", "hold", "new_file"]
+__all__ = [
+    "Directory",
+    "DiskEntry",
+    "DiskStatus",
+    "DiskStore",
+    "DiskTier",
+    "LetGo",
+    "hold",
+    "new_file",
+]

@@ -56,7 +56,9 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_late_entries: int = 0
     """Gone from memory before they could be written."""
     is_failing: bool = False
-    """The last write failed."""
+    """The last write failed, or the one under way hangs."""
+    is_paused: bool = False
+    """A read hangs, and nothing more is read until it returns."""
     is_warm: bool = False
     """What was used last has been read into free memory, as far as it goes."""
 

@@ -56,6 +56,11 @@ def health_of(status: CacheStatus) -> Health:
     complaints = []
     if status.disk is not None and status.disk.is_failing:
         complaints.append("the disk cannot be written")
+    complaints += [
+        f"{location} does not answer, and is not read until it does"
+        for location, is_paused in status.paused_tiers.items()
+        if is_paused
+    ]
     if status.held_bytes > _NEARLY_ALL * status.host_bytes:
         complaints.append(
             f"{status.held_bytes} of {status.host_bytes} bytes of memory cannot be evicted"

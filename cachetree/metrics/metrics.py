@@ -191,6 +191,12 @@ METRICS: Final = (
     ),
     _counter("pushed_bytes", "Payload stored at a worker", "stores.num_pushed_bytes", "location"),
     _gauge("waiting_pushes", "Entries that wait to be offered", "stores.num_waiting", "location"),
+    _gauge(
+        "tier_paused",
+        "1 where a disk or storage fails or hangs, and is not read for now",
+        "paused_tiers",
+        "location",
+    ),
     _counter("disk_written_bytes", "Bytes written to disk", "disk.counts.num_written_bytes"),
     _counter("disk_read_bytes", "Bytes read from disk", "disk.counts.num_read_bytes"),
     _counter(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
-from cachetree.disk import DiskTier
+from cachetree.disk import DiskTier, LetGo
 from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
 from cachetree.memory import Staging
@@ -66,8 +66,9 @@ class Session:
         self._stores = StoreReceiver(service, self.tell)
         self._waiting: dict[Fetch | Store, float] = {}
         """Those that wait for pages to be read from disk, and since when."""
-        self._read: deque[tuple[Fetch | Store, Callable[[], None]]] = deque()
-        """Those for which that is over, and how each goes on; filled by any thread."""
+        self._read: deque[tuple[Fetch | Store, Callable[[], None], LetGo]] = deque()
+        """Those for which that is over, how each goes on, and what then lets go of its pages;
+        filled by any thread."""
         self._wake = wake
         self._last_id = 0
 
@@ -80,9 +81,12 @@ class Session:
     def go_on(self) -> None:
         """With what no longer waits; raises as `take`."""
         while self._read:
-            request, begin = self._read.popleft()
-            if self._waiting.pop(request, None) is not None:
-                begin()
+            request, begin, let_go = self._read.popleft()
+            try:
+                if self._waiting.pop(request, None) is not None:
+                    begin()
+            finally:
+                let_go()
 
     def tell(self, message: wire.ToPeer) -> None:
         """Dropped where the channel is over."""
@@ -113,6 +117,7 @@ class Session:
         """End everything; the streams still have to drain."""
         self._stores.close()
         self._stop_waiting(list(self._waiting), "lost")
+        self.go_on()
         for stream in self._streams.values():
             self._service.counts.fetches_by_outcome["lost"] += not stream.is_over
             stream.end()
@@ -219,12 +224,12 @@ class Session:
             go_on()
             return
 
-        def read() -> None:
-            self._read.append((request, go_on))
+        def read(let_go: LetGo) -> None:
+            self._read.append((request, go_on, let_go))
             self._wake()
 
         self._waiting[request] = self._clock()
-        disk.promote(model, last, deadline, read)
+        disk.promote(model, last, deadline, lambda: request in self._waiting, read)
 
     def _stop_waiting(self, requests: Sequence[Fetch | Store], outcome: str) -> None:
         for request in requests:

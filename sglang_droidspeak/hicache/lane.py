@@ -3,14 +3,13 @@ hangs, and recovers on its own."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Final
 
-from cachetree import Clock, ModelId, PageHash, Step
+from cachetree import STALL_S, Calls, Clock, ModelId, PageHash, Step
 from cachetree.transport import Backoff
 from sglang_droidspeak.engine.hicache import Backend
 from sglang_droidspeak.hicache.objects import Objects, Piece
@@ -22,8 +21,6 @@ _KEYS_PER_CALL: Final = 128
 MAX_FAILURES: Final = 3
 """In a row; then nothing is asked for a while."""
 MIN_PAUSE_S: Final = 30.0
-STALL_S: Final = 2.0
-"""A call that takes longer hangs; until it ends, nothing more is asked."""
 
 
 class Lane:
@@ -41,7 +38,7 @@ class Lane:
         self._slots: Final = slots
         self._clock: Final = clock
         self._lock = threading.Lock()
-        self._begun_at_s: dict[int, float] = {}
+        self._calls: Final = Calls(clock, STALL_S)
         self._num_failures = 0
         self._pauses: Final = Backoff(MIN_PAUSE_S)
         self._paused_until_s = 0.0
@@ -50,11 +47,8 @@ class Lane:
 
     @property
     def is_paused(self) -> bool:
-        """Nothing should be asked now."""
-        now = self._clock()
-        with self._lock:
-            oldest = min(self._begun_at_s.values(), default=now)
-        return now < self._paused_until_s or now - oldest > STALL_S
+        """Nothing should be asked now: it failed of late, or a call hangs."""
+        return self._clock() < self._paused_until_s or self._calls.have_stalled
 
     def fail(self, cause: object) -> None:
         with self._lock:
@@ -81,7 +75,7 @@ class Lane:
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self._objects.key(model, page, step) for page in part]
             begun_at_s = self._clock()
-            with self._call():
+            with self._calls:
                 num = self._backend.num_leading(keys)
             self.longest_answer_s = max(self.longest_answer_s, self._clock() - begun_at_s)
             if num < len(keys):
@@ -103,13 +97,13 @@ class Lane:
 
     def read(self, batch: Sequence[Piece]) -> list[tuple[Piece, bool]]:
         """Fill their slots; which of them were there."""
-        with self._call():
+        with self._calls:
             found = self._backend.read(*self._told(batch))
         return list(zip_longest(batch, found[: len(batch)], fillvalue=False))
 
     def write(self, batch: Sequence[Piece]) -> bool:
         """Store their slots; False where one of them was not taken."""
-        with self._call():
+        with self._calls:
             return self._backend.write(*self._told(batch))
 
     def _told(self, batch: Sequence[Piece]) -> tuple[list[str], list[int], list[int]]:
@@ -118,15 +112,3 @@ class Lane:
             [it.slot for it in batch],
             [it.memory.nbytes for it in batch],
         )
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """Time what runs inside."""
-        thread = threading.get_ident()
-        with self._lock:
-            self._begun_at_s[thread] = self._clock()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._begun_at_s[thread]

@@ -125,7 +125,10 @@ def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
         eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
 
-def test_where_memory_has_no_room_the_fetch_is_stale(tmp_path: Path) -> None:
+def test_where_memory_has_no_room_the_fetch_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetree.disk.asker._MAX_ROOM_S", 0.1)
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         other = pages_of(64, "held")
         store(worker.tree, other)
@@ -285,8 +288,7 @@ def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
         goes_on = slow(worker, monkeypatch)
         load_without_e(worker, Span(20, 64))
         eventually(lambda: worker.tree._holds.open)
-        assert disk._promotions.acquire(blocking=False), "no peer could have its pages read"
-        disk._promotions.release()
+        assert not disk._promotions.num_waiting, "no peer could have its pages read"
         goes_on.set()
         eventually(lambda: worker.match(PAGES)[0].e_pages == {E_LAYER: 64})
         eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
@@ -304,7 +306,9 @@ def test_nothing_is_brought_below_pages_whose_e_could_not_be(
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         with monkeypatch.context() as patch:
             patch.setattr(
-                DiskTier, "_promote_entry", lambda tier, it: it.record.parent and promote(tier, it)
+                DiskTier,
+                "_promote_entry",
+                lambda tier, it, *keep: it.record.parent and promote(tier, it, *keep),
             )
             load_without_e(worker, Span(0, 20))
             settle(worker, 64)
@@ -315,10 +319,11 @@ def test_nothing_is_brought_below_pages_whose_e_could_not_be(
         eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
 
 
-def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(tmp_path: Path) -> None:
+def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetree.disk.tier._MAX_PROMOTIONS", 0)
     with on_disk_only(tmp_path) as (worker, address), RawPeer(address) as peer:
-        while worker._disk._promotions.acquire(blocking=False):
-            pass
         ended = peer.ask(A_FETCH)
         assert isinstance(ended, wire.Ended)
         assert ended.error == "stale"

@@ -309,7 +309,9 @@ def test_what_is_read_into_memory_is_not_written_again(tmp_path: Path) -> None:
 def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
     """Set once it has been tried."""
     done = threading.Event()
-    cache._disk.promote(MODEL, pages[-1], Deadline.after(20), done.set)
+    cache._disk.promote(
+        MODEL, pages[-1], Deadline.after(20), lambda: True, lambda let_go: (let_go(), done.set())
+    )
     return done
 
 

@@ -1,0 +1,58 @@
+"""Reading a line of entries into memory for a peer, or for nobody: waiting for room, keeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from cachetree.clock import Deadline
+from cachetree.ids import ModelId, PageHash
+from cachetree.tree import CacheTree, Lease
+
+_MAX_ROOM_S: Final = 1.0
+"""Seconds that a line waits for readers who have memory that it needs."""
+_LOOK_S: Final = 0.01
+
+LetGo = Callable[[], object]
+"""Lets go of pages that were read; any thread may call it, several times, too."""
+
+
+class Asker:
+    """A thread of the tier itself: it waits for no room, and keeps nothing."""
+
+    def keep(self, pages: Sequence[PageHash]) -> None:
+        """Keep these consecutive pages and all before them, in place of those kept so far."""
+
+    def waits(self) -> bool:
+        """Wait a little for room; False if that is over."""
+        return False
+
+
+NO_PEER: Final = Asker()
+
+
+class AskingPeer(Asker):
+    """A peer: the line stays in memory for it until `deadline`, by a lease on the last page."""
+
+    def __init__(
+        self, tree: CacheTree, model: ModelId, deadline: Deadline, is_wanted: Callable[[], bool]
+    ) -> None:
+        self._tree: Final = tree
+        self._model: Final = model
+        self._deadline: Final = deadline
+        self._is_wanted: Final = is_wanted
+        self._num_looks = round(_MAX_ROOM_S / _LOOK_S)
+        self._lease: Lease | None = None
+
+    def keep(self, pages: Sequence[PageHash]) -> None:
+        last, owner = pages[-1:], "a line read from disk"
+        lease = self._tree.lease(self._model, last, owner, self._deadline, is_use=False)
+        lease, self._lease = self._lease, lease
+        if lease is not None:
+            lease.release()
+
+    def waits(self) -> bool:
+        time.sleep(_LOOK_S)
+        self._num_looks -= 1
+        return self._num_looks > 0 and not self._deadline.has_passed and self._is_wanted()

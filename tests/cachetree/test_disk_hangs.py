@@ -1,0 +1,173 @@
+"""A disk that hangs: nothing waits for it twice, memory is given up, and monitors learn of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from disk_parts import data_files
+from tier_parts import fetch, plan_of
+from transport_parts import FAMILY, MODEL, PAGE_BYTES, eventually, pages_of, store
+
+from cachetree import (
+    DISK,
+    STALL_S,
+    Cache,
+    CacheConfig,
+    Deadline,
+    FetchError,
+    PageHash,
+    Span,
+    StaleEntry,
+)
+from cachetree.disk import DiskStore
+from cachetree.metrics import METRICS, health_of
+
+WHOLE = plan_of(DISK, Span(0, 8))
+PROMPT_BYTES = 8 * 5 * PAGE_BYTES
+
+
+def prompt(number: int) -> list[PageHash]:
+    return pages_of(8, f"{number} ")
+
+
+def num_on_disk(cache: Cache, pages: Sequence[PageHash]) -> int:
+    return sum(it.num_pages for it in cache.match(pages) if it.location == DISK)
+
+
+def store_and_wait(cache: Cache, pages: Sequence[PageHash]) -> None:
+    store(cache.tree, pages)
+    eventually(lambda: num_on_disk(cache, pages) == len(pages))
+
+
+class SkewedClock:
+    """The system's clock, and the seconds that a test has let pass."""
+
+    def __init__(self) -> None:
+        self.skew_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skew_s
+
+
+@contextlib.contextmanager
+def with_disk(path: Path) -> Iterator[tuple[Cache, SkewedClock]]:
+    """Prompts 0 to 2 are on disk, each in a file of its own, and not in memory."""
+    clock = SkewedClock()
+    config = CacheConfig(
+        disk_path=str(path), disk_bytes=64 << 20, host_bytes=8 * PROMPT_BYTES, serves=False
+    )
+    with Cache(FAMILY, config, clock=clock) as cache:
+        for number in range(3):
+            store_and_wait(cache, prompt(number))
+        eventually(lambda: not cache.tree.held_bytes)
+        cache.tree.evict()
+        yield cache, clock
+
+
+@contextlib.contextmanager
+def hanging(files: Sequence[Path]) -> Iterator[None]:
+    """Reads of these files do not return inside the block."""
+    for file in files:
+        file.unlink()
+        os.mkfifo(file)  # Opening it waits for a writer.
+    try:
+        yield
+    finally:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(file, os.O_RDWR))
+
+
+def metric(cache: Cache, name: str) -> dict[tuple[str, ...], float]:
+    (found,) = (it for it in METRICS if it.name == name)
+    return found.samples(cache.status())
+
+
+def evicted(cache: Cache) -> tuple[int, int]:
+    """Bytes that an order to evict everything freed, in memory and on disk."""
+    freed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    cache._disk.evict(None, (), lambda *num_bytes: freed.put(num_bytes))
+    return freed.get(timeout=5)
+
+
+def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -> None:
+    with with_disk(tmp_path) as (cache, clock):
+        store_and_wait(cache, prompt(3))
+        assert health_of(cache.status()).degraded == ()
+        with hanging(data_files(tmp_path)[:2]):
+            hung = [cache.fetch(WHOLE, prompt(it), Deadline.after(60)) for it in range(2)]
+            eventually(lambda: not cache._disk._reads.num_waiting)
+            assert num_on_disk(cache, prompt(2)) == 8, "left alone at once"
+
+            def is_left_alone() -> bool:
+                clock.skew_s += STALL_S
+                return num_on_disk(cache, prompt(2)) == 0
+
+            eventually(is_left_alone)
+            with pytest.raises(FetchError, match="does not answer"):
+                fetch(cache, DISK, prompt(2), Span(0, 8))
+            promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
+            cache._disk.promote(
+                MODEL, prompt(2)[-1], Deadline.after(60), lambda: True, promoted.put
+            )
+            promoted.get(timeout=5)
+            (complaint,) = health_of(cache.status()).degraded
+            assert "disk" in complaint
+            assert metric(cache, "cachetree:tier_paused") == {(DISK,): 1}
+            assert evicted(cache) == (PROMPT_BYTES, 0)
+        for staging in hung:
+            with pytest.raises(StaleEntry):
+                staging.wait(staging.steps[0])
+        eventually(lambda: num_on_disk(cache, prompt(2)) == 8)
+        fetch(cache, DISK, prompt(2), Span(0, 8))
+        assert health_of(cache.status()).degraded == ()
+        assert metric(cache, "cachetree:tier_paused") == {(DISK,): 0}
+        assert evicted(cache)[1] > PROMPT_BYTES
+
+
+def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_return: queue.SimpleQueue[None] = queue.SimpleQueue()
+    with with_disk(tmp_path) as (cache, clock):
+        freed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        with monkeypatch.context() as patch:
+            begun = threading.Event()
+            patch.setattr(
+                DiskStore, "evict", lambda *_: begun.set() or may_return.get(timeout=20) or 0
+            )
+            cache._disk.evict(None, (), lambda *num_bytes: freed.put(num_bytes))
+            assert begun.wait(20)
+            store(cache.tree, prompt(3))
+
+            def is_left_alone() -> bool:
+                clock.skew_s += STALL_S
+                return num_on_disk(cache, prompt(2)) == 0
+
+            eventually(is_left_alone)
+            assert evicted(cache) == (PROMPT_BYTES, 0)
+            may_return.put(None)
+            assert freed.get(timeout=5) == (0, 0)
+
+
+def test_write_that_hangs_is_told_to_monitors(tmp_path: Path) -> None:
+    with with_disk(tmp_path) as (cache, clock):
+        with cache._disk._store._writing:
+            store(cache.tree, prompt(3))
+            eventually(lambda: cache.tree.held_bytes)
+            assert health_of(cache.status()).degraded == ()
+
+            def is_told() -> bool:
+                clock.skew_s += 5.0
+                return health_of(cache.status()).degraded == ("the disk cannot be written",)
+
+            eventually(is_told)
+            assert num_on_disk(cache, prompt(2)) == 8, "reads do not hang"
+        eventually(lambda: health_of(cache.status()).degraded == ())

@@ -1,0 +1,126 @@
+"""Lines that a worker reads from disk for peers, in memory that does not take all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from push_parts import PAGE_TOTAL, cache_of, fetched
+from transport_parts import MODEL, eventually, pages_of, store
+
+from cachetree import Cache, Deadline, Location, PageHash, StaleEntry
+
+FIRST, SECOND = pages_of(60, "first "), pages_of(60, "second ")
+HOT, PINNED = pages_of(20, "hot "), pages_of(40, "pinned ")
+
+
+@contextlib.contextmanager
+def worker_of(folder: Path) -> Iterator[tuple[Cache, Location]]:
+    """Memory for 90 pages; on disk two lines of 60, each in several files."""
+    disk = {"disk_path": str(folder), "disk_bytes": 16 << 20, "host_bytes": 90 * PAGE_TOTAL}
+    with cache_of(**disk) as worker:
+        for num_pages, pages in ((60, FIRST), (120, SECOND)):
+            for stop in range(10, 61, 10):
+                store(worker.tree, pages[:stop])
+            settle(worker, num_pages)
+        worker.tree.evict()
+        assert worker.address
+        yield worker, worker.address
+
+
+@contextlib.contextmanager
+def reader_of(address: Location) -> Iterator[Cache]:
+    with cache_of(peers=(address,), serves=False) as cache:
+        assert cache.wait_ready(20)
+        yield cache
+
+
+def settle(worker: Cache, num_pages: int) -> None:
+    """Wait until so many pages are on disk and nothing is held."""
+    eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
+    eventually(lambda: worker.tree.held_bytes == worker.tree.num_pinned_bytes)
+
+
+def num_local(cache: Cache, pages: Sequence[PageHash]) -> int:
+    return sum(it.num_pages for it in cache.match(pages) if it.location == "local")
+
+
+def test_two_lines_that_fit_one_at_a_time_are_both_read(tmp_path: Path) -> None:
+    failures: list[Exception] = []
+
+    def fetch_often(cache: Cache, address: Location, pages: Sequence[PageHash]) -> None:
+        for _ in range(10):
+            try:
+                fetched(cache, address, pages)
+            except Exception as exc:  # noqa: BLE001
+                failures.append(exc)
+
+    with (
+        worker_of(tmp_path) as (_, address),
+        reader_of(address) as one,
+        reader_of(address) as other,
+    ):
+        threads = [
+            threading.Thread(target=fetch_often, args=(cache, address, pages))
+            for cache, pages in ((one, FIRST), (other, SECOND))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failures
+
+
+def test_line_that_cannot_fit_beside_a_pin_evicts_nothing(tmp_path: Path) -> None:
+    with worker_of(tmp_path) as (worker, address), reader_of(address) as cache:
+        store(worker.tree, PINNED)
+        worker.tree.pin(MODEL, PINNED)
+        store(worker.tree, HOT)
+        settle(worker, 180)
+        with pytest.raises(StaleEntry):
+            fetched(cache, address, FIRST)
+        assert num_local(worker, HOT) == 20
+        assert num_local(worker, FIRST) == 0
+        worker.tree.unpin(MODEL, PINNED)
+        fetched(cache, address, FIRST)
+
+
+def test_line_that_cannot_fit_beside_readers_evicts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first pages are in memory: they have to stay too."""
+    monkeypatch.setattr("cachetree.disk.asker._MAX_ROOM_S", 0.1)
+    with worker_of(tmp_path) as (worker, address), reader_of(address) as cache:
+        store(worker.tree, FIRST[:5])
+        store(worker.tree, PINNED)
+        store(worker.tree, HOT)
+        settle(worker, 180)
+        lease = worker.tree.lease(MODEL, PINNED[:32], "a test", Deadline.after(60))
+        assert lease is not None
+        with lease, pytest.raises(StaleEntry):
+            fetched(cache, address, FIRST)
+        assert (num_local(worker, HOT), num_local(worker, FIRST)) == (20, 5)
+        fetched(cache, address, FIRST)
+
+
+def test_what_was_read_for_a_peer_stays_until_the_fetch_begins(tmp_path: Path) -> None:
+    with worker_of(tmp_path) as (worker, address):
+        assert address
+        let_go: list[object] = []
+        done = threading.Event()
+
+        def read(release: object) -> None:
+            let_go.append(release)
+            done.set()
+
+        worker._disk.promote(MODEL, FIRST[-1], Deadline.after(60), lambda: True, read)
+        assert done.wait(20)
+        worker.tree.evict()
+        assert num_local(worker, FIRST) == 60
+        (release,) = let_go
+        release()
+        worker.tree.evict()
+        assert num_local(worker, FIRST) == 0
