@@ -25,13 +25,13 @@ from benchmarks import result
 from benchmarks.races import race
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
+from profiles.answerers import answerers
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.layered import KV
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import mixtures_of
 from profiles.data.documents import Document
 from profiles.evidence import MeasuredProfile, read_measured
-from profiles.profiler import answerers
 from profiles.stats.measured import FULL_REUSE, Candidate
 from tools.pairs.questions import DATA, SHIPPED, read_documents
 

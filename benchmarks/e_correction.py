@@ -42,12 +42,13 @@ from benchmarks.kv_maps import KVMaps
 from benchmarks.result import here
 from cachetree import Span
 from cachetree.corrections import Correction
+from profiles.answerers import answerers
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.fitting import TRYING, Moments, fit
 from profiles.compute.study import THEIRS, DocumentPasses
 from profiles.data.documents import Document
 from profiles.data.records import Record, write_records
-from profiles.profiler import answerers, open_pair
+from profiles.profiler import open_pair
 from profiles.settings import Settings
 from profiles.splits import load_documents
 from profiles.stats.gate import interval

@@ -29,7 +29,7 @@ _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
 
 _VERDICT: Final = (
-    *("passed", "reason", "recommended", "blocks", "first_difference", "metric"),
+    *("passed", "reason", "controls", "recommended", "blocks", "first_difference", "metric"),
     *("full_prefill_quality", "full_reuse_quality"),
 )
 

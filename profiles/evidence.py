@@ -50,6 +50,16 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
     num_questions: int
 
 
+class Controls(msgspec.Struct, frozen=True, kw_only=True):
+    """Quality of full prefill where a task's document is not what the questions are about."""
+
+    num_contexts: int
+    full_prefill: float
+    """With the document, on these contexts."""
+    no_document: float
+    other_document: float
+
+
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     """One data set of a split, and how the models do on it by themselves."""
 
@@ -60,6 +70,8 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     sender: float
     full_prefill: float
     full_reuse: float
+    controls: Controls | None = None
+    """Of a held-out split; None if they were not measured, as in old profiles."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,15 +20,14 @@ from typing import Final
 import torch
 import transformers
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cachetree import ConfigError, Span, write_profile
 from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
+from profiles.answerers import answerers, measure_small, time_costs
 from profiles.compute.examination import Answerer
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Entry, Journal, Timed
-from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.measuring import (
     comparing_steps,
     judging_steps,
@@ -38,25 +37,23 @@ from profiles.compute.measuring import (
     sweep_steps,
 )
 from profiles.compute.models import (
-    ModelSource,
     Pair,
-    load_model,
     load_pair,
     load_tokenizer,
     look_at_pair,
 )
-from profiles.compute.room import Sizes, bounds_of, make_room, require_fitting
+from profiles.compute.room import Sizes, bounds_of, require_fitting
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
-from profiles.costs import Repeats, choose_lengths, measure_costs
-from profiles.data.documents import Document, by_task, mean_lengths
+from profiles.controls import measure_controls
+from profiles.data.documents import Document, by_task
 from profiles.environment import read_environment
-from profiles.evidence import Baseline, BaselineKind, CostModel, Making, MeasuredProfile
+from profiles.evidence import Making, MeasuredProfile
 from profiles.forecast import Forecast
 from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
-from profiles.stats.artifact import Data, Findings, best_of, build, interval_of, split_of
+from profiles.stats.artifact import Data, Findings, best_of, build, split_of
 from profiles.stats.choice import (
     baselines,
     choose,
@@ -68,7 +65,6 @@ from profiles.stats.choice import (
 )
 from profiles.stats.measured import Candidate, Measured
 
-SAMPLE_TOKENS: Final = 64
 _DECISIVE: Final = ("dtype", "group", "pruned")
 """Settings that change what is measured, beside models, documents and devices."""
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
@@ -155,6 +151,9 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     if settings.small is not None:
         small = measure_small(settings, held_out, asked_of_small, journal.costs, console)
     corrections = watched.bench.corrections
+    controls = measure_controls(
+        receiver, held_out.documents, judged.full_prefill, journal.costs, console
+    )
     found = Findings(
         sender=pair.sender_identity,
         receiver=pair.receiver_identity,
@@ -166,6 +165,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         tried=tried,
         choice=choice,
         judged=judged,
+        controls=controls,
         small=small,
     )
     made = _making(
@@ -255,101 +255,6 @@ def open_pair(settings: Settings) -> Pair:
         dtype=getattr(torch, settings.dtype),
         device=device,
         sender_device=sender_device,
-    )
-
-
-def answerers(
-    pair: Pair,
-    documents: Sequence[Document],
-    host_gb: float | None = None,
-    device_gb: float | None = None,
-) -> tuple[Answerer, Answerer]:
-    """Sender and receiver, with batches that fit into the memory that is stated, or there."""
-    stated = pair.tokenizer, documents, pair.num_layers, (host_gb, device_gb)
-    return answerer_of(pair.sender, *stated), answerer_of(pair.receiver, *stated)
-
-
-def answerer_of(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
-    num_mixtures: int = 1,
-    memory_gb: tuple[float | None, float | None] = (None, None),
-) -> Answerer:
-    """A model that answers over so many mixtures at a time; those memories are the host's and the
-    device's."""
-    layered, first = LayeredModel(model), documents[0]
-    sample = *first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS]
-    check_layers(layered, sample)
-    bounds = bounds_of(*memory_gb, layered.device)
-    room = make_room(Sizes.of(layered), documents, num_mixtures, bounds)
-    ends = {tokenizer.eos_token_id}
-    for it in (model.config, model.generation_config):
-        ends |= {*it.eos_token_id} if isinstance(it.eos_token_id, list) else {it.eos_token_id}
-    return Answerer(model=layered, tokenizer=tokenizer, ends=frozenset(ends - {None}), room=room)
-
-
-def time_costs(
-    model: LayeredModel,
-    role: str,
-    documents: Sequence[Document],
-    settings: Settings,
-    console: Console,
-) -> CostModel:
-    """The cost model at the lengths of these documents."""
-    positions = model.model.config.max_position_embeddings
-    num_suffix = round(mean_lengths(documents)[1])
-    longest = max(len(it.prefix) for it in documents)
-    left = positions - 2 * num_suffix
-    lengths, others = choose_lengths(longest, left, settings.page_size, role)
-    budget_s, done_s = settings.timing_seconds, 0.0
-    with shown(console, "timing", budget_s) as done:
-
-        def progress(share: float) -> None:
-            nonlocal done_s
-            done(share * budget_s - done_s)
-            done_s = share * budget_s
-
-        return measure_costs(
-            model,
-            lengths=lengths,
-            held_out_lengths=others,
-            num_suffix=num_suffix,
-            progress=progress,
-            repeats=Repeats(budget_s=budget_s),
-        )
-
-
-def measure_small(
-    settings: Settings,
-    held_out: Data,
-    documents: Sequence[Document],
-    costs: CostModel,
-    console: Console,
-) -> Baseline:
-    """A smaller model's answers to these documents' questions, the held-out ones, by full prefill;
-    `costs` are the receiver's."""
-    source, device = ModelSource(path=settings.small), choose_device(settings.device)
-    model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
-    tokenizer = load_tokenizer(source)
-    answerer = answerer_of(model, tokenizer, documents, memory_gb=settings.memory_gb)
-    own = time_costs(answerer.model, "smaller model", documents, settings, console)
-    seconds = [own.full_prefill_s(len(it.prefix), 0) for it in documents]
-    qualities = []
-    with shown(console, "smaller model", sum(seconds)) as done:
-        for document, document_s in zip(documents, seconds, strict=True):
-            answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
-            qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
-            done(document_s)
-    ttft_s = own.full_prefill_s(*map(round, mean_lengths(documents)))
-    share = ttft_s / costs.full_prefill_s(*map(round, mean_lengths(held_out.documents)))
-    return Baseline(
-        kind=BaselineKind.SMALL_MODEL,
-        recomputed_layers=round(share * costs.num_layers, 4),
-        runs=(),
-        quality=interval_of(documents, qualities),
-        fidelity=None,
-        ttft_s=ttft_s,
     )
 
 

@@ -13,15 +13,17 @@ from rich.console import Console
 from cachetree import ModelIdentity, ProfileError, write_profile
 from cachetree.corrections import Correction
 from cachetree.planning import BlockQuality
+from profiles.answerers import answerers
 from profiles.compute.examination import FIRST_TOKENS, Answerer
 from profiles.compute.journal import Journal, temporary_journal
 from profiles.compute.measuring import judging_steps
 from profiles.compute.models import load_tokenizer, look_at_pair
 from profiles.compute.study import HELD_OUT, Bench
+from profiles.controls import measure_controls
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
-from profiles.profiler import Watched, answerers, open_journal, open_pair
+from profiles.profiler import Watched, open_journal, open_pair
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents
 from profiles.stats.artifact import (
@@ -99,7 +101,9 @@ class Again:
         with temporary_journal() as journal:
             bench = self._bench(journal, *self._answerers(documents))
             judged = self._judge("judging", documents, [*plans], bench)
-        split = split_of(data, judged)
+            costs, own = profile.costs, judged.full_prefill
+            controls = measure_controls(bench.receiver, documents, own, costs, self._console)
+        split = split_of(data, judged, controls)
         if (unjudged := nothing_to_lose(split)) is not None:
             raise ProfileError(unjudged)
         for candidate, point in plans.items():

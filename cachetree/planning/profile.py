@@ -101,6 +101,10 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     measured_tokens: int | None = None
     """The longest prefix of a held-out prompt; None where a profile does not say."""
 
+    controls: str = ""
+    """What full prefill keeps without the documents, and with others, in one sentence for a person;
+    empty if that was not measured, as in old profiles."""
+
     costs: LayerTimes | None = None
 
     def __post_init__(self) -> None:

@@ -60,6 +60,10 @@ class Document:
     """Whole pages with which all prompts begin; never empty."""
     questions: tuple[Question, ...]
     task: Task
+    opening: int = 0
+    """Tokens of the prefix that precede the context."""
+    tail: int = 0
+    """Tokens of the context with which every suffix begins."""
 
 
 def make_documents(
@@ -202,9 +206,10 @@ def _document(
     opening, shared = map(encode.ids, encode.shared(first))
     prompts = [encode.ids(it) for it in texts]
     num_shared = len(_common_start([shared, *prompts]))
+    num_opening = len(_common_start([opening, shared]))
     kept = prompts
     if max_prompt_tokens is not None:
-        movable = range(len(_common_start([opening, shared])), num_shared)
+        movable = range(num_opening, num_shared)
         cut = _cut(max(map(len, prompts)), movable, max_prompt_tokens, first.place)
         kept = [ids[: cut.start] + ids[cut.stop :] for ids in prompts]
         num_shared -= len(cut)
@@ -230,6 +235,8 @@ def _document(
         prefix=kept[0][:num_reused],
         questions=questions,
         task=task,
+        opening=min(num_opening, num_reused),
+        tail=num_shared - num_reused,
     )
 
 

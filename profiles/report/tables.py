@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from cachetree.planning import BEYOND
 from profiles.evidence import (
@@ -19,6 +19,8 @@ from profiles.evidence import (
 )
 from profiles.report import derived, words
 from profiles.stats.gate import ERROR_RATE
+
+NO_CONTROLS: Final = "not measured: whether the questions need their documents is not known"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ def summary(profile: MeasuredProfile) -> Table:
             "mean over all lengths"
         )
         said["longest prefix measured, in tokens"] = served
+    said["controls"] = profile.controls or NO_CONTROLS
     # Below the block, the models' tensors are the same.
     reusing = "nothing" if free is None else "reusing all layers"
     said["lossless whatever the gate says"] = f"recomputing {words.span(free)}" if free else reusing

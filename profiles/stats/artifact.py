@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
@@ -12,8 +12,10 @@ from cachetree import ModelIdentity, Span
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality
 from profiles.data.documents import Document, by_task, first_of_each_task, mean_lengths
+from profiles.data.tasks import Task
 from profiles.evidence import (
     Baseline,
+    Controls,
     CostModel,
     DataFile,
     Fidelity,
@@ -32,6 +34,7 @@ from profiles.stats.choice import Choice, kl_of, qualities_of
 from profiles.stats.gate import (
     DRIFT_ERROR_RATE,
     contexts_needed,
+    controls_of,
     interval,
     is_within,
     loss_bound,
@@ -75,6 +78,7 @@ class Findings:
     choice: Choice
     judged: Measured
     """On the held-out one."""
+    controls: Mapping[Task, Controls]
     small: Baseline | None
 
 
@@ -82,7 +86,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
     """The profile: what was measured, and the verdict that follows."""
     swept, judged, choice, trained = found.swept, found.judged, found.choice, found.tried.candidates
     train, held_out = found.train, found.held_out
-    split = split_of(held_out, judged)
+    split = split_of(held_out, judged, found.controls)
     full = split.full_prefill
     points = {it: _point(it, found, split, tolerance) for it in choice.frontier}
     plans = [points[it] for it in choice.order]
@@ -116,6 +120,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         reason=reason,
         first_difference=found.first_difference,
         measured_tokens=split.max_prefix_tokens,
+        controls=controls_of(split),
         train=split_of(train, found.tried),
         held_out=split,
         layers=tuple(
@@ -151,7 +156,9 @@ def best_of(
     return [choice.expected, *takewhile(passes, choice.order)][-1]
 
 
-def split_of(data: Data, judged: Measured) -> Split:
+def split_of(
+    data: Data, judged: Measured, controls: Mapping[Task, Controls] | None = None
+) -> Split:
     """What the models do by themselves."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)
@@ -170,6 +177,7 @@ def split_of(data: Data, judged: Measured) -> Split:
                 sender=mean_of(_at(places, sender)),
                 full_prefill=mean_of(_at(places, full)),
                 full_reuse=mean_of(_at(places, reuse)),
+                controls=(controls or {}).get(task),
             )
             for task, places in by_task(documents).items()
         ),

@@ -36,6 +36,8 @@ ERROR_RATE: Final = 0.05
 """Of wrongly passed profiles, at most."""
 DRIFT_ERROR_RATE: Final = 0.01
 """Of bounds that the drift guard goes by."""
+CONTROL_SHARE: Final = 0.5
+"""Share of full prefill's quality. A task that keeps more without its documents judges nothing."""
 NUM_SAMPLES: Final = 10_000
 _AT_ONCE: Final = 100
 """Samples that are in memory, about 24 bytes for each of their contexts."""
@@ -157,7 +159,36 @@ def nothing_to_lose(split: Split) -> str | None:
                 f"the receiver alone answers nothing right on held-out questions{_of(it, split)}, "
                 "so no loss can be judged; check data, template and metric"
             )
+        for arm, kept in _arms(it):
+            if kept > CONTROL_SHARE:
+                return (
+                    f"{arm} full prefill keeps {kept:.0%} of its quality on held-out questions"
+                    f"{_of(it, split)}, so this task cannot judge reuse; ask what only the "
+                    "document answers"
+                )
     return None
+
+
+def controls_of(split: Split) -> str:
+    """Of each task that has controls, what they keep, in a sentence."""
+    said = (
+        f"{' and '.join(f'{arm} {kept:.0%}' for arm, kept in arms)} of full prefill's quality is "
+        f"left{_of(it, split)}"
+        for it in split.tasks
+        if (arms := _arms(it))
+    )
+    return "; ".join(said)
+
+
+def _arms(task: TaskScores) -> list[tuple[str, float]]:
+    """Share of full prefill's quality that each control keeps."""
+    if task.controls is None or not task.controls.full_prefill:
+        return []
+    whole, it = task.controls.full_prefill, task.controls
+    return [
+        ("without the document", it.no_document / whole),
+        ("with another document", it.other_document / whole),
+    ]
 
 
 def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:

@@ -168,7 +168,8 @@ def configuration(path: Path) -> Iterator[Check]:
     yield _check("settings", True, f"model {server.identity.model_id}")
     for it in server.profiles:
         pair = f"{it.sender.model_id} to {it.receiver.model_id}"
-        yield _check(f"profile {pair}", it.is_usable, it.reason, "see `droidspeak profile show`")
+        said = f"{it.reason}; {it.controls or 'no controls were measured'}"
+        yield _check(f"profile {pair}", it.is_usable, said, "see `droidspeak profile show`")
     settings = server.settings
     yield from _room(settings, own_of(flags).tp)
     for address in dict.fromkeys((*settings.peers, *settings.push_to)):

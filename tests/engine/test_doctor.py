@@ -105,6 +105,7 @@ def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
     assert code == 0
     names = [it["name"].split()[0] for it in told[4:]]
     assert names == ["settings", "profile", "memory", "disk", "peer"]
+    assert told[5]["found"].endswith("; no controls were measured")
 
 
 @pytest.mark.parametrize(

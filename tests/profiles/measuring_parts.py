@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from cachetree.ids import Span
+from profiles.answerers import answerers
 from profiles.compute.journal import temporary_journal
 from profiles.compute.measuring import judging_steps, measure, sweep_steps
 from profiles.compute.models import Pair
 from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.data.documents import Document
-from profiles.profiler import answerers
 from profiles.stats.measured import Candidate, Measured
 
 

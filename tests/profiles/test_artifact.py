@@ -54,6 +54,7 @@ def profile():
         tried=measured(TRIED, UNASKED),
         choice=Choice(frontier=[UNASKED, TRIED], order=(TRIED,), expected=TRIED),
         judged=measured(TRIED, some=(UNASKED, BLEND)),
+        controls={},
         small=OLD.baselines[-1],
     )
     return build(found, 0.05, OLD.made)

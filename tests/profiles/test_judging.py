@@ -12,11 +12,11 @@ from test_room import make_document
 
 from benchmarks.oracle import decode, prefill, recompute
 from cachetree import ConfigError, Span
+from profiles.answerers import answerer_of, answerers
 from profiles.compute.examination import Examination
 from profiles.compute.measuring import judging_steps, sweep_steps
 from profiles.compute.models import Pair
 from profiles.data.documents import Document
-from profiles.profiler import answerer_of, answerers
 from profiles.stats.choice import critical_runs, grid
 from profiles.stats.measured import Candidate
 from tools.pairs.questions import read_documents

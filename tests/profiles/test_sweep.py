@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from benchmarks.oracle import decode, partial_prefill
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning import EMap
+from profiles.answerers import answerers
 from profiles.compute.examination import FIRST_TOKENS, Examination
 from profiles.compute.fitting import fit_maps
 from profiles.compute.layered import LayeredModel
@@ -23,7 +24,6 @@ from profiles.compute.models import Pair
 from profiles.compute.study import TRAIN, DocumentPasses, tokens_kept
 from profiles.data.documents import Document
 from profiles.evidence import BaselineKind
-from profiles.profiler import answerers
 from profiles.stats.choice import (
     baselines,
     choose,

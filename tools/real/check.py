@@ -12,12 +12,12 @@ from typing import Final
 
 from tqdm import tqdm
 
+from profiles.answerers import answerer_of
 from profiles.compute.models import ModelSource, load_model, load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
-from profiles.profiler import answerer_of
 
 TEMPLATE: Final = "{context}\n\n{input}"
 METRICS: Final[Mapping[str, Metric]] = {

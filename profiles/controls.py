@@ -1,0 +1,75 @@
+"""Controls: what full prefill still answers without the document, and with another one.
+
+Questions that need no document prove nothing: whatever KV is loaded, their answers stay right.
+
+    no document       the prompt without its context
+    other document    the context of the task's next document in its place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from rich.console import Console
+
+from profiles.compute.examination import Answerer
+from profiles.data.documents import Document, by_task
+from profiles.data.tasks import Task
+from profiles.evidence import Controls, CostModel
+from profiles.progress import shown
+from profiles.stats.measured import Qualities, mean_of
+
+NUM_CONTROLLED: Final = 24
+"""Held-out contexts of each task that controls are measured on, at most."""
+
+
+def measure_controls(
+    receiver: Answerer,
+    documents: Sequence[Document],
+    full_prefill: Qualities,
+    costs: CostModel,
+    console: Console,
+) -> dict[Task, Controls]:
+    """Both controls of each task that has two documents or more, on its first ones."""
+    tasks = {task: places for task, places in by_task(documents).items() if len(places) > 1}
+    sampled = [it for places in tasks.values() for it in places[:NUM_CONTROLLED]]
+    seconds = {it: costs.full_prefill_s(len(documents[it].prefix), 0) for it in sampled}
+    found = {}
+    with shown(console, "controls", sum(seconds.values())) as done:
+        for task, places in tasks.items():
+            sample, bare, swapped = places[:NUM_CONTROLLED], [], []
+            for place, other in zip(sample, [*places[1:], places[0]], strict=False):
+                asked = documents[place]
+                bare.append([of for it in without(asked) for of in _qualities(receiver, it)])
+                swapped.append(_qualities(receiver, with_context_of(documents[other], asked)))
+                done(seconds[place])
+            found[task] = Controls(
+                num_contexts=len(sample),
+                full_prefill=mean_of([full_prefill[it] for it in sample]),
+                no_document=mean_of(bare),
+                other_document=mean_of(swapped),
+            )
+    return found
+
+
+def without(document: Document) -> Iterator[Document]:
+    """Each question with what the template has before and after the context."""
+    for it in document.questions:
+        ids = *document.prefix[: document.opening], *it.suffix[document.tail :]
+        begin = min(max(1, document.opening), len(ids) - 1)
+        question = replace(it, suffix=ids[begin:])
+        yield replace(document, prefix=ids[:begin], questions=(question,))
+
+
+def with_context_of(other: Document, document: Document) -> Document:
+    """A document's questions about another one's context."""
+    end = other.questions[0].suffix[: other.tail]
+    questions = (replace(it, suffix=end + it.suffix[document.tail :]) for it in document.questions)
+    return replace(document, prefix=other.prefix, questions=tuple(questions))
+
+
+def _qualities(receiver: Answerer, document: Document) -> list[float]:
+    answers = receiver.answer(document, receiver.model.prefix(document.prefix, ()).kv)
+    return [receiver.quality(document, i, it) for i, it in enumerate(answers)]
