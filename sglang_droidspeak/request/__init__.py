@@ -5,8 +5,9 @@
                           same pages right now (in_flight)
     planned    planner    whose KV, how many tokens, which layers are computed anew
     fetching   source     staged in host memory, or in this server's own pool
-    ready      arrivals   E is there, and the rest will be before the recompute is over: no more
-                          hidden. Too late, or not worth it any more: a full prefill
+    arriving   arrivals   E is there, and the rest should be before the recompute is over: no more
+                          hidden, unless its full prefill would take others more than one step
+    ready                 everything is there. Too late, or not worth it any more: a full prefill
     loading    load       SGLang has slots: a thread copies layer after layer of the source into
                           them
                forward    partial_prefill computes the others, and what has not come

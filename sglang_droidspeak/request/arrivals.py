@@ -62,7 +62,7 @@ class Arrivals:
         phases = [self._arrival(it) for it in queue]
         for number, request in enumerate(queue):
             is_asked = phases[number] is not request.phase or request in following
-            if phases[number] is Phase.READY and is_asked and not self._saves(request, tree):
+            if phases[number] >= Phase.ARRIVING and is_asked and not self._saves(request, tree):
                 request.failure, phases[number] = Reason.SLOWER.value, Phase.SETTLED
         return phases
 
@@ -99,7 +99,7 @@ class Arrivals:
         if plan.strategy is not Strategy.PIPELINED:
             compute_s = 0.0
         elif source.has_e and source.rest_s <= compute_s:
-            return Phase.READY
+            return Phase.ARRIVING
         patience, elapsed_s = request.patience, source.elapsed_s
         if request.runnable_s is None or not num_landed or elapsed_s <= _RATE_S:
             return Phase.FETCHING

@@ -1,7 +1,9 @@
 """One request, from SGLang's queue to the end of the forward that loads its prefix.
 
-seen ──► planned ◄──► fetching ◄──► ready ──► loading
-  └─────────┴────────────┴────────────┴──────────┴──► settled
+seen ──► planned ◄──► fetching ◄──► arriving ──► ready ──► loading
+  └─────────┴────────────┴─────────────┴───────────┴──────────┴──► settled
+
+A fetch may end in `ready` at once; an `arriving` request may load.
 """
 
 from __future__ import annotations
@@ -31,16 +33,21 @@ class Phase(IntEnum):
     PLANNED = 2
     """Without staging memory: admitted as it is, it does a full prefill."""
     FETCHING = 3
-    READY = 4
-    LOADING = 5
+    ARRIVING = 4
+    """E is there, and the rest should come within its recompute. If it does not, the batch that
+    loads the request prefills its tokens in full."""
+    READY = 5
+    """Everything is there."""
+    LOADING = 6
     """It has slots, and soon a batch."""
 
 
 _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
     Phase.SEEN: (Phase.PLANNED, Phase.SETTLED),
     Phase.PLANNED: (Phase.FETCHING, Phase.SETTLED),
-    Phase.FETCHING: (Phase.PLANNED, Phase.READY, Phase.SETTLED),
-    Phase.READY: (Phase.FETCHING, Phase.LOADING, Phase.SETTLED),
+    Phase.FETCHING: (Phase.PLANNED, Phase.ARRIVING, Phase.READY, Phase.SETTLED),
+    Phase.ARRIVING: (Phase.FETCHING, Phase.READY, Phase.LOADING, Phase.SETTLED),
+    Phase.READY: (Phase.LOADING, Phase.SETTLED),
     Phase.LOADING: (Phase.SETTLED,),
     Phase.SETTLED: (),
 }

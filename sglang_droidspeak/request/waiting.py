@@ -86,7 +86,7 @@ class WaitingRequests:
                 prefixes.move(request.req, approximate=request.planned.is_approximate)
             elif request in asked or phase is Phase.SETTLED:  # The same on all ranks.
                 self._read_what_is_there(request, tree)
-        return {it.req.rid for it in requests if it.phase in (Phase.SEEN, Phase.FETCHING)}
+        return {it.req.rid for it in requests if self._is_held(it)}
 
     def admitted(self, reqs: Sequence[Req]) -> None:
         """SGLang has put these into a batch; those that had a plan and are still known here read
@@ -106,7 +106,7 @@ class WaitingRequests:
     def has_source(self, rid: str) -> bool:
         """Of a request without slots."""
         request = self._requests.get(rid)
-        return request is not None and request.phase in (Phase.FETCHING, Phase.READY)
+        return request is not None and Phase.FETCHING <= request.phase <= Phase.READY
 
     def num_restorable(self, rid: str, first_key: str) -> int:
         """How many pages from SGLang's page `first_key` on can be loaded.
@@ -120,18 +120,15 @@ class WaitingRequests:
         if first not in request.own_pages[span.start : span.stop]:
             return 0
         num_pages = span.stop - request.own_pages.index(first)
-        page_share = request.planned.step_share * self._page_size
-        if self._is_decoding and page_share:
-            # A page stays for the request's own tokens.
-            most = (self._meter.step_tokens - self._page_size) / page_share
-            num_pages = min(num_pages, int(most))
+        if self._is_decoding:
+            num_pages = min(num_pages, self._most_pages(request))
         return num_pages
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
-        """What the recompute of so many loaded tokens takes of SGLang's tokens of one step."""
+        """What so many loaded tokens take of SGLang's tokens of one step."""
         if not self.has_source(rid):
             return 0
-        return math.ceil(num_tokens * self._requests[rid].planned.step_share)
+        return math.ceil(num_tokens * _step_share(self._requests[rid]))
 
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> bool:
         """Have the pages of `keys` loaded into `slots` with the next batch; False where that
@@ -139,7 +136,7 @@ class WaitingRequests:
         if self.num_restorable(rid, keys[0]) < len(keys):
             return False
         request = self._requests[rid]
-        if request.phase is not Phase.READY or not request.source.admit():
+        if request.phase < Phase.ARRIVING or not request.source.admit():
             return False
         planned = request.planned
         self._pool_index.has_approximate |= planned.is_approximate
@@ -169,6 +166,22 @@ class WaitingRequests:
             request.settle()
         self._requests.clear()
         self._in_flight.clear()
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether SGLang may not admit the request yet.
+
+        A load whose bytes have not all come may become a full prefill within its step. Requests
+        that decode wait for no more of that than one step takes.
+        """
+        if request.phase is Phase.ARRIVING and self._is_decoding:
+            return self._most_pages(request) < len(request.plan.pages)
+        return request.phase in (Phase.SEEN, Phase.FETCHING)
+
+    def _most_pages(self, request: Request) -> int:
+        """Pages that fill one step. A page of the step stays for the request's own tokens."""
+        share, page_size = _step_share(request), self._page_size
+        most = (self._meter.step_tokens - page_size) / (share * page_size) if share else math.inf
+        return int(min(most, len(request.plan.pages)))
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Of the next in the queue those that count on pages which the device has no more: what is
@@ -302,3 +315,10 @@ class WaitingRequests:
             traces.given_up(request, outcome.removeprefix("fallback: "))
         queued_ms = round(1000 * request.age_s, 3)
         self._labels.note(request.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))
+
+
+def _step_share(request: Request) -> float:
+    """Tokens of a step that one loaded token takes; all of it may have to be prefilled while it
+    has not all come."""
+    share = request.planned.step_share
+    return max(share, 1.0) if request.phase is Phase.ARRIVING else share

@@ -14,13 +14,15 @@ from waiting_parts import PAGE, PLAN
 from cachetree.ids import Span
 from sglang_droidspeak.request.request import IllegalTransition, Phase, Request
 
-SETTLED, SEEN, PLANNED, FETCHING, READY, LOADING = Phase
-FORTH = (SEEN, PLANNED, FETCHING, READY, LOADING)
+SETTLED, SEEN, PLANNED, FETCHING, ARRIVING, READY, LOADING = Phase
+FORTH = (SEEN, PLANNED, FETCHING, ARRIVING, READY, LOADING)
 LEGAL = {
     *pairwise(FORTH),
     *((phase, SETTLED) for phase in FORTH),
     (FETCHING, PLANNED),  # Another rank has no memory for it.
-    (READY, FETCHING),  # The rest comes slower than it did.
+    (ARRIVING, FETCHING),  # The rest comes slower than it did.
+    (FETCHING, READY),
+    (ARRIVING, LOADING),
     *((phase, phase) for phase in Phase),
 }
 
@@ -43,6 +45,8 @@ def request_in(phase: Phase) -> tuple[Request, CountingSource]:
         it.take_up(planned_as(PLAN))
     if phase >= FETCHING:
         it.fetch(SimpleNamespace(of=lambda *_: source), None)  # type: ignore[arg-type]
+    if phase >= ARRIVING:
+        it.reach(ARRIVING)
     if phase >= READY:
         it.reach(READY)
     if phase >= LOADING:

@@ -8,10 +8,26 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from waiting_parts import (
+    NUM_PAGES,
+    PAGE,
+    PLAN,
+    STEP_BYTES,
+    WANTED,
+    Asked,
+    FakeMeter,
+    keys_of,
+    look,
+    planner_of,
+    request,
+    waiting_with,
+)
 
+from cachetree.errors import FetchError
+from cachetree.planning import PrefillCost
 from sglang_droidspeak.request.queue import Queue
+from sglang_droidspeak.request.waiting import WaitingRequests
 
-PAGE = 16
 STEP_TOKENS = 96
 
 
@@ -50,10 +66,10 @@ class Adder(PrefillAdder):
     def _replay_len(self, req: Any, prefix_len: int) -> int:
         return self._queue.charge(0, self, req, prefix_len)
 
-    def add(self, num_loaded: int, num_new: int) -> bool:
+    def add(self, num_loaded: int, num_new: int, rid: str = "r1") -> bool:
         """Whether one more request goes into this step."""
         req = SimpleNamespace(
-            rid="r1",
+            rid=rid,
             prefix_len=0,
             full_untruncated_fill_ids=range(num_loaded + num_new),
             output_ids=[],
@@ -105,3 +121,50 @@ def test_what_is_only_loaded_takes_nothing_but_its_own_tokens() -> None:
     adder = Adder(is_decoding=True)
     adder.waiting.step_tokens = lambda *_: 0
     assert [adder.add(640, 10) for _ in range(7)] == [True] * 6 + [False]
+
+
+# Loads whose bytes have not all come: a fetch that fails now is prefilled in full in this step.
+
+
+def due(step_tokens: int, *rids: str) -> tuple[WaitingRequests, Asked, list[Any]]:
+    """Requests whose E has come; the rest comes within their recompute, of half of the layers."""
+    cache, reqs = Asked(), [request(it) for it in rids]
+    meter = FakeMeter(recompute=PrefillCost(token_s=1e3, context_s=0.0), step_tokens=step_tokens)
+    waiting, _ = waiting_with(cache, meter=meter, planner=planner_of(**WANTED))
+    assert look(waiting, *reqs, is_decoding=True) == set(rids)
+    for staging in cache.stagings:
+        staging.land(PLAN.steps[0], STEP_BYTES)
+    return waiting, cache, reqs
+
+
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_a_step_takes_no_more_unfinished_loads_than_it_could_prefill(is_decoding: bool) -> None:
+    waiting, cache, reqs = due(STEP_TOKENS, "r1", "r2")
+    assert not look(waiting, *reqs, is_decoding=is_decoding)
+    adder = Adder(is_decoding=is_decoding)
+    adder.waiting.step_tokens = waiting.step_tokens
+    num_loaded = NUM_PAGES * PAGE
+    assert [adder.add(num_loaded, 10, it.rid) for it in reqs] == [True, False]
+    cache.land(1)
+    assert not look(waiting, *reqs, is_decoding=is_decoding)
+    assert waiting.step_tokens("r1", num_loaded) == num_loaded
+    assert waiting.step_tokens("r2", num_loaded) == num_loaded // 2, "all of it has come"
+
+
+def test_an_unfinished_load_that_no_step_could_prefill_waits_beside_who_decodes() -> None:
+    """Of 64 tokens, where a step takes 79 with a page of the request's own; and then all of it."""
+    waiting, cache, (req,) = due(NUM_PAGES * PAGE + PAGE - 1, "r1")
+    assert look(waiting, req, is_decoding=True) == {"r1"}
+    assert not look(waiting, req, is_decoding=False), "there is nobody who would wait"
+    assert look(waiting, req, is_decoding=True) == {"r1"}
+    cache.land()
+    assert not look(waiting, req, is_decoding=True)
+    assert waiting.num_restorable("r1", keys_of(req)[0]) == NUM_PAGES
+
+
+def test_what_has_not_all_come_fails_before_it_is_admitted_and_holds_up_nobody() -> None:
+    waiting, cache, (req,) = due(PAGE, "r1")
+    assert look(waiting, req, is_decoding=True) == {"r1"}
+    cache.stagings[0].fail(FetchError("a test"))
+    assert not look(waiting, req, is_decoding=True)
+    assert not waiting.has_source("r1")

@@ -91,10 +91,11 @@ class Asked:
         return self.has
 
     def land(self, number: int | None = None) -> None:
-        """All of that fetch, or of each."""
+        """All that is still missing of that fetch, or of each."""
         for staging in self.stagings if number is None else (self.stagings[number],):
             for step in PLAN.steps:
-                staging.land(step, STEP_BYTES)
+                if not staging.has_landed(step):
+                    staging.land(step, STEP_BYTES)
 
 
 class FakeMeter(SimpleNamespace):
