@@ -167,8 +167,8 @@ class Demand:
     """The family's entries are encoded, wherever they are but in the engine's own pool."""
     max_recompute_tokens: int | None = None
     """Of longer prefixes only so many tokens are reused where layers are recomputed."""
-    max_recompute_s: float | None = None
-    """The same as time, once the device's speed is known."""
+    max_stall_s: float | None = None
+    """Longest that recompute and copies may take in one step, once they were measured."""
     max_fetch_bytes: int | None = None
     """What comes from elsewhere is staged in so much memory."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)

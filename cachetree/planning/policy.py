@@ -30,6 +30,7 @@ from cachetree.planning.prediction import (
     Costs,
     Patience,
     bytes_of,
+    copy_s,
     full_prefill_s,
     layers_of_work,
     recompute_s,
@@ -235,7 +236,7 @@ def _fitted(
     """For as many pages as may be, and its price; all options together begin at `starts`."""
     plan, start, stop = it.plan, it.plan.pages.start, it.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
-    at_once = min(with_e, start + _most_recomputed_pages(demand, plan, costs))
+    at_once = min(with_e, start + _most_pages_of_a_step(demand, plan, costs))
     held = f"{match.num_pages} pages of {match.model}, {demand.first_approximate} approximate on"
     no_e = f"{match.model} lacks E at some of layers {starts} for pages from {demand.first_page}"
     for end, reason, detail in (
@@ -298,20 +299,21 @@ def _meets(it: _Option, demand: Demand) -> bool:
     return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
 
 
-def _most_recomputed_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """How many pages one step may recompute; all of them where that costs nothing."""
-    most, work = [demand.num_pages], layers_of_work(plan)
-    if work and demand.max_recompute_tokens is not None:
+def _most_pages_of_a_step(demand: Demand, plan: Plan, costs: Costs) -> int:
+    """How many pages one step may recompute and copy; all of them if that costs nothing."""
+    most = [demand.num_pages]
+    if layers_of_work(plan) and demand.max_recompute_tokens is not None:
         most.append(demand.max_recompute_tokens // demand.page_size)
-    if work and demand.max_recompute_s is not None and costs.recompute is not None:
+    if demand.max_stall_s is not None:
         start = plan.pages.start
 
         def seconds(num_pages: int) -> float:
-            so_many = replace(plan, pages=Span(start, start + num_pages))
-            return recompute_s(so_many, demand.page_size, costs.recompute) or 0.0
+            part = replace(plan, pages=Span(start, start + num_pages))
+            block_s = recompute_s(part, demand.page_size, costs.recompute) or 0.0
+            return block_s + copy_s(part, costs)
 
         span = range(1, len(plan.pages) + 1)
-        most.append(bisect_right(span, demand.max_recompute_s, key=seconds))
+        most.append(bisect_right(span, demand.max_stall_s, key=seconds))
     return min(most)
 
 

@@ -85,6 +85,11 @@ def bytes_of(plan: Plan, costs: Costs) -> tuple[int, int]:
     return e_bytes, len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
 
 
+def copy_s(plan: Plan, costs: Costs) -> float:
+    """Seconds to copy all that a plan loads from host memory to the device."""
+    return costs.links.get(plan.location, FREE_LINK).copy_s(sum(bytes_of(plan, costs)))
+
+
 def full_prefill_s(tokens: Span, cost: PrefillCost | None) -> float | None:
     """Seconds that the receiver alone takes; None while the device's speed is unknown."""
     if cost is None or not cost.knows(len(tokens)):

@@ -28,6 +28,7 @@ from cachetree.planning import (
     Reason,
     bytes_of,
     choose,
+    copy_s,
     full_prefill_s,
     index_profiles,
     layers_of_work,
@@ -67,7 +68,7 @@ class Planned:
     patience: Patience
     """How long its request waits for it; of one asked for by name infinite."""
     step_share: float
-    """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
+    """How much of SGLang's tokens of one step a loaded token takes: recompute and copies."""
     considered: Considered | None = None
     """What it was chosen from; None where another rank made it."""
 
@@ -200,7 +201,7 @@ class Planner:
             patience=(
                 Patience(saving_s=math.inf) if is_asked_for else _patience(plan, demand, costs)
             ),
-            step_share=self._step_share(plan),
+            step_share=self._step_share(plan, costs),
             considered=considered,
         )
 
@@ -245,13 +246,18 @@ class Planner:
             kv_bytes=kv_bytes,
         )
 
-    def _step_share(self, plan: Plan) -> float:
-        """By its layers, or such that `max_stall_ms` of recompute fill a step."""
-        work, most_s = layers_of_work(plan), self._server.settings.max_stall_s
-        if most_s is None:
-            return work / plan.num_layers
-        cost = self._meter.recompute
-        return 0.0 if cost is None else work * cost.seconds(0, self._meter.step_tokens) / most_s
+    def _step_share(self, plan: Plan, costs: Costs) -> float:
+        """By its layers and the time of its copies, or such that `max_stall_ms` of recompute and
+        copies fill a step. The scheduler waits for copies, so they count even beside a recompute.
+        """
+        step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
+        work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size
+        copies_s = copy_s(plan, costs) * step / num_tokens
+        if most_s is not None:
+            layer_s = costs.recompute.seconds(0, step) if costs.recompute else 0.0
+            return (work * layer_s + copies_s) / most_s
+        step_s = costs.prefill.seconds(0, step) if costs.prefill else math.inf
+        return work / plan.num_layers + copies_s / step_s
 
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
@@ -289,7 +295,7 @@ class Planner:
             ttft_target_s=target_ms / 1000 if target_ms else None,
             gate=Gate(settings.gate),
             max_recompute_tokens=settings.max_recompute_tokens,
-            max_recompute_s=settings.max_stall_s,
+            max_stall_s=settings.max_stall_s,
             max_fetch_bytes=int(settings.staging_gb * GIB),
             is_lossy=self._cache.family.codec is not Codec.NONE,
         )

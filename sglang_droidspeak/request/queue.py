@@ -76,7 +76,8 @@ class Queue:
         return batch, running
 
     def charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
-        """Take recomputed layers off the tokens of a step, as SGLang does what it replays itself.
+        """Take recomputed layers and copies off the tokens of a step, as SGLang does what it
+        replays itself.
 
         The first of a step is never refused: what remains is a chunk for it to go on with, or where
         nobody decodes all of its new tokens.

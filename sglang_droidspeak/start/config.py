@@ -115,10 +115,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_recompute_tokens: int = 32768
     """Of longer prefixes only so many tokens are reused with layers recomputed."""
     max_stall_ms: float | None = None
-    """Longest that recomputed layers may hold up decoding requests in one step: less of a prefix is
-    reused, and requests wait for the next step. By default they take their share of the tokens of
-    one step (`chunked-prefill-size`), so that nobody who decodes waits longer than beside SGLang's
-    own prefill."""
+    """Longest that recomputed layers and copies to the device may hold up decoding requests in one
+    step: less of a prefix is reused, and requests wait for the next step. By default layers and
+    copies take their share of the tokens of one step (`chunked-prefill-size`), so that decoding
+    requests wait no longer than beside SGLang's own prefill."""
     fetch_deadline_s: float = 10.0
     """After this, at most 60, a fetch is given up and its request does a full prefill. A request
     that names no block gives up sooner: once its fetch is as late as reuse would save."""

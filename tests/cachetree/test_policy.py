@@ -164,16 +164,26 @@ def test_one_step_recomputes_only_so_much() -> None:
     """[3, 6) of 160 tokens is 320 token-layers: at 1 ms each, 0.32 s."""
     tokens = replace(DEMAND, max_recompute_tokens=50)
     assert plan_for(match(S), demand=tokens).pages == Span(0, 3)
-    seconds = replace(DEMAND, max_recompute_s=0.2, first_page=2)
+    seconds = replace(DEMAND, max_stall_s=0.2, first_page=2)
     assert plan_for(match(S), demand=seconds, costs=MEASURED).pages == Span(2, 8)
     assert plan_for(match(S), demand=seconds).pages == Span(2, 10), "no speed is known yet"
-    enough = replace(DEMAND, max_recompute_s=0.33)
+    enough = replace(DEMAND, max_stall_s=0.33)
     assert plan_for(match(S), demand=enough, costs=MEASURED).pages == Span(0, 10)
     assert plan_for(match(R), demand=tokens).pages == Span(0, 10), "nothing is recomputed"
     short = replace(tokens, min_pages=4)
     assert reason_for(match(S), demand=short) is Reason.RECOMPUTE_TOO_LONG
     plan = plan_for(match(S))
     assert recompute_s(plan, 16, MEASURED.recompute) == pytest.approx(0.32)
+
+
+def test_one_step_recomputes_and_copies_only_for_so_long() -> None:
+    """Of each page [3, 6) takes 32 ms, and its copies 9 MB; all ten layers are 10 MB."""
+    costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, copy_byte_s=2e-3 / MB)})
+    demand = replace(DEMAND, max_stall_s=0.201)
+    assert plan_for(match(S, location=FAR), demand=demand, costs=costs).pages == Span(0, 4)
+    assert plan_for(match(R, location=FAR), demand=demand, costs=costs).pages == Span(0, 10)
+    demand = replace(DEMAND, max_stall_s=0.101)
+    assert plan_for(match(R, location=FAR), demand=demand, costs=costs).pages == Span(0, 5)
 
 
 def test_another_model_needs_a_profile_that_passed() -> None:

@@ -141,7 +141,7 @@ def measured_on(num_tokens: int) -> Profiles:
             SHORT,
         ),
         (
-            replace(DEMAND, max_recompute_s=1e-3),
+            replace(DEMAND, max_stall_s=1e-3),
             [match(S)],
             PROFILES,
             Reason.RECOMPUTE_TOO_LONG,

@@ -117,10 +117,12 @@ def test_one_that_fits_takes_its_recompute_where_chunks_are_of_many_pages() -> N
     assert [adder.add(num_loaded, 10) for num_loaded in (640, 0)] == [True, False]
 
 
-def test_what_is_only_loaded_takes_nothing_but_its_own_tokens() -> None:
+@pytest.mark.parametrize(("share", "num"), [(0.0, 6), (0.025, 3)])
+def test_what_is_only_loaded_takes_the_time_of_its_copies(share: float, num: int) -> None:
+    """Copies of 640 tokens take as long as a prefill of 16."""
     adder = Adder(is_decoding=True)
-    adder.waiting.step_tokens = lambda *_: 0
-    assert [adder.add(640, 10) for _ in range(7)] == [True] * 6 + [False]
+    adder.waiting.step_tokens = lambda _rid, num_tokens: int(share * num_tokens)
+    assert [adder.add(640, 10) for _ in range(num + 1)] == [True] * num + [False]
 
 
 # Loads whose bytes have not all come: a fetch that fails now is prefilled in full in this step.

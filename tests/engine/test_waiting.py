@@ -33,7 +33,7 @@ from waiting_parts import (
 
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import LOCAL, Location, ModelId, Span
-from cachetree.planning import Patience, PrefillCost
+from cachetree.planning import Costs, Link, Patience, PrefillCost
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.in_flight import InFlightPrefills
@@ -405,18 +405,32 @@ def test_recomputed_layers_take_their_share_of_a_step(
 
 
 @pytest.mark.parametrize(("max_stall_s", "share"), [(None, 0.5), (0.048, 1.0), (0.192, 0.25)])
-def test_a_steps_tokens_are_filled_by_layers_or_by_time(
-    max_stall_s: float | None, share: float
+@pytest.mark.parametrize("copy_s", [0.0, 0.012])
+def test_a_steps_tokens_are_filled_by_layers_and_copies(
+    max_stall_s: float | None, share: float, copy_s: float
 ) -> None:
-    """Block [1, 4) computes two layers of four whole; a step of 96 tokens takes 96 ms."""
+    """Block [1, 4) computes two layers of four whole. A step of 96 tokens takes 96 ms; the copies
+    of as many tokens take an eighth of that, or nothing."""
     settings = SimpleNamespace(max_stall_s=max_stall_s)
-    layer = PrefillCost(token_s=1e-3 / 4, context_s=0.0)
-    meter = SimpleNamespace(step_tokens=96, recompute=layer)
-    planner: Any = SimpleNamespace(_server=SimpleNamespace(settings=settings), _meter=meter)
-    assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == pytest.approx(share)
-    meter.recompute = None
-    unmeasured = 0.0 if max_stall_s else share
-    assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == unmeasured
+    planner: Any = SimpleNamespace(
+        _server=SimpleNamespace(settings=settings, page_size=PAGE),
+        _meter=SimpleNamespace(step_tokens=96),
+    )
+    plan, layer = replace(PLAN, block=Span(1, 4)), PrefillCost(token_s=1e-3 / 4, context_s=0.0)
+    costs = Costs(
+        kv_page_bytes=6,
+        e_page_bytes=10,
+        prefill=PrefillCost(token_s=1e-3, context_s=0.0),
+        recompute=layer,
+        links={PLAN.location: Link(byte_s=0.0, copy_byte_s=copy_s / 96)},
+    )
+    share += copy_s / (max_stall_s or 0.096)
+    assert Planner._step_share(planner, plan, costs) == pytest.approx(share)
+    loads = replace(plan, block=Span(0, 0))
+    of_copies = copy_s * 24 / 16 / (max_stall_s or 0.096)
+    assert Planner._step_share(planner, loads, costs) == pytest.approx(of_copies)
+    unmeasured = replace(costs, prefill=None, recompute=None, links={})
+    assert Planner._step_share(planner, plan, unmeasured) == (0.0 if max_stall_s else 0.5)
 
 
 def test_another_request_of_the_same_name_is_another_request() -> None:
