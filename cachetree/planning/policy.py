@@ -236,12 +236,16 @@ def _fitted(
     """For as many pages as may be, and its price; all options together begin at `starts`."""
     plan, start, stop = it.plan, it.plan.pages.start, it.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
-    at_once = min(with_e, start + _most_pages_of_a_step(demand, plan, costs))
+    staged = min(with_e, start + _most_staged_pages(demand, plan, costs))
+    at_once = min(staged, start + _most_pages_of_a_step(demand, plan, costs))
     held = f"{match.num_pages} pages of {match.model}, {demand.first_approximate} approximate on"
     no_e = f"{match.model} lacks E at some of layers {starts} for pages from {demand.first_page}"
+    staging_gb = (demand.max_fetch_bytes or 0) / _GIB
+    full = f"{demand.min_pages} pages, the fewest worth a fetch, exceed staging_gb, {staging_gb:g}"
     for end, reason, detail in (
         (stop, Reason.TOO_SHORT, f"{held} the device"),
         (with_e, Reason.NO_E, no_e),
+        (staged, Reason.STAGING_FULL, full),
         (at_once, Reason.RECOMPUTE_TOO_LONG, _TOO_LONG),
     ):
         if end - start < demand.min_pages:
@@ -250,11 +254,6 @@ def _fitted(
     if demand.requested.block is None and not found.saving > 0:
         slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
         return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
-    is_staged = match.location != LOCAL and not is_pool(match.location)
-    num_bytes, most = sum(bytes_of(found.plan, costs)), demand.max_fetch_bytes
-    if is_staged and most is not None and num_bytes > most:
-        full = f"the fetch takes {num_bytes / _GIB:.2f} GiB, and staging_gb is {most / _GIB:g}"
-        return replace(found, miss=NoReuse(reason=Reason.STAGING_FULL, detail=full))
     return found
 
 
@@ -299,16 +298,28 @@ def _meets(it: _Option, demand: Demand) -> bool:
     return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
 
 
+def _most_staged_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
+    """How many pages fit into the memory for fetches; all of them if nothing is fetched."""
+    is_there = plan.location == LOCAL or is_pool(plan.location)
+    if is_there or demand.max_fetch_bytes is None:
+        return demand.num_pages
+    return demand.max_fetch_bytes // max(1, sum(bytes_of(_first_pages(plan, 1), costs)))
+
+
+def _first_pages(plan: Plan, num_pages: int) -> Plan:
+    start = plan.pages.start
+    return replace(plan, pages=Span(start, start + num_pages))
+
+
 def _most_pages_of_a_step(demand: Demand, plan: Plan, costs: Costs) -> int:
     """How many pages one step may recompute and copy; all of them if that costs nothing."""
     most = [demand.num_pages]
     if layers_of_work(plan) and demand.max_recompute_tokens is not None:
         most.append(demand.max_recompute_tokens // demand.page_size)
     if demand.max_stall_s is not None:
-        start = plan.pages.start
 
         def seconds(num_pages: int) -> float:
-            part = replace(plan, pages=Span(start, start + num_pages))
+            part = _first_pages(plan, num_pages)
             block_s = recompute_s(part, demand.page_size, costs.recompute) or 0.0
             return block_s + copy_s(part, costs)
 

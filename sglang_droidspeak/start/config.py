@@ -108,8 +108,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How KV and E are kept and sent: `int8` and `int4` take fewer bytes and are not exact;
     the same on all that share."""
     staging_gb: float = 1.0
-    """Host memory for fetches in flight, GiB, made at start too; a fetch that does not fit is not
-    made."""
+    """Host memory for fetches in flight, GiB, made at start too. Of a prefix that does not fit only
+    the first pages are fetched."""
     min_tokens: int = 64
     """Shorter reuse is not worth a fetch."""
     max_recompute_tokens: int = 32768

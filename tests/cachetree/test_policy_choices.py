@@ -158,15 +158,8 @@ def measured_on(num_tokens: int) -> Profiles:
             replace(DEMAND, max_fetch_bytes=1 << 20),
             [match(S, location=FAR)],
             PROFILES,
-            Reason.SLOWER,
-            f"{S} at {FAR}: full prefill is faster, or nearly so",
-        ),
-        (
-            replace(DEMAND, max_fetch_bytes=1 << 20),
-            [match(S, location=FAR), match(S, location=Location("tcp://fast:1"))],
-            PROFILES,
             Reason.STAGING_FULL,
-            "the fetch takes 0.08 GiB, and staging_gb is 0.000976562",
+            "1 pages, the fewest worth a fetch, exceed staging_gb, 0.000976562",
         ),
     ],
 )
@@ -177,14 +170,18 @@ def test_why_nothing_is_reused_is_told_to_a_person(
     assert choose(demand, matches, profiles, slow) == NoReuse(reason=reason, detail=detail)
 
 
-@pytest.mark.parametrize(("most", "taken"), [(90, Span(3, 6)), (89, Span(2, 7)), (69, Span(0, 8))])
-def test_a_block_that_fits_into_the_staging_is_taken_before_what_does_not(
-    most: int, taken: Span
-) -> None:
-    """A page takes a megabyte of each layer that is loaded, and two of E."""
+@pytest.mark.parametrize(
+    ("most", "block", "num_pages"),
+    [(90, Span(3, 6), 10), (89, Span(3, 6), 9), (63, Span(3, 6), 7), (9, Span(0, 8), 4)],
+)
+def test_a_plan_is_cut_to_what_the_staging_takes(most: int, block: Span, num_pages: int) -> None:
+    """A page takes a megabyte of each layer that is loaded, and two of E: 9 with [3, 6), and 2
+    with [0, 8), which starts from embeddings."""
     demand = replace(DEMAND, max_fetch_bytes=most * MB)
-    assert plan_for(match(S, location=FAR), demand=demand, costs=MEASURED).block == taken
-    assert plan_for(match(S), demand=demand, costs=MEASURED).block == Span(3, 6)
+    plan = plan_for(match(S, location=FAR), demand=demand, costs=MEASURED)
+    assert (plan.block, plan.pages) == (block, Span(0, num_pages))
+    there = plan_for(match(S), demand=demand, costs=MEASURED)
+    assert (there.block, there.pages) == (Span(3, 6), Span(0, 10)), "it is read in place"
 
 
 def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers() -> None:

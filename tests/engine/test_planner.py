@@ -194,39 +194,38 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
 
 @pytest.mark.parametrize(
     ("location", "staging_gb", "is_taken"),
-    [(FAR, 0.09, True), (FAR, 0.01, False), (LOCAL, 0.0, True)],
+    [(FAR, 0.04, True), (FAR, 0.005, False), (LOCAL, 0.0, True)],
 )
 def test_what_no_staging_will_hold_is_not_waited_for(
     location: Location, staging_gb: float, is_taken: bool
 ) -> None:
-    """Ten pages take 90 MB by the recommended block, and 20 at least; what is here is read in
+    """Four pages take 36 MB by the recommended block, and 8 at least; what is here is read in
     place."""
-    found = plan(location=location, staging_gb=staging_gb)
+    found = plan(location=location, staging_gb=staging_gb, min_tokens=4 * PAGE)
     assert hasattr(found, "plan") == is_taken
     if not is_taken:
         assert (found.outcome, found.may_be_approximate) == ("staging_full", True)
-        assert found.detail == "the fetch takes 0.08 GiB, and staging_gb is 0.01"
+        assert found.detail == "4 pages, the fewest worth a fetch, exceed staging_gb, 0.005"
 
 
-@pytest.mark.parametrize(("num_there", "location"), [(0, FAR), (6, FAR), (10, LOCAL)])
-def test_of_what_no_staging_will_hold_the_next_best_is_taken_and_told(
-    num_there: int, location: Location
+@pytest.mark.parametrize(
+    ("num_there", "location", "num_taken"), [(0, FAR, 9), (6, FAR, 9), (10, LOCAL, 10)]
+)
+def test_what_fits_into_the_staging_competes_with_what_is_there(
+    num_there: int, location: Location, num_taken: int
 ) -> None:
-    """[3, 6) is 90 MB of 86. [2, 7), which is 70, saves more than six pages that are read in
-    place."""
+    """[3, 6) of ten pages is 90 MB of 86."""
     planner, _ = planned(staging_gb=0.08)
     matches = [
         match(S, num, it, dict.fromkeys(ALL_E, num)) for it, num in ((FAR, 10), (LOCAL, num_there))
     ]
     planner._cache.match = lambda _pages: [it for it in matches if it.num_pages]
     found = planner.plan(planner.asked, PAGES, TREE, 0)
-    block = Span(2, 7) if location == FAR else Span(3, 6)
-    assert (found.plan.location, found.plan.block) == (location, block)
+    assert (found.plan.location, found.plan.pages) == (location, Span(0, num_taken))
     ways = weigh(found.considered, planner.profiles)
-    taken = [(it.location, it.block) for it in ways if it.reason == "taken"]
-    assert taken == [(location, (block.start, block.stop))]
-    full = [(it.location, it.block) for it in ways if it.reason == "staging_full"]
-    assert full == [(FAR, (3, 6))]
+    assert [(it.location, it.pages) for it in ways if it.reason == "taken"] == [
+        (location, (0, num_taken))
+    ]
 
 
 @pytest.mark.parametrize(("measured_tokens", "is_covered"), [(80, True), (79, False)])
