@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, TypeVar
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
@@ -51,14 +53,30 @@ Answer = Callable[[verbs.ToPeer], None]
 """Called once, from whichever thread has the answer."""
 
 
+_NODES: Final = 128
+"""Nodes that an eviction looks at in one turn: some 10 ms."""
+
+
 @dataclass(eq=False)
 class AdminService:
-    """Used by the worker's thread; never blocks. What waits for the disk is answered later."""
+    """Used by the worker's thread; never blocks. Evictions are answered later: without a disk after
+    some turns of `go_on`, otherwise by the disk's threads."""
 
     _tree: CacheTree
     _disk: DiskTier | None
     _status: Callable[[], verbs.Status]
     _clock: Clock
+    _evictions: deque[Iterator[int]] = field(default_factory=deque, init=False)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to do in `go_on`."""
+        return bool(self._evictions)
+
+    def go_on(self) -> None:
+        """Evict a little more for the oldest order."""
+        if self.has_work and len(tuple(islice(self._evictions[0], _NODES))) < _NODES:
+            del self._evictions[0]
 
     def serve(self, asked: verbs.ToWorker, answer: Answer, *, is_admin: bool) -> None:
         try:
@@ -100,8 +118,15 @@ class AdminService:
         def tell(num_bytes: int, num_disk_bytes: int) -> None:
             answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=num_disk_bytes))
 
+        def steps() -> Iterator[int]:
+            num_bytes = 0
+            for freed in self._tree.evicting(model, pages):
+                num_bytes += freed
+                yield freed
+            tell(num_bytes, 0)
+
         if self._disk is None:
-            tell(self._tree.evict(model, pages), 0)
+            self._evictions.append(steps())
         else:
             self._disk.evict(model, pages, tell)
 

@@ -194,6 +194,8 @@ class Worker:
 
     def _turn(self) -> None:
         timeout_s = min(_IDLE_S, self._service.scheduler.timeout_s())
+        if self._admin.has_work:
+            timeout_s = 0.0
         ready = {source for source, _ in self._poller.poll(round(1000 * timeout_s))}
         self._wakeup.drain()
         self._turned_at_s = self._service.clock()
@@ -209,6 +211,7 @@ class Worker:
             self._callbacks.popleft()()
         if self._socket in ready:
             self._receive()
+        self._admin.go_on()
         for session in tuple(self._sessions):
             self._serve(session, is_ready=session.channel.fileno() in ready)
         self._service.scheduler.send()

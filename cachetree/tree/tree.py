@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Final
 
 from cachetree.checkpoint import Family
@@ -26,6 +26,8 @@ from cachetree.tree.trie import PageTrie, depth_of, find_matches
 _LRU: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
 """At once: each takes twice as long as a look at a node."""
+_MOST_SWEPT: Final = 512
+"""Entries past their time to live that one sweep evicts: some 30 ms."""
 
 
 class CacheTree:
@@ -233,12 +235,13 @@ class CacheTree:
             return self._holds.unpin(model, pages)
 
     def sweep(self) -> None:
-        """Drop leases and pins past their deadline, and entries past their time to live."""
+        """Drop leases and pins past their deadline, and entries past their time to live: of these
+        so many that no caller waits for long."""
         with self._lock:
             self._holds.end_late(self._clock())
         if self._eviction.ttl_s is not None:
             gone = map(self._local.take_out, self._eviction.expired())
-            run_in_slices(self._lock, gone, _EVICTIONS)
+            run_in_slices(self._lock, islice(gone, _MOST_SWEPT), _EVICTIONS)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
@@ -247,6 +250,12 @@ class CacheTree:
         meanwhile may stay. What a lease, a pin or an open reservation keeps stays. Returns the
         bytes freed.
         """
+        return sum(self.evicting(model, pages))
+
+    def evicting(
+        self, model: ModelId | None = None, pages: Sequence[PageHash] = ()
+    ) -> Iterator[int]:
+        """Do as `evict` does, node by node as the caller asks; gives the bytes that each freed."""
         self.sweep()
         steps = (
             sum(
@@ -256,7 +265,7 @@ class CacheTree:
             )
             for node in self._trie.bottom_up(pages)
         )
-        return sum(in_slices(self._lock, steps, _EVICTIONS))
+        return in_slices(self._lock, steps, _EVICTIONS)
 
     # All entries.
 

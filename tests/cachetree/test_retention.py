@@ -9,6 +9,7 @@ from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError, PinRefused
+from cachetree.ids import PageHash
 from cachetree.tree.eviction import POLICIES, Retention
 from cachetree.tree.tree import CacheTree
 
@@ -140,3 +141,19 @@ def test_what_nobody_uses_goes_in_time(policy: str) -> None:
     clock.now_s = 30.0
     tree.sweep()
     assert tree.num_bytes == 0
+
+
+def test_sweep_of_a_crowd_takes_several_turns() -> None:
+    """A caller of `sweep`, such as a forward that stores its pages, waits for no more."""
+    clock = FakeTime()
+    tree = CacheTree(FAMILY, host_bytes=1000 * PAGE, clock=clock, retention=Retention(ttl_s=10))
+    for number in range(1000):
+        reservation = tree.reserve(A, None, [PageHash(number.to_bytes(16))], ())
+        assert reservation is not None
+        with reservation:
+            reservation.commit()
+    clock.now_s = 10.0
+    tree.sweep()
+    assert 0 < tree.num_pages < 1000
+    tree.sweep()
+    assert tree.num_pages == 0

@@ -212,7 +212,7 @@ def test_what_comes_while_what_is_above_it_is_dropped_goes_too() -> None:
 def test_entries_that_have_grown_old_go_in_slices_too() -> None:
     clock = FakeTime()
     tree = CacheTree(FAMILY, host_bytes=2000 * PAGE, clock=clock, retention=Retention(ttl_s=1))
-    forked(tree, 600)
+    forked(tree, 500)
     clock.now_s = 2
     lock = counted(tree)
     store(tree, A, "x")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import zmq
-from push_parts import new_store
+from push_parts import PAGE_TOTAL, new_store
 from transport_parts import (
     HOST_BYTES,
     MODEL,
@@ -28,6 +28,7 @@ from transport_parts import (
     new_tree,
     pages_of,
     peer_of,
+    store,
     wait_all,
     worker_of,
 )
@@ -206,6 +207,23 @@ def test_what_fails_for_one_peer_ends_no_session_but_its_own(
         assert worker.status().num_protocol_errors == 1
         assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
     assert "RuntimeError: broken here" in caplog.text
+
+
+def test_large_eviction_does_not_keep_others_waiting(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    tree = new_tree()
+    for number in range(1000):
+        store(tree, pages_of(1, f"{number}"))
+    with worker_of(tree, admin=()) as worker:
+        operator = raw(worker.address)
+        operator.send(wire.encode(verbs.Evict(model="", pages=b"")))
+        status = ask(operator, verbs.StatusRequest())
+        assert isinstance(status, verbs.Status), "it is answered before the order that came first"
+        assert operator.poll(20_000)
+        evicted = wire.decode_to_peer(memoryview(operator.recv()))
+    assert evicted == verbs.Evicted(num_bytes=1000 * PAGE_TOTAL, num_disk_bytes=0)
+    assert tree.num_pages == 0
 
 
 def test_what_is_located_and_never_let_go_of_is_bounded() -> None:
