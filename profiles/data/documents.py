@@ -19,7 +19,6 @@ from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from cachetree import ConfigError
@@ -168,7 +167,7 @@ class _Encoder:
             return self.tokenizer.apply_chat_template(
                 [message], tokenize=False, add_generation_prompt=True
             )
-        except (ValueError, TemplateError) as exc:
+        except Exception as exc:  # A template is a program.
             raise ConfigError(
                 f"--chat cannot be used with the tokenizer of {self.tokenizer.name_or_path}: {exc}"
             ) from exc

@@ -83,15 +83,23 @@ def quality(
 
 def normalised_tokens(text: str) -> list[str]:
     """Lower case, no punctuation, no articles, split at white space."""
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+    return _ARTICLES.sub(" ", " ".join(_with_articles(text))).split()
+
+
+def _with_articles(text: str) -> list[str]:
+    return text.lower().translate(_PUNCTUATION).split()
 
 
 def f1(prediction: str, answer: str) -> float:
     """F1 of the two bags of words.
 
-    Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0.
+    Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0. Where normalising
+    leaves nothing of the answer ("A" of a multiple choice), articles count, and then punctuation:
+    LongBench and SQuAD lose such an answer.
     """
-    predicted, expected = normalised_tokens(prediction), normalised_tokens(answer)
+    ways = normalised_tokens, _with_articles, str.split
+    words = next((it for it in ways if it(answer)), normalised_tokens)
+    predicted, expected = words(prediction), words(answer)
     if not predicted or not expected:
         return float(predicted == expected)
     common = sum((Counter(predicted) & Counter(expected)).values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
@@ -13,6 +15,17 @@ from cachetree import CacheTreeError
 
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 """Longest line that is decoded; LongBench's longest are below 1 MiB."""
+_FOREIGN: Final = (
+    (rb"\x1f\x8b", "is gzip; unpack it with `gunzip`"),
+    (rb"PK\x03\x04", "is a zip file; unpack it with `unzip`"),
+    (rb"PAR1", "is Parquet; write its rows as JSONL"),
+    (rb"version https://git-lfs", "is a Git LFS pointer; fetch the data with `git lfs pull`"),
+    (rb"\s*<(!doctype|html)", "is an HTML page; download the file itself"),
+    (rb"\xff\xfe|\xfe\xff|\0?{\0", "is UTF-16; save it as UTF-8"),
+    (rb"\s*\[", "is one JSON array; write a record per line, as `jq -c '.[]' FILE` does"),
+    (rb"\s*{\s*\n", "has records of several lines; write one per line, as `jq -c . FILE` does"),
+)
+"""Beginnings of files that are no JSONL, and what a message says about each."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +77,10 @@ def read_lines(path: Path, schema: type[Line], what: str) -> list[tuple[str, Lin
 
 def _raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as file:
+        begins = file.peek(256)
+        for pattern, problem in _FOREIGN:
+            if re.match(pattern, begins.removeprefix(BOM_UTF8), re.IGNORECASE):
+                raise RecordError(f"data file {path} {problem}")
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
@@ -72,7 +89,9 @@ def _raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
                     f"{path}:{number} is longer than {MAX_LINE_BYTES} bytes, so it is not decoded; "
                     "JSONL has one record per line"
                 )
-            if not raw.isspace():
+            if number == 1:
+                raw = raw.removeprefix(BOM_UTF8)
+            if raw.strip():
                 yield f"{path}:{number}", raw
 
 

@@ -21,6 +21,8 @@ from profiles.data.metrics import Metric, quality
 
 DEFAULT_MAX_NEW: Final = 64
 """Tokens of an answer to a data set without a task of its own."""
+NEVER_CHAT: Final = frozenset({"trec", "triviaqa", "samsum", "lcc", "repobench-p"})
+"""Few-shot examples and code, which LongBench's `pred.py` never puts into a chat template."""
 
 _CODE_MARKS: Final = ("`", "#", "//")
 
@@ -105,7 +107,8 @@ class TaskOptions:
             )
         stated = {"template": self.template, "metric": self.metric, "max_new": self.max_new}
         changes = {name: it for name, it in stated.items() if it is not None}
-        return replace(known, **changes, chat=self.chat)
+        is_bare = self.template is None and known.name in NEVER_CHAT
+        return replace(known, **changes, chat=self.chat and not is_bare)
 
 
 def _parse(template: str) -> tuple[str, list[str]]:

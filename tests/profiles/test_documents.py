@@ -325,6 +325,9 @@ def test_a_chat_needs_a_template_that_keeps_what_is_said(byte_pairs, chatting):
     chatting.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match=r"--chat cannot be used .*roles must alternate"):
         make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
+    chatting.chat_template = "{{ 'rain' + 1 }}"
+    with pytest.raises(ConfigError, match=r"--chat cannot be used .*: \w"):
+        make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
     chatting.chat_template = "{{ messages[0]['content'] | upper }}"
     with pytest.raises(ConfigError, match=r"changes the text of messages \(words\.jsonl:1\)"):
         make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)

@@ -1,4 +1,6 @@
+import gzip
 import hashlib
+import json
 
 import pytest
 from shipped import by_context, prompt_of
@@ -44,6 +46,35 @@ def test_blank_lines_are_no_records_and_still_count_as_lines(tmp_path):
     assert len(read_records(path)) == 2
     path.write_bytes(LINE + b"\n{")
     with pytest.raises(RecordError, match=r"data\.jsonl:3 is not"):
+        read_records(path)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + LINE * 2)
+    assert [it.id for it in read_records(path)] == ["7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(LINE), "is gzip; unpack it"),
+        (b"PK\x03\x04", "is a zip file; unpack it"),
+        (b"PAR1", "is Parquet; write its rows as JSONL"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer; .*`git lfs pull`"),
+        (b"\n<!DOCTYPE html><html>", "is an HTML page; download the file itself"),
+        (b"<html lang='en'>", "is an HTML page"),
+        (LINE.decode().encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (LINE.decode().encode("utf-16-le"), "is UTF-16"),
+        (b"[" + LINE.strip() + b"]", r"is one JSON array; .*`jq -c '\.\[\]' "),
+        (b" [\n" + LINE + b"]", "is one JSON array"),
+        (json.dumps(json.loads(LINE), indent=1).encode(), "several lines; .*`jq -c . "),
+    ],
+)
+def test_a_file_of_another_format_is_named_with_the_remedy(tmp_path, content, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=rf"^data file .*data\.jsonl .*{message}"):
         read_records(path)
 
 

@@ -47,6 +47,15 @@ def test_every_longbench_task_has_its_published_length_and_metric():
     assert PUBLISHED.keys() == TASKS.keys() - {"gsm8k"}
 
 
+def test_a_chat_wraps_what_longbench_wraps():
+    """`pred.py` leaves few-shot and code prompts bare; a template of the user's is a message."""
+    bare = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+    asked = {name: TaskOptions(chat=True).task_for(name).chat for name in TASKS}
+    assert {name for name, chat in asked.items() if not chat} == bare
+    assert TaskOptions(chat=True, template="{context} {input}").task_for("trec").chat
+    assert not TaskOptions(chat=True).task_for("lcc_e").chat
+
+
 def test_a_prompt_of_gsm8k_goes_on_with_its_examples():
     context = "Question: 1 + 1?\nAnswer: 1 + 1 = 2\n#### 2\n\n"
     assert TASKS["gsm8k"].prompt(context, "2 + 2?") == f"{context}Question: 2 + 2?\nAnswer:"
