@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.compute.fitting import NUM_FITTED
 from profiles.compute.measuring import comparing_steps, judging_steps, sweep_steps
 from profiles.compute.mixtures import Mixture
 from profiles.compute.study import Step, longest_runs, mixtures_of
-from profiles.data.documents import Document, first_of_each_task
+from profiles.data.documents import Document
 from profiles.evidence import CostModel
 from profiles.settings import Settings
 from profiles.stats.choice import baselines
@@ -40,6 +39,7 @@ class Forecast:
         held_out: Sequence[Document],
         blocks: Sequence[Span],
         settings: Settings,
+        fitted_on: Sequence[Document],
     ) -> float:
         """Of a whole run, but for a smaller model. Corrected E is taken to try each block again."""
         num_layers = self.costs.num_layers
@@ -48,7 +48,7 @@ class Forecast:
         swept = {it.place for it in sweep}
         whole_s = sum(self.steps(train, sweep))
         if settings.e_correction:
-            whole_s += self._rest_s(train, sweep, swept) + sum(self.fitting(train).values())
+            whole_s += self._rest_s(train, sweep, swept) + sum(self.fitting(fitted_on))
             plans = [*plans, *plans]
         whole_s += self._rest_s(train, judging_steps(train, plans, num_layers), swept)
         whole_s += sum(self.steps(held_out, judging_steps(held_out, plans, num_layers)))
@@ -79,12 +79,9 @@ class Forecast:
                 is_again = False
         return seconds
 
-    def fitting(self, documents: Sequence[Document]) -> dict[int, float]:
-        """Of each document that maps of E are fitted on, by its place."""
-        return {
-            place: self._passes_s(documents[place])
-            for place in first_of_each_task(documents, NUM_FITTED)
-        }
+    def fitting(self, documents: Sequence[Document]) -> list[float]:
+        """Of each document that maps of E are fitted on."""
+        return [self._passes_s(it) for it in documents]
 
     def _passes_s(self, document: Document) -> float:
         """Of the sender's and the receiver's over the prefix."""

@@ -103,7 +103,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         costs = time_costs(receiver.model, "receiver", documents, settings, console)
         journal.put(Timed(costs=costs))
     forecast = Forecast(journal.costs, receiver.model.head_layers)
-    whole_s = forecast.whole(train.documents, held_out.documents, blocks, settings)
+    whole_s = forecast.whole(train.documents, held_out.documents, blocks, settings, fitted_on)
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {num_contexts} contexts, "
         f"about {duration(whole_s)}",
@@ -219,11 +219,11 @@ def correct(
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
     fitting = watched.forecast.fitting(fitted_on)
-    with shown(watched.console, "fitting", sum(fitting.values())) as done:
+    with shown(watched.console, "fitting", sum(fitting)) as done:
 
         def contexts() -> Iterator[DocumentPasses]:
-            for place, seconds in fitting.items():
-                yield DocumentPasses(*models, fitted_on[place].prefix, layers, layers)
+            for document, seconds in zip(fitted_on, fitting, strict=True):
+                yield DocumentPasses(*models, document.prefix, layers, layers)
                 done(seconds)
 
         maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)

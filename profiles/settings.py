@@ -119,7 +119,7 @@ class Settings:
         "DATA",
     )
     timing_seconds: float = _choice(60, "when to stop timing the cost model's parts", "X")
-    seed: int = _choice(0, "of the split", "N")
+    seed: int = _choice(0, "of the split, and of the contexts that some measurements take", "N")
 
     def __post_init__(self) -> None:
         _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")

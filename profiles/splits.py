@@ -15,6 +15,7 @@ from profiles.data.documents import (
     by_task,
     data_files,
     first_of_each_task,
+    in_drawn_order,
     make_documents,
     split_documents,
 )
@@ -35,6 +36,7 @@ def load_splits(
         train, held_out = split_documents(
             train, held_out_share=settings.held_out_share, seed=settings.seed
         )
+    train, held_out = (in_drawn_order(it, settings.seed) for it in (train, held_out))
     _require_apart(train, held_out, "in --data and in --held-out")
     if unjudged := {it.task.name for it in train} - {it.task.name for it in held_out}:
         raise ConfigError(
@@ -58,6 +60,7 @@ def load_fitted_on(
     found = train.documents
     if settings.fit_data:
         _, found = load_documents(settings, settings.fit_data, tokenizer, positions)
+        found = in_drawn_order(found, settings.seed)
         _require_apart(found, held_out.documents, "in --fit-data and among those that judge")
     return [found[it] for it in first_of_each_task(found, NUM_FITTED)]
 

@@ -209,6 +209,12 @@ def _files_in(folder: Path, options: TaskOptions) -> list[Path]:
 
 
 def _source(name: str, lines: Sequence[tuple[str, Record]], options: TaskOptions) -> Source:
+    template = options.template
+    if template and "{input}" not in template and all(it.input for _, it in lines):
+        raise ConfigError(
+            f"template {template!r} has no {{input}}, and every record of {name} has one; add "
+            "{input} where the question goes"
+        )
     return Source(name=name, records=tuple(_sourced(place, it, options) for place, it in lines))
 
 

@@ -123,6 +123,12 @@ def split_documents(
     )
 
 
+def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
+    """Documents in an order that the seed draws: some uses take the first ones, which are the
+    shortest of a file that is sorted by length."""
+    return Random(f"{seed} order").sample(documents, len(documents))
+
+
 def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
     """Places of the documents."""
     found: dict[Task, list[int]] = {}

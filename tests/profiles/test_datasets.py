@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import datasets as hub
@@ -71,6 +72,15 @@ def test_answers_that_cannot_judge_are_named(tmp_path, record, message):
     write_records([make_record(), record], path)
     with pytest.raises(RecordError, match=message):
         load_sources([str(path)], TaskOptions())
+
+
+def test_a_template_that_never_asks_is_refused_where_all_records_ask(tmp_path):
+    path, silent = tmp_path / "data.jsonl", replace(AS_SHIPPED, template="{context}")
+    write_records([make_record(), make_record()], path)
+    with pytest.raises(ConfigError, match=r"'\{context\}' has no \{input\}.*data\.jsonl"):
+        load_sources([str(path)], silent)
+    write_records([make_record(), make_record(question="")], path)
+    assert load_sources([str(path)], silent)
 
 
 def test_names_are_unique_among_all_sources(tmp_path):

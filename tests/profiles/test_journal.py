@@ -1,7 +1,7 @@
 """What a run has measured survives a kill, at whatever byte it strikes."""
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from profiles.data.documents import make_documents
 from profiles.data.records import write_records
 from profiles.profiler import _making, open_journal
 from profiles.settings import Settings
-from profiles.splits import load_documents, load_fitted_on
+from profiles.splits import load_documents, load_fitted_on, load_splits
 from profiles.stats.artifact import Data
 from profiles.stats.measured import Score
 from tools.pairs.questions import OPTIONS, make_records
@@ -97,13 +97,31 @@ def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():
     assert max(prompts) == 100 - OPTIONS.max_new
 
 
-def test_maps_are_fitted_on_the_first_contexts_of_what_is_named(tmp_path):
+def test_maps_are_fitted_on_some_contexts_of_what_is_named(tmp_path):
     """So that no others have to fit into memory, nor are spent."""
     write_records(make_records("more", 5, NUM_FITTED + 1), tmp_path / "more.jsonl")
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     named = {"fit_data": (str(tmp_path / "more.jsonl"),), "e_correction": True}
     settings, none = Settings(**named, **asdict(OPTIONS)), Data(files=(), documents=[])
-    assert len(load_fitted_on(settings, none, none, tokenizer, 512)) == NUM_FITTED
+    fitted_on = load_fitted_on(settings, none, none, tokenizer, 512)
+    assert len(fitted_on) == NUM_FITTED
+    _, found = load_documents(settings, settings.fit_data, tokenizer, 512)
+    assert fitted_on != found[:NUM_FITTED], "of a sorted file the first are the shortest"
+
+
+def test_the_seed_draws_the_contexts_that_come_first():
+    """The sweep, baselines and maps take the first ones; a journal is named by their order."""
+    tokenizer = load_tokenizer(SHIPPED[0].receiver)
+    settings = Settings(data=(str(DATA / "train.jsonl"),), **asdict(OPTIONS))
+    _, found = load_documents(settings, settings.data, tokenizer, 512)
+    in_file = [it.context for it in found]
+
+    def splits(seed):
+        drawn = load_splits(replace(settings, seed=seed), tokenizer, 512)
+        return [[it.context for it in split.documents] for split in drawn]
+
+    assert all(it != sorted(it, key=in_file.index) for it in splits(0))
+    assert splits(0) == splits(0) != splits(1)
 
 
 def test_the_hardware_is_what_was_run_on(tmp_path, monkeypatch):

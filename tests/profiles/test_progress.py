@@ -66,7 +66,7 @@ def test_a_run_is_forecast_to_compare_on_some_contexts_what_it_has_judged_on_all
     few, many = ([document(32)] * it for it in (NUM_SHOWN, 2 * NUM_SHOWN))
     plans, _ = typical_plans(6, settings.plans)
     more_s = sum(FORECAST.steps(many, judging_steps(many, plans, 6))) / 2
-    one_s, two_s = (FORECAST.whole(few, it, blocks, settings) for it in (few, many))
+    one_s, two_s = (FORECAST.whole(few, it, blocks, settings, few) for it in (few, many))
     assert two_s - one_s == pytest.approx(more_s), "all else is of as many contexts"
     steps = comparing_steps(many, others, 6)
     assert [it.place for it in steps if not it.plans] == [*range(NUM_SHOWN)]
@@ -90,10 +90,20 @@ def test_a_run_that_corrects_e_is_forecast_to_try_its_plans_too():
     settings = Settings(out=Path())
     documents, blocks = [document(32)] * 8, grid(6, 1)
     plain_s, both_s = (
-        FORECAST.whole(documents, documents, blocks, replace(settings, e_correction=it))
+        FORECAST.whole(documents, documents, blocks, replace(settings, e_correction=it), documents)
         for it in (False, True)
     )
     assert 1.4 * plain_s < both_s < 2.5 * plain_s
+
+
+def test_maps_are_forecast_to_be_fitted_on_the_contexts_that_are_named_for_them():
+    settings = Settings(out=Path(), e_correction=True)
+    few, blocks = [document(32)], grid(6, 1)
+    short_s, long_s = (
+        FORECAST.whole(few, few, blocks, settings, [document(it)] * 2) for it in (32, 320)
+    )
+    passes_s = 4 * (COSTS.pass_s(320, 6) - COSTS.pass_s(32, 6))
+    assert long_s - short_s == pytest.approx(passes_s)
 
 
 def test_what_is_left_follows_the_speed_so_far():
