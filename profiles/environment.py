@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _GROUP: Final = Path("/proc/self/cgroup")
+_VERSIONS: Final = (
+    # how its line of /proc/self/cgroup goes on, where it is mounted, files of limit and use
+    ("0::/", ".", ("memory.max", "memory.current")),
+    (":memory:/", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,23 +60,29 @@ def read_environment(packages: Iterable[str]) -> Environment:
     )
 
 
+def memory_bytes() -> int:
+    """Memory of the host, or of the container if that is given less; in use or not."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+
+
 def free_memory_bytes() -> int:
     """Of the host, or of the container where that is given less."""
-    return min([psutil.virtual_memory().available, *_left_of_limits()])
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())])
 
 
-def _left_of_limits() -> Iterator[int]:
-    """Of each control group (version 2) around this process; pages of files can be dropped."""
-    with contextlib.suppress(OSError):
-        own = _GROUP.read_text().rpartition("0::/")[2].strip()
-        for group in (_GROUPS / own, *(_GROUPS / own).parents):
-            # "max" is no number, and the outermost group has no such files.
-            with contextlib.suppress(OSError, ValueError):
-                limit, used = (
-                    int((group / it).read_text()) for it in ("memory.max", "memory.current")
-                )
-                stat = dict(it.split() for it in (group / "memory.stat").read_text().splitlines())
-                yield limit - used + int(stat["active_file"]) + int(stat["inactive_file"])
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of each control group around this process; pages of files can be dropped."""
+    for begins, mount, files in _VERSIONS:
+        with contextlib.suppress(OSError):
+            own = _GROUP.read_text().partition(begins)[2].partition("\n")[0]
+            place = _GROUPS / mount / own
+            for group in (place, *place.parents):
+                # "max" is no number, and the outermost group has no such files.
+                with contextlib.suppress(OSError, ValueError):
+                    limit, used = (int((group / it).read_text()) for it in files)
+                    lines = (group / "memory.stat").read_text().splitlines()
+                    stat = dict(it.split() for it in lines)
+                    yield limit, used - int(stat["active_file"]) - int(stat["inactive_file"])
 
 
 def _processor() -> str:

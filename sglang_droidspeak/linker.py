@@ -211,10 +211,13 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if adapters:
             self._activated.require_room(runner.lora_manager)
         log.info(
-            "droidspeak: model %s, E kept of layers %s, %d profiles, serves at %s, peers: %s",
+            "droidspeak: model %s, E kept of layers %s, %d profiles, %g GiB of memory to store "
+            "(host_gb), %g to fetch (staging_gb), serves at %s, peers: %s",
             identity.model_id,
             list(server.transition_layers),
             len(server.profiles),
+            settings.host_gb,
+            settings.staging_gb,
             self._cache.address or "no address",
             ", ".join(it.address for it in self._cache.sources()) or "no peers",
         )

@@ -32,7 +32,7 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
-from sglang_droidspeak.start.config import Settings
+from sglang_droidspeak.start.config import HOST, STAGING, MemoryShare, Settings
 from tools import tables
 from tools.tables import table
 
@@ -64,8 +64,13 @@ def fields_of(
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    made = field.default_factory
-    return f" (default {_shown(field.default if made is msgspec.NODEFAULT else made())})"
+    match field.default_factory:
+        case msgspec.NODEFAULT:
+            return f" (default {_shown(field.default)})"
+        case MemoryShare() as share:
+            return f" (default {share})"
+        case make:
+            return f" (default {_shown(make())})"
 
 
 def _shown(value: object) -> str:
@@ -210,14 +215,18 @@ def sizes() -> str:
     pair = break_even.Pair()
     kv = pair.kv_bytes // (pair.layers - pair.block) * pair.layers
     per_gib = (1 << 30) // (kv + pair.e_bytes)
-    has = Settings()
-    keeps = round(has.host_gb * per_gib, -3)
-    fetches = round(has.staging_gb * (1 << 30) / (pair.kv_bytes + pair.e_bytes), -3)
+    fetched_per_gib = (1 << 30) // (pair.kv_bytes + pair.e_bytes)
+    rows = []
+    for memory_gb in (32, 64, 128, 256):
+        keeps, fetches = HOST.of(memory_gb), STAGING.of(memory_gb)
+        of_tokens = (f"{round(it, -3):,.0f}" for it in (keeps * per_gib, fetches * fetched_per_gib))
+        rows.append([f"{memory_gb} GiB", f"{keeps:g} GiB", f"{fetches:g} GiB", *of_tokens])
+    head = ["host memory", "`host_gb`", "`staging_gb`", "tokens it keeps", "of one fetch"]
     return (
         f"A model with the sizes of Llama-3-8B in bfloat16 takes {kv // 1024} KiB of KV and "
         f"{pair.e_bytes // 1024} KiB of E for each token: 1 GiB holds {per_gib:,} tokens. By "
-        f"default a server keeps about {keeps:,.0f} tokens, and one fetch takes at most about "
-        f"{fetches:,.0f} where a quarter of the layers is recomputed.\n"
+        "default a server on one device has, if a quarter of the layers is recomputed,\n\n"
+        f"{table(head, rows)}"
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,36 @@ _NEEDS = (
     ("max_link_mb_s", "listen", "nobody reads from this server, and pushes have no cap"),
     ("insecure", "listen", "there is no address to allow"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """Memory of one rank if the settings do not say: a share of the host's, or the container's.
+
+    It depends on nothing else, so that all processes of a server agree. `HOST` and `STAGING` of
+    eight ranks, of any servers on one host, take three quarters of it at most, beside the least.
+    """
+
+    divisor: int
+    least_gb: float
+    most_gb: float
+
+    def of(self, memory_gb: float) -> float:
+        """Whole tenths, rounded down."""
+        share_gb = math.floor(10 * memory_gb / self.divisor) / 10
+        return min(max(self.least_gb, share_gb), self.most_gb)
+
+    def __call__(self) -> float:
+        from profiles.environment import memory_bytes
+
+        return self.of(memory_bytes() / GIB)
+
+    def __str__(self) -> str:
+        return f"1/{self.divisor} of the host's, {self.least_gb:g} to {self.most_gb:g}"
+
+
+HOST = MemoryShare(16, least_gb=2.0, most_gb=16.0)
+STAGING = MemoryShare(32, least_gb=1.0, most_gb=8.0)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,9 +116,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gate: Literal["enforce", "none"] = "enforce"
     """`none` lets a request name any block of any sender, profile or not, that the drift guard has
     not taken out of service; for measurements."""
-    host_gb: float = 2.0
-    """Host memory for this server's own KV and E, GiB; made, and on CUDA page-locked, at start.
-    0 stores nothing."""
+    host_gb: float = msgspec.field(default_factory=HOST)
+    """Host memory for this server's own KV and E, GiB for each rank; made, and on CUDA page-locked,
+    at start. 0 stores nothing. In a container the default is a share of its limit."""
     eviction: str = "lru"
     """What leaves that memory first: `lru` or `value`."""
     ttl_s: float | None = None
@@ -107,9 +138,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     codec: Codec = Codec.NONE
     """How KV and E are kept and sent: `int8` and `int4` take fewer bytes and are not exact;
     the same on all that share."""
-    staging_gb: float = 1.0
-    """Host memory for fetches in flight, GiB, made at start too. Of a prefix that does not fit only
-    the first pages are fetched."""
+    staging_gb: float = msgspec.field(default_factory=STAGING)
+    """Host memory for fetches in flight, GiB for each rank, made at start too. Of a prefix that
+    does not fit only the first pages are fetched. In a container the default is a share of its
+    limit."""
     min_tokens: int = 64
     """Shorter reuse is not worth a fetch."""
     max_recompute_tokens: int = 32768

@@ -170,6 +170,20 @@ def test_memory_that_all_ranks_page_lock_has_to_be_free(
         assert all(word in line for word in [*words, "lower host_gb"]), line
 
 
+@pytest.mark.parametrize(
+    ("memory_gb", "host_gb", "staging_gb"),
+    [(4, 2.0, 1.0), (24, 2.0, 1.0), (100, 6.2, 3.1), (128, 8.0, 4.0), (2048, 16.0, 8.0)],
+)
+def test_memory_that_is_not_set_is_a_share_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, memory_gb: int, host_gb: float, staging_gb: float
+) -> None:
+    monkeypatch.setattr("profiles.environment.memory_bytes", lambda: memory_gb << 30)
+    settings = parse_settings({})
+    assert (settings.host_gb, settings.staging_gb) == (host_gb, staging_gb)
+    assert settings.taken_gb(8) <= max(0.75 * memory_gb, 8 * 3), "eight ranks fit"
+    assert parse_settings({"host_gb": 0}).host_gb == 0
+
+
 def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
     there = "tcp://127.0.0.1:7009"
     server = load_this_server(server_args(model, {"peers": [HERE], "push_to": [HERE, there]}))

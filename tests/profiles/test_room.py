@@ -32,7 +32,7 @@ from profiles.compute.room import (
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
-from profiles.environment import free_memory_bytes
+from profiles.environment import free_memory_bytes, memory_bytes
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.stats.choice import grid
 
@@ -152,8 +152,22 @@ def test_a_container_has_what_is_left_of_its_limits(tmp_path, monkeypatch):
     assert bounds_of(None, None, torch.device("cpu")).host == int(0.8 * 930)
     write(tmp_path / "pod" / "own", "500", 50)
     assert free_memory_bytes() == 500 - 50 + 30
+    assert memory_bytes() == 500
     (tmp_path / "cgroup").write_text("0::/\n")
     assert free_memory_bytes() > 1000
+    assert memory_bytes() == psutil.virtual_memory().total
+
+
+def test_a_container_of_the_first_control_groups_has_its_limit(tmp_path, monkeypatch):
+    """Inside of it its own group is mounted as the outermost."""
+    monkeypatch.setattr("profiles.environment._GROUPS", tmp_path)
+    monkeypatch.setattr("profiles.environment._GROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("5:cpu:/docker/a\n4:memory:/docker/a\n")
+    (group := tmp_path / "memory").mkdir()
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("100\n")
+    (group / "memory.stat").write_text("inactive_file 20\nactive_file 10\n")
+    assert (memory_bytes(), free_memory_bytes()) == (1000, 1000 - 100 + 30)
 
 
 def test_what_maps_are_fitted_on_is_counted():
