@@ -100,27 +100,36 @@ def give_way() -> None:
 
     Nor does it take a processor from whoever computes there when it wakes (`SCHED_BATCH`).
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
 
 
+def _ignore(_item: object, _error: Exception) -> None:
+    """If no thread waits for an item."""
+
+
 class Turns(Generic[T]):
-    """What is put is taken in turn, by threads that nobody waits for, not even the end of the
-    process: what they call may hang."""
+    """What is put is taken in turn, by daemon threads: what they call may hang, and the end of the
+    process does not wait for them."""
 
     def __init__(
-        self, name: str, take: Callable[[Iterator[T]], None], num_threads: int = 1
+        self,
+        name: str,
+        take: Callable[[Iterator[T]], None],
+        num_threads: int = 1,
+        fail: Callable[[T, Exception], None] = _ignore,
     ) -> None:
-        """`take` goes through what is put, in each thread."""
+        """`take` goes through what is put, in each thread. If it raises, the thread gives the item
+        under way to `fail`, and all that it takes later. `fail` must not raise."""
+        self._name: Final = name
+        self._take: Final = take
+        self._fail: Final = fail
         self._waiting: SimpleQueue[T | None] = SimpleQueue()
         self._putting = threading.Lock()
         self._is_closed = False
         self._threads = [
-            threading.Thread(
-                target=take, args=[iter(self._waiting.get, None)], name=name, daemon=True
-            )
-            for _ in range(num_threads)
+            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -148,6 +157,27 @@ class Turns(Generic[T]):
         for thread in self._threads:
             thread.join(deadline.remaining_s())
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        under_way: list[T] = []
+
+        def items() -> Iterator[T]:
+            for item in iter(self._waiting.get, None):
+                under_way.append(item)
+                del item  # While this waits for the next one, nothing keeps the last.
+                yield under_way[0]
+                under_way.clear()
+
+        try:
+            self._take(items())
+        except Exception as exc:
+            log.exception("thread %s fails all it takes from now on: %r", self._name, exc)
+            error = exc.with_traceback(None)
+            while under_way:
+                self._fail(under_way.pop(), error)
+            for item in iter(self._waiting.get, None):
+                self._fail(item, error)
+                del item
 
 
 class Calls:
@@ -250,7 +280,7 @@ class WriteBehind:
         self._write: Final = write
         self._num_at_once: Final = num_at_once
         self._clock: Final = clock
-        self._turns: Turns[Change] = Turns(name, self._write_all)
+        self._turns: Turns[Change] = Turns(name, self._write_all, fail=self._lose)
         there, self._unsubscribe = tree.subscribe(self._note)
         for change in there:
             self._note(change)
@@ -280,6 +310,9 @@ class WriteBehind:
             return
         if self._turns.num_waiting >= MAX_WAITING or not self._turns.put(change):
             self.num_late += 1
+
+    def _lose(self, _change: Change, _error: Exception) -> None:
+        self.num_late += 1
 
     def _write_all(self, changes: Iterator[Change]) -> None:
         give_way()

@@ -121,9 +121,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._until_closed.callback(CacheMetrics(self._cache.status).close)
         coding = Coding(settings.codec, identity.head_dim)
         server_pool = ServerPool(rows_of(pool, coding), attachment.e_pool, coding, params.page_size)
-        self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
+        copies = Copies(forward_stream, runner.device)
+        self._loader = Loader(pool.layer_num, copies)
         self.layer_done_counter = self._loader.counter
-        self._offloader = Offloader(self._cache, server_pool)
+        self._offloader = Offloader(self._cache, server_pool, copies.another_stream())
         self._labels = Labels(self._metrics)
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
@@ -251,6 +252,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         A fetch that failed has been replaced by a full prefill before the forward.
         """
         self._loader.finish(counter_index)
+        if not all(self._ranks.least([self._loader.is_alive])):
+            self._retire("loader_failed", "the loader's thread of a rank has failed")
         return self._forward.done(counter_index)
 
     # Offloading.
@@ -281,10 +284,14 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         What is being stored was computed before, and what is stored is the KV of the model that it
         names.
         """
-        if self._planner.is_retired:
+        self._retire("weights_updated", "weights are updated in place")
+
+    def _retire(self, outcome: str, why: str) -> None:
+        """Once, and on all ranks in the same step."""
+        if self._planner.off:
             return
-        log.warning("weights are updated in place: droidspeak is off until this server restarts")
-        self._planner.is_retired = self._offloader.is_stopped = True
+        log.warning("%s: droidspeak is off until this server restarts", why)
+        self._planner.off, self._offloader.is_stopped = outcome, True
         self._metrics.tell_pairs(self._planner.profiles, are_off=True)
         self._waiting.clear()
         self._cache.stop_serving()

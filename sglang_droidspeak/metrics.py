@@ -51,8 +51,8 @@ class Metrics:
         self.pair_usable: Final[Gauge] = of_pair(
             "droidspeak:pair_usable",
             "1 where what a sender has computed may be reused for a receiver, 0 where its profile "
-            "did not pass, the drift guard took all of its plans out of service, or weights were "
-            "updated",
+            "did not pass, the drift guard took all of its plans out of service, or the server was "
+            "retired: weights were updated, or its loader failed",
         )
         self.reused_tokens: Final[Counter] = counter(
             "droidspeak:reused_tokens", "Prompt tokens not prefilled in full"

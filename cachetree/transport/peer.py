@@ -197,6 +197,8 @@ class Peer:
                 except Exception as exc:
                     log.exception("peer %s: internal error", self.address)
                     self._lose(FetchError(f"internal error: {exc}"), PeerState.CONNECTING)
+        except Exception:
+            log.exception("peer %s: its thread has ended", self.address)
         finally:
             self._finish()
 
@@ -214,8 +216,11 @@ class Peer:
             self._wakeup.close()
         if self._fetches.link is not None:
             self._fetches.link.send(wire.Bye(reason="closing"))
-        self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
-        self._look_after_fetches()
+        try:
+            self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
+        finally:
+            self._set_state(PeerState.CLOSED)
+            self._look_after_fetches()
 
     def _live(self) -> None:
         """One connection, from the pause before it on; ends by an error, or as the peer does."""
@@ -339,10 +344,10 @@ class Peer:
             log.warning("peer %s is %s: %s", self.address, cause, error)
             self._has_warned = True
         if self._fetches.link is not None:
+            self._view.forget()
             self._fetches.link.close()
             self._fetches.link = None
             self._counts.num_losses += 1
-            self._view.forget()
         self._stores.interrupt(error)
         if self._is_closing:
             self._ends_at_s = -math.inf

@@ -148,8 +148,8 @@ class SendQueue:
     # Everything below runs in a thread of its own.
 
     def _run(self) -> None:
-        give_way()
         try:
+            give_way()
             self._connect()
             while not self._is_over and (part := self._parts.get()) is not None:
                 batch = [part, *self._more(part.size)]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -184,13 +185,16 @@ class Worker:
                         self._end_session(session, "the worker failed; greet again")
                     self._service.scheduler.retire()
                     self._closing.wait(_IDLE_S)
+        except Exception:
+            log.exception("worker %s: its thread has ended", self.address)
         finally:
-            for session in tuple(self._sessions):
-                self._end_session(session, "the worker is closing")
-            self._service.scheduler.close()
-            self._data_port.close()
-            self._context.destroy(linger=0)
-            self._wakeup.close()
+            with ExitStack() as ends:  # In turn from the last; each even if another one raises.
+                ends.callback(self._wakeup.close)
+                ends.callback(self._context.destroy, linger=0)
+                ends.callback(self._data_port.close)
+                ends.callback(self._service.scheduler.close)
+                for session in self._sessions:
+                    ends.callback(self._end_session, session, "the worker is closing")
 
     def _turn(self) -> None:
         timeout_s = min(_IDLE_S, self._service.scheduler.timeout_s())

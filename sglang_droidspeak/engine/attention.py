@@ -17,14 +17,13 @@ _PLANS_BYTES: Final = 4 * 8 * _MIB
 """Of FlashInfer's four wrappers, each with 8 MiB for its plan."""
 _LARGE_BYTES: Final = {"Qwen2ForCausalLM": 512 * _MIB, "Qwen3ForCausalLM": 512 * _MIB}
 """By architecture what SGLang gives FlashInfer in place of what is set."""
-_DETERMINISTIC_BYTES: Final = 2048 * _MIB
 
 
 def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
     """Device memory that the instance will take, known before there is one: see
     FlashInferAttnBackend.__init__."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import attention_backends, get_exec
+    from sglang.srt.runtime_context import attention_backends
 
     prefill, _decode = attention_backends()
     if choice == "server" and prefill == "trtllm_mha":
@@ -33,8 +32,6 @@ def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
         return 0
     workspace = envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
     workspace = max([workspace, *(_LARGE_BYTES.get(it, 0) for it in architectures)])
-    if get_exec().deterministic.enable_deterministic_inference:
-        workspace = _DETERMINISTIC_BYTES
     return workspace + _PLANS_BYTES
 
 

@@ -158,7 +158,6 @@ USED: Mapping[str, str] = {
     f"{_HOOKS}.apply_hooks": "ef90946138d9",
     f"{_HOOKS}.register": "8a3db1a98090",
     f"{_RUNTIME}.attention_backends": "a1dfebff065a",
-    f"{_RUNTIME}.get_exec": "aa85df2928da",
     f"{_RUNTIME}.get_model": "3ad09800d585",
     f"{_RUNTIME}.get_observability": "7a283ff84df7",
     f"{_RUNTIME}.get_parallel": "91a0bf3a5864",

@@ -119,10 +119,10 @@ class HiCacheTier:
         self._is_closed = False
         tree.remote.limit(HICACHE, MAX_KNOWN_PAGES)
         self._searches: Turns[tuple[Sequence[PageHash], Search]] = Turns(
-            "hicache-search", self._search_all
+            "hicache-search", self._search_all, fail=lambda it, _: it[1].end()
         )
         self._fetches: Turns[tuple[ModelId, Sequence[PageHash], Staging]] = Turns(
-            "hicache-read", self._read_all
+            "hicache-read", self._read_all, fail=self._fail_fetch
         )
         self._behind = WriteBehind(
             tree, HICACHE, "hicache-write", self._write, clock, self._num_at_once
@@ -135,6 +135,13 @@ class HiCacheTier:
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         if self.is_paused or not self._fetches.put((model, pages, staging)):
             staging.fail(FetchError("the HiCache backend is paused or closed"))
+
+    def _fail_fetch(
+        self, fetch: tuple[ModelId, Sequence[PageHash], Staging], error: Exception
+    ) -> None:
+        """Once the thread has failed. After a few such fetches the tier is paused."""
+        self._reading.fail(error)
+        fetch[2].fail(FetchError(f"this side's reader has failed: {error!r}"))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """The backend has a recency of its own, and no call to change it."""

@@ -26,7 +26,10 @@ from sglang_droidspeak.request.planner import Planned, Planner, Price
 log = logging.getLogger(__name__)
 
 _USUAL_TOKENS: Final = 2048
-_RETIRED: Final = "weights were updated in place; restart the server"
+_RETIRED: Final = {
+    "weights_updated": "weights were updated in place; restart the server",
+    "loader_failed": "the loader's thread has failed; restart the server",
+}
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,7 +140,7 @@ class Answers:
 
     def _pair(self, profile: PairProfile) -> Pair:
         sender, receiver = profile.sender.model_id, profile.receiver.model_id
-        best, plan, is_off = profile.recommended, None, self._planner.is_retired
+        best, plan, off = profile.recommended, None, self._planner.off
         if best is not None:
             plan = Plan(
                 sender=sender,
@@ -150,8 +153,8 @@ class Answers:
         return Pair(
             sender=sender,
             receiver=receiver,
-            usable=profile.is_usable and not is_off,
-            reason=_RETIRED if is_off else profile.reason,
+            usable=profile.is_usable and not off,
+            reason=_RETIRED.get(off, profile.reason),
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),
         )

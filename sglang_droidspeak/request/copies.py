@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -20,10 +20,19 @@ class Copies:
     def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
         self._device: Final = torch.get_device_module(device)
         self._forwards: Final = forward_stream
-        self._stream: Final = self._device.Stream()
+        self._taken: Final = [forward_stream, self._device.current_stream()]
+        self._stream: Final = self.another_stream()
         self._is_timed: Final = device == "cuda"
         self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
         """By batch and layer: its copies, all that were begun, are done."""
+
+    def another_stream(self) -> Any:
+        """Draw a stream that runs no forwards and was not drawn here before. torch hands out 32
+        CUDA streams in turn, and SGLang has some of them."""
+        while (stream := self._device.Stream()) in self._taken:
+            pass
+        self._taken.append(stream)
+        return stream
 
     def begin(self, index: int) -> None:
         """A batch's slots may have been freed by a forward that still runs and writes them."""
@@ -55,11 +64,18 @@ class Copies:
         laps.append((start, stop))
 
     def forward_waits(self, index: int, layer: int) -> None:
-        """Called by the KV pool before a forward reads `layer`."""
-        self._device.current_stream().wait_event(self._events[index][layer])
+        """Called by the KV pool before a forward reads `layer`, also if the layer failed: then no
+        event was recorded."""
+        if event := self._events[index].get(layer):
+            self._device.current_stream().wait_event(event)
 
     def current_stream_waits(self) -> None:
         self._device.current_stream().wait_stream(self._stream)
+
+    def stop(self) -> None:
+        """Block until no copy runs. A device that is gone runs none."""
+        with contextlib.suppress(Exception):
+            self._device.synchronize()
 
     def end(self, index: int) -> None:
         for event in self._events.pop(index, {}).values():

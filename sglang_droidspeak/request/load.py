@@ -82,9 +82,7 @@ class Load:
             return
         except Exception:  # The loader goes on with other loads.
             log.exception("layer %d cannot be waited for", layer)
-            with self._copying:
-                if self.error is None:
-                    self.is_good = False
+            self.fail()
             return
         with self._copying:
             if self.error is not None:
@@ -111,6 +109,13 @@ class Load:
             return staging.error or ForwardWaitExceeded(*exc.args)
         return None
 
+    def fail(self) -> None:
+        """A layer was not copied. If the scheduler thread has abandoned the load, the slots hold
+        what that thread computes, and stay good."""
+        with self._copying:
+            if self.error is None:
+                self.is_good = False
+
     def abandon(self, error: FetchError) -> None:
         """Returns once nothing of it is being copied."""
         self.source.staging.fail(error)
@@ -123,19 +128,26 @@ class Loader:
 
     `counter` is what SGLang's KV pool waits on before each layer. A load whose layers do not come
     is left out: the scheduler thread has noticed it in `Load.wait_staged`, recomputes the slots
-    itself, and the layer counts as done.
+    itself, and the layer counts as done. If the thread itself fails, so does the batch, and every
+    later one at once.
     """
 
     def __init__(self, num_layers: int, copies: Copies) -> None:
         self._num_layers = num_layers
         self._copies = copies
         self.counter = LayerWiseLoadCounter(num_layers, copies.forward_waits)
-        self._turns: Turns[tuple[int, Sequence[Load]]] = Turns("droidspeak-loader", self._run)
+        self.is_alive = True
+        """False once the thread has failed."""
+        self._turns: Turns[tuple[int, Sequence[Load]]] = Turns(
+            "droidspeak-loader", self._run, fail=self._fail
+        )
 
     def start(self, loads: Sequence[Load]) -> int:
         """Begin them; returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
         self._copies.begin(index)
+        for load in () if self.is_alive else loads:
+            load.fail()  # Before the forward, which then computes the prefix in full.
         self._turns.put((index, loads))
         return index
 
@@ -164,3 +176,11 @@ class Loader:
                         load.copy(layer, self._copies)
                     self._copies.record(index, layer)
                     self.counter.complete(index, layer)
+
+    def _fail(self, batch: tuple[int, Sequence[Load]], error: Exception) -> None:
+        index, loads = batch
+        self.is_alive = False
+        for load in loads:
+            load.fail()
+        self._copies.stop()
+        self.counter.fail(index, error)

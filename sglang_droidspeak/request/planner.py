@@ -131,9 +131,9 @@ class Planner:
     """How often what is in service of a pair has changed."""
     out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
     """Not even for a request that names them where no gate decides."""
-    is_retired: bool = field(default=False, init=False)
-    """Weights were updated in place, and are not those that were identified: nothing is planned any
-    more."""
+    off: str = field(default="", init=False)
+    """Outcome of every request since this server was retired, after which nothing is planned any
+    more: `weights_updated` or `loader_failed`. Empty before."""
 
     def __post_init__(self) -> None:
         self.profiles = dict(index_profiles(self._server.profiles))
@@ -156,7 +156,7 @@ class Planner:
 
     def refusal(self, req: Req) -> str:
         """Why nothing is planned for it, whoever has its pages; empty where something may be."""
-        return "weights_updated" if self.is_retired else prefixes.refusal(req)
+        return self.off or prefixes.refusal(req)
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int

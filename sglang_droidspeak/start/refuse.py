@@ -99,6 +99,7 @@ _ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "enable_attn_tp_input_scattered": ([False], _SHARED_OUT),
     "moe_a2a_backend": (["none"], _PADDED),
     "moe_dense_tp_size": ([None], _PADDED),
+    "enable_deterministic_inference": ([None, False], "an answer depends on what peers hold"),
     "enable_watermark": ([False], "a recompute samples nothing, and has no state of that"),
     "enable_memory_saver": ([False], "it takes KV away that is being copied"),
     "enable_return_routed_experts": ([False], "what is loaded has gone through no experts"),

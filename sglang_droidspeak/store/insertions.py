@@ -133,13 +133,14 @@ class Insertions:
 
 
 class Offloader:
-    """Stores exact KV only. On CUDA it copies on a stream of its own."""
+    """Stores exact KV only."""
 
-    def __init__(self, cache: Cache, pool: ServerPool) -> None:
+    def __init__(self, cache: Cache, pool: ServerPool, stream: Any) -> None:
+        """It copies on `stream`."""
         self._cache = cache
         self._pool = pool
         self._device = torch.get_device_module(pool.e_pool.valid.device)
-        self._stream = self._device.Stream()
+        self._stream = stream
         self.is_stopped = False
         """It stores nothing more."""
         self.storing: Offload | None = None
@@ -150,7 +151,9 @@ class Offloader:
         """Of these, how many are stored, or never will be,"""
         self._num_taken = 0
         """and of how many of those SGLang knows: as many on each rank of a server."""
-        self._turns: Turns[tuple[Offload | None]] = Turns("droidspeak-offload", self._run)
+        self._turns: Turns[tuple[Offload | None]] = Turns(
+            "droidspeak-offload", self._run, fail=self._let_go
+        )
 
     def put(self, offload: Offload | None) -> bool:
         """Queue one node, or None for one that is let go in its turn and never offered again; False
@@ -191,6 +194,10 @@ class Offloader:
                     log.exception("a new node was not stored")
                 self.storing = None
                 self.num_done += 1
+
+    def _let_go(self, _item: object, _error: object) -> None:
+        """The thread has failed. SGLang still unlocks the node."""
+        self.num_done += 1
 
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -85,6 +86,21 @@ def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: Virtua
     copying.copy(source.memory, memoryview(np.ones(4 * WIDTH, np.uint8)))  # Another fetch has it.
     loader.close()
     assert not cuda.races, cuda.races[0]
+
+
+def test_no_copy_runs_on_a_stream_that_computes(
+    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hands out a few streams in turn, and SGLang has one of them."""
+    pool = [torch.cuda.Stream() for _ in range(4)]
+    in_turn = itertools.cycle(pool)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(in_turn))
+    with monkeypatch.context() as scheduling:
+        scheduling.setattr(torch.cuda, "current_stream", lambda: pool[1])
+        copies = Copies(pool[0], "cuda")
+    with copies.on_stream():
+        assert torch.cuda.current_stream() is pool[2]
+    assert copies.another_stream() is pool[3]
 
 
 def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied() -> None:

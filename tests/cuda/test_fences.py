@@ -28,6 +28,7 @@ from cachetree.errors import FetchError
 from cachetree.ids import LOCAL, Kind, PageHash, Span, Step
 from cachetree.memory import Layout
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.pool import PoolPages
@@ -82,6 +83,17 @@ def a_load_that_fails(engine: Engine) -> None:
     land(engine.loading(slots[: 2 * PAGE], BLOCK, memory).source.staging)
 
 
+def a_loader_that_dies(engine: Engine) -> None:
+    memory = engine.cuda.page_locked(STAGED_BYTES)
+    slots = engine.slots(PAGE, 2 * PAGE)
+    request = engine.loading(slots, BLOCK, memory)
+    land(request.source.staging)
+    with patch.object(Copies, "record", lambda *_: 1 / 0):
+        engine.loader.finish(engine.loader.start([request.load]))
+    assert not request.load.is_good
+    land(engine.loading(slots, BLOCK, memory).source.staging)
+
+
 def a_load_from_the_pool(engine: Engine) -> None:
     source, slots = engine.slots(PAGE, 2 * PAGE), engine.slots(4 * PAGE, 3 * PAGE)
     older_forward(engine, source)
@@ -134,6 +146,7 @@ def a_measured_forward(engine: Engine) -> None:
 SCENARIOS = (
     a_load_from_a_peer,
     a_load_that_fails,
+    a_loader_that_dies,
     a_load_from_the_pool,
     a_load_of_what_is_cached,
     an_offload,

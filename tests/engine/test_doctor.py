@@ -220,12 +220,10 @@ def test_a_file_with_which_droidspeak_would_be_off(
     assert not found.ok and re.search(words, found.found) and found.remedy
 
 
-def state(
-    cache: Any, profiles: Any = PROFILES, *, is_retired: bool = False, **planner: Any
-) -> dict[str, Any]:
+def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any) -> dict[str, Any]:
     """What a server says, of this cache."""
     asked, _ = planned(**planner)
-    asked.profiles, asked.is_retired = profiles, is_retired
+    asked.profiles, asked.off = profiles, off
     output = SimpleNamespace(internal_state={"model_path": "m"})
     answers = Answers(cache, asked, None, {}, PAGE, None)  # type: ignore[arg-type]
     answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
@@ -327,7 +325,7 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNa
 
 
 def test_no_pair_is_usable_after_an_update_of_the_weights(info: SimpleNamespace) -> None:  # noqa: F811
-    say(info, is_retired=True)
+    say(info, off="weights_updated")
     wrong = {name: it for name, it in by_name(checks.running(info.url, None)).items() if not it.ok}
     assert [name.split()[0] for name in wrong] == ["profile"]
     assert "weights were updated in place" in next(iter(wrong.values())).found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,6 +24,7 @@ from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
+from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
@@ -276,6 +278,61 @@ def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
     rig.end(index)
     assert [it.is_good for it in loads] == [False, True]
     assert_reuse_works(rig)
+
+
+@pytest.mark.parametrize("breaks_at", [0, 2])
+def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks_at: int
+) -> None:
+    """The forward waits for each layer, as SGLang's pool does; after the first layers it runs."""
+
+    def record(self: Copies, index: int, layer: int) -> None:
+        if layer == breaks_at:
+            raise RuntimeError("CUDA error: a test")
+        record_soundly(self, index, layer)
+
+    record_soundly = Copies.record
+    monkeypatch.setattr(Copies, "record", record)
+    counter = rig.loader.counter
+    for _ in range(2):
+        it = rig.loading()
+        index = rig.loader.start([it.load])
+        counter.set_consumer(index)
+        waits = threading.Thread(
+            target=lambda: [counter.wait_until(layer) for layer in range(NUM_LAYERS)], daemon=True
+        )
+        waits.start()
+        waits.join(20)
+        assert not waits.is_alive(), "the forward waits for ever"
+        rig.forward.expect(index, [it])
+        assert not rig.end(index)
+    assert not rig.loader.is_alive
+    (line,) = [it.getMessage() for it in caplog.records if it.name == "cachetree.tier"]
+    assert "droidspeak-loader" in line and "CUDA error: a test" in line
+
+
+def test_a_loader_that_died_before_a_forward_costs_a_full_prefill(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Copies, "record", lambda *_: 1 / 0)
+        rig.end(rig.loader.start([rig.loading().load]))
+    for _ in range(3):
+        assert rig.run()
+        assert rig.prefills.blocks[-1] == EVERYTHING
+
+
+@pytest.mark.parametrize("has_died_here", [True, False])
+def test_a_server_whose_loader_died_is_off_on_all_ranks(has_died_here: bool) -> None:
+    linker: Any = MagicMock(_loader=SimpleNamespace(is_alive=not has_died_here, finish=id))
+    linker._planner.off = ""
+    linker._ranks.least = lambda _mine: [False]
+    linker._retire = partial(DroidSpeakLinker._retire, linker)
+    for _ in range(2):
+        DroidSpeakLinker.finish_layer_wise_loading(linker, 0)
+    assert linker._planner.off == "loader_failed"
+    assert linker._offloader.is_stopped is True
+    linker._cache.stop_serving.assert_called_once_with()
 
 
 @pytest.mark.parametrize("failing", [0, 1, None])

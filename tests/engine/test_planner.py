@@ -139,7 +139,7 @@ def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
     planner, _ = planned()
     req = request()
     assert planner.refusal(req) == ""
-    planner.is_retired = True
+    planner.off = "weights_updated"
     assert planner.refusal(req) == "weights_updated"
 
 

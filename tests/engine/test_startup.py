@@ -276,6 +276,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "download_dir": ("models",),
     "dp_size": (2,),
     "enable_attn_tp_input_scattered": (True,),
+    "enable_deterministic_inference": (True,),
     "enable_hisparse": (True,),
     "enable_layernorm_sp": (True,),
     "enable_memory_saver": (True,),

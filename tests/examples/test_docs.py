@@ -55,9 +55,13 @@ def test_outcomes_are_described_as_they_are_written() -> None:
     """
     written = {
         found
-        for path in (EXTENSION / "engine/prefixes.py", *(EXTENSION / "request").glob("*.py"))
+        for path in (
+            EXTENSION / "linker.py",
+            EXTENSION / "engine/prefixes.py",
+            *(EXTENSION / "request").glob("*.py"),
+        )
         for found in re.findall(
-            r'(?:return |outcome=|cause = |else |Declined\()"(\w+)"', path.read_text()
+            r'(?:return |outcome=|cause = |else |Declined\(|_retire\()"(\w+)"', path.read_text()
         )
     }
     told = written | {reason.value for reason in Reason}
