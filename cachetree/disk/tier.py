@@ -98,6 +98,11 @@ class DiskTier:
         """Whether `page` is here, and so all before it; waits for no disk."""
         return self._store.index.has(model, page)
 
+    @property
+    def num_free_promotions(self) -> int:
+        """Lines that may come to wait beside those that do; any thread."""
+        return _MAX_PROMOTIONS - self._promotions.num_waiting
+
     def promote(
         self,
         model: ModelId,
@@ -114,8 +119,7 @@ class DiskTier:
         waits a little for room, while `is_wanted`, which any thread may call.
         """
         read = partial(self._promote_and_keep, model, page, deadline, is_wanted, done)
-        is_full = self._promotions.num_waiting >= _MAX_PROMOTIONS
-        if is_full or self.is_paused or not self._promotions.put(read):
+        if self.num_free_promotions <= 0 or self.is_paused or not self._promotions.put(read):
             done(lambda: None)
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:

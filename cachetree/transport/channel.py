@@ -55,6 +55,8 @@ class Channel:
         self._seals = seals
         self.send_queue: Final = SendQueue(connection, seals, wake, most_batch_bytes)
         self.received_bytes = 0
+        self.served_bytes = 0
+        """The scheduler's: as in `Stream`, of all streams of this channel."""
         self._error: FetchError | None = None
         self._frame: Frame | None = None
         """The one that comes now; None where a header is next."""

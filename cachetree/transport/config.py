@@ -44,7 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_bytes_per_s: float | None = None
     """Cap on what all streams together send; None for no cap."""
     max_streams: int = 256
-    """Fetches served at once; more are refused."""
+    """Fetches served at once; more are refused. One peer has three times as many as stay free, at
+    most."""
     accepts: bool = False
     """Whether peers may store entries here. `cachetree serve` does unless told otherwise."""
     max_peers: int = 256

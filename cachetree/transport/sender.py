@@ -107,7 +107,7 @@ class Stream:
         self.deadline: Final = deadline
         self._payloads = payloads
         self._next = next(payloads, None)
-        self._channel = channel
+        self.channel: Final = channel
         self._arena = arena
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
@@ -126,7 +126,7 @@ class Stream:
     @property
     def can_send(self) -> bool:
         """Whether `put` may be called now."""
-        return not self.is_over and self._channel.has_room
+        return not self.is_over and self.channel.has_room
 
     def put(self) -> int:
         """Send the next bytes, or where the receiver can read them; how many those were."""
@@ -139,11 +139,11 @@ class Stream:
             checksum=_checksum(slab, parts),
         )
         if places := self._places(parts):
-            self._channel.put_message(wire.encode(wire.Located(frame=frame, places=places)))
+            self.channel.put_message(wire.encode(wire.Located(frame=frame, places=places)))
             self._is_read = True
         else:
-            self._channel.put(frame, parts)
-            self._queued_bytes = self._channel.send_queue.queued_bytes
+            self.channel.put(frame, parts)
+            self._queued_bytes = self.channel.send_queue.queued_bytes
         self.sent_bytes += frame.size
         self.served_bytes += frame.size
         self._next = next(self._payloads, None)
@@ -155,13 +155,13 @@ class Stream:
         self._next, self._payloads = None, iter(())
         self._is_read = False
         if self._queued_bytes:
-            self._channel.send_queue.drop(self.id)
+            self.channel.send_queue.drop(self.id)
 
     @property
     def is_drained(self) -> bool:
         """Whether nobody reads the pages any more."""
         is_read = self._is_read and not self.deadline.has_passed
-        return not is_read and self._channel.send_queue.has_written(self._queued_bytes)
+        return not is_read and self.channel.send_queue.has_written(self._queued_bytes)
 
     def _places(self, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
         """From where to where in the arena; none where some of it is not in there."""
@@ -231,17 +231,23 @@ class SendScheduler:
         sending = self._sending
         if not sending:
             self._cap.idle()
-        stream.served_bytes = min((other.served_bytes for other in sending), default=0)
+        channels = {other.channel for other in sending}
+        if stream.channel not in channels:
+            stream.channel.served_bytes = min((it.served_bytes for it in channels), default=0)
+        of_channel = [it.served_bytes for it in sending if it.channel is stream.channel]
+        stream.served_bytes = min(of_channel, default=0)
         self._streams[stream] = on_drained
 
     def send(self) -> None:
-        """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
+        """Up to `BURST` frames, each of the channel, and there of the stream, that got the fewest
+        bytes among those that are ready."""
         ready = [stream for stream in self._sending if stream.can_send]
         for _ in range(BURST):
             if not ready or self._cap.delay_s():
                 break
-            stream = min(ready, key=lambda it: it.served_bytes)
+            stream = min(ready, key=lambda it: (it.channel.served_bytes, it.served_bytes))
             size = stream.put()
+            stream.channel.served_bytes += size
             self._cap.spend(size)
             self._counts.num_sent_bytes += size
             if stream.is_over:

@@ -171,9 +171,12 @@ class Session:
 
     def _stream(self, fetch: Fetch, deadline: Deadline) -> Stream:
         """Lease what a fetch names; raises FetchError where it cannot be served."""
-        service = self._service
-        if service.scheduler.num_held >= service.config.max_streams:
-            raise FetchError(f"the worker already serves {service.scheduler.num_held} fetches")
+        service, num_held = self._service, self._service.scheduler.num_held
+        if not _has_share(len(self._streams), service.config.max_streams - num_held):
+            raise FetchError(
+                f"the worker already serves {num_held} fetches, {len(self._streams)} of them here, "
+                f"of at most {service.config.max_streams}"
+            )
         pages = wire.pages_of(fetch.pages)
         steps = wire.steps_of(fetch, service.tree.family.num_layers)
         if not pages or not steps:
@@ -210,7 +213,8 @@ class Session:
     ) -> None:
         """Call `go_on` when `page` is in memory, or will not be; never after a cancel.
 
-        At once where it is there, or on no disk. Fetches are counted by where their pages were.
+        At once where it is there, or on no disk, or this peer has its share of what waits for the
+        disk. Fetches are counted by where their pages were.
         """
         service, disk = self._service, self._service.disk
         model, last = ModelId(request.model), PageHash(page)
@@ -220,7 +224,9 @@ class Session:
             (service.counts.hits if is_here else service.counts.misses)["memory"] += 1
             if disk is not None and not is_here:
                 (service.counts.hits if is_on_disk else service.counts.misses)["disk"] += 1
-        if disk is None or not is_on_disk:
+        if disk is None or not (
+            is_on_disk and _has_share(len(self._waiting), disk.num_free_promotions)
+        ):
             go_on()
             return
 
@@ -257,6 +263,15 @@ class Session:
         message = wire.ended_by(id, error)
         counts.fetches_by_outcome[message.error] += 1
         self.tell(message)
+
+
+def _has_share(num_own: int, num_free: int) -> bool:
+    """Whether a peer that has `num_own` places, while `num_free` are free, may have one more.
+
+    It may have three times as many as stay free: one greedy peer has 3/4 of all, each of n has
+    3/(3n + 1). So there is a place for a peer that has none.
+    """
+    return num_own < 3 * num_free
 
 
 class StoreReceiver:

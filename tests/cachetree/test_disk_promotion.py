@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from disk_parts import data_files
 from push_parts import PAGE_TOTAL, cache_of, fetched, new_store
@@ -328,6 +329,21 @@ def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(
         assert isinstance(ended, wire.Ended)
         assert ended.error == "stale"
         assert worker.status().worker.fetches_by_outcome == {"stale": 1}
+
+
+def test_greedy_peer_leaves_promotions_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk_only(tmp_path) as (worker, address):
+        goes_on = slow(worker, monkeypatch)
+        with RawPeer(address) as greedy, RawPeer(address) as modest:
+            for id in range(1, 201):
+                greedy.send(msgspec.structs.replace(A_FETCH, id=id))
+            assert isinstance(greedy.receive(), wire.Ended), "beyond its share"
+            modest.send(A_FETCH)
+            assert modest.ask(wire.Ping()) == wire.Pong()
+            goes_on.set()
+            assert modest.fetched(64 * PAGE_BYTES)
 
 
 def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(

@@ -309,6 +309,46 @@ def test_too_many_fetches_and_peers_are_turned_away(
         eventually(lambda: worker.status().num_peers == 0)
 
 
+def test_greedy_receiver_leaves_places_for_others() -> None:
+    with (
+        contextlib.closing(Arena(HOST_BYTES)) as arena,
+        worker_of(new_tree(PAGES, memory=arena), max_streams=16) as worker,
+        contextlib.ExitStack() as stack,
+    ):
+        greedy, second, third = (stack.enter_context(RawPeer(worker.address)) for _ in range(3))
+
+        def num_served(peer: RawPeer, num_asked: int = 16) -> int:
+            """How many fetches it holds, each located and never let go of."""
+            fetch = a_fetch(reads_arena=True, steps=(("kv", 0),))
+            answers = [
+                peer.ask(msgspec.structs.replace(fetch, id=1 + id)) for id in range(num_asked)
+            ]
+            return sum(isinstance(it, wire.Located) for it in answers)
+
+        assert num_served(greedy) == 12, "a peer by itself has three quarters"
+        assert num_served(second, 2) == 2
+        assert num_served(third, 1) == 1
+
+
+def test_receiver_of_many_streams_gets_no_more_bytes_than_one_of_a_single_stream() -> None:
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=12 * SIZE) as worker,
+        RawPeer(worker.address) as greedy,
+        RawPeer(worker.address) as modest,
+    ):
+        for id in range(1, 17):
+            greedy.send(a_fetch(id=id, frame_bytes=1 << 12, timeout_ms=20_000))
+        eventually(lambda: worker.status().num_streams == 16)
+        modest.send(a_fetch(frame_bytes=1 << 12, timeout_ms=20_000))
+
+        def num_bytes(peer: RawPeer) -> int:
+            peer.hear()
+            return sum(frame.size for frame in peer.frames)
+
+        eventually(lambda: num_bytes(modest) == SIZE * len(STEPS))
+        assert num_bytes(greedy) < 3 * SIZE * len(STEPS)
+
+
 def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
     source = new_tree(PAGES)
     with (
@@ -349,6 +389,7 @@ def test_streams_come_and_go_while_another_thread_counts_them() -> None:
 
         has_another: bool
         served_bytes = 0
+        channel = property(lambda self: self)
 
         @property
         def is_over(self) -> bool:
