@@ -206,7 +206,7 @@ def real_pairs() -> str:
             ]
         )
     head = ["sender → receiver", "as", "full prefill", "full reuse", "plan", "with the plan"]
-    head += ["loses at most", "TTFT of full prefill's, predicted", "passed", "tokens measured"]
+    head += ["loses at most", "TTFT of full prefill's, predicted", "passed", "prompts up to"]
     return table(head, rows)
 
 

@@ -32,7 +32,6 @@ from cachetree.planning.prediction import (
     times_of,
 )
 from cachetree.planning.profile import (
-    BEYOND,
     PROFILE_VERSION,
     BlockQuality,
     EMap,
@@ -55,7 +54,6 @@ from cachetree.planning.speeds import (
 )
 
 __all__ = [
-    "BEYOND",
     "FREE_LINK",
     "PROFILE_VERSION",
     "BlockQuality",

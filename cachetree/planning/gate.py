@@ -3,7 +3,7 @@
 own model      nothing: every layer loaded, exact, no profile needed
 another model  without a profile what is lossless: all layers from the first that differs, or
                from one below it that has E; else only with a profile that passed its gate, one
-               of its proven plans, for prompts up to twice as long as it was measured on
+               of its proven plans, for prompts of lengths that enough of its contexts reach
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, Span
 from cachetree.planning.plan import Demand, Gate, Match, NoReuse, Reason, Requested
-from cachetree.planning.profile import BEYOND, BlockQuality, PairProfile
+from cachetree.planning.profile import BlockQuality, PairProfile
 
 Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
 """By (sender, receiver)."""
@@ -61,8 +61,8 @@ def allowed_blocks(
     if not allowed and proven and profile is not None:
         return NoReuse(
             reason=Reason.LONGER_THAN_MEASURED,
-            detail=f"{num_tokens} tokens of prompt, and the profile was measured on at most "
-            f"{profile.measured_tokens}; it is used up to {BEYOND} times as many",
+            detail=f"{num_tokens} tokens of prompt, and the profile was measured on enough "
+            f"prompts of up to {profile.measured_tokens} only",
         )
     if not allowed:
         reason = profile.reason if profile and not passed else "the profile has no proven block"

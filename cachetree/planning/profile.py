@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -16,10 +16,6 @@ from cachetree.errors import UNREADABLE, ProfileError, written
 from cachetree.ids import EMPTY_SPAN, Span
 
 PROFILE_VERSION = 5
-
-BEYOND: Final = 2
-"""Times the longest measured prefix: what reuse loses grows with the length, and nobody measured
-beyond."""
 
 
 class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +95,9 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     Below it their KV is bit-identical; 0 says nothing is."""
 
     measured_tokens: int | None = None
-    """The longest prefix of a held-out prompt; None where a profile does not say."""
+    """Length of the longest prompts that servers use it for, in whole pages: at least 20 held-out
+    contexts reach it, or all of them if they are fewer. What reuse loses grows with the length.
+    None if a profile does not say."""
 
     controls: str = ""
     """What full prefill keeps without the documents, and with others, in one sentence for a person;
@@ -142,7 +140,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def covers(self, num_tokens: int) -> bool:
         """Whether what was proven may be taken to hold for prefixes of this length."""
-        return self.measured_tokens is None or num_tokens <= BEYOND * self.measured_tokens
+        return self.measured_tokens is None or num_tokens <= self.measured_tokens
 
     @property
     def lossless(self) -> Span | None:

@@ -8,7 +8,6 @@ from itertools import zip_longest
 from math import ceil
 from typing import Any, Final, TypeVar
 
-from cachetree.planning import BEYOND
 from profiles.evidence import (
     DataFile,
     FrontierPoint,
@@ -73,11 +72,10 @@ def summary(profile: MeasuredProfile) -> Table:
             f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}"
         )
     if (tokens := profile.measured_tokens) is not None:
-        served = (
-            f"{tokens:,}, so servers use it up to {BEYOND} times as many; what was proven is the "
-            "mean over all lengths"
+        said["used for prompts of"] = (
+            f"up to {tokens:,} tokens, question included; what was proven is the mean over all "
+            "lengths"
         )
-        said["longest prefix measured, in tokens"] = served
     said["controls"] = profile.controls or NO_CONTROLS
     # Below the block, the models' tensors are the same.
     reusing = "nothing" if free is None else "reusing all layers"

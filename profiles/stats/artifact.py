@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TypeVar
+from math import ceil
+from typing import Final, TypeVar
 
 from cachetree import ModelIdentity, Span
 from cachetree.planning import PROFILE_VERSION as VERSION
@@ -52,6 +53,9 @@ from profiles.stats.measured import (
 )
 
 T = TypeVar("T")
+
+NUM_REACHING: Final = 20
+"""Held-out contexts that reach the length up to which servers use a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +123,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         passed=passed,
         reason=reason,
         first_difference=found.first_difference,
-        measured_tokens=split.max_prefix_tokens,
+        measured_tokens=longest_used(held_out.documents, made.page_size),
         controls=controls_of(split),
         train=split_of(train, found.tried),
         held_out=split,
@@ -141,6 +145,17 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         costs=found.costs,
         made=made,
     )
+
+
+def longest_used(documents: Sequence[Document], page_size: int) -> int:
+    """Tokens of a prompt, in whole pages, that `NUM_REACHING` contexts reach; all of them if they
+    are fewer."""
+    lengths: dict[str, int] = {}
+    for it in documents:
+        longest = len(it.prefix) + max(len(question.suffix) for question in it.questions)
+        lengths[it.context] = max(longest, lengths.get(it.context, 0))
+    *_, shortest = sorted(lengths.values(), reverse=True)[:NUM_REACHING]
+    return ceil(shortest / page_size) * page_size
 
 
 def best_of(

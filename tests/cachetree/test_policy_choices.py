@@ -102,8 +102,7 @@ def measured_on(num_tokens: int) -> Profiles:
             [match(S)],
             measured_on(79),
             Reason.LONGER_THAN_MEASURED,
-            "160 tokens of prompt, and the profile was measured on at most 79; it is used up to 2 "
-            "times as many",
+            "160 tokens of prompt, and the profile was measured on enough prompts of up to 79 only",
         ),
         (
             asking(Span(3, 11)),
@@ -249,9 +248,9 @@ def test_a_plan_that_takes_exactly_the_target_is_in_time() -> None:
     assert again.block == slow.block == Span(0, 8)
 
 
-def test_a_profile_is_used_up_to_twice_the_length_that_it_was_measured_on() -> None:
+def test_a_profile_is_used_up_to_the_length_that_it_was_measured_on() -> None:
     longer = replace(DEMAND, num_pages=11)
-    profiles = measured_on(80)
+    profiles = measured_on(160)
     assert isinstance(choose(DEMAND, [match(S)], profiles, MEASURED), Plan)
     told = choose(longer, [match(S)], profiles, MEASURED)
     assert isinstance(told, NoReuse) and told.reason is Reason.LONGER_THAN_MEASURED

@@ -228,11 +228,11 @@ def test_what_fits_into_the_staging_competes_with_what_is_there(
     ]
 
 
-@pytest.mark.parametrize(("measured_tokens", "is_covered"), [(80, True), (79, False)])
+@pytest.mark.parametrize(("measured_tokens", "is_covered"), [(160, True), (159, False)])
 def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measured(
     measured_tokens: int, is_covered: bool
 ) -> None:
-    """160 tokens are twice as many as 80. Once the first 96 were there, nothing would be read."""
+    """They are 160. Once the first 96 were there, nothing would be read."""
     planner, _ = planned()
     profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
     planner.put_in_service(profile)

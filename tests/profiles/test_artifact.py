@@ -13,7 +13,7 @@ from test_room import make_document
 from cachetree.ids import Span
 from profiles.evidence import BaselineKind, Interval, Shown
 from profiles.report import tables
-from profiles.stats.artifact import Data, Findings, best_of, build, split_of, tv_bound
+from profiles.stats.artifact import Data, Findings, best_of, build, longest_used, split_of, tv_bound
 from profiles.stats.choice import Choice
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
@@ -96,9 +96,9 @@ def test_what_is_compared_is_the_size_of_the_plan_that_is_recommended(lost, best
 
 
 def test_what_was_proven_says_how_many_contexts_reach_how_long(profile):
-    """Servers use it by the longest; here one of sixteen is."""
-    said = dict(tables.summary(profile).rows)["longest prefix measured, in tokens"]
-    assert said.startswith("160, so") and said.endswith("the mean over all lengths")
+    """Here one of sixteen is long."""
+    said = dict(tables.summary(profile).rows)["used for prompts of"]
+    assert said.startswith("up to 48 tokens") and said.endswith("the mean over all lengths")
     rows = {name: cells for name, *cells in tables.data(profile).rows}
     assert rows["contexts as long"] == ["1 reach 40, 1 reach 80, 1 reach 120, 1 reach 160"] * 2
     even = replace(profile.train, prefix_tokens=(32, 48, 80, 160))
@@ -108,6 +108,19 @@ def test_what_was_proven_says_how_many_contexts_reach_how_long(profile):
     silent, told = next(cells for name, *cells in tables.data(old).rows if "as long" in name)
     assert silent == "–", "an old one does not say"
     assert told.endswith("96 reach 108, 13 reach 144")
+
+
+@pytest.mark.parametrize(("num_long", "longest"), [(19, 48), (20, 176), (1, 48)])
+def test_a_profile_is_used_for_prompts_as_long_as_twenty_contexts_have(num_long, longest):
+    """Their questions have nine tokens; prompts are counted in whole pages."""
+    lengths = [32] * 40 + [160] * num_long
+    documents = [
+        dataclasses.replace(make_document(length, 2), context=str(place))
+        for place, length in enumerate(lengths)
+    ]
+    assert longest_used(documents, 16) == longest
+    twice = [*documents, *documents[-num_long:]]
+    assert longest_used(twice, 16) == longest, "two tasks of one context"
 
 
 def test_a_context_of_several_tasks_is_counted_and_drawn_once():

@@ -10,10 +10,11 @@ from transformers import AutoTokenizer
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import read_corrections
 from cachetree.planning.profile import read_profile
-from profiles.data.datasets import load_sources
-from profiles.data.documents import data_files, make_documents
+from profiles.data.datasets import Source, load_sources
+from profiles.data.documents import Document, data_files, make_documents
 from profiles.data.records import read_records, write_records
 from profiles.evidence import DataFile, read_measured
+from profiles.stats.artifact import longest_used
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
 from tools.pairs.train import RECIPE
 from tools.pairs.words import BOS_ID, VOCABULARY
@@ -114,12 +115,25 @@ def test_the_profile_is_judged_on_documents_that_anybody_can_write_again(shipped
     assert read_measured(shipped.profile).train.files == files_of(DATA / "train.jsonl")
 
 
+@pytest.mark.parametrize("task", ["biographies", "tables"])
+def test_a_profile_is_used_up_to_the_length_that_twenty_of_its_documents_reach(task, tmp_path):
+    profiles = [read_measured(path) for path in DATA.parent.glob("*.json")]
+    found = [it for it in profiles if it.held_out.tasks[0].name == task]
+    path = tmp_path / "held_out.jsonl"
+    write_records(make_records("held_out", SEEDS["held_out"], 96, task), path)
+    documents = documents_of(load_sources([str(path)], OPTIONS))
+    assert {it.measured_tokens for it in found} == {longest_used(documents, PAGE_SIZE)} == {160}
+
+
 def files_of(path: Path) -> tuple[DataFile, ...]:
     """As a profile names what it was made with."""
     sources = load_sources([str(path)], OPTIONS)
+    return data_files(sources, documents_of(sources))
+
+
+def documents_of(sources: list[Source]) -> list[Document]:
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "foundation")
-    documents = make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
-    return data_files(sources, documents)
+    return make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
 
 
 @pytest.mark.parametrize(

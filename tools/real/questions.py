@@ -46,7 +46,7 @@ class Set:
 _CHOSEN_ON: Final = 204
 """Records of 36 documents."""
 SETS: Final[Mapping[str, Set]] = {
-    # Some are long: a profile holds up to twice the longest document that it was measured on.
+    # Some are long: a profile holds up to the length that 20 of its documents reach.
     "choose": Set(
         drawn=(("choose", 0),), lengths=(5,) * 11 + (13,), num_documents=36, num_questions=2
     ),
