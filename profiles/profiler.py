@@ -76,7 +76,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     Raises CacheTreeError or RecordError with a message for a person.
     """
     began = time.monotonic()
-    _require_place(settings.out)
+    require_place(settings.out)
     settings.devices()
     _, ours = look_at_pair(*settings.pair)
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
@@ -240,10 +240,14 @@ def correct(
     return watched, closest({it: screened.candidates[it] for it in plans}, settings.plans)
 
 
-def _require_place(out: Path) -> None:
+def require_place(out: Path) -> None:
+    """Raise ConfigError for what is no file: a run keeps its journal, and maps, beside it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"--out is {out}; it has to be a file in a folder that can be written to")
+    folders = out.parent, out.resolve().parent
+    if (out.exists() and not out.is_file()) or not all(os.access(it, os.W_OK) for it in folders):
+        raise ConfigError(
+            f"{out} cannot be a profile; give a file in a folder that can be written to"
+        )
 
 
 def open_pair(settings: Settings) -> Pair:

@@ -23,7 +23,7 @@ from profiles.controls import measure_controls
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
-from profiles.profiler import Watched, open_journal, open_pair
+from profiles.profiler import Watched, open_journal, open_pair, require_place
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents
 from profiles.stats.artifact import (
@@ -138,6 +138,7 @@ class Again:
         plans = {_candidate(it): it for it in profile.blocks if len(it.block) < num_layers}
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
+        require_place(settings.out)
         _, found = self._load()
         documents = _begun(profile, found)
         answering = self._answerers(documents)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cachetree.errors import ProfileError, written
+from cachetree.files import replacing
 from cachetree.planning import EMap, PairProfile
 
 __all__ = ["Correction", "maps_path", "read_corrections", "write_corrections"]
@@ -73,9 +74,8 @@ def write_corrections(
         for it in profile.e_maps
         for name, tensor in zip(_names(it), corrections[it.sha256].tensors, strict=True)
     }
-    fresh = file.with_name(f".{file.name}.tmp")
-    save_file(tensors, fresh)
-    fresh.replace(file)
+    with replacing(file) as fresh:
+        save_file(tensors, fresh)
 
 
 def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:

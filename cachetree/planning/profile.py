@@ -13,6 +13,7 @@ import msgspec
 
 from cachetree.checkpoint import ModelIdentity
 from cachetree.errors import UNREADABLE, ProfileError, written
+from cachetree.files import replacing
 from cachetree.ids import EMPTY_SPAN, Span
 
 PROFILE_VERSION = 5
@@ -215,9 +216,8 @@ def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
 
 def write_profile(profile: PairProfile, path: Path) -> None:
     """Replace the file as a whole, so that a reader sees the old or the new one."""
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
-    fresh.replace(path)
+    with replacing(path) as fresh:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
 
 
 class _Versioned(msgspec.Struct):

@@ -69,5 +69,5 @@ def check_record(path: Path) -> None:
 def write_record(path: Path, pairs: Iterable[WatchedPair]) -> None:
     """Replace it as a whole, for its owner alone; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path) as file:
+    with new_file(path.resolve()) as file:
         file.write(msgspec.json.encode(_Record(_VERSION, tuple(pairs))))

@@ -484,7 +484,8 @@ def no_weights(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--out", "."], "--out is .; it has to be a file in a folder that can be written to"),
+        (["--out", "."], ". cannot be a profile; give a file in a folder that can be written to"),
+        (["--out", "/dev/null"], "/dev/null cannot be a profile; give a file in a folder"),
         (["--small", "none"], "model folder none (relative to "),
         (["--held-out-share", "2"], "--held-out-share is 2.0; it has to be between 0 and 1"),
         (["--data", "longbench:hotpotqa", "--data-dir", "none"], "data folder none is no dir"),
