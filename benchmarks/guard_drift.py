@@ -9,10 +9,17 @@ one (the real pair: other questions about the same), and last its own from KV th
 as int4. Every answer is compared with an exact run: that is what the guard sees of a pair that is
 as its profile says, and of one that is not any more.
 
+The small pair's own documents are asked once more at temperature 1: the guard compares greedy runs
+of its own, so the distances have to be the same.
+
 From these distances, drawn with replacement, requests are simulated with the guard's own code, at
-its default rate and with what the shipped profile allows: how many reused requests until the alarm,
-where that is so from the first request on, and where it begins after 1,000; and how many of 20,000
-healthy requests are compared, or raise an alarm.
+its default rate, with what the shipped profile allows and 300 reused requests a day:
+
+    found      reused requests until the alarm, if documents change at the first request, and if
+               they change after 1,000
+    healthy    share of 20,000 healthy requests that is compared, and runs of them with an alarm
+    clustered  the same for 30 days on which all documents above what is allowed come one after
+               another, once a day at a random time: the order that no proof covers
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
-from sglang_droidspeak.guard.plans import NOISE, WatchedPair, after, watched
+from sglang_droidspeak.guard.plans import NOISE, Shadow, WatchedPair, after, watched
 from tools.pairs.questions import QUESTIONS_PER_DOCUMENT, make_records
 from tools.real.check import options
 
@@ -44,6 +51,10 @@ RATE = 0.05
 NUM_BEFORE = 1_000
 """Healthy requests before the documents change."""
 NUM_HEALTHY = 20_000
+PER_DAY = 300
+NUM_DAYS = 30
+NUM_CLUSTERED = 200
+"""Runs of so many days."""
 NUM_RUNS = 500
 NUM_SMALL = 300
 """Questions, each about another document."""
@@ -115,9 +126,9 @@ REAL = Pair(
 
 
 def measured(
-    pair: Pair, folder: Path, tasks: Sequence[str], **of_both: str
+    pair: Pair, folder: Path, tasks: Sequence[str], temperature: float, **of_both: str
 ) -> Iterator[tuple[str, list[float]]]:
-    """Of each task the distances of its answers from exact runs."""
+    """Each task with the distances of its answers from exact runs."""
     profile, plan = read_profile(pair.profile), pair.plan
     # Nothing that is observed is to raise an alarm.
     tolerant = tuple(msgspec.structs.replace(it, tv_bound=1.0) for it in profile.blocks)
@@ -149,15 +160,22 @@ def measured(
             prompts = pair.prompts(task)
             for prefix in {tuple(it.prefix) for it in prompts}:
                 sender.generate(prefix, max_new_tokens=1, droidspeak=PUBLISH)
-            yield task, list(distances(receiver, prompts, f"{plan.start}:{plan.stop}"))
+            block = f"{plan.start}:{plan.stop}"
+            yield task, list(distances(receiver, prompts, block, temperature))
 
 
-def distances(receiver: Server, prompts: Sequence[Prompt], block: str) -> Iterator[float]:
+def distances(
+    receiver: Server, prompts: Sequence[Prompt], block: str, temperature: float
+) -> Iterator[float]:
     """The block is named, as the small models' is no faster."""
     num, total = compared(receiver)
     for it in prompts:
         receiver.flush()
-        reply = receiver.generate(it.tokens, max_new_tokens=8, droidspeak={"block": block})
+        params = {"temperature": temperature}
+        named = {"block": block}
+        reply = receiver.generate(
+            it.tokens, max_new_tokens=8, droidspeak=named, sampling_params=params
+        )
         (told,) = reply["meta_info"]["droidspeak"]
         assert told["outcome"] == "reused", told
         before, before_total = num, total
@@ -185,15 +203,27 @@ class Requests:
         self.plan = PlanId(*models, (plan.start, plan.stop), plan.e_map is not None)
         self.pair: WatchedPair = watched(profile)
         self.num_left = self.pair.num_left
-        self.num_compared = 0
+        self.num_asked = self.num_compared = 0
         self._random = random
 
     def ask(self, distances: Sequence[float]) -> bool:
         """False once the plan is out of service."""
+        self.num_asked += 1
         if self._random.random() < RATE or self.plan in self.pair.suspects:
-            self.pair = after(self.pair, self.plan, self._random.choice(distances))
+            hour = self.num_asked * 24 // PER_DAY
+            tv = self._random.choice(distances)
+            self.pair = after(self.pair, Shadow(plan=self.plan, tv=tv, hour=hour))
             self.num_compared += 1
         return self.pair.num_left == self.num_left
+
+    def ask_in_clusters(self, distances: Sequence[float]) -> bool:
+        """A day; False once the plan is out of service."""
+        key = self.plan.block, self.plan.e_corrected
+        allowed = next(it.allowed for it in self.pair.plans if it.key == key)
+        day = self._random.choices(distances, k=PER_DAY)
+        easy, hard = ([it for it in day if (it > allowed) == is_hard] for is_hard in (False, True))
+        at = self._random.randrange(len(easy) + 1)
+        return all(self.ask([it]) for it in (*easy[:at], *hard, *easy[at:]))
 
 
 def requests_until_alarm(
@@ -222,25 +252,39 @@ def of_healthy(pair: Pair, healthy: Sequence[float]) -> dict[str, float]:
     return {"compared": share, "alarms": in_service.count(False), "runs": len(runs)}
 
 
+def of_clusters(pair: Pair, healthy: Sequence[float]) -> dict[str, float]:
+    runs = [Requests(pair, Random(seed)) for seed in range(NUM_CLUSTERED)]
+    in_service = [all(it.ask_in_clusters(healthy) for _ in range(NUM_DAYS)) for it in runs]
+    return {"alarms": in_service.count(False), "runs": len(runs)}
+
+
 def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
     """The healthy one first."""
     own, *others = pair.tasks
     healthy: list[float] = []
-    for tasks, of_both in (((own, *others), {}), ((own,), {"codec": "int4"})):
+    studies = [((own, *others), 0.0, {}), ((own,), 0.0, {"codec": "int4"})]
+    if pair is SMALL:
+        studies.append(((own,), 1.0, {}))
+    for tasks, temperature, of_both in studies:
         with tempfile.TemporaryDirectory() as folder:
-            for task, seen in measured(pair, Path(folder), tasks, **of_both):
+            for task, seen in measured(pair, Path(folder), tasks, temperature, **of_both):
+                asked = [f"temperature {temperature:g}"] if temperature else []
                 row = {
                     "pair": pair.name,
-                    "reads": ", ".join([task, *of_both.values()]),
+                    "reads": ", ".join([task, *of_both.values(), *asked]),
                     "allowed": (pair.plan.tv_bound or 0.0) + NOISE,
                     "mean": fmean(seen),
                     "distances": seen,
                 }
-                if healthy:
+                if healthy and not temperature:
                     yield row | {"found": dict(found(pair, healthy, seen))}
                 else:
-                    healthy = seen
-                    yield row | {"healthy": of_healthy(pair, seen)}
+                    healthy = healthy or seen
+                    alarms = {
+                        "healthy": of_healthy(pair, seen),
+                        "clustered": of_clusters(pair, seen),
+                    }
+                    yield row | alarms
 
 
 def main() -> None:

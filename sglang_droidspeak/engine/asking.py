@@ -24,8 +24,8 @@ SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
 """Of a server, which no user can tell: the process that starts its others draws `authkey` and hands
 it on."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
-"""Of the server's own requests: how many tokens at the end of the input are of an answer. No user
-can name it."""
+"""Key that the server's own requests have, with the number of tokens at the end of their input that
+are of an answer. No user can name it."""
 
 
 def add_pages(key: str) -> None:
@@ -89,7 +89,12 @@ def unsent(
     )
 
 
-def num_answered(req: Req) -> int:
-    """How many tokens at the end of the prompt are of an answer; 0 where a user has sent it."""
+def is_own(req: Req) -> bool:
+    """Whether the server itself has sent the request."""
     custom = req.sampling_params.custom_params
-    return custom.get(ANSWERED, 0) if isinstance(custom, dict) else 0
+    return isinstance(custom, dict) and ANSWERED in custom
+
+
+def num_answered(req: Req) -> int:
+    """Tokens at the end of the prompt that are of an answer; 0 for a user's request."""
+    return req.sampling_params.custom_params[ANSWERED] if is_own(req) else 0

@@ -1,11 +1,10 @@
-"""Which plans of a pair are in service, what speaks against each, and what the two halves of the
-drift guard and an operator tell each other of it. Pure.
+"""Which plans of a pair are in service, and the evidence against each. Pure.
 
-An alarm takes a plan out of service, and with it those of its profile that promise no more: the
-pair goes on with the best of the others, and without any it is off. What is exact stays in any
-case. A plan is watched more closely at first and while there is some evidence against it, and after
-an alarm all that are left. What requests name where no gate decides is watched as a plan that
-promises nothing.
+An alarm takes a plan out of service, and with it those of its profile that promise no more. The
+pair continues with the best of the others; without any it is off. Exact plans always stay. A plan
+is watched more closely at first and while there is some evidence against it, and after an alarm all
+that are left. With `gate: none`, a block that requests name is watched as a plan that promises
+nothing. A document adds evidence once, and an hour adds a bounded share of it (`detector`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,14 @@ import msgspec
 
 from cachetree import ModelId
 from cachetree.planning import BlockQuality, PairProfile, PlanId
-from sglang_droidspeak.guard.detector import NO_EVIDENCE, Evidence, observed, strength, suspicion
+from sglang_droidspeak.guard.detector import (
+    NO_EVIDENCE,
+    Evidence,
+    limited,
+    observed,
+    strength,
+    suspicion,
+)
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 ALARM: Final = 1e5
@@ -30,8 +36,11 @@ that plans which nobody uses do not have every request looked at."""
 NOISE: Final = 0.02
 """The distance that two exact runs may have, in half precision and other batches. All that is
 allowed to a plan whose profile does not say how far it is from full prefill."""
+HOUR_S: Final = 3600
+MAX_DOCUMENTS: Final = 256
+"""A document adds evidence once while it is among so many of its plan's last ones."""
 ALL: Final = "all"
-"""Every sender, where an operator names one."""
+"""In place of a sender's id: every sender."""
 
 
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +52,14 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """That its profile promises; 0 of what only requests have named."""
     num_shadows: int = 0
     mean_tv: float = 0.0
-    """Of all of them."""
+    """Mean distance over all shadows."""
     evidence: Evidence = NO_EVIDENCE
+    hour: int = 0
+    """Hour since 1970 of the last shadow."""
+    hour_began: Evidence = NO_EVIDENCE
+    """Evidence at the beginning of that hour."""
+    documents: tuple[str, ...] = ()
+    """The last documents that added evidence, as digests."""
 
     @property
     def key(self) -> tuple[tuple[int, int] | None, bool]:
@@ -110,6 +125,10 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanId
     tv: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Total variation."""
+    document: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Digest of the tokens that were read; empty: a document of its own."""
+    hour: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    """Hours since 1970. The front end says it, so that all ranks decide alike."""
 
 
 class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,22 +161,18 @@ def watched(profile: PairProfile) -> WatchedPair:
     )
 
 
-def after(pair: WatchedPair, plan: PlanId, tv: float) -> WatchedPair:
-    """With one more shadow of that plan; the same where it is out of service."""
+def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
+    """The pair with one more shadow; the same if its plan is out of service."""
+    plan = shadow.plan
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
         new = WatchedPlan(block=plan.block, e_corrected=plan.e_corrected)
         left = sorted((*pair.in_service, new), key=lambda it: it.order)
         plans = (*left, *pair.plans[pair.num_left :])
         pair = msgspec.structs.replace(pair, plans=plans, num_left=len(left))
-    for i, it in enumerate(pair.in_service):
-        if it.key == key:
-            seen = msgspec.structs.replace(
-                it,
-                num_shadows=it.num_shadows + 1,
-                mean_tv=it.mean_tv + (tv - it.mean_tv) / (it.num_shadows + 1),
-                evidence=observed(it.evidence, tv, it.allowed),
-            )
+    for i, before in enumerate(pair.in_service):
+        if before.key == key:
+            seen = _with(before, shadow)
             is_alarm = strength(seen.evidence) >= ALARM
             return msgspec.structs.replace(
                 pair,
@@ -165,6 +180,22 @@ def after(pair: WatchedPair, plan: PlanId, tv: float) -> WatchedPair:
                 num_left=i if is_alarm else pair.num_left,
             )
     return pair
+
+
+def _with(plan: WatchedPlan, shadow: Shadow) -> WatchedPlan:
+    num = plan.num_shadows + 1
+    mean_tv = plan.mean_tv + (shadow.tv - plan.mean_tv) / num
+    plan = msgspec.structs.replace(plan, num_shadows=num, mean_tv=mean_tv)
+    if shadow.document and shadow.document in plan.documents:
+        return plan
+    began = plan.hour_began if shadow.hour == plan.hour else plan.evidence
+    return msgspec.structs.replace(
+        plan,
+        evidence=limited(observed(plan.evidence, shadow.tv, plan.allowed), began),
+        hour=shadow.hour,
+        hour_began=began,
+        documents=(*plan.documents, shadow.document)[-MAX_DOCUMENTS:],
+    )
 
 
 def left_of(profile: PairProfile, pair: WatchedPair) -> PairProfile:

@@ -80,7 +80,7 @@ class PairsInService:
             if not 0 <= plan.block[0] < plan.block[1] <= num_layers:
                 raise LookupError(f"block {plan.block} is not within 0:{num_layers}")
         self._metrics.shadows.labels("compared").inc()
-        if before is None or (pair := after(before, plan, shadow.tv)) is before:
+        if before is None or (pair := after(before, shadow)) is before:
             return
         self._metrics.shadow_tv.labels(*key).observe(shadow.tv)
         why = ""

@@ -1,34 +1,35 @@
 """Shadows: answers from approximate KV that are compared with an exact run afterwards.
 
-    arrival  a request is chosen by a hash of its id under a key of this server's, so that nothing
-             of it or of the load decides, and no user can. It asks SGLang for log-probabilities
-             beside, and its user does not see them
-    answer   if it reused another model's KV: its first tokens and their distributions are kept
-    idle     while no request runs, an exact run of the same server says what full prefill would
-             have said; one that comes meanwhile ends it, to be tried again. Without such a moment
-             before the deadline the shadow is dropped
+    arrival  a request is chosen by a hash of its id under a key of this server's, so that neither
+             its text nor the load decides, and no user can. All are looked at while a plan is
+             suspected
+    answer   if the request reused another model's KV, its prompt is kept
+    turn     two runs of the prompt: a greedy one that reads the same approximate KV, and an exact
+             one over the tokens that the first one gave. A run waits until no request runs, or
+             until other requests have paid for it (`Budget`)
     verdict  the scheduler's half (`service`) hears how far apart the two are, and says of which
              plans every request is to be compared
 
-What reads exact KV only has no shadow, nor has a request that something else decides than the
-model's own distributions. Event loop of the front end only.
+Why a run of its own and not the user's answer: profiles have measured greedy answers, and SGLang
+samples by default. A sampled answer leads into text that no profile has measured. So every request
+can be compared, whatever it asks for, and its own answer is never touched.
+
+Event loop of the front end only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 from array import array
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -37,8 +38,7 @@ from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.asking import ANSWERED, SECRET
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
-from sglang_droidspeak.guard.plans import GuardQuestion, GuardState, Shadow
-from sglang_droidspeak.request.controls import parse_controls
+from sglang_droidspeak.guard.plans import HOUR_S, GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:
@@ -51,11 +51,8 @@ MAX_WAITING: Final = 64
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
 """Between two looks whether a request runs."""
-_TEMPERATURES: Final = (0.1, 1.0)
-"""From log-probabilities at lower ones those at temperature 1 cannot be told: SGLang gives all but
-the first few tokens none. At higher ones answers lead where no profile has looked."""
-
-_KEPT: Final = (
+_MOST_CREDIT_S: Final = 10.0
+_MODEL_AND_TENANT: Final = (
     "lora_path",
     "extra_key",
     "cache_salt",
@@ -63,41 +60,7 @@ _KEPT: Final = (
     "no_logs",
     "http_worker_ipc",
 )
-"""Of the user's request: its model, its tenant, and how it is treated."""
-
-_NEUTRAL: Final[Mapping[str, float]] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_new_tokens": 0,
-    "n": 1,
-    "beam_width": 1,
-    "ignore_eos": False,
-}
-"""Sampling parameters that otherwise change its distributions, as these do, or have it say more
-than the model would, which no profile has measured;"""
-_WITHOUT: Final = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
-_UNASKED: Final = (
-    "image_data",
-    "video_data",
-    "audio_data",
-    "input_embeds",
-    "positional_embed_overrides",
-    "session_params",
-    "watermark",
-    "custom_logit_processor",
-    "max_thinking_tokens",
-    "require_reasoning",
-    "return_logprob",
-    "return_sampling_mask",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_entropy",
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
-)
-"""and what else a request may bring or want that an exact run of it would not have."""
+"""Fields of the user's request that a run takes over."""
 
 Reply = dict[str, Any]
 
@@ -106,53 +69,43 @@ class Shadows:
     def __init__(self, settings: Settings) -> None:
         self._rate: Final = settings.shadow_share
         self._deadline_s: Final = settings.shadow_deadline_s
+        self._budget: Final = Budget(settings.shadow_busy_share)
         self._suspects: frozenset[PlanId] = frozenset()
-        self._num_suspected = 0
-        """Requests that were looked at for them since a shadow was last compared."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
-        """Of which the scheduler has not heard."""
+        """Results that the scheduler has not heard of."""
         self._task: asyncio.Task[None] | None = None
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
-        temperature = _temperature(obj, manager)
-        if temperature is None:
+        if not _is_comparable(obj):
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
         is_chosen = place_of(obj.rid) < self._rate
-        if not is_chosen:
-            if not self._may_suspect:
-                return original(manager, obj, request)
-            self._num_suspected += 1
-        it = _Answer(_with_distributions(obj), obj.return_prompt_token_ids, is_chosen, temperature)
-        return self._watched(manager, it, original(manager, it.asked, request))
-
-    @property
-    def _may_suspect(self) -> bool:
-        """Suspicions lapse while nothing comes of them: not where no server is ever idle, nor where
-        nobody uses those plans, is every request looked at."""
-        num_vain = max(self._num_suspected, len(self._waiting))
-        return bool(self._suspects) and num_vain < MAX_WAITING
+        if not (is_chosen or self._suspects):
+            return original(manager, obj, request)
+        asked = copy(obj)
+        asked.return_prompt_token_ids = True
+        answer = _Answer(asked, shows_prompt=obj.return_prompt_token_ids, is_chosen=is_chosen)
+        return self._watched(manager, answer, original(manager, asked, request))
 
     async def _watched(
-        self, manager: Any, it: _Answer, replies: AsyncGenerator[Reply, None]
+        self, manager: Any, answer: _Answer, replies: AsyncGenerator[Reply, None]
     ) -> AsyncGenerator[Reply, None]:
         async with aclosing(replies):
             async for reply in replies:
-                is_delta = it.asked.stream and manager.incremental_streaming_output
-                shown = it.shown(reply, is_delta=is_delta)
+                shown = answer.shown(reply)
                 finish = shown["meta_info"]["finish_reason"]
-                if finish and finish["type"] != "abort":  # Nobody may ask for more.
-                    self._keep(manager, it)
+                if finish and finish["type"] != "abort":  # The client may ask for no more replies.
+                    self._keep(manager, answer)
                 yield shown
 
-    def _keep(self, manager: Any, it: _Answer) -> None:
-        plan = it.plan
-        if plan is None or not (it.is_chosen or plan in self._suspects):
+    def _keep(self, manager: Any, answer: _Answer) -> None:
+        plan = answer.plan
+        if plan is None or not (answer.is_chosen or plan in self._suspects):
             return
-        it.keep(time.monotonic() + self._deadline_s)
-        self._waiting.append(it)
+        answer.keep(time.monotonic() + self._deadline_s)
+        self._waiting.append(answer)
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self._missed["dropped"] += 1
@@ -160,171 +113,244 @@ class Shadows:
             self._task = asyncio.create_task(self._run(manager))
 
     async def _run(self, manager: Any) -> None:
-        """Until none waits."""
+        """Compare until no answer waits."""
         while self._waiting:
             try:
-                await self._tell(manager, await _shadow(manager, self._waiting.popleft()))
+                await self._tell(manager, await self._shadow(manager, self._waiting.popleft()))
             except Exception:
                 log.exception("droidspeak: an answer was not compared with an exact run")
                 self._missed["failed"] += 1
 
+    async def _shadow(self, manager: Any, answer: _Answer) -> Shadow | None:
+        """None if no turn came before the deadline, or the KV is not there any more."""
+        served = await self._turn(manager, answer, lambda: _greedy_run(manager, answer))
+        if not served:
+            return None
+        ids = [token for token, _ in served]
+        exact = await self._turn(manager, answer, lambda: _exact_run(manager, answer, ids))
+        if exact is None:
+            return None
+        tv = distance([probs for _, probs in served], exact)
+        hour = int(time.time() // HOUR_S)
+        return Shadow(plan=answer.plan, tv=tv, document=answer.document, hour=hour)
+
+    async def _turn(
+        self, manager: Any, answer: _Answer, start: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """The result of a run once the server is idle or the budget allows one.
+
+        A run that began on an idle server ends when a request comes that has not paid for it, and
+        is started again later. None if no turn came in time, or the adapter is gone.
+        """
+        budget = self._budget
+        while True:
+            while manager.rid_to_state and not budget.has_credit():
+                if time.monotonic() >= answer.deadline_s:
+                    return None
+                await asyncio.sleep(_LOOK_S)
+            if not _is_loaded(manager, answer.asked):
+                return None
+            run = asyncio.create_task(start())
+            began_s, is_paid = time.monotonic(), budget.has_credit()
+            try:
+                while not run.done() and (is_paid or len(manager.rid_to_state) <= 1):
+                    await asyncio.wait([run], timeout=_LOOK_S)
+                    if len(manager.rid_to_state) > 1:
+                        budget.charge(time.monotonic() - began_s)
+                    began_s = time.monotonic()
+                if run.done():
+                    return run.result()
+            finally:
+                run.cancel()
+                await asyncio.gather(run, return_exceptions=True)
+
     async def _tell(self, manager: Any, shadow: Shadow | None) -> None:
         if shadow is None:
             self._missed["dropped"] += 1
-        else:
-            self._num_suspected = 0
         missed = self._missed.copy()
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
-        told = await asking.ask(manager, asking.GUARD, question, KEY)
+        state = await asking.ask(manager, asking.GUARD, question, KEY)
         self._missed -= missed
-        self._suspects = frozenset(msgspec.convert(told, GuardState).suspects)
+        self._suspects = frozenset(msgspec.convert(state, GuardState).suspects)
+
+
+class Budget:
+    """Seconds that runs may take beside requests: a share of all time, and at most one run more.
+
+    A run is charged for all the time in which another request was there too. So the share of step
+    time that runs take is below the share that is allowed.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share: Final = share
+        self._clock: Final = clock
+        self._credit_s = 0.0
+        self._seen_s = clock()
+
+    def has_credit(self) -> bool:
+        now = self._clock()
+        earned_s = self._share * (now - self._seen_s)
+        self._credit_s, self._seen_s = min(_MOST_CREDIT_S, self._credit_s + earned_s), now
+        return self._credit_s > 0
+
+    def charge(self, seconds: float) -> None:
+        self._credit_s -= seconds
 
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """To a request that is looked at."""
+    """An answer that may be compared."""
 
     asked: Any
-    """As SGLang is asked; it resolves the adapter."""
+    """The request as SGLang got it; SGLang resolves the adapter in it."""
     shows_prompt: bool
-    """The user wants its ids."""
+    """The user wants the prompt's ids."""
     is_chosen: bool
     """By its id, whichever plan it reads by."""
-    temperature: float
     prompt_ids: Sequence[int] = ()
-    tokens: list[int] = field(default_factory=list)
-    """The first ones of the answer,"""
-    served: list[LogProbs] = field(default_factory=list)
-    """and the distributions they are from."""
-    told: Mapping[str, Any] = field(default_factory=dict)
+    label: Mapping[str, Any] = field(default_factory=dict)
     num_cached: int = 0
-    """Tokens of the prompt that SGLang has read from a cache, those that were loaded too."""
-    is_whole: bool = True
-    """Every token of it came with its distribution."""
+    """Tokens of the prompt that SGLang has read from a cache, loaded ones included."""
     deadline_s: float = 0.0
     """On monotonic time."""
 
     @property
     def plan(self) -> PlanId | None:
-        """By which it reused another model's KV; None where it did not, or lacks what a comparison
-        needs."""
-        told = self.told
-        if not (self.tokens and self.prompt_ids and self.is_whole):
+        """The plan by which it reused another model's KV; None if there is nothing to compare."""
+        label = self.label
+        if not self.prompt_ids or label.get("outcome") != "reused":
             return None
-        if told.get("outcome") != "reused" or told["exact"] or told["sender"] == told["receiver"]:
+        if label["exact"] or label["sender"] == label["receiver"]:
             return None
-        if 2 * told["reused_tokens"] < self.num_cached:
-            return None  # Most of it the device had, by whichever plan.
-        block = told["block"] and tuple(told["block"])
-        return PlanId(told["sender"], told["receiver"], block, told["e_corrected"])
+        if 2 * label["reused_tokens"] < self.num_cached:
+            return None  # The device had most of it, by whichever plan.
+        return plan_of(label)
 
-    def shown(self, reply: Reply, *, is_delta: bool) -> Reply:
-        """What the user sees of a reply."""
+    @property
+    def document(self) -> str:
+        """Digest of the tokens that were read and not computed."""
+        read = array("q", self.prompt_ids[: self.num_cached])
+        return blake2b(read.tobytes(), digest_size=8).hexdigest()
+
+    def shown(self, reply: Reply) -> Reply:
+        """The reply as the user sees it."""
         meta = reply["meta_info"]
-        self.told = (meta.get(KEY) or [self.told])[0]
+        self.label = (meta.get(KEY) or [self.label])[0]
         self.num_cached = meta.get("cached_tokens", self.num_cached)
-        start = 0 if is_delta else len(self.tokens)
-        tokens, tops = meta.get("output_token_logprobs", ()), meta.get("output_top_logprobs", ())
-        self.is_whole &= len(tokens) == len(tops)
-        new = zip(tokens[start:], tops[start:], strict=False)
-        for (logprob, token, _), top in islice(new, POSITIONS - len(self.tokens)):
-            self.tokens.append(token)
-            self.served.append({**{it: value for value, it, _ in top}, token: logprob})
         self.prompt_ids = reply.get("prompt_token_ids") or self.prompt_ids
-        shown = {name: it for name, it in meta.items() if "logprobs" not in name}
-        reply = {**reply, "meta_info": shown}
-        if not self.shows_prompt:
-            reply.pop("prompt_token_ids", None)
-        return reply
+        if self.shows_prompt:
+            return reply
+        return {name: value for name, value in reply.items() if name != "prompt_token_ids"}
 
     def keep(self, deadline_s: float) -> None:
-        """No more of it than its comparison needs, until then."""
+        """Hold only what a comparison needs, until then."""
         self.asked = copy(self.asked)
         self.asked.text = self.asked.input_ids = None
         self.prompt_ids = array("q", self.prompt_ids)
         self.deadline_s = deadline_s
 
 
-def _with_distributions(obj: Any) -> Any:
-    """The user's request, asking for them too."""
-    asked = copy(obj)
-    asked.return_logprob, asked.top_logprobs_num = True, TOP
-    # What SGLang heeds only now that it returns some.
-    asked.logprob_start_len, asked.token_ids_logprob = -1, None
-    asked.return_text_in_logprobs = False
-    asked.return_flat_raw_top_logprobs = asked.return_flat_raw_output_top_logprobs = False
-    asked.return_flat_raw_top_logprobs_b64 = False
-    asked.return_prompt_token_ids = True
-    return asked
+def plan_of(label: Mapping[str, Any]) -> PlanId:
+    """The plan that a response's label names."""
+    block = label["block"] and tuple(label["block"])
+    return PlanId(label["sender"], label["receiver"], block, label["e_corrected"])
 
 
-async def _shadow(manager: Any, it: _Answer) -> Shadow | None:
-    """Once no request runs: an exact run makes way for one that comes, and is tried again. None
-    where there is no such moment in time, or the adapter is not there any more."""
-    while True:
-        while manager.rid_to_state:
-            if time.monotonic() >= it.deadline_s:
-                return None
-            await asyncio.sleep(_LOOK_S)
-        if not _is_loaded(manager, it.asked):
-            return None
-        run = asyncio.create_task(_exact_run(manager, it.prompt_ids, it.tokens, it.asked))
-        try:
-            while not run.done() and len(manager.rid_to_state) <= 1:
-                await asyncio.wait([run], timeout=_LOOK_S)
-            if run.done():
-                return Shadow(plan=it.plan, tv=distance(it.served, run.result(), it.temperature))
-        finally:
-            run.cancel()
-            await asyncio.gather(run, return_exceptions=True)
+async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogProbs]] | None:
+    """The first greedy tokens over the KV that the answer has read, and their distributions.
+
+    None if that KV was evicted or taken out of service meanwhile.
+    """
+    custom = (answer.asked.sampling_params or {}).get("custom_params") or {}
+    controls = {KEY: custom[KEY]} if KEY in custom else {}
+    meta = await _ask(
+        manager, answer, answer.prompt_ids, answered=0, max_new=POSITIONS, controls=controls
+    )
+    label = meta[KEY][0]
+    is_same = (
+        plan_of(label) == answer.plan
+        if label["outcome"] == "reused"
+        else meta["cached_tokens"] >= answer.num_cached
+    )
+    if label["exact"] or not is_same:
+        return None
+    tops = meta["output_top_logprobs"]
+    return [
+        (token, _probs(top, (logprob, token)))
+        for (logprob, token, _), top in zip(meta["output_token_logprobs"], tops, strict=True)
+    ]
 
 
 async def _exact_run(
-    manager: Any, prompt_ids: Sequence[int], served_ids: Sequence[int], like: Any
+    manager: Any, answer: _Answer, served_ids: Sequence[int]
 ) -> Sequence[LogProbs]:
-    """What full prefill would have said: the exact distribution at the position of each served
-    token.
+    """The exact distribution at the position of each served token: what full prefill would say.
 
-    It is a request like any other to SGLang's TokenizerManager: the prompt and the served tokens as
-    its input, nothing generated. It reads and leaves exact KV only, in the tenant of the user's
-    GenerateReqInput `like`: what approximate KV has given nobody finds there, and what it leaves,
-    later requests with that prompt find in place of the approximate KV. No metric and no
-    explanation of droidspeak's counts it. Cancelled, it aborts its request; raises RuntimeError
-    where somebody else has, or other weights have the name of those of `like` by now, and what
-    SGLang raises of a request that it refuses.
+    The input is the prompt and the served tokens; nothing is generated. The run reads and leaves
+    exact KV only, in the user's tenant. Later requests with that prompt find it in place of the
+    approximate KV.
     """
+    meta = await _ask(
+        manager,
+        answer,
+        [*answer.prompt_ids, *served_ids],
+        answered=len(served_ids),
+        max_new=0,
+        controls={KEY: {"mode": "off"}},
+    )
+    if meta[KEY][0]["outcome"] != "off":
+        raise RuntimeError("the weights that gave the answer were replaced before the exact run")
+    served, tops = meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
+    return [_probs(top, one[:2]) for one, top in zip(served, tops, strict=True)]
+
+
+async def _ask(
+    manager: Any,
+    answer: _Answer,
+    input_ids: Sequence[int],
+    *,
+    answered: int,
+    max_new: int,
+    controls: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """The `meta_info` of a request of the server's own, for the model and tenant of the answer.
+
+    No metric and no explanation of droidspeak's counts it. Cancelled, it aborts its request. Raises
+    RuntimeError if another side aborts it or the adapter's name has other weights by now, and what
+    SGLang raises for a request that it refuses.
+    """
+    like = answer.asked
     asked = type(like)(
-        input_ids=[*prompt_ids, *served_ids],
+        input_ids=[*input_ids],
         rid=f"droidspeak-{uuid.uuid4().hex}",
         sampling_params={
             "temperature": 0,
-            "max_new_tokens": 0,
-            "custom_params": {"droidspeak": {"mode": "off"}, ANSWERED: len(served_ids)},
+            "max_new_tokens": max_new,
+            "custom_params": {**controls, ANSWERED: answered},
         },
         return_logprob=True,
-        # The first position from there has no log-probability.
-        logprob_start_len=len(prompt_ids) - 1,
+        # Of the prompt none but those of an answer; the first position has no log-probability.
+        logprob_start_len=len(input_ids) - answered - 1 if answered else -1,
         top_logprobs_num=TOP,
         log_metrics=False,
-        **{name: getattr(like, name) for name in _KEPT},
+        **{name: getattr(like, name) for name in _MODEL_AND_TENANT},
     )
     async with aclosing(manager.generate_request(asked, None)) as replies:
         meta: Mapping[str, Any] = (await anext(replies))["meta_info"]
     if meta["finish_reason"]["type"] == "abort":
-        raise RuntimeError(f"the exact run was aborted: {meta['finish_reason']}")
-    if asked.lora_id != like.lora_id or meta[KEY][0]["outcome"] != "off":
+        raise RuntimeError(f"the run was aborted: {meta['finish_reason']}")
+    if asked.lora_id != like.lora_id:
         raise RuntimeError("the weights that gave the answer were replaced before the exact run")
-    served = meta["input_token_logprobs"][1:]
-    tops = meta["input_top_logprobs"][1:]
-    return [
-        {token: logprob for logprob, token, _ in (*top, one)}
-        for one, top in zip(served, tops, strict=True)
-    ]
+    return meta
+
+
+def _probs(top: Sequence[Any], one: tuple[float, int]) -> LogProbs:
+    return {token: logprob for logprob, token in (*((it[0], it[1]) for it in top), one)}
 
 
 def _is_loaded(manager: Any, asked: Any) -> bool:
-    """Whether its adapter is the one that it was: SGLang loads one again that is asked for by the
-    name that it had."""
+    """Whether the adapter is the one that it was: SGLang loads an adapter again that is asked for
+    by the name that it had."""
     if not asked.lora_path:
         return True
     ref = manager.lora_registry.get_all_adapters().get(asked.lora_path)
@@ -332,40 +358,17 @@ def _is_loaded(manager: Any, asked: Any) -> bool:
 
 
 def place_of(rid: str) -> float:
-    """Of a request among all ids, 0 to 1; those below the rate are chosen."""
+    """Place of a request among all ids, 0 to 1; those below the rate are chosen."""
     place = blake2b(rid.encode(), digest_size=8, key=_KEY).digest()
     return int.from_bytes(place, "big") / 2**64
 
 
-def _temperature(obj: Any, manager: Any) -> float | None:
-    """Of the log-probabilities that SGLang reports of a request that may have a shadow: a
-    GenerateReqInput for one answer, with what the server of this TokenizerManager prefers. None of
-    others."""
+def _is_comparable(obj: Any) -> bool:
+    """Whether it is a user's GenerateReqInput of one prompt and for one answer."""
     if not hasattr(obj, "return_logprob"):
-        return None  # An embedding.
+        return False  # An embedding.
     if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
-        return None
-    params = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-    is_neutral = all(params.get(name) in (None, value) for name, value in _NEUTRAL.items())
-    is_free = not any(params.get(name) for name in _WITHOUT)
-    if not (is_neutral and is_free) or any(getattr(obj, it) for it in _UNASKED):
-        return None
-    if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
-        return None  # Greedy, and its log-probabilities are not.
-    asked, (least, most) = params.get("temperature") or 1.0, _TEMPERATURES
-    if not (isinstance(asked, int | float) and 0 < asked <= most):
-        return None
-    is_original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
-    reported = 1.0 if is_original else asked
-    if reported < least or not _may_reuse(params.get("custom_params") or {}):
-        return None
-    return reported
-
-
-def _may_reuse(custom: Any) -> bool:
-    if not isinstance(custom, dict) or ANSWERED in custom:
         return False
-    try:
-        return parse_controls(custom).mode != "off"
-    except ValueError:  # Of which the scheduler says what.
-        return False
+    params = obj.sampling_params or {}
+    custom = params.get("custom_params") or {}
+    return params.get("n", 1) == 1 and isinstance(custom, dict) and ANSWERED not in custom

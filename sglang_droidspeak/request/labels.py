@@ -113,7 +113,7 @@ class Labels:
             if not has_read and warmed.exact == is_exact:
                 told = warmed
         label.provenance, label.num_tokens = told, len(req.origin_input_ids)
-        if not asking.num_answered(req):
+        if not asking.is_own(req):
             self.metrics.count_outcome(told.outcome, exact=told.exact)
             self._keep(req.rid, label)
             _write(req.rid, told)

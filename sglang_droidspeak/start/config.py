@@ -40,6 +40,7 @@ _NEEDS = (
     ("push_to", "host_gb", "nothing is ever stored"),
     ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
     ("shadow_deadline_s", "guard_path", "no answer is compared"),
+    ("shadow_busy_share", "guard_path", "no answer is compared"),
     ("hicache_config", "hicache_backend", "there is no backend to make with it"),
     ("allowed_peers", "listen", "nobody reads from this server"),
     ("announce", "listen", "nobody could read from this server"),
@@ -171,8 +172,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Share of the requests that reuse another model's KV whose answers the drift guard compares
     with an exact run, 0 to 1; by default 0.05 where there is a `guard_path`."""
     shadow_deadline_s: float = 60.0
-    """How long such a comparison waits for a moment in which no request runs; then it is dropped,
-    and counted."""
+    """How long such a comparison waits for its turn; then it is dropped, and counted."""
+    shadow_busy_share: float = 0.01
+    """Share of all time that comparisons may take beside other requests, 0 to 1; with 0 they run
+    only while no request does."""
     guard_path: str | None = None
     """File in which the drift guard keeps what it knows of pairs, this server's alone and this
     user's alone; a pair that is out of service stays so after a restart. None turns it off."""
@@ -204,8 +207,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 to {_MOST:.0f}")
         if self.http is not None:
             parse_http(self.http)
-        if not 0 <= self.shadow_share <= 1:
-            raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
+        for field in ("shadow_rate", "shadow_busy_share"):
+            if not 0 <= (getattr(self, field) or 0) <= 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give 0 to 1")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
         limits = ("max_stall_ms", "max_link_mb_s", "shadow_deadline_s", "ttft_target_ms")
         for field in (*positive, *limits):

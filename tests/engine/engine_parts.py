@@ -40,6 +40,8 @@ CPU = {
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SLOW_DEVICE = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("slow_device.py"))}
 """For forked servers whose tests do not ask whether reuse is worth it."""
+SHORT_HOURS = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("short_hours.py"))}
+"""The same with a drift guard that need not wait for hours."""
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from engine_parts import CPU, SLOW_DEVICE, Answer, Watcher, eventually
+from engine_parts import CPU, SHORT_HOURS, Answer, Watcher, eventually
 from forked import ServerSpec
 from test_guard_servers import OFF, a_quarter_away, of_another_sender
 
@@ -112,7 +112,7 @@ def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path:
     specs.append(ServerSpec(model=RECEIVER, name="receiver", options=options, droidspeak=reads))
     found = documents()[: NUM_HEALTHY + NUM_DRIFTED]
     of_each = {SENDER: found[:NUM_HEALTHY], drifted: found[NUM_HEALTHY:]}
-    with running(*specs, folder=tmp_path, env=SLOW_DEVICE) as (*senders, receiver):
+    with running(*specs, folder=tmp_path, env=SHORT_HOURS) as (*senders, receiver):
         watcher = Watcher(RECEIVER, [*at.values()])
         for (model, those), sender in zip(of_each.items(), senders, strict=True):
             for it in those:  # Without a question, as their profile was made.

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_parts import CPU, SLOW_DEVICE, Answer, Watcher, eventually
+from engine_parts import CPU, SHORT_HOURS, Answer, Watcher, eventually
 from forked import ServerSpec
 from safetensors.torch import load_file, save_file
 from stranger import in_other_coordinates
@@ -117,7 +117,7 @@ def served(
         ServerSpec(model=model, name="sender", options=options, droidspeak=layers),
         ServerSpec(model=RECEIVER, name="receiver", options=options, droidspeak=reads),
     ]
-    env = {**SLOW_DEVICE, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks > 1 else SLOW_DEVICE
+    env = {**SHORT_HOURS, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks > 1 else SHORT_HOURS
     with running(*specs, folder=folder, env=env) as (sender, receiver):
         yield Pair(sender, receiver, address)
 

@@ -94,9 +94,12 @@ def test_it_is_exact_where_what_it_read_was(
     assert counts.num_approximate == is_approximate
 
 
-def test_the_servers_own_requests_are_told_and_not_counted(labels: Labels, counts: Counts) -> None:
+@pytest.mark.parametrize("num_answered", [0, 2])
+def test_the_servers_own_requests_are_told_and_not_counted(
+    labels: Labels, counts: Counts, num_answered: int
+) -> None:
     req = request()
-    req.sampling_params.custom_params = {asking.ANSWERED: 2}
+    req.sampling_params.custom_params = {asking.ANSWERED: num_answered}
     labels.note(req, RequestProvenance(outcome="off"))
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="off")

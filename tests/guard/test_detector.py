@@ -14,8 +14,10 @@ from statistics import fmean
 import pytest
 
 from sglang_droidspeak.guard.detector import (
+    HOUR,
     NO_EVIDENCE,
     SHARES,
+    limited,
     observed,
     strength,
     suspicion,
@@ -110,3 +112,11 @@ def test_suspicion_rises_after_fewer_values_than_strength() -> None:
             assert suspicion(evidence) < limit
     evidence = observed(observed(NO_EVIDENCE, 3 * ALLOWED, ALLOWED), 3 * ALLOWED, ALLOWED)
     assert suspicion(evidence) > 2 and strength(evidence) < 10
+
+
+def test_an_hour_adds_a_bounded_share_of_evidence() -> None:
+    began = tuple(10.0 for _ in SHARES)
+    evidence = began
+    for _ in range(100):
+        evidence = limited(observed(evidence, 1.0, ALLOWED), began)
+    assert evidence == (HOUR * 11,) * len(SHARES)

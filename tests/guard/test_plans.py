@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from sglang_droidspeak.guard.plans import (
     GuardQuestion,
     GuardState,
     Shadow,
+    WatchedPair,
     after,
     left_of,
     watched,
@@ -51,10 +53,15 @@ def plan(block: BlockQuality) -> PlanId:
     return PlanId(SENDER, RECEIVER, (block.start, block.stop), False)
 
 
+def seen(pair: WatchedPair, block: BlockQuality, tv: float, num: int = 0, **of: Any) -> WatchedPair:
+    """With one more shadow; ten come in an hour."""
+    return after(pair, Shadow(plan=plan(block), tv=tv, hour=num // 10, **of))
+
+
 def shadows_until_alarm(pair: Any, block: BlockQuality, tv: float) -> tuple[Any, int]:
     num, num_left = 0, pair.num_left
     while pair.num_left == num_left:
-        pair, num = after(pair, plan(block), tv), num + 1
+        pair, num = seen(pair, block, tv, num), num + 1
         assert num < 1000
     return pair, num
 
@@ -70,13 +77,13 @@ def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact() -> No
     assert left_of(PAIR, pair) == PAIR and not list(pair.suspects)
 
     pair, num = shadows_until_alarm(pair, LEAST, 0.8)
-    assert num < 10
+    assert num < 60
     left = left_of(PAIR, pair)
     assert blocks_of(left) == {(1, 6), (2, 6), (0, NUM_LAYERS)}
     assert (left.recommended, left.passed) == (NEXT, True)
     assert set(pair.suspects) == {plan(BEST), plan(NEXT)}, "what is left is watched closely"
 
-    assert after(pair, plan(LEAST), 1.0) is pair, "what is out of service is not observed"
+    assert seen(pair, LEAST, 1.0) is pair, "what is out of service is not observed"
     pair, _ = shadows_until_alarm(pair, BEST, 0.8)
     left = left_of(PAIR, pair)
     assert blocks_of(left) == {(0, NUM_LAYERS)}, "none is kept that promises less"
@@ -86,10 +93,10 @@ def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact() -> No
 def test_a_suspect_is_watched_closely_before_there_is_an_alarm() -> None:
     pair = watched(PAIR)
     for _ in range(20):
-        pair = after(pair, plan(NEXT), 0.0)
+        pair = seen(pair, NEXT, 0.0)
     assert not list(pair.suspects)
     while not list(pair.suspects):
-        pair = after(pair, plan(NEXT), 0.05)
+        pair = seen(pair, NEXT, 0.05)
     assert pair.num_left == 3 and pair.strength < 1000
 
 
@@ -97,7 +104,7 @@ def test_the_first_twenty_answers_of_a_plan_are_compared_once_one_is() -> None:
     pair = watched(PAIR)
     assert not list(pair.suspects)
     for _ in range(20):
-        pair = after(pair, plan(NEXT), 0.0)
+        pair = seen(pair, NEXT, 0.0)
         suspects, num_shadows = list(pair.suspects), pair.plans[1].num_shadows
         assert suspects == [plan(NEXT)] * (num_shadows < 20)
 
@@ -106,11 +113,28 @@ def test_what_is_measured_counts_as_allowed() -> None:
     """A plan that is as far away as its profile says goes on for ever; without that it does not."""
     random, pair = Random(1), watched(PAIR)
     for _ in range(20_000):
-        pair = after(pair, plan(BEST), random.betavariate(0.06, 1.94))
+        pair = seen(pair, BEST, random.betavariate(0.06, 1.94))
     assert pair.num_left == 3
-    for _ in range(2_000):
-        pair = after(pair, plan(LEAST), random.betavariate(0.12, 1.88))
+    for num in range(2_000):
+        pair = seen(pair, LEAST, random.betavariate(0.12, 1.88), num)
     assert pair.num_left == 2
+
+
+def test_an_hour_of_hard_documents_takes_nothing_out_of_service() -> None:
+    pair = watched(PAIR)
+    for _ in range(300):
+        pair = seen(pair, LEAST, 1.0)
+    assert pair.num_left == 3 and list(pair.suspects) == [plan(LEAST)]
+    assert shadows_until_alarm(pair, LEAST, 1.0)[0].num_left == 2, "hours of them do"
+
+
+def test_a_document_adds_evidence_once() -> None:
+    pair = watched(PAIR)
+    for num in range(300):
+        pair = seen(pair, LEAST, 1.0, num, document="the hard one")
+    least = pair.plans[-1]
+    assert (pair.num_left, least.num_shadows, least.mean_tv) == (3, 300, 1.0)
+    assert shadows_until_alarm(pair, LEAST, 1.0)[0].num_left == 2, "others do"
 
 
 class Planner:
@@ -134,8 +158,12 @@ def tell(guard: PairsInService, **question: Any) -> GuardState:
     return msgspec.convert(json.loads(json.dumps(guard.answer(said))), GuardState)
 
 
+_hours = count()
+
+
 def worst(tv: float = 1.0) -> Shadow:
-    return Shadow(plan=plan(LEAST), tv=tv)
+    """The next one, an hour later."""
+    return Shadow(plan=plan(LEAST), tv=tv, hour=next(_hours))
 
 
 def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
@@ -146,7 +174,7 @@ def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
     while not planner.generation:
         state = tell(guard, shadow=worst())
     (pair,) = state.pairs
-    assert (pair.num_left, planner.generation) == (2, 1) and pair.plans[2].num_shadows < 10
+    assert (pair.num_left, planner.generation) == (2, 1) and pair.plans[2].num_shadows < 30
     assert planner.out_of_service == {plan(LEAST)}
     assert (3, 5) not in blocks_of(planner.profiles[SENDER, RECEIVER])
     (line,) = [it.message for it in caplog.records if "plans in service" in it.message]
@@ -174,7 +202,7 @@ def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing
     tell(guard, shadow=Shadow(plan=nothing, tv=0.9))
     tell(guard, shadow=Shadow(plan=plan(ONE), tv=0.0))
     while not planner.out_of_service:
-        state = tell(guard, shadow=Shadow(plan=nothing, tv=0.9))
+        state = tell(guard, shadow=Shadow(plan=nothing, tv=0.9, hour=next(_hours)))
     (pair,) = state.pairs
     assert [it.block for it in pair.plans] == [(1, 6), (2, 6), (3, 5), (3, 4), None]
     assert pair.num_left == 4 and [it.allowed for it in pair.plans[3:]] == [NOISE, NOISE]
@@ -241,7 +269,7 @@ def test_evidence_of_before_a_restart_counts(tmp_path: Path) -> None:
     while planner.profiles[SENDER, RECEIVER] == PAIR:
         planner, num = Planner(), num + 1
         tell(guard_of(planner, path), shadow=worst())
-    assert 1 < num < 10
+    assert 1 < num < 30
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
@@ -315,6 +343,7 @@ def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> Non
         ({"shadow_rate": 1.5, "guard_path": "g"}, "shadow_rate is 1.5; give 0 to 1"),
         ({"shadow_rate": 0.1}, "guard_path is None, so what it finds would be forgotten"),
         ({"shadow_deadline_s": 0}, "shadow_deadline_s is 0"),
+        ({"shadow_busy_share": 2, "guard_path": "g"}, "shadow_busy_share is 2; give 0 to 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

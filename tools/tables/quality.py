@@ -23,6 +23,7 @@ def guard_drift(found: Any) -> str:
         "found within 200 requests (median; 2,000: not at all)": "{from the first on}",
         "after 1,000 healthy ones": "{after 1,000}",
         "healthy ones that are compared": "{healthy[compared]:.1%}",
+        "runs of 30 days with an alarm, hard documents one after another": "{clusters}",
     }
     rows = []
     for it in found["measured"]:
@@ -30,6 +31,8 @@ def guard_drift(found: Any) -> str:
         for when in ("from the first on", "after 1,000"):
             of = it.get("found", {}).get(when)
             row[when] = "no alarm" if of is None else told("{within_200:.0%} ({median:,.0f})", of)
+        clustered = it.get("clustered")
+        row["clusters"] = "–" if clustered is None else told("{alarms} of {runs}", clustered)
         rows.append(row)
     return of_rows(rows, columns)
 
