@@ -15,6 +15,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.transport.address import Address, open_port
 from cachetree.transport.channel import Channel, bound_silence, tune
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.crowd import Crowd, source_of
 from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
@@ -24,7 +25,7 @@ the others first. In a crowd of so many it shows all of them."""
 _MAX_TICKETS: Final = 1024
 """Given out and not used yet; for one more the oldest goes."""
 _MAX_SILENT: Final = 256
-"""Connections that were shown and have said nothing; for one more the oldest goes."""
+"""Connections that were shown and have said nothing."""
 _SILENT_S: Final = 2
 """A connection that has said nothing by then is closed."""
 
@@ -57,6 +58,8 @@ class DataPort:
         """Given out and not used yet, by whom they were given to; oldest first."""
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
         """By descriptor; oldest first."""
+        self._crowd = Crowd(_MAX_SILENT)
+        """The same."""
         self._epoll = select.epoll()
         """Of its own: in a crowd ZMQ's poller would take longer than all the rest."""
         self._epoll.register(self._listener, select.EPOLLIN)
@@ -95,14 +98,14 @@ class DataPort:
     def _accepted(self) -> Iterator[int]:
         for _ in range(_MAX_SILENT):
             try:
-                connection, _ = self._listener.accept()
+                connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # There are no descriptors: not again before another turn.
                 self._epoll.modify(self._listener, 0)
                 return
-            if len(self._silent) == _MAX_SILENT:
-                self._dismiss(next(iter(self._silent)))
+            if (crowding := self._crowd.add(connection.fileno(), source_of(host))) is not None:
+                self._dismiss(crowding)
             connection.setblocking(False)
             deadline = Deadline.after(_SILENT_S, self._clock)
             self._silent[connection.fileno()] = connection, deadline
@@ -126,6 +129,7 @@ class DataPort:
                 yield Refusal(host, f"{host} came to bulk_port without a ticket")
             return
         del self._silent[descriptor]
+        self._crowd.discard(descriptor)
         self._epoll.unregister(connection)
         tune(connection)
         bound_silence(connection, self._config.silence_s)
@@ -133,6 +137,7 @@ class DataPort:
 
     def _dismiss(self, descriptor: int) -> None:
         connection, _ = self._silent.pop(descriptor)
+        self._crowd.discard(descriptor)
         connection.close()
 
     def _owner(self, token: bytes) -> str | None:

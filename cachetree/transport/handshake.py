@@ -26,6 +26,7 @@ from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
 from cachetree.transport.address import Address, open_port, parse_address, parse_listen
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.crowd import Connections
 from cachetree.transport.directory import check_announced
 from cachetree.transport.frames import Seals, Unsealed
 from cachetree.transport.keys import KeyPair, PublicKey
@@ -56,8 +57,14 @@ _DOMAIN: Final = b"cachetree"
 _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
 """What libzmq is told of whom it lets in, and notes on each of their messages."""
-_MAX_REFUSALS: Final = 64
-"""Handshakes decided in one turn, and failures seen."""
+_MAX_EVENTS: Final = 256
+"""Handshakes decided in one turn, and events of connections seen."""
+_MAX_CONNECTIONS: Final = 256
+"""Those that have not said a word, and as many that have. A peer's question takes milliseconds."""
+_EVENTS: Final = (  # Of those not let in, whom this gate has refused itself are not reported again.
+    FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+)
+_EVENTS_ENDPOINT: Final = "inproc://cachetree.connections"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,9 @@ class Gate:
         self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
+        self._connections = Connections(_MAX_CONNECTIONS)
+        self._num_ended = 0
+        """Silent connections that were ended here, and that libzmq will report as failures."""
 
     def guard(
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
@@ -102,9 +112,12 @@ class Gate:
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
-        # Of whom it is told not to let in, libzmq tells here again.
-        self._failed = socket.get_monitor_socket(FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        for source in (self._asked, self._failed):
+        socket.monitor(_EVENTS_ENDPOINT, _EVENTS)
+        self._monitor = context.socket(zmq.PAIR)
+        # libzmq accepts no more while 1,000 events wait to be read, and as many as this sets.
+        self._monitor.set(zmq.RCVHWM, 1)
+        self._monitor.connect(_EVENTS_ENDPOINT)
+        for source in (self._asked, self._monitor):
             poller.register(source, zmq.POLLIN)
         # Without these two, libzmq lets everyone in when it finds nobody to ask.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -116,12 +129,20 @@ class Gate:
     def refusals(self, ready: Container[object]) -> Iterator[Refusal]:
         """Decide the handshakes that wait, and tell of those that failed; never blocks. `ready` is
         what a poll found ready."""
-        for source, taken in ((self._asked, self._decided), (self._failed, self._seen)):
-            for _ in range(_MAX_REFUSALS if source in ready else 0):
+        for source, taken in ((self._asked, self._decided), (self._monitor, self._seen)):
+            for _ in range(_MAX_EVENTS if source in ready else 0):
                 if not source.poll(0):
                     break
                 if refusal := taken():
                     yield refusal
+
+    def note_message(self, message: zmq.Frame) -> None:
+        """The connection over which it came is not silent."""
+        self._connections.heard(int(message.get(zmq.SRCFD)))
+
+    def close(self) -> None:
+        """End the connections; after the context."""
+        self._connections.close()
 
     def is_admin(self, message: zmq.Frame) -> bool:
         """Whether whoever sent it may give orders."""
@@ -154,14 +175,29 @@ class Gate:
         why = "libzmq asked about a peer in a form that is not known"
         return Refusal("libzmq", why), b""
 
-    def _seen(self) -> Refusal:
-        """Of whom, libzmq does not say."""
-        if recv_monitor_message(self._failed)["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+    def _seen(self) -> Refusal | None:
+        event = recv_monitor_message(self._monitor)
+        match event["event"]:
+            case zmq.EVENT_ACCEPTED:
+                port = int(event["endpoint"].rpartition(b":")[2])
+                if source := self._connections.came(event["value"], port):
+                    self._num_ended += 1
+                    why = f"{source} opens more connections than may wait; it says nothing over one"
+                    return Refusal(f"crowd {source}", why)
+                return None
+            case zmq.EVENT_DISCONNECTED:
+                self._connections.went(event["value"])
+                return None
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._num_ended:
+                self._num_ended -= 1
+                return None
+        # Of which connection, libzmq does not say.
+        if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             return Refusal("another key", "someone expected this worker to have another key")
         return Refusal(
             "no agreement",
-            "someone broke off the handshake, as happens when one side uses a key and the other "
-            "does not",
+            "someone broke off the handshake or was silent for 5 s, as happens when one side uses "
+            "a key and the other does not",
         )
 
 

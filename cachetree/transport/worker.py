@@ -25,6 +25,7 @@ from cachetree.transport.admin import AdminService
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel, silence_limits
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.crowd import LEAST_DESCRIPTORS, raise_descriptor_limit
 from cachetree.transport.data_port import DataPort
 from cachetree.transport.directory import Found, Rounds, announced
 from cachetree.transport.frames import MAX_MESSAGE_BYTES
@@ -86,6 +87,7 @@ class Worker:
         self._stranger_limiter = LogLimiter(clock)
         """Of those who are not let in: whatever they make up, no other line is missed."""
         listen, self._gate = check_worker(config)
+        raise_descriptor_limit(LEAST_DESCRIPTORS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
@@ -235,6 +237,7 @@ class Worker:
                 identity, header, *more = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._gate.note_message(header)
             host, send = str(header.get("Peer-Address")), partial(self._send, identity.bytes)
             try:
                 if more:

@@ -482,6 +482,21 @@ def test_a_crowd_that_the_kernel_does_not_keep_back_is_dismissed_for_who_comes()
             assert talker.recv(1) == b""
 
 
+def test_crowd_of_one_source_ends_no_connection_of_another() -> None:
+    with Door(shows_all=True) as door, ExitStack() as stack:
+        where = ("127.0.0.1", door.port.issue_ticket("owner").port)
+
+        def connected(host: str) -> socket.socket:
+            return stack.enter_context(socket.create_connection(where, source_address=(host, 0)))
+
+        first = connected("127.0.0.3")
+        crowd = [connected("127.0.0.2") for _ in range(300)]
+        eventually(lambda: door.num_waiting == _MAX_SILENT)
+        assert crowd[0].recv(1) == b""
+        with pytest.raises(BlockingIOError):
+            first.recv(1, socket.MSG_DONTWAIT)
+
+
 def test_without_descriptors_the_port_waits_for_some() -> None:
     """And does not look again and again, which would take the thread from all other peers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

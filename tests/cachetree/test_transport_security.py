@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import socket
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 import zmq
-from security_parts import Party, Tap, send_garbage
+from security_parts import Party, Tap, credentials_for, dealer_to, send_garbage
 from transport_parts import (
     FAMILY,
     FAST,
@@ -34,6 +37,7 @@ from cachetree import (
 )
 from cachetree.transport import keys, wire
 from cachetree.transport.backoff import LogLimiter
+from cachetree.transport.crowd import source_of
 from cachetree.transport.handshake import Gate, Refusal
 
 pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
@@ -272,6 +276,77 @@ def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: P
             eventually(lambda: worker.status().num_failed_handshakes >= 100)
         finally:
             context.destroy(linger=0)
+
+
+def silent(
+    worker: Worker, num: int, stack: ExitStack, host: str = "127.0.0.1"
+) -> list[socket.socket]:
+    """Connections from `host` that say nothing."""
+    at = ("127.0.0.1", int(worker.address.rsplit(":", 1)[1]))
+    return [
+        stack.enter_context(socket.create_connection(at, source_address=(host, 0)))
+        for _ in range(num)
+    ]
+
+
+def num_open(connections: list[socket.socket]) -> int:
+    """How many the other side has not ended. It sends a greeting at most."""
+
+    def is_open(connection: socket.socket) -> bool:
+        try:
+            return any(iter(lambda: not connection.recv(1 << 10, socket.MSG_DONTWAIT), True))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    return sum(map(is_open, connections))
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_silent_strangers_hold_few_connections(us: Party, friend: Party, has_key: bool) -> None:
+    settings = us.serving(friend) if has_key else {}
+    config = friend.asking(us) if has_key else FAST
+    with worker_of(new_tree(PAGES), **settings) as worker, ExitStack() as stack:
+        first = silent(worker, 1, stack, "127.0.0.3")
+        crowd = silent(worker, 400, stack, "127.0.0.2")
+        eventually(lambda: num_open(crowd) < 256, 4)  # libzmq itself ends them after 5 s.
+        assert num_open(first) == 1, "of another source"
+        with peer_of(worker.address, new_tree(), config) as peer:
+            fetch_all(peer, PAGES)
+        assert num_open(crowd) > 200, "more than the crowd were ended"
+        assert 100 < worker.status().num_failed_handshakes < 200
+        assert num_open(first) == 1
+
+
+def test_peer_holds_few_connections_over_which_it_spoke(
+    us: Party, friend: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetree.transport.handshake._MAX_CONNECTIONS", 4, raising=False)
+    hello = wire.encode(wire.hello(FAMILY, "", 0))
+    with worker_of(new_tree(), **us.serving(friend)) as worker, ExitStack() as stack:
+        dealers = []
+        for _ in range(8):
+            credentials = credentials_for(friend.asking(us))
+            dealers.append(stack.enter_context(dealer_to(worker.address, credentials)))
+            dealers[-1].send(hello)
+            assert dealers[-1].poll(20_000), "the newest is answered"
+        eventually(lambda: sum(bool(it.poll(0, zmq.POLLOUT)) for it in dealers) == 4)
+
+
+def test_source_is_what_its_owner_cannot_choose() -> None:
+    assert source_of("192.0.2.1") == source_of("::ffff:192.0.2.1") != source_of("192.0.2.2")
+    assert source_of("2001:db8::1") == source_of("2001:db8::ffff:1") != source_of("2001:db9::1")
+
+
+def test_worker_raises_a_low_limit_of_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        with worker_of(new_tree()), caplog.at_level(logging.INFO):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(4096, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_old_worker_status_without_the_count_is_read() -> None:
