@@ -46,6 +46,11 @@ class Metrics:
             "droidspeak:approximate_requests",
             "Requests whose answer depends on another model's KV, or on encoded KV",
         )
+        self.not_invoked: Final[Counter] = counter(
+            "droidspeak:not_invoked_requests",
+            "Requests that the base answered because their prompt never invokes the activated LoRA "
+            "that they name",
+        )
         pair = ["sender", "receiver"]
         of_pair = partial(Gauge, labelnames=pair, registry=registry, multiprocess_mode="livemax")
         self.pair_usable: Final[Gauge] = of_pair(

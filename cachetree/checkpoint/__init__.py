@@ -3,7 +3,13 @@
 `cachetree.checkpoint.codecs`, which computes on tensors, is a face of its own and imports torch.
 """
 
-from cachetree.checkpoint.adapters import NO_ADAPTER, Adapter, read_adapter, read_invocation
+from cachetree.checkpoint.adapters import (
+    NO_ADAPTER,
+    Adapter,
+    acting,
+    read_adapter,
+    read_invocation,
+)
 from cachetree.checkpoint.family import Codec, Family, ModelIdentity, vector_bytes
 from cachetree.checkpoint.identity import (
     adapted,
@@ -20,6 +26,7 @@ __all__ = [
     "Codec",
     "Family",
     "ModelIdentity",
+    "acting",
     "adapted",
     "first_difference",
     "read_adapter",

@@ -26,6 +26,8 @@ _NOTES = """
 """
 """What an adapter's config says about where it came from and which tensors it has. Everything else
 in it decides what the tensors do."""
+_IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Keys that change what PEFT computes and that SGLang 0.5.23 does not read."""
 _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
 """Targets with which SGLang applies factors of the embeddings."""
 
@@ -99,6 +101,17 @@ def read_invocation(path: Path) -> tuple[int, ...]:
                 "train it without lm_head"
             )
     return tuple(tokens)
+
+
+def acting(path: Path) -> tuple[str, list[str]]:
+    """Where the adapter of the PEFT folder `path` acts, and the keys of its config that SGLang
+    ignores, for a person; raises ConfigError if the config cannot be read."""
+    config = read_json(path / "adapter_config.json")
+    if invocation := config.get("alora_invocation_tokens"):
+        where = f"acts from its invocation on, tokens {invocation}"
+    else:
+        where = "acts on whole prompts, as it names no alora_invocation_tokens"
+    return where, [key for key in _IGNORED if config.get(key)]
 
 
 def adapter_digest(path: Path) -> str:

@@ -123,6 +123,7 @@ class Reason(StrEnum):
     OFF = "off"
     NO_MATCH = "no_match"
     TOO_SHORT = "too_short"
+    ON_DEVICE = "on_device"
     NO_PROFILE = "no_profile"
     GATE_FAILED = "gate_failed"
     LONGER_THAN_MEASURED = "longer_than_measured"

@@ -174,7 +174,10 @@ def choose(
         if isinstance(options, NoReuse):
             misses.append(options)
             continue
-        misses += [it.miss for it in options if it.miss is not None]
+        missed = [it.miss for it in options if it.miss is not None]
+        # The device answers, whatever another way to the same pages would take.
+        there = [it for it in missed if it.reason is Reason.ON_DEVICE]
+        misses += there or missed
         if possible := [it for it in options if it.miss is None]:
             found.append(_by_load(demand, match, profiles, possible))
     if found:
@@ -196,7 +199,7 @@ def _options(
         return allowed
     if min(match.num_pages, demand.num_pages) - demand.first_page < demand.min_pages:
         have = f"{match.num_pages} pages of {match.model}, {demand.first_page} on the device"
-        return NoReuse(reason=Reason.TOO_SHORT, detail=have)
+        return NoReuse(reason=_few_left(demand, demand.first_page), detail=have)
     if isinstance(allowed, NoReuse):
         return allowed
     same = first_difference(demand, match.model, profiles.get((match.model, demand.receiver)))
@@ -205,6 +208,11 @@ def _options(
     ]
     starts = sorted({it.start for it in allowed})
     return [_fitted(it, demand, match, starts, costs) for it in whole]
+
+
+def _few_left(demand: Demand, num_on_device: int) -> Reason:
+    """Why too few pages are left to load."""
+    return Reason.ON_DEVICE if num_on_device >= demand.min_pages else Reason.TOO_SHORT
 
 
 def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference: int) -> Plan:
@@ -243,7 +251,7 @@ def _fitted(
     staging_gb = (demand.max_fetch_bytes or 0) / _GIB
     full = f"{demand.min_pages} pages, the fewest worth a fetch, exceed staging_gb, {staging_gb:g}"
     for end, reason, detail in (
-        (stop, Reason.TOO_SHORT, f"{held} the device"),
+        (stop, _few_left(demand, start), f"{held} the device"),
         (with_e, Reason.NO_E, no_e),
         (staged, Reason.STAGING_FULL, full),
         (at_once, Reason.RECOMPUTE_TOO_LONG, _TOO_LONG),

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree import ConfigError, ModelId, PageHash
-from cachetree.checkpoint import NO_ADAPTER, Adapter, read_adapter, read_invocation
+from cachetree.checkpoint import NO_ADAPTER, Adapter, acting, read_adapter, read_invocation
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req
 from sglang_droidspeak.ranks import Ranks
@@ -168,6 +168,15 @@ class Models:
         self._differences.clear()
 
     def _read(self, folder: Path) -> LoadedModel:
+        where, ignored = acting(folder)
+        log.info("droidspeak: adapter %s %s", folder, where)
+        if ignored:
+            log.warning(
+                "droidspeak: adapter %s: SGLang ignores %s of its config, and answers as another "
+                "model than PEFT does; merge it into its base, or train it without",
+                folder,
+                ", ".join(ignored),
+            )
         return LoadedModel(self._identify(folder), read_adapter(folder, self._num_layers))
 
 

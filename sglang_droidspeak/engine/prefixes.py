@@ -40,6 +40,7 @@ _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
 _WITHOUT_E: Final = "droidspeak_without_e"
+_NOT_INVOKED: Final = "droidspeak_not_invoked"
 _ID_CHARS: Final = 32
 """Of an adapter's id, SGLang's hexadecimal UUID."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
@@ -157,7 +158,13 @@ def invoke(req: Req, at: int) -> None:
 def ask_base(req: Req) -> None:
     """Have no adapter act on any of the request; before SGLang looks for its prefix."""
     tenant, req.lora_id = tenant_of(req), None
+    setattr(req, _NOT_INVOKED, True)
     _note(req, _TENANT, tenant)
+
+
+def is_not_invoked(req: Req) -> bool:
+    """Whether the base answers because the prompt never invokes the activated LoRA it names."""
+    return getattr(req, _NOT_INVOKED, False)
 
 
 def num_without_e(req: Req) -> int:

@@ -112,8 +112,12 @@ class Labels:
             has_read = told.reused_tokens or told.outcome.startswith("fallback")
             if not has_read and warmed.exact == is_exact:
                 told = warmed
+        if prefixes.is_not_invoked(req):
+            told = msgspec.structs.replace(told, not_invoked=True)
         label.provenance, label.num_tokens = told, len(req.origin_input_ids)
         if not asking.is_own(req):
+            if told.not_invoked:
+                self.metrics.not_invoked.inc()
             self.metrics.count_outcome(told.outcome, exact=told.exact)
             self._keep(req.rid, label)
             _write(req.rid, told)

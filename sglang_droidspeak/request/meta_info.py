@@ -30,6 +30,9 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Model id of the one whose cache was read."""
     receiver: str | None = None
     """Model id of the one that read it and answered."""
+    not_invoked: bool = False
+    """True if the prompt never invokes the activated LoRA that the request names, so that the base
+    answered."""
     location: str | None = None
     """Where it lay: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
     block: tuple[int, int] | None = None

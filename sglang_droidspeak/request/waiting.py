@@ -95,7 +95,7 @@ class WaitingRequests:
             if request.is_waiting:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size
                 cause = "no_slots" if request.source else "staging_full"
-                self._give_up(request, Reason.TOO_SHORT.value if is_on_device else cause)
+                self._give_up(request, Reason.ON_DEVICE.value if is_on_device else cause)
             request.settle()
 
     def pass_over(self, rids: Iterable[str]) -> None:
@@ -275,7 +275,8 @@ class WaitingRequests:
         traces.matched(request, why.outcome)
         told = RequestProvenance(outcome=why.outcome, detail=why.detail or None)
         self._labels.note(request.req, told)
-        if why.outcome == Reason.TOO_SHORT.value and why.considered is not None:
+        few_left = (Reason.TOO_SHORT.value, Reason.ON_DEVICE.value)
+        if why.outcome in few_left and why.considered is not None:
             demand, is_approximate = why.considered.demand, prefixes.is_approximate(request.req)
             exact, approximate = demand.first_page, demand.first_approximate or 0
             request.num_there = approximate if is_approximate else exact
@@ -311,7 +312,7 @@ class WaitingRequests:
 
     def _give_up(self, request: Request, outcome: str) -> None:
         """It was planned, and reads nothing by its plan."""
-        if outcome != Reason.TOO_SHORT.value:
+        if outcome != Reason.ON_DEVICE.value:
             traces.given_up(request, outcome.removeprefix("fallback: "))
         queued_ms = round(1000 * request.age_s, 3)
         self._labels.note(request.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))

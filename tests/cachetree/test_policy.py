@@ -205,9 +205,11 @@ def test_pages_on_the_device_are_not_fetched_again() -> None:
     plan = plan_for(match(R, 9), demand=replace(DEMAND, first_page=4))
     assert plan.pages == Span(4, 9)
     assert plan_for(match(R, 30)).pages == Span(0, 10)  # nor what the prompt does not have
-    assert reason_for(match(R, 4), demand=replace(DEMAND, first_page=4)) is Reason.TOO_SHORT
+    assert reason_for(match(R, 4), demand=replace(DEMAND, first_page=4)) is Reason.ON_DEVICE
     picky = replace(DEMAND, first_page=4, min_pages=3)
-    assert reason_for(match(R, 6), demand=picky) is Reason.TOO_SHORT
+    assert reason_for(match(R, 6), demand=picky) is Reason.ON_DEVICE
+    barely = replace(picky, first_page=2)
+    assert reason_for(match(R, 4), demand=barely) is Reason.TOO_SHORT
     assert plan_for(match(R, 7), demand=picky).pages == Span(4, 7)
 
 
@@ -394,7 +396,7 @@ def test_an_approximate_plan_goes_on_from_approximate_kv() -> None:
     assert plan_for(match(R), demand=held).pages == Span(2, 10)
     assert plan_for(match(S), demand=replace(DEMAND, first_page=2)).pages == Span(2, 10)
     short = replace(held, first_approximate=9, min_pages=2)
-    assert reason_for(match(S), demand=short) is Reason.TOO_SHORT
+    assert reason_for(match(S), demand=short) is Reason.ON_DEVICE
     assert reason_for(match(R), demand=replace(held, first_approximate=10)) is Reason.SLOWER
 
 
@@ -433,11 +435,24 @@ def test_the_reason_is_the_one_of_the_match_that_came_furthest() -> None:
     assert reason_for(match(O), match(R, location=FAR), costs=slow) is Reason.SLOWER
 
 
+def test_a_repeat_that_the_device_answers_is_not_called_slower() -> None:
+    """Nor for the exact way to the same pages, which would take as long as a full prefill."""
+    held = replace(DEMAND, first_approximate=10)
+    lossless = msgspec.structs.replace(PROFILE, first_difference=0)
+    everything = msgspec.structs.replace(
+        lossless.blocks[0], start=0, stop=PROFILE.receiver.num_layers
+    )
+    both = msgspec.structs.replace(lossless, blocks=(*lossless.blocks, everything))
+    assert reason_for(match(S), demand=held, profiles=index_profiles([both])) is Reason.ON_DEVICE
+    assert reason_for(match(O), match(S), demand=held) is Reason.NO_PROFILE
+
+
 def test_reasons_are_labels() -> None:
     assert [reason.value for reason in Reason] == [
         "off",
         "no_match",
         "too_short",
+        "on_device",
         "no_profile",
         "gate_failed",
         "longer_than_measured",

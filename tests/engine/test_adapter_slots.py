@@ -249,3 +249,26 @@ def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned: bool) ->
     of_one().require_room(manager)
     with pytest.raises(ConfigError, match=f"activated LoRA {LATE} .* lm_head; name in --lora-targ"):
         of_one().require_room(manager, late)
+
+
+@pytest.mark.parametrize(
+    ("stated", "says", "warns"),
+    [
+        ({}, "acts from its invocation on, tokens [7]", ""),
+        ({"alora_invocation_tokens": None}, "acts on whole prompts", ""),
+        ({"alora_invocation_tokens": []}, "acts on whole prompts", ""),
+        ({"use_rslora": True, "rank_pattern": {"q_proj": 4}}, "acts", "use_rslora, rank_pattern"),
+    ],
+    ids=str,
+)
+def test_the_log_says_where_an_adapter_acts_and_what_sglang_ignores(
+    adapter: Path, tmp_path: Path, caplog: Any, stated: dict[str, Any], says: str, warns: str
+) -> None:
+    folder = shutil.copytree(adapter, tmp_path / "a")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | stated))
+    caplog.set_level("INFO")
+    linker_of(Ranks(None))._models.add("x", folder)
+    lines = [it.getMessage() for it in caplog.records if f"adapter {folder}" in it.getMessage()]
+    assert says in lines[0] and len(lines) == 1 + bool(warns)
+    assert warns in lines[-1]

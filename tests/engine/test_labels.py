@@ -106,6 +106,15 @@ def test_the_servers_own_requests_are_told_and_not_counted(
     assert (counts.outcomes, dict(labels.told)) == ({}, {})
 
 
+def test_a_request_that_never_invokes_its_adapter_says_so_and_is_counted() -> None:
+    metrics = Metrics(enabled=False)
+    labels, req, other = Labels(metrics), request(), request()
+    prefixes.ask_base(req)
+    labels.report([req, other])
+    assert (told(req).not_invoked, told(other).not_invoked) == (True, False)
+    assert sample(metrics.not_invoked) == 1
+
+
 @pytest.mark.parametrize("custom", [{"droidspeak_answered": 2}, 5, "x", [1], None], ids=str)
 def test_a_users_request_is_counted_whatever_its_custom_params(
     labels: Labels, counts: Counts, custom: Any

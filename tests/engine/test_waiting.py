@@ -170,7 +170,7 @@ def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read(found: 
 
 @pytest.mark.parametrize(
     ("num_on_device", "has_memory", "outcome"),
-    [(4, True, "too_short"), (3, True, "no_slots"), (0, False, "staging_full")],
+    [(4, True, "on_device"), (3, True, "no_slots"), (0, False, "staging_full")],
 )
 def test_a_plan_that_was_not_carried_out_says_why(
     num_on_device: int, has_memory: bool, outcome: str
