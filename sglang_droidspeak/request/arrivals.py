@@ -3,7 +3,7 @@
 A request is held back until what it needs has arrived, or is predicted to have arrived by the time
 its recompute is done:
 
-    E of the transition layer ──► staged ─┐ ready when the rest will take no longer than the
+    E of the transition layer ──► staged ─┐ arriving when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
 
 It gives up once its fetch is later than predicted by all that reuse is to save, counted from the

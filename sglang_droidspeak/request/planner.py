@@ -247,8 +247,9 @@ class Planner:
         )
 
     def _step_share(self, plan: Plan, costs: Costs) -> float:
-        """By its layers and the time of its copies, or such that `max_stall_ms` of recompute and
-        copies fill a step. The scheduler waits for copies, so they count even beside a recompute.
+        """Compute the part of a step that a loaded token takes, from its layers and the time of its
+        copies. If `max_stall_ms` is set, so much recompute and copying fills a step. The scheduler
+        waits for copies, so they count even beside a recompute.
         """
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size

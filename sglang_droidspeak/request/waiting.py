@@ -125,7 +125,7 @@ class WaitingRequests:
         return num_pages
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
-        """What so many loaded tokens take of SGLang's tokens of one step."""
+        """Tokens of a step of SGLang that so many loaded tokens take."""
         if not self.has_source(rid):
             return 0
         return math.ceil(num_tokens * _step_share(self._requests[rid]))
@@ -170,7 +170,7 @@ class WaitingRequests:
     def _is_held(self, request: Request) -> bool:
         """Whether SGLang may not admit the request yet.
 
-        A load whose bytes have not all come may become a full prefill within its step. Requests
+        A load may become a full prefill within its step until all its bytes are there. Requests
         that decode wait for no more of that than one step takes.
         """
         if request.phase is Phase.ARRIVING and self._is_decoding:

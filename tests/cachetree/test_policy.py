@@ -177,7 +177,7 @@ def test_one_step_recomputes_only_so_much() -> None:
 
 
 def test_one_step_recomputes_and_copies_only_for_so_long() -> None:
-    """Of each page [3, 6) takes 32 ms, and its copies 9 MB; all ten layers are 10 MB."""
+    """A page with [3, 6) takes 32 ms, and 18 ms for copies of 9 MB. All ten layers are 10 MB."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, copy_byte_s=2e-3 / MB)})
     demand = replace(DEMAND, max_stall_s=0.201)
     assert plan_for(match(S, location=FAR), demand=demand, costs=costs).pages == Span(0, 4)

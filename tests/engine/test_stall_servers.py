@@ -1,4 +1,4 @@
-"""How long a request that decodes waits while another one's layers are recomputed."""
+"""How long a request that decodes waits while another one's layers are recomputed or late."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import requests
-from engine_parts import CPU, ENV
+from engine_parts import CPU, ENV, family_of
 from forked import ServerSpec
+from stalling import StallingWorker
 
 from benchmarks.random_adapters import write_adapter
 from profiles.random_models import random_prompt, shape, write_models
@@ -23,13 +24,19 @@ NUM_SHARED = 1536
 BLOCK = "4:10"
 STEP_TOKENS = 64
 """Of a prompt's own prefill in one step, beside which SGLang decodes."""
+LATE_SEED = 5
 NUM_RUNS = 3
 """Noise makes a gap longer, never shorter: the shortest of some tells what a server does."""
 
 
+STALLING = "stalling"
+"""A model of a worker that never sends the last layer."""
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
-    """As it comes, and as good as without a limit, each with a base and an adapter."""
+    """As it comes, and as good as without a limit, each with a base and an adapter; both read from
+    a worker that stalls."""
     folder: Path = tmp_path_factory.mktemp("stall")
     (base,) = write_models(
         folder, shape("llama", layers=12, hidden=512, heads=8, kv_heads=8), ["base"]
@@ -42,7 +49,16 @@ def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
         "max-total-tokens": 12288,
     }
     adapters = {"adapter": write_adapter(folder / "adapter", base, rank=8)}
-    droidspeak = {"gate": "none", "host_gb": 0, "capture_layers": [4]}
+    late = random_prompt(NUM_SHARED + 1, LATE_SEED)
+    worker = StallingWorker(family_of(base), STALLING, late)
+    droidspeak = {
+        "gate": "none",
+        "host_gb": 0,
+        "capture_layers": [4],
+        "peers": [worker.address],
+        "fetch_deadline_s": 1.5,
+        "peer_cooldown_s": 0.5,
+    }
     limits = {"default": {}, "unlimited": {"max_stall_ms": 1e6}}
     specs = [
         ServerSpec(
@@ -54,7 +70,7 @@ def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
         )
         for name, limit in limits.items()
     ]
-    with running(*specs, folder=folder / "logs", env=ENV) as started:
+    with worker, running(*specs, folder=folder / "logs", env=ENV) as started:
         yield dict(zip(limits, started, strict=True))
 
 
@@ -94,14 +110,18 @@ def stalled(server: Server, seed: int, **controls: str) -> tuple[float, dict]:
     """The longest wait for a token while another request prefills what the base has read, in ms."""
     shared = random_prompt(NUM_SHARED, seed)
     server.generate(shared, max_new_tokens=1)
+    return beside_decoding(
+        server, [*shared, *random_prompt(20, seed + 1)], controls, lora_path="adapter"
+    )
+
+
+def beside_decoding(
+    server: Server, tokens: list[int], controls: dict[str, str], **asked: str
+) -> tuple[float, dict]:
+    """The longest wait for a token while another request is served, in ms."""
     with Decoding(server) as decoding:
         started_s = time.monotonic()
-        reply = server.generate(
-            [*shared, *random_prompt(20, seed + 1)],
-            max_new_tokens=4,
-            lora_path="adapter",
-            droidspeak=controls,
-        )
+        reply = server.generate(tokens, max_new_tokens=4, droidspeak=controls, **asked)
         gap_ms = decoding.longest_gap_ms(started_s, time.monotonic())
     (told,) = reply["meta_info"]["droidspeak"]
     return gap_ms, told
@@ -130,3 +150,20 @@ def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(
     assert 0 < num_default < NUM_SHARED
     assert default_ms <= 2 * alone_ms, gaps_ms
     assert unlimited_ms > 3 * alone_ms, "there is nothing to limit"
+
+
+def test_a_load_that_fails_has_decoding_wait_no_longer_than_twice_that(
+    servers: dict[str, Server],
+) -> None:
+    """All but its last layer comes at once, so that the rest should come within its recompute."""
+    cases = {"alone": {"mode": "off"}, "fails": {"block": "1:3", "sender": STALLING}}
+    tokens, server = random_prompt(NUM_SHARED + 1, LATE_SEED), servers["default"]
+    gaps_ms: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(NUM_RUNS):
+        for name, controls in cases.items():
+            server.flush()
+            gap_ms, told = beside_decoding(server, tokens, controls)
+            gaps_ms[name].append(gap_ms)
+            assert told["outcome"].startswith("fallback") == (name == "fails"), told
+    print(gaps_ms)
+    assert min(gaps_ms["fails"]) <= 2 * min(gaps_ms["alone"]), gaps_ms
