@@ -125,6 +125,10 @@ class StatusPage(ThreadingHTTPServer):
         self._open[request] = Deadline.after(_MOST_S)
         super().process_request(request, client_address)
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        threading.current_thread().name = "cachetree-http-answer"
+        super().process_request_thread(request, client_address)
+
     def shutdown_request(self, request: Any) -> None:
         """Close a connection; its thread ends, or could not be started."""
         super().shutdown_request(request)
