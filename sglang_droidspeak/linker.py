@@ -179,6 +179,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         hooks: dict[str, Hook] = {
             **dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE)),
+            release.UPDATE_FROM_DISK: (self._update_from_disk, HookType.AROUND),
             release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
             release.REPLAY_LEN: (queue.charge, HookType.AFTER),
             release.MATCH: (queue.match, HookType.AROUND),
@@ -285,6 +286,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         names.
         """
         self._retire("weights_updated", "weights are updated in place")
+
+    def _update_from_disk(self, original: Any, *args: object, **kwargs: object) -> object:
+        """Follow a rank that has written, where this one has not. If no rank has, as for a path
+        that does not exist, nothing has changed."""
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if not all(self._ranks.least([not self._planner.off])):
+                self._weights_change()
 
     def _retire(self, outcome: str, why: str) -> None:
         """Once, and on all ranks in the same step."""

@@ -21,6 +21,7 @@ _TOKENIZERS = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _SCHEDULER = f"{SCHEDULER_MODULE}.Scheduler"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.WeightUpdater"
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _BATCH = f"{_MANAGERS}.schedule_batch"
@@ -46,8 +47,7 @@ _MODELS = "sglang.srt.models"
 _CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 WEIGHTS_WRITTEN: Mapping[str, str] = {
-    f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
-    f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460",
+    f"{_LOADER}.restore_weights_before_loading": "96ab833d37d2",
     f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e",
     f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6",
     f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0",
@@ -93,6 +93,7 @@ USED: Mapping[str, str] = {
     "sglang.srt.lora.lora_overlap_loader.LoRAOverlapLoader.try_overlap_load_lora": "7a5d1bb04e66",
     f"{_CACHE}.cpp_utils.native_hash.get_native_hash": "bfd2899789f5",
     **WEIGHTS_WRITTEN,
+    (UPDATE_FROM_DISK := f"{_WEIGHT_UPDATER}.update_weights_from_disk"): "9f9182986460",
     f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76",
     f"{_FORWARD_BATCH}.init_new": "53f9f0da3b38",
     f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396",
