@@ -81,9 +81,8 @@ class FetchReceiver:
         return frame.id == self.id and self.staging.error is None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """It came whole into what `buffer_for` gave; whether its checksum is right."""
-        if frame.id != self.id:  # It has ended meanwhile.
-            return
+        """Take a frame that came whole into what `buffer_for` gave. If its request ended meanwhile,
+        `is_pending` was false, and the frame went nowhere."""
         if is_sound:
             self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
             self._landed(self, frame.size)
