@@ -14,7 +14,7 @@ from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.config import CacheConfig
 from cachetree.disk import DiskTier
-from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
+from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step
 from cachetree.memory import Arena, Blocks, NoRoom, Register, Staging, scatter, staged, unregistered
 from cachetree.planning import Link, Match, Plan
@@ -100,7 +100,7 @@ class Cache:
                 self._peers.now[address].push()
             for url in filter(is_directory, config.peers):
                 self._peers.watch(url, config.peer_at(url))
-        except ConfigError:
+        except BaseException:
             self.close()
             raise
 
@@ -279,10 +279,12 @@ class Cache:
     def status(self) -> CacheStatus:
         """All of it in numbers, from any thread; it waits for no more than the tree's lock."""
         worker, peers = self._worker, self._peers.now
+        of_worker = worker.status() if worker else None
+        tiers = {location: tier.status() for location, tier in self._tiers.items()}
         return CacheStatus(
             num_bytes=self.tree.num_bytes,
             host_bytes=self.tree.host_bytes,
-            held_bytes=self.tree.held_bytes,
+            held_bytes=of_worker.held_bytes if of_worker else self.tree.held_bytes,
             num_pages=self.tree.num_pages,
             num_evictions=self.tree.num_evictions,
             staging_bytes_in_use=self._bytes_under_way(),
@@ -290,10 +292,10 @@ class Cache:
             fetches=self._fetch_log.counts({LOCAL, *self._tiers, *peers}),
             peers=tuple(peer.status for peer in peers.values()),
             stores=tuple(peers[address].push_status for address in self._stores),
-            worker=worker.status() if worker else None,
+            worker=of_worker,
             worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,
-            tiers={location: tier.status() for location, tier in self._tiers.items()},
+            tiers=tiers,
             paused_tiers={location: tier.is_paused for location, tier in self._tiers.items()},
         )
 

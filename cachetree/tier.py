@@ -131,8 +131,13 @@ class Turns(Generic[T]):
         self._threads = [
             threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            for _ in self._threads:
+                self._waiting.put(None)
+            raise
 
     @property
     def num_waiting(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -72,14 +72,17 @@ class DiskTier:
         self._hiding: dict[tuple[ModelId, PageHash | None], PageHash] = {}
         """Last pages of what is in memory without the E that is here."""
         self._store: Final = DiskStore(tree.family, path, budget_bytes, self._show)
-        self._reads = _turns("cachetree-disk-read", self.num_readers)
-        self._promotions = _turns("cachetree-disk-promote")
-        """One line at a time: two that fit one after another need not fit beside each other."""
-        self._orders = _turns("cachetree-disk-evict", 2)
-        """Two threads: one may hang in the deletion of a file."""
-        self._behind = WriteBehind(
-            tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
-        )
+        with ExitStack() as undo:
+            undo.callback(self._store.close)
+            self._reads = _turns("cachetree-disk-read", self.num_readers, undo)
+            self._promotions = _turns("cachetree-disk-promote", 1, undo)
+            """One line at a time: two that fit one after another need not fit side by side."""
+            self._orders = _turns("cachetree-disk-evict", 2, undo)
+            """Two threads: one may hang in the deletion of a file."""
+            self._behind = WriteBehind(
+                tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
+            )
+            undo.pop_all()
         self._reads.put(self._warm_up)
 
     @property
@@ -356,8 +359,11 @@ class DiskTier:
         return is_here or tree.num_bytes + record.layout.num_bytes <= tree.host_bytes
 
 
-def _turns(name: str, num_threads: int = 1) -> Turns[Callable[[], object]]:
-    return Turns(name, _call_all, num_threads)
+def _turns(name: str, num_threads: int, undo: ExitStack) -> Turns[Callable[[], object]]:
+    """Threads that call what is put; `undo` ends them."""
+    turns = Turns(name, _call_all, num_threads)
+    undo.callback(turns.close, GRACE_S)
+    return turns
 
 
 def _call_all(calls: Iterator[Callable[[], object]]) -> None:

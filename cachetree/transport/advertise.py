@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Final
 
+from cachetree.clock import Clock
 from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, Span
 from cachetree.memory import Layout
@@ -124,6 +125,10 @@ Advert = Reset | Entries | Synced
 
 _NOTHING: Final = -1
 """In place of a number of changes."""
+MAX_UNANSWERED: Final = 256
+"""`Entries` that are under way to one peer; more wait until it answers."""
+MUTE_S: Final = 5.0
+"""Seconds without an answer after which nobody waits for what a peer knows."""
 
 
 class Advertiser:
@@ -133,8 +138,14 @@ class Advertiser:
     queue is dropped and a new snapshot begins: what the peer knows may be late, never wrong.
     """
 
-    def __init__(self, tree: CacheTree, max_pending: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, tree: CacheTree, max_pending: int, wake: Callable[[], None], clock: Clock
+    ) -> None:
         self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
+        self._clock = clock
+        self._mute_since_s = math.inf
+        """When the peer last answered, or was asked first since; infinite if it has nothing to
+        answer."""
         self._num_learned: float = _NOTHING
         """Changes that the peer has told it knows."""
         self._told: deque[int] = deque()
@@ -142,7 +153,9 @@ class Advertiser:
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
-        """What is to be told now; None where nothing is."""
+        """What is to be told now; None where nothing is, or too much is unanswered."""
+        if len(self._told) >= MAX_UNANSWERED:
+            return None
         if self._changes.has_overflowed:
             self._adverts = self._snapshot()
         advert = next(self._adverts, None)
@@ -152,16 +165,19 @@ class Advertiser:
         return advert
 
     def knowing(self) -> Callable[[], bool]:
-        """Asks whether the peer knows by now what was in the tree at this call, or is gone. Any
-        thread."""
+        """Asks whether the peer knows by now what was in the tree at this call, is gone, or has
+        answered nothing for `MUTE_S`. Any thread."""
         num_changes = self._changes.num_noted
-        return lambda: self._num_learned >= num_changes
+        return lambda: (
+            self._num_learned >= num_changes or self._clock() - self._mute_since_s > MUTE_S
+        )
 
     def learned(self) -> None:
         """The peer knows one more of the `Entries`; raises ProtocolError for one too many."""
         if not self._told:
             raise ProtocolError("a peer has learned what it was not told")
         self._num_learned = max(self._num_learned, self._told.popleft())
+        self._mute_since_s = self._clock() if self._told else math.inf
 
     def close(self) -> None:
         """The peer is gone: nobody waits for what it knows."""
@@ -179,6 +195,7 @@ class Advertiser:
         num_taken = self._changes.num_taken
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
             self._told.append(_NOTHING)
+            self._mute_since_s = min(self._mute_since_s, self._clock())
             yield Entries(entries=entries)
         if self._told:
             self._told[-1] = num_taken

@@ -62,7 +62,7 @@ class Session:
         self._has_left = False
         self._streams: dict[int, Stream] = {}
         max_changes = service.config.max_pending_changes
-        self.advertiser: Final = Advertiser(service.tree, max_changes, wake)
+        self.advertiser: Final = Advertiser(service.tree, max_changes, wake, service.clock)
         self._stores = StoreReceiver(service, self.tell)
         self._waiting: dict[Fetch | Store, float] = {}
         """Those that wait for pages to be read from disk, and since when."""

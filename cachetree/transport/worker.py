@@ -17,7 +17,7 @@ import zmq
 
 from cachetree.clock import Clock
 from cachetree.disk import DiskTier
-from cachetree.errors import ConfigError, FamilyMismatch, ProtocolError
+from cachetree.errors import FamilyMismatch, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address, cannot_bind
@@ -88,10 +88,12 @@ class Worker:
         """Of those who are not let in: whatever they make up, no other line is missed."""
         listen, self._gate = check_worker(config)
         raise_descriptor_limit(LEAST_DESCRIPTORS)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._wakeup.close)
+            undo.callback(self._context.destroy, linger=0)
             self._socket = self._bound(listen, config.silence_s)
             self._data_port = DataPort(
                 Address(listen.host, config.bulk_port),
@@ -101,22 +103,24 @@ class Worker:
                 config,
                 clock,
             )
-        except ConfigError:
-            self._context.destroy(linger=0)
-            self._wakeup.close()
-            raise
-        self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
-        """The address bound, with the real port."""
-        for source in (self._wakeup.fileno(), self._socket):
-            self._poller.register(source, zmq.POLLIN)
-        self._thread = threading.Thread(
-            target=self._run, name=f"cachetree-worker {self.address}", daemon=True
-        )
-        self._thread.start()
+            undo.callback(self._data_port.close)
+            self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
+            """The address bound, with the real port."""
+            for source in (self._wakeup.fileno(), self._socket):
+                self._poller.register(source, zmq.POLLIN)
+            self._thread = threading.Thread(
+                target=self._run, name=f"cachetree-worker {self.address}", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()  # The thread closes all of it at its end.
         self._announced: Rounds | None = None
         if config.announce:
             own = Found(self.address, self._gate.public_key)
-            self._announced = announced(config.announce, tree.family, self.epoch, own)
+            try:
+                self._announced = announced(config.announce, tree.family, self.epoch, own)
+            except BaseException:
+                self.close()
+                raise
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all peers know by now what was in the tree at this call, but for those who

@@ -36,7 +36,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     publish: Literal["before_reply"] | None = None
     """`before_reply`: the answer, or the end of its stream, comes once every connected peer knows
     what this server has stored of it, and `fetch_deadline_s` later at most, or where generation is
-    paused once it goes on."""
+    paused once it goes on. A peer that has not answered for five seconds is not waited for."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; obeyed with `gate: none` only, for measurements."""
 

@@ -25,9 +25,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
 from serve_parts import serving
 from test_security_settings import has_ipv6
-from transport_parts import FAST, PAGE_BYTES, eventually, pages_of, store
+from transport_parts import FAST, MODEL, PAGE_BYTES, eventually, pages_of, store
 
-from cachetree import LOCAL, Cache, CacheStatus, ConfigError, Deadline, ModelId, WorkerConfig
+from cachetree import (
+    LOCAL,
+    Cache,
+    CacheStatus,
+    CacheTree,
+    ConfigError,
+    Deadline,
+    ModelId,
+    WorkerConfig,
+)
 from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, http
 from cachetree.transport import parse_http
 
@@ -334,3 +343,20 @@ def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> Non
         assert url.startswith("http://127.0.0.1:")
         assert get(f"{url}/health/ready")[0] == 200
         assert b"cachetree:budget_bytes" in get(f"{url}/metrics")[1]
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    """All pins and leases are looked at, under the lock of the tree."""
+    held_bytes, looks = CacheTree.held_bytes, []
+
+    def look(tree: CacheTree) -> int:
+        looks.append(tree)
+        return held_bytes.fget(tree)  # type: ignore[attr-defined]
+
+    with cache_of(serves=serves) as cache:
+        store(cache.tree, PAGES)
+        monkeypatch.setattr(CacheTree, "held_bytes", property(look))
+        with cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5)):
+            assert cache.status().held_bytes == 64 * PAGE_TOTAL
+    assert len(looks) == 1

@@ -146,7 +146,7 @@ def test_a_slow_receiver_takes_no_memory(fault: Fault) -> None:
 def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     """Whatever was dropped, the view is right whenever it is whole, and whole in the end."""
     source, tree = new_tree(PAGES[:1]), new_tree()
-    advertiser = Advertiser(source, max_pending=3, wake=lambda: None)
+    advertiser = Advertiser(source, max_pending=3, wake=lambda: None, clock=time.monotonic)
     view = RemoteView(tree, Location("tcp://worker:1"))
     told: list[Advert] = []
 

@@ -1,0 +1,78 @@
+"""A cache that cannot start leaves no thread, no descriptor and no lock behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+from push_parts import cache_of
+
+from cachetree import WorkerConfig
+from cachetree.transport import Peer
+
+
+def refuse(*_: object, **__: object) -> object:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def refuse_zmq(*_: object, **__: object) -> object:
+    raise zmq.ZMQError(errno.EMFILE)
+
+
+def without_thread(name: str) -> Callable[[threading.Thread], None]:
+    start = threading.Thread.start
+
+    def refuse_thread(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return refuse_thread
+
+
+def open_and_close(folder: Path) -> None:
+    """All that has threads or descriptors; nobody answers it."""
+    disk = {"disk_path": str(folder), "disk_bytes": 16 << 20, "host_bytes": 8 << 20}
+    worker = WorkerConfig(announce="redis://127.0.0.1:1/0")
+    with cache_of(**disk, worker=worker, peers=("tcp://127.0.0.1:9",)):
+        pass
+
+
+def descriptors() -> list[str]:
+    gc.collect()
+    there = Path("/proc/self/fd").iterdir()
+    return sorted(str(it.readlink()) for it in there if it.is_symlink())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (os, "eventfd", refuse),
+        (zmq.Context, "socket", refuse_zmq),
+        (select, "epoll", refuse),
+        (Peer, "__init__", refuse),
+        *(
+            (threading.Thread, "start", without_thread(f"cachetree-{thread}"))
+            for thread in ("disk-read", "disk-evict", "disk-write", "worker", "directory")
+        ),
+    ],
+)
+def test_start_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, fault: object
+) -> None:
+    open_and_close(tmp_path)
+    threads, files = set(threading.enumerate()), descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fault)
+        with pytest.raises((OSError, RuntimeError, zmq.ZMQError)):
+            open_and_close(tmp_path)
+    assert not [it.name for it in set(threading.enumerate()) - threads]
+    assert descriptors() == files
+    open_and_close(tmp_path)
