@@ -249,7 +249,7 @@ def test_who_says_nothing_or_goes_away_leaves_no_trace(
 
 
 def num_threads_of_page() -> int:
-    return sum("process_request_thread" in it.name for it in threading.enumerate())
+    return sum(it.name == "cachetree-http-answer" for it in threading.enumerate())
 
 
 def test_dripping_strangers_hold_few_threads_and_keep_no_monitor_out() -> None:
