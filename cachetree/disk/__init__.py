@@ -25,8 +25,7 @@ of its pages. Pages that gain E are written again, KV too, to a file that takes 
 
 The store knows nothing of trees: it tells a listener what comes and goes. It has an index of its
 own beside the tree's entries at DISK because these follow the tree's nodes, which every model and
-every peer's advert splits or takes out, while a file is used, replaced and deleted whole. And a
-wrong advert, which keeps others from a page's place in the tree, keeps nothing from the disk.
+every peer's advert splits or takes out, while a file is used, replaced and deleted whole.
 """
 
 from cachetree.disk.asker import LetGo

@@ -206,6 +206,9 @@ class Advertiser:
 _MOST_PAGES: Final = 1_000_000
 """Of one peer, each counted once per model: some 130 MB, 1 GB if each were a node alone."""
 
+_MOST_MODELS: Final = 512
+"""Of one peer. A match looks at each model that has a page, under the tree's lock: some 2 ms."""
+
 
 class RemoteView:
     """The part of `tree` that belongs to one worker. Used by the peer's thread only."""
@@ -219,7 +222,7 @@ class RemoteView:
         least recently."""
         page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
-        self._tree.remote.limit(self._location, max_pages)
+        self._tree.remote.limit(self._location, max_pages, _MOST_MODELS)
 
     def apply(self, message: Advert) -> None:
         """Raises ProtocolError for entries that cannot exist."""

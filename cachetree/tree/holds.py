@@ -82,7 +82,7 @@ class Holds:
             return {}
         hold = Hold(max(depths.values()), deadline.at_s if deadline else inf)
         for each, depth in depths.items():
-            end = self._trie.find(pages[depth - 1])
+            end = self._trie.find_local(each, pages[depth - 1])
             assert end is not None
             self._trie.split(end.node, end.stop)  # What follows is not kept.
             hold.add(end.node.local[each])

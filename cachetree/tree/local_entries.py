@@ -13,7 +13,6 @@ from cachetree.tree.eviction import Eviction
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Reservation
 from cachetree.tree.listeners import ChangeListeners
-from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.trie import PageTrie, depth_of
 
 
@@ -25,7 +24,6 @@ class LocalEntries:
     _eviction: Eviction
     _holds: Holds
     _listeners: ChangeListeners
-    _remote: RemoteEntries
     _host_bytes: int
     num_bytes: int = field(default=0, init=False)
     """Open reservations included; never above the budget."""
@@ -94,14 +92,13 @@ class LocalEntries:
     def _publish(self, reservation: Reservation, kept: list[Span]) -> Sequence[LocalEntry]:
         """As `_put`, of the reserved pages."""
         change = reservation.change
-        place = None if change.parent is None else self._trie.find(change.parent)
-        last = self._trie.last_with(change.model, place, change.pages, change.e_layers)
+        model, trie = change.model, self._trie
+        place = None if change.parent is None else trie.find_local(model, change.parent)
+        last = trie.last_with(model, place, change.pages, change.e_layers)
         first = depth_of(last) - depth_of(place)
         new = change.part(Span(first, len(change.pages)))
-        nodes = self._trie.cover(new.parent, new.pages)
-        while self._remote.give_way(new.pages[sum(node.num_pages for node in nodes) :]):
-            nodes = self._trie.cover(new.parent, new.pages)
-        gained = self._put(nodes, change.model, reservation.slab, first, kept)
+        nodes = trie.cover(last, new.pages, lambda node: bool(node.local))
+        gained = self._put(nodes, model, reservation.slab, first, kept)
         for span in kept:
             self._listeners.published(change.part(span))
         return gained

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey
 from cachetree.tree.listeners import ChangeListeners
 from cachetree.tree.slices import SLICE, run_in_slices, spread_e
 from cachetree.tree.trie import PageTrie, Place, depth_of
+
+
+class Limits(NamedTuple):
+    """How much of one location is noted."""
+
+    num_pages: float
+    num_models: float
+
+
+_UNLIMITED: Final = Limits(inf, inf)
 
 
 class RemoteEntries:
@@ -23,22 +33,29 @@ class RemoteEntries:
         self._listeners: Final = listeners
         self._lock: Final = lock
         self._orders: dict[Location, OrderedDict[RemoteEntry, None]] = {}
-        self._limits: dict[Location, int] = {}
+        self._limits: dict[Location, Limits] = {}
+        self._models: defaultdict[Location, Counter[ModelId]] = defaultdict(Counter)
+        """Those that have entries, with how many first pages of prompts."""
         self.num_pages: Counter[Location] = Counter()
         """Counted once per model."""
         self.num_dropped: Counter[Location] = Counter()
-        """Pages that were forgotten because there were more than `limit`."""
+        """Pages that were forgotten or left out because there were more than `limit`."""
+        self.num_contested: Counter[Location] = Counter()
+        """Pages that others have at another place. One of both is wrong; neither hides the other.
+        """
 
-    def limit(self, location: Location, max_pages: int) -> None:
-        """Note no more pages at `location` than these, counted once per model."""
-        self._limits[location] = max_pages
+    def limit(self, location: Location, max_pages: int, max_models: float = inf) -> None:
+        """Note no more pages at `location`, counted once per model, and no more models."""
+        self._limits[location] = Limits(max_pages, max_models)
 
     def leave(self, location: Location) -> None:
         """After `forget`: its limit, and what was counted of it; nothing while it has entries."""
         with self._lock:
             if not self.num_pages[location]:
-                for known in (self._orders, self._limits, self.num_pages, self.num_dropped):
+                for known in (self._orders, self._limits, self._models):
                     known.pop(location, None)
+                for counted in (self.num_pages, self.num_dropped, self.num_contested):
+                    counted.pop(location, None)
 
     def add(
         self,
@@ -50,17 +67,25 @@ class RemoteEntries:
     ) -> None:
         """Note that `location` has these consecutive pages after `parent`.
 
-        Pages whose parent it has not advertised, or that contradict the tree, could never match
-        and are left out. Beyond its limit the coldest go, in slices.
+        Pages whose parent it has not advertised, or that it has advertised at another place, could
+        never match and are left out, as are those of more models than its limit. Beyond its limit
+        of pages the coldest go, in slices.
         """
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
         key = (location, model)
         layers = tuple(sorted(set(e_layers)))
         with self._lock:
-            if parent is not None and self._find(key, parent) is None:
+            place = None if parent is None else self._find(key, parent)
+            if parent is not None and place is None:
                 return
-            nodes = self._trie.cover(parent, pages)
+            models = self._models[location]
+            if model not in models and len(models) >= self._limit_of(location).num_models:
+                self.num_dropped[location] += len(pages)
+                return
+            nodes = self._trie.cover(place, pages, lambda node: key in node.remote)
+            new = [node for node in nodes if key not in node.remote]
+            self.num_contested[location] += sum(map(self._trie.num_contested, new))
             had = [(it, it.e_reach) for node in nodes if (it := node.remote.get(key)) is not None]
             for node in nodes:
                 self._put(node, key, layers)
@@ -122,8 +147,10 @@ class RemoteEntries:
     # With the lock held.
 
     def _find(self, key: RemoteKey, page: PageHash) -> Place | None:
-        place = self._trie.find(page)
-        return place if place is not None and key in place.node.remote else None
+        return self._trie.find(page, lambda node: key in node.remote)
+
+    def _limit_of(self, location: Location) -> Limits:
+        return self._limits.get(location, _UNLIMITED)
 
     def _drop(self, key: RemoteKey, pages: Sequence[PageHash]) -> None:
         for _ in self._dropping(key, pages):
@@ -146,20 +173,8 @@ class RemoteEntries:
                 self._remove(entry)
             yield
 
-    def give_way(self, pages: Sequence[PageHash]) -> bool:
-        """Drop what hinders the first of `pages`, which is local, from its place; whether it did.
-
-        A page that was only advertised is at another place because of a wrong advert.
-        """
-        place = self._trie.find(pages[0]) if pages else None
-        if place is None or place.node.local or not place.node.remote:
-            return False
-        for key in list(place.node.remote):
-            self._drop(key, pages[:1])
-        return True
-
     def _trimming(self, location: Location) -> Iterator[None]:
-        for num_pages in self._shrinking(location, self._limits.get(location, inf)):
+        for num_pages in self._shrinking(location, self._limit_of(location).num_pages):
             self.num_dropped[location] += num_pages
             yield
 
@@ -178,6 +193,8 @@ class RemoteEntries:
             order = self._orders.setdefault(key[0], OrderedDict())
             entry = node.remote[key] = RemoteEntry(node, key, e_layers, order)
             self.num_pages[key[0]] += node.num_pages
+            if not node.start:
+                self._models[key[0]][key[1]] += 1
             above = entry.parent
             if above is not None:
                 above.num_children += 1
@@ -192,7 +209,13 @@ class RemoteEntries:
         above = entry.parent
         del entry.node.remote[entry.key]
         entry.order.pop(entry, None)
-        self.num_pages[entry.key[0]] -= entry.node.num_pages
+        location, model = entry.key
+        self.num_pages[location] -= entry.node.num_pages
+        if not entry.node.start:
+            models = self._models[location]
+            models[model] -= 1
+            if not models[model]:
+                del models[model]
         if above is not None:
             above.num_children -= 1
             if not above.num_children and above not in above.order:

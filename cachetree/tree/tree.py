@@ -71,7 +71,7 @@ class CacheTree:
         self.remote: Final = RemoteEntries(self._trie, self._listeners, self._lock)
         """What workers and tiers have said that they hold."""
         self._local = LocalEntries(
-            self._trie, self._eviction, self._holds, self._listeners, self.remote, host_bytes
+            self._trie, self._eviction, self._holds, self._listeners, host_bytes
         )
 
     @property
@@ -181,7 +181,7 @@ class CacheTree:
         use of its own where `match` noted one, or where nobody needs the pages now.
         """
         with self._lock:
-            places = self._trie.path_anywhere(pages)
+            places = self._trie.path_anywhere(model, pages)
             if sum(it.stop - it.start for it in places) < len(pages):
                 return None
             if places and model not in places[-1].node.local:

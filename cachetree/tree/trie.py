@@ -13,6 +13,9 @@ from cachetree.tree.entries import EReach, LocalEntry, Node, RemoteEntry, Remote
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.hashing import join_hashes
 
+Has = Callable[[Node], bool]
+"""Whether a node has an entry of the kind that is looked for."""
+
 
 class Place(NamedTuple):
     """Pages `[start, stop)` of one node, counted from the node's first."""
@@ -23,71 +26,113 @@ class Place(NamedTuple):
 
 
 class PageIndex:
-    """Finds the node that has a page. Takes no lock.
+    """Finds the nodes that have a page. Takes no lock.
 
     A page costs its key, 8 bytes in its node, and a place in one flat dict, from it to the number
     of the node; neither refers to anything that garbage collection would follow, however many pages
-    there are.
+    there are. Adverts that contradict each other give a page several nodes; only those cost more.
     """
 
     def __init__(self) -> None:
         self._ids: dict[PageHash, int] = {}
+        self._more: dict[PageHash, list[int]] = {}
+        """Further nodes of pages that have several; never an empty list."""
         self._nodes: dict[int, Node] = {}
         self._new_ids = count(1)
 
-    def find(self, page: PageHash) -> Node | None:
+    def find(self, page: PageHash, has: Has | None = None) -> Node | None:
+        """The first node with `page` that `has` is true of, if it is given."""
         id = self._ids.get(page)
-        return None if id is None else self._nodes[id]
+        if id is None:
+            return None
+        node = self._nodes[id]
+        if has is None or has(node):
+            return node
+        return next(filter(has, self._others(page)), None)
 
-    def find_at(self, page: PageHash, depth: int) -> Node | None:
-        """The node that has `page` after `depth` others; None where it is elsewhere, too."""
+    def find_at(self, page: PageHash, depth: int, has: Has | None = None) -> Node | None:
+        """As `find`, if the node has `page` after `depth` others."""
         id = self._ids.get(page)  # Not by `find`, which makes it dearer by a third.
         if id is None:
             return None
         node = self._nodes[id]
-        index = depth - node.start
-        is_there = 0 <= index < len(node.pages) and node.pages[index] == page
-        return node if is_there else None
+        if _is_at(node, page, depth) and (has is None or has(node)):
+            return node
+        others = (it for it in self._others(page) if _is_at(it, page, depth))
+        return next(filter(has, others), None)
 
-    def put_new(self, node: Node) -> int:
-        """It has its leading pages up to the first that is here already or comes twice; how many.
-
-        Raises ValueError for a hash of a wrong size.
-        """
-        pages, id = node.pages, next(self._new_ids)
-        join_hashes(pages)
-        new = dict.fromkeys(pages, id)
-        if len(new) < len(pages) or not self._ids.keys().isdisjoint(pages):
-            new = {}
-            for page in pages:
-                if page in new or page in self._ids:
-                    break
-                new[page] = id
-        if new:
-            self._nodes[id] = node
-            self._ids.update(new)
-        return len(new)
+    def put_new(self, node: Node) -> None:
+        """Raises ValueError for a hash of a wrong size. No page comes twice in `node`."""
+        join_hashes(node.pages)
+        id = next(self._new_ids)
+        self._nodes[id] = node
+        new = dict.fromkeys(node.pages, id)
+        if not self._ids.keys().isdisjoint(new):
+            for page in [it for it in node.pages if it in self._ids]:
+                self._more.setdefault(page, []).append(id)
+                del new[page]
+        self._ids.update(new)
 
     def split(self, head: Node, tail: Node) -> None:
         """`tail` was cut off `head`: the shorter of the two takes a new number."""
-        id, new_id = self._ids[head.pages[0]], next(self._new_ids)
+        id, new_id = self._id_of(head), next(self._new_ids)
         long, short = (head, tail) if head.num_pages > tail.num_pages else (tail, head)
         self._nodes[id], self._nodes[new_id] = long, short
-        self._ids.update(dict.fromkeys(short.pages, new_id))
+        pages: Sequence[PageHash] = short.pages
+        if self._more:
+            for page in self._more.keys() & pages:
+                self._more[page] = [new_id if it == id else it for it in self._more[page]]
+            pages = [page for page in pages if self._ids[page] == id]
+        self._ids.update(dict.fromkeys(pages, new_id))
 
     def remove(self, node: Node) -> None:
         """Forget its pages."""
-        ids = self._ids
-        del self._nodes[ids[node.pages[0]]]
+        id = self._id_of(node)
+        del self._nodes[id]
         for page in node.pages:
-            del ids[page]
+            if page not in self._more:
+                del self._ids[page]
+                continue
+            ids = [it for it in (self._ids[page], *self._more.pop(page)) if it != id]
+            self._ids[page] = ids[0]
+            if ids[1:]:
+                self._more[page] = ids[1:]
+
+    def num_contested(self, node: Node) -> int:
+        """How many of its pages other nodes have, too."""
+        return len(self._more.keys() & node.pages) if self._more else 0
+
+    def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
+        """How many leading `pages`, which are those of `node` or new, are in no other node of which
+        `is_own` is true."""
+        known = self._ids if node is None else self._more
+        if not known.keys().isdisjoint(pages):
+            for at, page in enumerate(pages):
+                if page in known and self.find(page, lambda it: it is not node and is_own(it)):
+                    return at
+        return len(pages)
+
+    def _others(self, page: PageHash) -> Iterator[Node]:
+        return map(self._nodes.__getitem__, self._more.get(page, ()))
+
+    def _id_of(self, node: Node) -> int:
+        page = node.pages[0]
+        ids = [self._ids[page], *self._more.get(page, [])]
+        return next(id for id in ids if self._nodes[id] is node)
+
+
+def _is_at(node: Node, page: PageHash, depth: int) -> bool:
+    index = depth - node.start
+    return 0 <= index < len(node.pages) and node.pages[index] == page
 
 
 class PageTrie:
     """A path-compressed trie over page hashes. It knows nothing of budgets and takes no lock.
 
-    A page hash covers every page before it, so a page lies at one place only, and an index finds
-    it without a walk. Pages that contradict this (a broken advert) are never put in.
+    A page hash covers every page before it, so a page has one true place, and an index finds it
+    without a walk. A wrong advert may give it another place beside that one. What `has` says of the
+    nodes there tells them apart: a model's local pages, and those of one model at one location,
+    have one place each.
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -95,9 +140,9 @@ class PageTrie:
         self._eviction = eviction
         self._index = PageIndex()
 
-    def find(self, page: PageHash) -> Place | None:
-        """Where `page` is."""
-        node = self._index.find(page)
+    def find(self, page: PageHash, has: Has) -> Place | None:
+        """The place of `page` in the node that `has` is true of."""
+        node = self._index.find(page, has)
         if node is None:
             return None
         # Mostly the last one, after which others come.
@@ -107,7 +152,7 @@ class PageTrie:
     def deepest(
         self,
         pages: Sequence[PageHash],
-        has: Callable[[Node], bool] | None = None,
+        has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
         """The end of the longest prefix of `pages`, right after `parent`; None where it is empty.
@@ -124,8 +169,8 @@ class PageTrie:
         first, num_found, stop = depth_of(parent), 0, len(pages)
         probe = stop - 1
         while num_found < stop:
-            found = self._index.find_at(pages[probe], first + probe)
-            if found is None or (has and not has(found)):
+            found = self._index.find_at(pages[probe], first + probe, has)
+            if found is None:
                 stop = probe
             else:
                 node, num_found = found, probe + 1
@@ -154,7 +199,7 @@ class PageTrie:
     def last(
         self,
         pages: Sequence[PageHash],
-        has: Callable[[Node], bool] | None = None,
+        has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
         """As `deepest`; every page is compared, so that it holds for any."""
@@ -173,17 +218,17 @@ class PageTrie:
             index += num_here
         return Place(node, max(0, index - num), index) if num else None
 
-    def path_anywhere(self, pages: Sequence[PageHash]) -> list[Place]:
-        """The places that hold the longest prefix of `pages`, wherever the first of them is."""
-        first = self.find(pages[0]) if pages else None
+    def path_anywhere(self, model: ModelId, pages: Sequence[PageHash]) -> list[Place]:
+        """The places that hold the longest prefix of `pages`, wherever the model has the first of
+        them."""
+        first = self.find_local(model, pages[0]) if pages else None
         if first is None:
             return []
         before = first._replace(stop=first.start)
         return list(upwards(self.last(pages, None, before), depth_of(before)))[::-1]
 
     def find_local(self, model: ModelId, page: PageHash) -> Place | None:
-        place = self.find(page)
-        return place if place is not None and model in place.node.local else None
+        return self.find(page, lambda node: model in node.local)
 
     def last_with(
         self,
@@ -204,7 +249,7 @@ class PageTrie:
         starts = [node.start for node in nodes if node.local[model].gains(e_layers)]
         if not starts:
             return last
-        return self.find(pages[starts[-1] - stop - 1]) if starts[-1] > stop else place
+        return self.find_local(model, pages[starts[-1] - stop - 1]) if starts[-1] > stop else place
 
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
         """The nodes of all prompts that begin with `pages`, then those above; children first.
@@ -220,37 +265,44 @@ class PageTrie:
             top = top.parent
             yield top
 
-    def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
+    def cover(self, parent: Place | None, pages: Sequence[PageHash], is_own: Has) -> list[Node]:
         """Nodes that hold exactly `pages` after `parent`, split off or made as needed.
 
-        Ends early before a page that is already elsewhere in the trie or comes twice. `parent`
-        must be in the trie.
+        Ends early before a page that comes twice, or that is elsewhere in a node of which `is_own`
+        is true. Other nodes may have it there.
         """
         if not pages:
             return []
-        node, pages = self.root, tuple(pages)
+        node, pages = self.root, _without_repeats(pages)
         if parent is not None:
-            place = self.find(parent)
-            assert place is not None
-            node = place.node
-            self.split(node, place.stop)
+            node = parent.node
+            self.split(node, parent.stop)
         nodes: list[Node] = []
         offset = 0
         while offset < len(pages):
             child = node.children.get(pages[offset])
             if child is None:
                 new = Node(node, pages[offset:])
-                new.cut(self._index.put_new(new))
+                new.cut(self._index.num_free(new.pages, None, is_own))
                 if new.pages:
+                    self._index.put_new(new)
                     node.children[new.pages[0]] = new
                     nodes.append(new)
                 break
-            num = child.num_common(0, pages, offset)
-            self.split(child, num)
-            nodes.append(child)
+            num_common = child.num_common(0, pages, offset)
+            num = self._index.num_free(child.pages[:num_common], child, is_own)
+            if num:
+                self.split(child, num)
+                nodes.append(child)
+            if num < num_common:
+                break
             node = child
             offset += num
         return nodes
+
+    def num_contested(self, node: Node) -> int:
+        """Pages that are in other nodes, too."""
+        return self._index.num_contested(node)
 
     def split(self, node: Node, index: int) -> Node:
         """The node that starts at page `index` of `node`, which is cut there where it must be."""
@@ -270,6 +322,16 @@ class PageTrie:
             assert node.parent is not None
             del node.parent.children[node.pages[0]]
             self._index.remove(node)
+
+
+def _without_repeats(pages: Sequence[PageHash]) -> tuple[PageHash, ...]:
+    """The pages before the first that comes twice."""
+    seen: set[PageHash] = set()
+    for at, page in enumerate(pages):
+        if page in seen:
+            return tuple(pages[:at])
+        seen.add(page)
+    return tuple(pages)
 
 
 def depth_of(place: Place | None) -> int:

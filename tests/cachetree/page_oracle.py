@@ -1,11 +1,12 @@
 """What a tree must hold, as a slow and obvious set: per model, the prefixes that it has.
 
-A page is named by the text up to and including it, so "abc" is the page after "ab".
+A page is named by the text up to and including it, so "abc" is the page after "ab". That is its
+place, too. In a place that a wrong advert gave it, it is named by the place before that as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -20,6 +21,11 @@ from cachetree.tree.lease import Lease, Reservation
 def prefixes(text: str, start: int) -> list[str]:
     """The pages of `text` from page `start` on."""
     return [text[: i + 1] for i in range(start, len(text))]
+
+
+def page_at(place: str) -> str:
+    """The page that is there."""
+    return place.rpartition("|")[2]
 
 
 @dataclass(eq=False)
@@ -79,7 +85,7 @@ class Oracle:
     local: dict[tuple[ModelId, str], Page] = field(default_factory=dict)
     remote: dict[tuple[Location, ModelId, str], tuple[int, ...]] = field(default_factory=dict)
     above: dict[str, str] = field(default_factory=dict)
-    """Where each page hangs: `page[:-1]`, but for what was advertised elsewhere."""
+    """The place before each place. A page that was advertised elsewhere has a place named so."""
     cuts: set[str] = field(default_factory=set)
     """Pages after which a node ends."""
     reservations: list[OpenReservation] = field(default_factory=list)
@@ -148,28 +154,22 @@ class Oracle:
             self.local[model, page].used = self.num_uses
             self.local[model, page].used_at_s = self.clock.now_s
 
-    def cover(self, parent: str, pages: Sequence[str]) -> list[str]:
-        """Have nodes of exactly these; ends before a page that is elsewhere, or comes twice."""
+    def cover(
+        self, parent: str, pages: Sequence[str], own: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Have nodes of exactly these; ends before a page that is in another place of `own`, or
+        comes twice. Returns their places."""
         known, covered = self.known(), list[str]()
-        for page in pages:
+        for i, page in enumerate(pages):
             before = covered[-1] if covered else parent
-            if page in covered or (page in known and self.above[page] != before):
+            at = page if page[:-1] == before else f"{before}|{page}"
+            if page in pages[:i] or (own or {}).get(page, at) != at:
                 break
-            self.above[page] = before
-            covered.append(page)
+            self.above[at] = before
+            covered.append(at)
         self.cuts |= {parent, *covered[-1:]}
-        self.cuts |= set([page for page in covered if page in known][-1:])
+        self.cuts |= set([at for at in covered if at in known][-1:])
         return covered
-
-    def cover_for_local(self, parent: str, pages: Sequence[str]) -> None:
-        """As `cover`; what was only advertised elsewhere goes."""
-        ends = set[str]()
-        while len(covered := self.cover(parent, pages)) < len(pages):
-            ends |= set(covered[-1:])
-            page = pages[len(covered)]
-            for location, model in {key[:2] for key in self.remote if key[2] == page}:
-                self.drop_below(location, model, page)
-        self.cuts |= ends
 
     def drop_below(self, location: Location, model: ModelId, page: str) -> None:
         """A remote entry goes, with all that hangs on it."""

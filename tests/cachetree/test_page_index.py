@@ -26,45 +26,49 @@ def some_page(rng: random.Random) -> PageHash:
 def test_it_finds_what_a_dict_finds(seed: int) -> None:
     rng = random.Random(seed)
     index = PageIndex()
-    where: dict[PageHash, tuple[Node, int]] = {}
+    where: dict[PageHash, list[tuple[Node, int]]] = {}
     nodes: list[Node] = []
     for _ in range(300):
         if rng.random() < 0.6 or not nodes:
             pages = [some_page(rng) for _ in range(rng.randint(1, 60))]
-            if rng.random() < 0.2:
-                at = rng.randrange(len(pages))
-                pages[at] = rng.choice([*where, *pages])
-            known = [i for i, it in enumerate(pages) if it in where or it in pages[:i]]
-            num_new = known[0] if known else len(pages)
-            made = [Node(None, tuple(pages))]
-            assert index.put_new(made[0]) == num_new
-            if num_new == 0:
-                continue
-            made[0].cut(num_new)
-            cut = rng.randint(0, num_new - 1)
-            if cut:
+            if rng.random() < 0.4 and where:
+                pages[rng.randrange(len(pages))] = rng.choice([*where])
+            made = [Node(None, tuple(dict.fromkeys(pages)))]
+            index.put_new(made[0])
+            if cut := rng.randint(0, made[0].num_pages - 1):
                 made.append(made[0].split(cut))
                 index.split(*made)
             nodes += made
-            where |= {page: (node, i) for node in made for i, page in enumerate(node.pages)}
+            for node in made:
+                for i, page in enumerate(node.pages):
+                    where.setdefault(page, []).append((node, i))
         else:
             for node in [nodes.pop(rng.randrange(len(nodes))) for _ in range(min(3, len(nodes)))]:
-                for page in node.pages:
-                    del where[page]
+                for i, page in enumerate(node.pages):
+                    where[page].remove((node, i))
+                    if not where[page]:
+                        del where[page]
                 index.remove(node)
-        for page in rng.sample(list(where), min(50, len(where))):
-            node, at = where[page]
-            assert index.find(page) is node
-            assert index.find_at(page, node.start + at) is node
-            assert index.find_at(page, node.start + at + rng.choice((-1, 1))) is None
+        several = [page for page, places in where.items() if len(places) > 1]
+        for page in (*rng.sample(list(where), min(50, len(where))), *several):
+            places = {(node, node.start + i) for node, i in where[page]}
+            assert index.find(page) in {node for node, _ in places}
+            for node, depth in places:
+                assert index.find(page, lambda it, node=node: it is node) is node
+                assert index.find_at(page, depth, lambda it, node=node: it is node) is node
+                assert (index.find_at(page, depth), depth) in places
+                off = depth + rng.choice((-1, 1))
+                assert off in {at for _, at in places} or index.find_at(page, off) is None
         missing = some_page(rng)
-        assert index.find(missing) is None and index.find_at(missing, 0) is None
-    assert all(index.find(page) is node for page, (node, _) in where.items())
+        assert missing in where or index.find(missing) is index.find_at(missing, 0) is None
+        for node in nodes[-3:]:
+            num = sum(len(where[page]) > 1 for page in node.pages)
+            assert index.num_contested(node) == num
     for node in nodes:
         index.remove(node)
     assert all(index.find(page) is None for page in where)
     # What is gone takes no room, which `find` would not show.
-    assert not index._ids and not index._nodes
+    assert not index._ids and not index._more and not index._nodes
 
 
 def test_a_hash_of_another_size_is_refused() -> None:

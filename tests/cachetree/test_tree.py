@@ -29,7 +29,7 @@ from tree_parts import (
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import LOCAL, Kind, ModelId, PageHash, Span, Step
+from cachetree.ids import DISK, LOCAL, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Arena, Blocks, Loan
 from cachetree.planning.plan import Match
 from cachetree.tree.entries import Change, Node
@@ -268,7 +268,7 @@ def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
         tree.remote.add(LOCAL, A, None, path("a"), [])
 
 
-def test_adverts_that_could_never_match_are_left_out() -> None:
+def test_adverts_that_could_never_match_hide_nothing() -> None:
     tree = make_tree()
     store(tree, A, "abc")
     tree.remote.add(FAR, A, path("ab")[1], path("abc")[2:], [])  # no parent there
@@ -276,7 +276,7 @@ def test_adverts_that_could_never_match_are_left_out() -> None:
     tree.remote.add(FAR, A, None, [*path("x"), *path("ab")], [])  # a is not after x
     tree.remote.add(FARTHER, A, None, path("y") * 2, [])
     assert [(m.location, m.num_pages) for m in tree.match(path("abc"))] == [(LOCAL, 3)]
-    assert tree.match([*path("x"), *path("ab")])[0].num_pages == 1
+    assert num_pages(tree, A, "x", FAR) == 1
     leased(tree, A, "abc")
     assert tree.match(path("y") * 2)[0].num_pages == 1
 
@@ -328,6 +328,65 @@ def test_no_advert_keeps_a_page_out_that_is_here() -> None:
     assert num_pages(tree, B, "x", FAR) == 1, "what is not contradicted stays"
     tree.remote.add(FAR, B, None, path("abcdef")[4:], [])
     assert num_pages(tree, A, "abcdef") == 6
+
+
+@pytest.mark.parametrize("order", [(FAR, FARTHER, DISK), (DISK, FARTHER, FAR)])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        path("abcd")[2:3],
+        [*path("x"), path("abcd")[3]],
+        [*path("xy"), *path("abcd")[2:]],  # At the right depth.
+        [*path("a"), *path("x"), *path("abcd")[2:]],
+    ],
+)
+def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(
+    lie: list[PageHash], order: tuple[Location, ...]
+) -> None:
+    tree = make_tree()
+    for place in order:
+        model, pages = (B, lie) if place == FAR else (A, path("abcd"))
+        tree.remote.add(place, model, None, pages, [1])
+    for place in (FARTHER, DISK):
+        assert num_pages(tree, A, "abcd", place) == 4
+        assert tree.remote.reach(place, A, path("abcd"), [1]) == 4
+        tree.remote.add(place, A, path("abcd")[-1], path("abcdef")[4:], [])
+        assert num_pages(tree, A, "abcdef", place) == 6
+    assert bool(tree.remote.num_contested[FAR]) == (order[-1] == FAR)
+    assert tree.remote.num_contested.total() > 0
+    tree.remote.forget(FAR)
+    tree.remote.drop(FARTHER, A, path("abcd")[2:])
+    assert num_pages(tree, A, "abcdef", FARTHER) == 2
+    assert num_pages(tree, A, "abcdef", DISK) == 6
+
+
+def test_wrong_advert_hides_nothing_that_is_stored_and_leased() -> None:
+    tree = make_tree()
+    tree.remote.add(FAR, A, None, [path("ab")[1], path("abc")[2]], [])
+    store(tree, A, "abc")
+    store(tree, A, "abcd", start=3)
+    assert num_pages(tree, A, "abcd") == 4
+    assert tree.pin(A, path("abc")) == {A: 3}
+    with leased(tree, A, "abcd") as lease:
+        assert has_content(lease, A, "abcd")
+
+
+def test_peer_has_a_bounded_number_of_models() -> None:
+    """All of which a match looks at, if they have one page."""
+    tree = make_tree()
+    tree.remote.limit(FAR, 1000, max_models=4)
+    models = [ModelId(f"{number}") for number in range(10)]
+    for model in models:
+        tree.remote.add(FAR, model, None, path("ab"), [])
+        tree.remote.add(FARTHER, model, None, path("a"), [])
+    assert sum(match.location == FAR for match in tree.match(path("ab"))) == 4
+    assert tree.remote.num_dropped == {FAR: 12}
+    assert sum(match.location == FARTHER for match in tree.match(path("ab"))) == 10
+    tree.remote.add(FAR, models[0], path("ab")[-1], path("abc")[2:], [])
+    assert num_pages(tree, models[0], "abc", FAR) == 3, "a known model may grow"
+    tree.remote.drop(FAR, models[0], path("ab"))
+    tree.remote.add(FAR, models[9], None, path("a"), [])
+    assert num_pages(tree, models[9], "a", FAR) == 1, "one that went makes room"
 
 
 def test_subscribers_learn_of_every_change_in_order() -> None:

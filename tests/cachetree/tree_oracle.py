@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_oracle import OpenLease, OpenPin, OpenReservation, Oracle, Page, Slab, leading_e, prefixes
+from page_oracle import (
+    OpenLease,
+    OpenPin,
+    OpenReservation,
+    Oracle,
+    Page,
+    Slab,
+    leading_e,
+    page_at,
+    prefixes,
+)
 from tree_parts import FAMILY, KV0, content
 
 from cachetree.clock import Deadline
@@ -153,7 +163,7 @@ class Mirror(Oracle):
         it = self.reservations.pop(index)
         rest = it.pages[len(self.skipped(it.model, it.pages, it.slab.e_layers)) :]
         if rest:
-            self.cover_for_local(rest[0][:-1], rest)
+            self.cover(rest[0][:-1], rest)
         kept = [page for page in rest if self.is_taken(it.model, page, it.slab.e_layers)]
         is_gain = any((it.model, page) in self.local for page in kept)
         for page in kept:
@@ -274,10 +284,12 @@ class Mirror(Oracle):
         """Advertise pages in any order after a page that was advertised, or at the root."""
         self.num_operations += 1
         hashes = [self.hashes(page)[-1] for page in pages]
-        self.tree.remote.add(LIAR, model, self.hash(parent), hashes, ())
+        parent_page = page_at(parent)
+        self.tree.remote.add(LIAR, model, self.hash(parent_page), hashes, ())
         if not parent or (LIAR, model, parent) in self.remote:
-            for page in self.cover(parent, pages):
-                self.remote[LIAR, model, page] = ()
+            own = {page_at(at): at for of, whose, at in self.remote if (of, whose) == (LIAR, model)}
+            for at in self.cover(parent, pages, own):
+                self.remote[LIAR, model, at] = ()
 
     def drop_remote(self, location: Location, model: ModelId, text: str, start: int) -> None:
         self.num_operations += 1

@@ -84,7 +84,7 @@ def one_random_lie(mirror: Mirror, rng: random.Random, model: ModelId, text: str
     pages = prefixes(rng.choice(others)[:num_other], 0) + prefixes(text, num_other)
     if rng.random() < 0.3:
         pages = rng.sample(pages, rng.randint(1, len(pages)))
-    had = [page for location, of, page in mirror.remote if (location, of) == (LIAR, model)]
+    had = [place for location, of, place in mirror.remote if (location, of) == (LIAR, model)]
     mirror.lie(model, rng.choice(("", *had)), pages)
 
 
