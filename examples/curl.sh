@@ -5,21 +5,21 @@ sender=${SENDER:-http://127.0.0.1:30000}
 receiver=${RECEIVER:-http://127.0.0.1:30001}
 document=$(cat "$(dirname "$0")/document.txt")
 
-curl -sf "$sender/generate" -H 'Content-Type: application/json' -d '{
+curl -sSf "$sender/generate" -H 'Content-Type: application/json' -d '{
   "text": "<bos> '"$document"'",
   "sampling_params": {"temperature": 0, "max_new_tokens": 1}
 }'
 echo
 sleep 1 # the sender publishes what it has read after it has answered
 
-curl -sf "$receiver/generate" -H 'Content-Type: application/json' -d '{
+curl -sSf "$receiver/generate" -H 'Content-Type: application/json' -d '{
   "text": "<bos> '"$document"' question : what job has teral ?",
   "sampling_params": {"temperature": 0, "max_new_tokens": 8}
 }'
 echo
 
 # A request that asks for no reuse reads none of what was loaded for others.
-curl -sf "$receiver/generate" -H 'Content-Type: application/json' -d '{
+curl -sSf "$receiver/generate" -H 'Content-Type: application/json' -d '{
   "text": "<bos> '"$document"' question : what job has fefam ?",
   "sampling_params": {
     "temperature": 0, "max_new_tokens": 8,

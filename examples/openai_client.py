@@ -8,8 +8,9 @@ streamed has it in its `choices`, where the request says `return_meta_info: true
 from __future__ import annotations
 
 import argparse
+import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 # No question has been asked about it before, so every cached token comes from the sender.
 DOCUMENT = (
@@ -54,4 +55,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIConnectionError as exc:
+        sys.exit(f"{exc.request.url} is not reached; start both servers first")

@@ -13,7 +13,7 @@ from profiles.compute.examination import Answerer
 from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.models import ModelSource, Pair, load_model, load_tokenizer
 from profiles.compute.room import Sizes, bounds_of, make_room
-from profiles.costs import Repeats, choose_lengths, measure_costs
+from profiles.costs import Repeats, choose_lengths, measure_costs, trusted
 from profiles.data.documents import Document, mean_lengths
 from profiles.evidence import Baseline, BaselineKind, CostModel
 from profiles.progress import shown
@@ -61,28 +61,34 @@ def time_costs(
     settings: Settings,
     console: Console,
 ) -> CostModel:
-    """The cost model at the lengths of these documents."""
+    """The cost model at the lengths of these documents; raises ConfigError if it is not good
+    enough. A budget of 0 seconds takes any."""
     positions = model.model.config.max_position_embeddings
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
     left = positions - 2 * num_suffix
     lengths, others = choose_lengths(longest, left, settings.page_size, role)
-    budget_s, done_s = settings.timing_seconds, 0.0
-    with shown(console, "timing", budget_s) as done:
+    budget_s = settings.timing_seconds
 
-        def progress(share: float) -> None:
-            nonlocal done_s
-            done(share * budget_s - done_s)
-            done_s = share * budget_s
+    def measure() -> CostModel:
+        done_s = 0.0
+        with shown(console, "timing", budget_s) as done:
 
-        return measure_costs(
-            model,
-            lengths=lengths,
-            held_out_lengths=others,
-            num_suffix=num_suffix,
-            progress=progress,
-            repeats=Repeats(budget_s=budget_s),
-        )
+            def progress(share: float) -> None:
+                nonlocal done_s
+                done(share * budget_s - done_s)
+                done_s = share * budget_s
+
+            return measure_costs(
+                model,
+                lengths=lengths,
+                held_out_lengths=others,
+                num_suffix=num_suffix,
+                progress=progress,
+                repeats=Repeats(budget_s=budget_s),
+            )
+
+    return trusted(measure, role) if budget_s else measure()
 
 
 def measure_small(

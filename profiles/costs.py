@@ -48,6 +48,10 @@ the constants."""
 LEAST_TOP: Final = 512
 """Tokens; if even the longest is shorter, its time says more of calls than of tokens."""
 SAMPLED_LAYERS: Final = 4
+RETIMED: Final = 0.15
+REFUSED: Final = 0.25
+MOST_FITS: Final = 3
+"""Median errors of a fit above which everything is timed again, or no profile is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +151,24 @@ def measure_costs(
         for (num_tokens, block), measured_s in zip(plans, times, strict=True)
     )
     return msgspec.structs.replace(costs, held_out=held_out)
+
+
+def trusted(measure: Callable[[], CostModel], role: str) -> CostModel:
+    """The best of up to `MOST_FITS` fits; the first one below `RETIMED` is good enough.
+
+    Raises ConfigError, naming the model by its role, if even the best is above `REFUSED`.
+    """
+    found = [measure()]
+    while found[-1].error > RETIMED and len(found) < MOST_FITS:
+        found.append(measure())
+    best = min(found, key=lambda it: it.error)
+    if best.error > REFUSED:
+        raise ConfigError(
+            f"times of the {role} cannot be predicted: the best of {len(found)} fits is wrong by "
+            f"{best.error:.0%} (median), and {REFUSED:.0%} is accepted; run it where nothing else "
+            "runs, or give more --timing-seconds"
+        )
+    return best
 
 
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:

@@ -119,8 +119,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     for task in split_of(first, swept).tasks:
         if task.full_prefill <= 0:
             console.print(
-                f"the receiver alone answers nothing of {task.name} right so far; check data, "
-                "template and metric",
+                f"the receiver alone answers nothing of {task.name or 'the data'} right so far; "
+                "check data, template and metric",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -118,7 +118,9 @@ class Settings:
         "asked",
         "DATA",
     )
-    timing_seconds: float = _choice(60, "when to stop timing the cost model's parts", "X")
+    timing_seconds: float = _choice(
+        60, "when to stop timing the cost model's parts; 0 takes any fit", "X"
+    )
     seed: int = _choice(0, "of the split, and of the contexts that some measurements take", "N")
 
     def __post_init__(self) -> None:

@@ -83,9 +83,9 @@ def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
     for task, places in by_task(held_out.documents).items():
         if len(places) < needed:
             yield (
-                f"{len(places)} held-out contexts of {task.name} are hardly enough to pass: a plan "
-                f"that loses nothing needs about {needed}, divided by full prefill's quality; give "
-                "more data"
+                f"{len(places)} held-out contexts of {task.name or 'the data'} are hardly enough "
+                f"to pass: a plan that loses nothing needs about {needed}, divided by full "
+                "prefill's quality; give more data"
             )
 
 

@@ -44,7 +44,8 @@ class Metrics:
         )
         self.approximate: Final[Counter] = counter(
             "droidspeak:approximate_requests",
-            "Requests whose answer depends on another model's KV, or on encoded KV",
+            "Requests whose answer depends on another model's KV, or on encoded KV; without those "
+            "that were aborted",
         )
         self.not_invoked: Final[Counter] = counter(
             "droidspeak:not_invoked_requests",

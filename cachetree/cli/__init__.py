@@ -8,9 +8,18 @@ from importlib.metadata import version
 
 from cachetree.cli import ask, bench, keygen, serve
 from cachetree.cli.serve import parse_config
-from cachetree.cli.show import complain, show, show_json, status_of
+from cachetree.cli.show import complain, escape_output, show, show_json, status_of
 
-__all__ = ["complain", "main", "parse_config", "parser", "show", "show_json", "status_of"]
+__all__ = [
+    "complain",
+    "escape_output",
+    "main",
+    "parse_config",
+    "parser",
+    "show",
+    "show_json",
+    "status_of",
+]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,5 +36,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     args = parser().parse_args(argv)
     return status_of("cachetree", partial(args.run, args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,12 @@ from typing import Any
 import msgspec
 
 from cachetree.errors import CacheTreeError, printable
+
+
+def escape_output() -> None:
+    """Escape what the terminal's encoding lacks, such as ASCII's, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def status_of(program: str, run: Callable[[], int | None]) -> int:
@@ -29,7 +36,8 @@ def status_of(program: str, run: Callable[[], int | None]) -> int:
 
 def complain(program: str, what: object) -> None:
     """One line on standard error."""
-    print(f"{program}: {what}", file=sys.stderr, flush=True)  # noqa: T201
+    line = printable(str(what))
+    print(f"{program}: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(line: str) -> None:

@@ -260,7 +260,8 @@ def _fitted(
             return replace(it, miss=NoReuse(reason=reason, detail=detail))
     found = _priced(replace(it, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
     if demand.requested.block is None and not found.saving > 0:
-        slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
+        where = match.location.removesuffix(":")
+        slower = f"{match.model} at {where}: full prefill is faster, or nearly so"
         return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
     return found
 

@@ -12,7 +12,7 @@ import msgspec
 
 from cachetree import CacheTreeError, ConfigError
 from cachetree.checkpoint import read_model_identity
-from cachetree.cli import complain, show, status_of
+from cachetree.cli import complain, escape_output, show, status_of
 from profiles import cli as profiler
 from sglang_droidspeak.cli import ask, demo, doctor, serve
 from sglang_droidspeak.cli.terminal import add_start_timeout, tell
@@ -22,6 +22,7 @@ from sglang_droidspeak.fleet.signals import terminable
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     args = parser().parse_args(argv)
     with terminable():
         return status_of("droidspeak", partial(args.run, args))

@@ -34,7 +34,9 @@ def add_parsers(commands: Any) -> None:
         description="Ask a running SGLang server which workers it reads from and how they are "
         "doing. Exit status 1 where one of them is not ready.",
     )
-    peers.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
+    peers.add_argument(
+        "url", type=server_url, metavar="URL", help="of SGLang, such as http://127.0.0.1:30000"
+    )
     add_key(peers)
     peers.set_defaults(run=_peers)
     explain = commands.add_parser(
@@ -52,6 +54,7 @@ def add_parsers(commands: Any) -> None:
     explain.add_argument(
         "--url",
         "--model",
+        type=server_url,
         required=True,
         metavar="URL",
         help="of the SGLang server that answers with the model, such as http://127.0.0.1:30000",
@@ -70,11 +73,19 @@ def add_parsers(commands: Any) -> None:
         "has taken one out of service. With --reset, all plans of the pairs of one sender, or of "
         "all, are in service again, and nothing speaks against them.",
     )
-    guard.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
+    guard.add_argument(
+        "url", type=server_url, metavar="URL", help="of SGLang, such as http://127.0.0.1:30000"
+    )
     guard.add_argument("--reset", metavar="SENDER", help=f"a sender's model id, or `{ALL}`")
     add_key(guard)
     guard.add_argument("--json", action="store_true", help="one line of JSON")
     guard.set_defaults(run=_guard)
+
+
+def server_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} has no http://; write http://{text}")
+    return text
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +149,8 @@ def _is_another(url: str, exc: Exception) -> NoAnswer:
 def _peers(args: argparse.Namespace) -> int:
     state, _ = state_of(args.url, args.api_key)
     peers = state[KEY]["peers"]
+    if not peers:
+        show(f"{args.url} reads from no peer; its setting `peers` names them")
     for peer in peers:
         line = f"{peer['address']:30} {peer['state']:12} {peer['reason']}"
         show(printable(line.rstrip()))
@@ -201,7 +214,7 @@ def _held(it: dict[str, Any]) -> str:
 def _way(it: dict[str, Any]) -> str:
     why = it["reason"] + (f": {it['detail']}" if it.get("detail") else "")
     who = f"{it['sender']} at {it['location']}"
-    if "pages" not in it:
+    if "pages" not in it or it["pages"][0] >= it["pages"][1]:
         return f"{who}: {why}"
     anew = f"layers [{it['block'][0]}, {it['block'][1]}) anew" if "block" in it else "all loaded"
     anew += ", E corrected" if it.get("e_corrected") else ""
@@ -224,11 +237,14 @@ def _guard(args: argparse.Namespace) -> int:
     told = post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
     state = msgspec.convert(told, GuardState)
     tell(args, told, guard_lines(state))
-    return int(any(it.is_demoted for it in state.pairs))
+    return int(bool(state.off) or any(it.is_demoted for it in state.pairs))
 
 
 def guard_lines(state: GuardState) -> Iterator[str]:
     """For a person."""
+    if state.off:
+        yield f"off: {state.off}"
+        return
     rate = state.shadow_rate
     yield f"compares {rate:.1%} of reused requests" if rate else "compares nothing"
     for pair in state.pairs:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any, Final
@@ -24,11 +25,12 @@ from cachetree.transport import (
     is_directory,
     without_password,
 )
-from sglang_droidspeak.cli.ask import add_key, state_of
+from sglang_droidspeak.cli.ask import add_key, server_url, state_of
 from sglang_droidspeak.cli.serve import as_flags, own_of, server_of
 from sglang_droidspeak.cli.terminal import tell
+from sglang_droidspeak.fleet.fleet import check_flags
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.start.config import LINKER_MODULE, Settings, linker_options, parse_settings
+from sglang_droidspeak.start.config import Settings, linker_options, parse_settings
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
@@ -56,6 +58,7 @@ def add_parser(commands: Any) -> None:
         "--url",
         action="append",
         default=[],
+        type=server_url,
         metavar="URL",
         help="of a running SGLang server; may be given several times",
     )
@@ -180,9 +183,18 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
     with contextlib.suppress(TypeError, ValueError):  # As on a command line.
         linker = json.loads(linker)
-    if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
+    check_flags(str(path), options)
+    if not isinstance(linker, dict):
         raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
-    for name, wanted in linker_options({}).items():
+    expected = linker_options({})
+    known = expected["unified-cache-external-linker-config"]
+    for name in [*linker, *known]:
+        if name not in known:
+            close = get_close_matches(name, known, n=1, cutoff=0)
+            raise ConfigError(f"there is no key {name}; did you mean {close[0]}?")
+        if name != "linker_extra_config" and linker.get(name) != known[name]:
+            raise ConfigError(f"{name} is {linker.get(name)}; did you mean {known[name]}?")
+    for name, wanted in expected.items():
         if not isinstance(wanted, dict) and options.get(name) != wanted:
             needed = f"{name}: {json.dumps(wanted)}"
             raise ConfigError(f"there is no {needed}, and SGLang runs without droidspeak; add it")
@@ -243,7 +255,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     yield _check(
         "clock",
         abs(off_s) < _CLOCKS_S,
-        f"{off_s:+.0f} s" if off_s else "well",
+        f"{off_s:+.0f} s" if round(off_s) else "well",
         "set it by NTP: logs are compared by it",
     )
     degraded, is_up = told["health"]["degraded"], told["health"]["live"]
@@ -251,8 +263,11 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     restart = "see docs/operate.md; restart it where the thread is stuck"
     yield _check("memory, disk", not wrong, wrong or "well", restart)
     for it in told["peers"]:
-        found = " ".join([it["state"], it["reason"]]).strip()
+        found = ": ".join(filter(None, [it["state"], it["reason"]]))
         yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)
+    if told["off"]:
+        yield _check("server", False, told["off"])
+        return
     if not told["pairs"]:
         none = "none: only caches of this very model are read; `droidspeak profile` makes one"
         yield _check("profiles", True, none)
@@ -278,10 +293,10 @@ def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> I
     if not known:
         yield _check("break-even", True, "no prefill of such a length was measured yet")
         return
-    least = f"break-even {max(known) / 1e9:.2f} GB/s for {prices[0]['num_tokens']:,} tokens"
+    least = f"break-even {max(known) / 1e9:.3g} GB/s for {prices[0]['num_tokens']:,} tokens"
     for address, byte_s in links.items():
         slow = "take a faster link, a codec, or a profile with a smaller block; see docs/why.md"
-        found = f"{byte_s / 1e9:.2f} GB/s, {least}"
+        found = f"{byte_s / 1e9:.3g} GB/s, {least}"
         yield _check(f"link {address}", byte_s > max(known), found, slow)
     if not links:
         yield _check("break-even", True, f"{least}; no link was used of late")

@@ -147,6 +147,8 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
     shadow_rate: float
     pairs: tuple[WatchedPair, ...]
     suspects: tuple[PlanId, ...]
+    off: str = ""
+    """Why the server reuses nothing, and what to do; empty where it does."""
 
 
 def watched(profile: PairProfile) -> WatchedPair:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _USUAL_TOKENS: Final = 2048
 _RETIRED: Final = {
-    "weights_updated": "weights were updated in place; restart the server",
+    "weights_updated": "weights were updated in place; restart the server with the checkpoint",
     "loader_failed": "the loader's thread has failed; restart the server",
 }
 
@@ -106,6 +106,8 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     """Measured of late, by peer: bytes per second."""
     pairs: Sequence[Pair]
     health: Health
+    off: str
+    """Why it reuses nothing, and what to do; empty where it does."""
 
 
 @dataclass(eq=False)
@@ -136,11 +138,16 @@ class Answers:
             links={it.address: it.bytes_per_s for it in status.peers if it.bytes_per_s},
             pairs=[self._pair(it) for it in self._planner.profiles.values()],
             health=health_of(status),
+            off=self._off,
         )
+
+    @property
+    def _off(self) -> str:
+        return _RETIRED.get(self._planner.off, "")
 
     def _pair(self, profile: PairProfile) -> Pair:
         sender, receiver = profile.sender.model_id, profile.receiver.model_id
-        best, plan, off = profile.recommended, None, self._planner.off
+        best, plan, off = profile.recommended, None, self._off
         if best is not None:
             plan = Plan(
                 sender=sender,
@@ -154,7 +161,7 @@ class Answers:
             sender=sender,
             receiver=receiver,
             usable=profile.is_usable and not off,
-            reason=_RETIRED.get(off, profile.reason),
+            reason=off or profile.reason,
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),
         )
@@ -164,7 +171,7 @@ class Answers:
             if not page:
                 return msgspec.to_builtins(self._state())
             if page == asking.GUARD:
-                return self._guard(asked)
+                return {**self._guard(asked), "off": self._off}
             question = msgspec.json.decode(asked, type=Question)
             return msgspec.to_builtins(self._explain(question, scheduler), str_keys=True)
         except (msgspec.MsgspecError, LookupError) as exc:

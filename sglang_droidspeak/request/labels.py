@@ -118,7 +118,7 @@ class Labels:
         if not asking.is_own(req):
             if told.not_invoked:
                 self.metrics.not_invoked.inc()
-            self.metrics.count_outcome(told.outcome, exact=told.exact)
+            self.metrics.count_outcome(told.outcome, exact=told.exact or is_aborted)
             self._keep(req.rid, label)
             _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}

@@ -113,3 +113,16 @@ def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() ->
             time.sleep(0.01)
         declined = planner.plan(req, [PageHash(bytes(16))] * 2, MagicMock(), num_waiting=0)
         assert (declined.outcome, declined.detail) == ("no_match", "1 of 2 peers not ready")
+
+
+def test_a_server_without_peers_says_so(info: SimpleNamespace, capsys: Any) -> None:
+    info.internal_state = {KEY: {"peers": []}}
+    assert main(["peers", info.url]) == 0
+    assert "reads from no peer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["peers", "guard", "doctor --url", "explain id --url"])
+def test_an_address_without_http_is_told_with_it(command: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), "127.0.0.1:43001"])
+    assert "127.0.0.1:43001 has no http://; write http://127" in capsys.readouterr().err

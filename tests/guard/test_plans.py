@@ -358,6 +358,8 @@ def test_one_in_twenty_is_compared_where_there_is_a_place_for_what_is_found() ->
 
 def test_a_person_reads_what_is_out_of_service() -> None:
     pair, _ = shadows_until_alarm(watched(PAIR), LEAST, 1.0)
+    off = GuardState(shadow_rate=0.05, pairs=(pair,), suspects=(), off="weights; restart it")
+    assert list(guard_lines(off)) == ["off: weights; restart it"]
     shown = list(guard_lines(GuardState(shadow_rate=0.05, pairs=(pair,), suspects=())))
     assert shown[0] == "compares 5.0% of reused requests"
     assert sum("OUT OF SERVICE" in it for it in shown) == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_evidence import COSTS
 from test_oracle import FAMILIES, NUM_LAYERS, make_model
 
 from cachetree.errors import ConfigError
@@ -20,8 +21,9 @@ from profiles.costs import (
     fit,
     measure_costs,
     time_in_turns,
+    trusted,
 )
-from profiles.evidence import CostModel
+from profiles.evidence import CostModel, HeldOutTime
 
 LENGTHS, HELD_OUT, NUM_SUFFIX = (16, 32, 64, 128), (24, 96), 6
 ONCE = Repeats(least=1, most=1)
@@ -321,3 +323,19 @@ def test_a_model_too_short_to_be_timed_is_refused(positions: int, left: int) -> 
     says = rf"leave {left} of the smaller model's positions .*, or a model of more positions"
     with pytest.raises(ConfigError, match=says):
         choose_lengths(300, positions, 16, "smaller model")
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [([0.1], 0.1), ([0.3, 0.12], 0.12), ([0.3, 0.2, 0.21], 0.2), ([0.3, 0.26, 0.4], None)],
+)
+def test_a_bad_fit_is_made_again_and_a_worse_one_refused(errors, expected):
+    about = {"num_tokens": 1, "num_suffix": 1, "start": 0, "stop": 1, "measured_s": 1.0}
+    held_out = [HeldOutTime(**about, predicted_s=1 + it) for it in errors]
+    fits = iter([msgspec.structs.replace(COSTS, held_out=(it,)) for it in held_out])
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"the best of 3 fits is wrong by 26% .*25% is acc"):
+            trusted(lambda: next(fits), "receiver")
+    else:
+        assert trusted(lambda: next(fits), "receiver").error == pytest.approx(expected)
+    assert not [*fits], "no fit was left out, nor made in vain"

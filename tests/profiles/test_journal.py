@@ -17,7 +17,7 @@ from profiles.data.documents import make_documents
 from profiles.data.records import write_records
 from profiles.profiler import _making, open_journal
 from profiles.settings import Settings
-from profiles.splits import load_documents, load_fitted_on, load_splits
+from profiles.splits import hardly_enough, load_documents, load_fitted_on, load_splits
 from profiles.stats.artifact import Data
 from profiles.stats.measured import Score
 from tools.pairs.questions import OPTIONS, make_records
@@ -107,6 +107,16 @@ def test_maps_are_fitted_on_some_contexts_of_what_is_named(tmp_path):
     assert len(fitted_on) == NUM_FITTED
     _, found = load_documents(settings, settings.fit_data, tokenizer, 512)
     assert fitted_on != found[:NUM_FITTED], "of a sorted file the first are the shortest"
+
+
+def test_data_without_a_name_are_called_the_data():
+    """As JSONL of one's own is, whose records name no data set."""
+    tokenizer = load_tokenizer(SHIPPED[0].receiver)
+    settings = Settings(data=(str(DATA / "train.jsonl"),), **asdict(OPTIONS))
+    _, held_out = load_splits(settings, tokenizer, 512)
+    unnamed = [replace(it, task=replace(it.task, name="")) for it in held_out.documents]
+    (line,) = hardly_enough(replace(held_out, documents=unnamed), 0.05)
+    assert line.startswith("12 held-out contexts of the data are hardly enough")
 
 
 def test_the_seed_draws_the_contexts_that_come_first():

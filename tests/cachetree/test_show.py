@@ -1,0 +1,18 @@
+"""What commands say in a terminal of another encoding, and of errors of several lines."""
+
+import subprocess
+import sys
+
+SAY = """
+from cachetree.cli import complain, escape_output, show
+escape_output()
+show("base → json …")
+complain("droidspeak", "a template\\nof two lines → said")
+"""
+
+
+def test_what_an_encoding_lacks_is_escaped_and_an_error_is_one_line() -> None:
+    env = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", SAY], env=env, capture_output=True, timeout=60)
+    assert ran.stdout == b"base \\u2192 json \\u2026\n", ran.stderr
+    assert ran.stderr == b"droidspeak: a template of two lines \\u2192 said\n"
