@@ -106,7 +106,7 @@ def test_requests_pass_reuse_is_told_and_an_engine_that_dies_costs_nobody(tmp_pa
         outcomes = {
             asked(url, it).json()["meta_info"]["droidspeak"][0]["outcome"] for it in prompts
         }
-        assert outcomes & {"reused", "own", "too_short"}, outcomes
+        assert outcomes & {"reused", "own", "too_short", "on_device"}, outcomes
         lines = asked(url, prompts[1], stream=True).text.splitlines()
         told = [json.loads(it.removeprefix("data: ")) for it in lines if it.startswith("data: {")]
         assert len(told) > 1 and told[-1]["meta_info"]["droidspeak"]
