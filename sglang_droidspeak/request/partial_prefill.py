@@ -84,13 +84,16 @@ class PartialPrefill:
         self._corrections = attachment.corrections
         self._max_tokens = max_tokens
         choice = attachment.server.settings.recompute_attention
-        self._attention = recompute_attention(self._runner, choice)
+        if self._stack is not None:
+            self._attention = recompute_attention(self._runner, choice)
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
         """Run two layers over a few tokens: from the embeddings, and after these from E, which all
         ranks put together, also corrected by each map. What has to be compiled, loaded or connected
         is then, and not under the first request. At start, on the stream of forwards, once that
         has what was made on the current one. Raises ConfigError where it does not run."""
+        if self._stack is None:
+            return
         streams = torch.get_device_module(self._runner.device)
         if forward_stream is not None:
             forward_stream.wait_stream(streams.current_stream())

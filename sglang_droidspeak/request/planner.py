@@ -280,7 +280,11 @@ class Planner:
             num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * usual.page_size,
             ttft_target_s=target_ms / 1000 if target_ms else usual.ttft_target_s,
             requested=requested,
-            first_differences=self._models.first_differences(owner.lora_id),
+            first_differences={
+                model: layer
+                for model, layer in self._models.first_differences(owner.lora_id).items()
+                if self._server.has_blocks or layer == usual.num_layers
+            },
         )
 
     def usual(self, model: ModelId) -> Demand:

@@ -36,6 +36,21 @@ ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
+"""Classes that share by blocks: their layers hand on one residual stream, at a boundary."""
+EXACT_ONLY = frozenset(
+    {
+        "ApertusForCausalLM",
+        "CohereForCausalLM",
+        "GemmaForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "Olmo2ForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+    }
+)
+"""Classes without that boundary, which load KV and recompute nothing: a model reads what it has
+computed itself, anywhere, and an activated LoRA what its base has."""
 
 
 _NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's"
@@ -171,10 +186,11 @@ def weights(model_path: str, found: Quantization | None, tested: Collection[str]
 
 
 def model(identity: ModelIdentity, model_path: str) -> None:
-    if identity.architecture not in ARCHITECTURES:
+    if identity.architecture not in ARCHITECTURES | EXACT_ONLY:
         raise ConfigError(
             f"model class {identity.architecture} of {model_path} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"supported are {', '.join(sorted(ARCHITECTURES))}, and for exact reuse alone "
+            f"{', '.join(sorted(EXACT_ONLY))}"
         )
     if varying_rope(identity.rope) == "longrope":
         raise ConfigError(
@@ -182,6 +198,21 @@ def model(identity: ModelIdentity, model_path: str) -> None:
             "SGLang rotates a token by what else is in its batch, so that equal prefixes have "
             "other KV; start the server without droidspeak"
         )
+
+
+def blocks(settings: Settings, identity: ModelIdentity) -> None:
+    """What only a class that shares by blocks has a use for."""
+    if identity.architecture in ARCHITECTURES:
+        return
+    for field, value, without in (
+        ("gate", settings.gate, "enforce"),
+        ("capture_layers", settings.capture_layers, None),
+    ):
+        if value not in (without, ()):
+            raise ConfigError(
+                f"{field} is {value}, and layers of {identity.architecture} cannot be recomputed; "
+                "remove it: reuse by this class is exact"
+            )
 
 
 def capture_layers(settings: Settings, identity: ModelIdentity) -> None:

@@ -63,6 +63,11 @@ class ThisServer:
     corrections: Mapping[str, Correction]
     """Maps of E of the profiles in which this model may receive, by digest, in host memory."""
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether layers of this model's class can be recomputed; if not, reuse is exact."""
+        return self.identity.architecture in refuse.ARCHITECTURES
+
     @functools.cached_property
     def transition_layers(self) -> tuple[int, ...]:
         """Layers whose E this server keeps: configured, or those that its profiles need, and those
@@ -111,6 +116,8 @@ class ThisServer:
     def _first_differences(self) -> frozenset[int]:
         """Of every two of the base and its adapters, whose files are read when it is first asked
         for."""
+        if not self.has_blocks:
+            return frozenset()
         num_layers = self.identity.num_layers
         read = [NO_ADAPTER, *(read_adapter(it, num_layers) for it in self.adapters or ())]
         found = {one.first_difference(other, num_layers) for one in read for other in read}
@@ -166,6 +173,7 @@ def read_server(
     path = folder_of(model_path, revision)
     identity = read_model_identity(path, user_cache_path("sglang-droidspeak"))
     refuse.model(identity, model_path)
+    refuse.blocks(settings, identity)
     refuse.capture_layers(settings, identity)
     e_width = _e_width(settings.codec, identity, page_size, tp_size)
     has_adapters = lora_paths is not None

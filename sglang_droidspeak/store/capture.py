@@ -23,7 +23,8 @@ class Attachment:
     """What the linker needs of the model worker, found on its KV pool."""
 
     runner: ModelRunner
-    stack: LayerStack
+    stack: LayerStack | None
+    """None if layers of this class cannot be recomputed."""
     e_pool: EPool
     server: ThisServer
     corrections: Mapping[str, Correction]
@@ -47,11 +48,12 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
         return
     pool = runner.token_to_kv_pool
     refuse.kv_pool(pool, MHATokenToKVPool)
-    stack = LayerStack(runner.model)
+    stack = LayerStack(runner.model) if server.has_blocks else None
     start = get_parallel().tp_rank * server.e_width
     columns = Span(start, start + server.e_width)
     e_pool = EPool(server.transition_layers, pool.size + pool.page_size, columns, runner)
-    e_pool.capture_from(stack)
+    if stack is not None:
+        e_pool.capture_from(stack)
     corrections = {
         name: it.to(runner.device, runner.dtype) for name, it in server.corrections.items()
     }
