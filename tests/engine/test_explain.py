@@ -254,3 +254,16 @@ def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) ->
     for server.status in (401, 403):
         assert main(["explain", "r1", "--url", server.url]) == 1
         assert "give --api-key" in capsys.readouterr().err
+
+
+def test_a_way_without_pages_names_neither_pages_nor_layers() -> None:
+    way = {"sender": "a", "location": "pool", "pages": [26, 26], "block": [6, 24]}
+    way |= {"quality": 0.9, "reason": "too_short"}
+    told = {"outcome": "too_short", "detail": "", "cause": "", "remedy": "", "model": ""}
+    told |= {"prompt_tokens": 416, "page_tokens": 16, "device_pages": 26, "full_prefill_s": None}
+    (line,) = [
+        it
+        for it in explanation_lines(told | {"holdings": [], "ways": [way], "measured": None})
+        if it.startswith("way")
+    ]
+    assert line == "way      a at pool: too_short"
