@@ -61,11 +61,12 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
     return waiting.look([req], MagicMock(), is_decoding=False), planner
 
 
-def offered(req: Req, *, is_stopped: bool = False) -> MagicMock:
-    """The offloader, after SGLang has inserted the request's whole pages into its tree."""
-    models, offloader = MagicMock(), MagicMock(is_stopped=is_stopped)
+def inserted(req: Req, *, is_stopped: bool = False) -> tuple[MagicMock, MagicMock]:
+    """What the offloader was given, and what was noted for models beside, after SGLang has inserted
+    the request's whole pages into its tree."""
+    models, pool, offloader = MagicMock(), MagicMock(), MagicMock(is_stopped=is_stopped)
     models.owner_of.return_value = Owner(ModelId("m"), None, None)
-    inserting = Insertions(models, MagicMock(), offloader, PAGE)
+    inserting = Insertions(models, pool, offloader, PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
     transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
 
@@ -73,7 +74,7 @@ def offered(req: Req, *, is_stopped: bool = False) -> MagicMock:
         inserting.offload([transfer], tuple)
 
     inserting.checkpoint(insert, None, req, up_to=NUM_TOKENS)
-    return offloader.put
+    return offloader.put, pool.note
 
 
 @pytest.mark.parametrize("fields", NEVER.values(), ids=NEVER)
@@ -83,26 +84,31 @@ def test_it_is_neither_planned_nor_held_nor_stored(fields: dict[str, Any]) -> No
     held, planner = look(req)
     assert not held
     planner.plan.assert_not_called()
-    offered(req).assert_not_called()
+    for put_or_noted in inserted(req):
+        put_or_noted.assert_not_called()
 
 
 def test_any_other_request_is_planned_and_stored() -> None:
     req = request()
     assert not refusal(req)
     look(req)[1].plan.assert_called_once()
-    (call,) = offered(req).call_args_list
+    put, noted = inserted(req)
+    (call,) = put.call_args_list
     assert call.args[0].pages == page_hashes(TOKENS)
+    noted.assert_called_once()
 
 
 def test_what_descends_from_approximate_kv_is_let_go_in_its_turn() -> None:
     """Never to be offered again: it does not become exact."""
     req = request()
     prefixes.move(req, approximate=True)
-    offered(req).assert_called_once_with(None)
+    put, noted = inserted(req)
+    put.assert_called_once_with(None)
+    noted.assert_not_called()
 
 
 def test_where_nothing_is_stored_a_node_is_let_go_once_and_not_offered_again() -> None:
-    offered(request(), is_stopped=True).assert_called_once_with(None)
+    inserted(request(), is_stopped=True)[0].assert_called_once_with(None)
 
 
 def test_what_comes_after_a_node_that_is_let_go_is_stored(
