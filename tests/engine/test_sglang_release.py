@@ -45,10 +45,11 @@ def test_the_installed_release_is_the_recorded_one() -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "platforms/torch_cpu"])
-def test_no_other_release_is_installed(folder: str) -> None:
-    """Such as a `.post1`, which every server refuses."""
+def test_the_extra_installs_the_tested_release_and_nothing_else_installs_any(folder: str) -> None:
+    """Another release, such as a `.post1` or a vendor's build, stays in place without the extra."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
-    assert f"sglang=={release.VERSION}" in project["dependencies"]
+    assert project["optional-dependencies"]["sglang"] == [f"sglang=={release.VERSION}"]
+    assert not any(it.startswith("sglang") for it in project["dependencies"])
 
 
 @pytest.fixture
