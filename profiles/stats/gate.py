@@ -3,13 +3,14 @@
 Of a plan is asked, at every task: is the share of full prefill's quality that it loses within the
 tolerance? Questions about one context share its KV, so contexts are the draws.
 
-    a plan at a task   passes where a bet against "it loses more than the tolerance" multiplies the
-                       stake by 1 / ERROR_RATE. Where the loss is more, no stake grows on average,
-                       so by Markov's inequality that happens with at most ERROR_RATE: for any
-                       number of contexts, whatever the distribution within 0 and 1, rare losses
-                       and full prefill's own scatter included (Waudby-Smith and Ramdas, 2024).
-                       A context's quality is the mean over its questions: all contexts weigh the
-                       same
+    a plan at a task   passes as soon as bets against "it loses more than the tolerance" have
+                       multiplied the stake by 1 / ERROR_RATE, context after context in an order
+                       that was fixed before. If the loss is more, no stake grows on average, so by
+                       Ville's inequality that ever happens with at most ERROR_RATE: for any number
+                       of contexts, whenever one stops or goes on, whatever the distribution within
+                       0 and 1, rare losses and full prefill's own scatter included (Waudby-Smith
+                       and Ramdas, 2024). A context's quality is the mean over its questions: all
+                       contexts weigh the same
     a plan             passes where it does at every task. One that loses too much has a task at
                        which it does, so each task gets the whole ERROR_RATE
     a profile          tries plans in the training split's order, from most work to least, and stops
@@ -43,10 +44,11 @@ _AT_ONCE: Final = 100
 """Samples that are in memory, about 24 bytes for each of their contexts."""
 _SEED: Final = 0
 
-_BETS: Final = 0.5 ** np.arange(6)
-"""Of what may be bet at most; a context on which all is lost takes so much of it."""
-_STAKES: Final = _BETS / 2
-"""What is put on each at the start: no more than 1 together."""
+_BETS: Final = np.array([0.95, 0.8, 0.5, 0.25])
+"""Shares of what may be bet at most; a context on which all is lost takes as much. None is 1, which
+one such context would ruin."""
+_STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
+"""Put on each at the start: 1 together."""
 _STEPS: Final = 1_000_000
 """Bounds are shares in so many steps."""
 
@@ -78,9 +80,42 @@ def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE)
         return 1.0
 
     def has_won(step: int) -> bool:
-        return _wealth(_gains(ours, theirs, step / _STEPS).sum(1)) >= -log(error_rate)
+        return bool((_wealth(ours, theirs, step / _STEPS) >= -log(error_rate)).any())
 
     return bisect_left(range(_STEPS), True, key=has_won) / _STEPS
+
+
+def proven_after(full: Qualities, plan: Qualities, tolerance: float) -> int | None:
+    """Number of contexts after which the plan passes; None if it does not."""
+    has_won = _wealth(_means(full), _means(plan), tolerance) >= -log(ERROR_RATE)
+    return int(has_won.argmax()) + 1 if has_won.any() else None
+
+
+def still_open(
+    full: Qualities, plans: Sequence[Qualities], tasks: Sequence[int], tolerance: float
+) -> list[int]:
+    """Places of the plans that the next context is asked about, in the order in which they are
+    tried. Each plan has the qualities of the first contexts, as many as it was asked about; `tasks`
+    has the task of every context that there is.
+
+    A plan ends as soon as it is proven at every task, or if nothing lost at all contexts that are
+    left could not prove it. In the second case the plans behind it are not tried.
+    """
+    found = []
+    for place, plan in enumerate(plans):
+        is_proven = True
+        for task in {*tasks}:
+            asked = [it for it in range(len(plan)) if tasks[it] == task]
+            ours, theirs = [full[it] for it in asked], [plan[it] for it in asked]
+            if proven_after(ours, theirs, tolerance) is not None:
+                continue
+            rest = [[1.0]] * tasks[len(plan) :].count(task)
+            if proven_after(ours + rest, theirs + rest, tolerance) is None:
+                return found
+            is_proven = False
+        if not is_proven:
+            found.append(place)
+    return found
 
 
 def mean_bound(values: Qualities, error_rate: float) -> float:
@@ -104,12 +139,12 @@ def _num_passing(gains: NDArray[np.float64]) -> int | None:
     if gains.max() <= 0:
         return None
     enough = ceil(-log(ERROR_RATE * _STAKES[gains.argmax()]) / gains.max())
-    return bisect_left(range(enough), -log(ERROR_RATE), key=lambda it: _wealth(it * gains))
+    return bisect_left(range(enough), -log(ERROR_RATE), key=lambda it: _together(it * gains))
 
 
 def _means(values: Qualities) -> NDArray[np.float64]:
     """Of each context."""
-    return np.array([fmean(it) for it in values])
+    return np.array([fmean(it) for it in values], dtype=np.float64)
 
 
 def _gains(
@@ -121,13 +156,19 @@ def _gains(
     above 0; no context's is above 1.
     """
     lost = full - plan / (1 - tolerance)
-    with np.errstate(divide="ignore"):
-        return np.log1p(np.outer(_BETS, -lost))
+    return np.log1p(np.outer(_BETS, -lost))
 
 
-def _wealth(won: NDArray[np.float64]) -> float:
-    """Logarithm of all stakes together, each multiplied by what its bet has won."""
-    return float(np.logaddexp.reduce(np.log(_STAKES) + won))
+def _wealth(
+    full: NDArray[np.float64], plan: NDArray[np.float64], tolerance: float
+) -> NDArray[np.float64]:
+    """Logarithm of all stakes together after each context."""
+    return _together(_gains(full, plan, tolerance).cumsum(1).T)
+
+
+def _together(won: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Logarithm of all stakes, each multiplied by what its bet, on the last axis, has won."""
+    return np.logaddexp.reduce(np.log(_STAKES) + won, axis=-1)
 
 
 def is_within(losses: Sequence[TaskLoss], tolerance: float) -> bool:

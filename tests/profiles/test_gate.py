@@ -39,6 +39,8 @@ from profiles.stats.gate import (
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = (6, 12, 24, 60, 200)
 NUM_RUNS = 200
+SCATTER = 2 * (ERROR_RATE * (1 - ERROR_RATE) / NUM_RUNS) ** 0.5
+"""Of a rate that is ERROR_RATE, over so many runs."""
 TOLERANCE = 0.05
 NUM_QUESTIONS = 3
 
@@ -101,7 +103,7 @@ def rate(world: World, size: int, happens: Callable[[Sample], bool]) -> float:
 )
 def test_the_bound_covers_the_true_loss_as_often_as_it_says(world, truth, size):
     """So a pair that loses more than the tolerance passes no more often than the error rate."""
-    assert rate(world, size, lambda it: loss_bound(*it) < truth) <= ERROR_RATE
+    assert rate(world, size, lambda it: loss_bound(*it) < truth) <= ERROR_RATE + SCATTER
 
 
 def test_a_context_weighs_as_much_however_many_questions_it_has():
@@ -116,7 +118,7 @@ def test_a_context_weighs_as_much_however_many_questions_it_has():
 def test_of_rare_contexts_with_many_questions_the_bound_is_as_of_others(size):
     """Three contexts in a hundred have forty questions, and all of them are lost."""
     world = uneven(0.03, 40, 0.03)
-    assert rate(world, size, lambda it: loss_bound(*it) < 0.03) <= ERROR_RATE
+    assert rate(world, size, lambda it: loss_bound(*it) < 0.03) <= ERROR_RATE + SCATTER
     assert rate(world, size, lambda it: loss_bound(*it) < 0.12) >= 0.5, "and it is of use"
 
 
@@ -140,7 +142,7 @@ def test_a_mean_of_nothing_has_a_bound_by_the_number_of_contexts():
 @pytest.mark.parametrize("size", SIZES)
 def test_where_nothing_is_lost_a_pair_passes_from_some_number_of_contexts_on(size):
     found = loss_bound([[1.0] * NUM_QUESTIONS] * size, [[1.0] * NUM_QUESTIONS] * size)
-    assert (found <= TOLERANCE) is (size >= 70)
+    assert (found <= TOLERANCE) is (size >= 71)
 
 
 def test_the_bound_is_of_use():
@@ -184,22 +186,22 @@ def test_the_number_of_contexts_that_a_pair_needs_is_enough_and_not_far_from_it(
 
         assert passes(-(-needed // 100) * 100)
         assert not passes(int(0.8 * needed))
-    assert contexts_needed(*rare(0.0)(np.random.default_rng(3), 5), TOLERANCE) == 70
+    assert contexts_needed(*rare(0.0)(np.random.default_rng(3), 5), TOLERANCE) == 71
     assert contexts_needed(*rare(1.0)(np.random.default_rng(3), 5), TOLERANCE) is None
     assert contexts_needed([[1.0]] * 5, [[1 - TOLERANCE]] * 5, TOLERANCE) is None
 
 
 def test_the_number_of_contexts_is_what_the_mixture_of_bets_needs_and_none_more():
-    full = [[0.9]] * 100
-    plan = [[0.9]] * 98 + [[0.0]] * 2
+    full, plan = [[0.9]] * 100, [[0.9]] * 98 + [[0.0]] * 2
     needed = contexts_needed(full, plan, TOLERANCE)
+    spread, lossy = [[0.9]] * 50, [[0.0], *[[0.9]] * 49]
     assert needed is not None
 
     def bound(blocks: int) -> float:
-        return loss_bound(full * blocks, plan * blocks)
+        return loss_bound(spread * blocks, lossy * blocks)
 
-    assert bound(-(-needed // 100)) <= TOLERANCE < bound(needed // 100)
-    assert needed == 389
+    assert bound(-(-needed // 50)) <= TOLERANCE < bound(needed // 50 - 1)
+    assert needed == 324
 
 
 def test_luck_makes_no_plan_need_fewer_contexts_than_one_that_loses_nothing():

@@ -37,6 +37,19 @@ def guard_drift(found: Any) -> str:
     return of_rows(rows, columns)
 
 
+def gate_power(found: Any) -> str:
+    """How often plans pass whose true loss is known."""
+    columns = {
+        "contexts": "{world}",
+        "number × questions": "{contexts} × {questions}",
+        "true loss": "{loss:.1%}",
+        "passes": "{passed:.1%} ± {deviation:.1%}",
+        "after contexts, median": "{contexts_taken:.0f}",
+        "passed before": "{passed_before:.1%}",
+    }
+    return of_rows([*found["false_passes"], *found["power"]], columns)
+
+
 # Corrected E: `docs/e-correction.md`.
 
 
@@ -173,6 +186,7 @@ def refreshed_layers(found: Any) -> str:
 
 PARTS: Final = {
     "guard_drift": ("guard_drift", guard_drift),
+    "gate_power": ("gate_power", gate_power),
     "e_correction": ("e_correction", e_correction),
     "e_beside": ("e_correction", e_beside),
     "e_kinds": ("e_correction", e_kinds),

@@ -1,0 +1,160 @@
+"""How often does the gate pass a plan that loses too much, and how soon one that does not?
+
+    python -m benchmarks.gate_power [--runs 4000] [--json benchmarks/results/gate_power.json]
+
+Simulated held-out contexts in which the true loss is known, put to the profiler's own gate
+(`profiles.stats.gate`) one after another, at its tolerance of 5 %.
+
+    even        every question is drawn for itself: right answers are lost, a few wrong ones gained
+    clustered   a third of the loss is in contexts that are lost whole
+    whole       all of the loss is in such contexts
+    rare large  the loss is in a few contexts that have forty questions, and are lost whole
+    uneven      contexts have one to forty questions
+
+Baseline: the gate before, which bet by powers of a half, and looked once, at the end.
+
+Physics: a bet on "it loses more than the tolerance" that wins may win by luck at most one time in
+twenty (Ville's inequality), whatever the world and whenever one looks. So the rate of false passes
+is a check: it fails above 5 % and two of its deviations. Power is what the bets are chosen for. A
+loss just below the tolerance takes contexts in inverse proportion to the square of the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log, sqrt
+from statistics import fmean, median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import result
+from profiles.stats.gate import ERROR_RATE, proven_after
+
+TOLERANCE: Final = 0.05
+FULL: Final = 0.91
+"""Full prefill's quality."""
+GAINED: Final = 0.02
+"""Share of its wrong answers that a plan has right."""
+SIZES: Final = ((120, 2), (120, 6), (300, 2), (300, 6))
+"""Contexts, and questions about each."""
+LOSSES: Final = (0.01, 0.023)
+MANY: Final = 40
+LARGE: Final = 0.055
+"""Share of contexts that are large."""
+
+Sample = tuple[list[list[float]], list[list[float]]]
+"""Full prefill's qualities and a plan's."""
+World = Callable[[np.random.Generator, NDArray[np.int64], float], Sample]
+
+
+def even(rng: np.random.Generator, counts: NDArray[np.int64], loss: float) -> Sample:
+    return _drawn(rng, counts, loss, np.zeros(len(counts), bool))
+
+
+def clustered(rng: np.random.Generator, counts: NDArray[np.int64], loss: float) -> Sample:
+    is_lost = rng.random(len(counts)) < loss / 3
+    return _drawn(rng, counts, 2 * loss / 3 / (1 - loss / 3), is_lost)
+
+
+def whole(rng: np.random.Generator, counts: NDArray[np.int64], loss: float) -> Sample:
+    return _drawn(rng, counts, None, rng.random(len(counts)) < loss)
+
+
+def rare_large(rng: np.random.Generator, counts: NDArray[np.int64], loss: float) -> Sample:
+    is_large = rng.random(len(counts)) < LARGE
+    is_lost = is_large & (rng.random(len(counts)) < loss / LARGE)
+    return _drawn(rng, np.where(is_large, MANY, counts), None, is_lost)
+
+
+def uneven(rng: np.random.Generator, counts: NDArray[np.int64], loss: float) -> Sample:
+    return even(rng, rng.integers(1, MANY + 1, len(counts)), loss)
+
+
+WORLDS: Final[dict[str, World]] = {
+    "even": even,
+    "clustered": clustered,
+    "whole": whole,
+    "rare large": rare_large,
+    "uneven": uneven,
+}
+
+
+def _drawn(
+    rng: np.random.Generator,
+    counts: NDArray[np.int64],
+    loss: float | None,
+    is_lost: NDArray[np.bool_],
+) -> Sample:
+    """That share of full prefill's quality is lost question by question, none if it is None; and
+    all of the contexts that are named."""
+    full, plan = [], []
+    for count, lost in zip(counts, is_lost, strict=True):
+        right = rng.random(count) < FULL
+        gained = 0.0 if loss is None else GAINED
+        dropped = 0.0 if loss is None else loss + gained * (1 - FULL) / FULL
+        rolled = rng.random(count)
+        kept = np.where(right, rolled >= dropped, rolled < gained) & (not lost)
+        full.append(right.astype(float).tolist())
+        plan.append(kept.astype(float).tolist())
+    return full, plan
+
+
+def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
+    """By the gate before, for the same contexts."""
+    bets = 0.5 ** np.arange(6)
+    lost = np.array([fmean(it) for it in full]) - np.array([fmean(it) for it in plan]) / (
+        1 - TOLERANCE
+    )
+    with np.errstate(divide="ignore"):
+        won = np.log1p(np.outer(bets, -lost)).sum(1)
+    return bool(np.logaddexp.reduce(np.log(bets / 2) + won) >= -log(ERROR_RATE))
+
+
+def rate(world: str, size: tuple[int, int], loss: float, runs: int) -> dict[str, Any]:
+    """Share of runs that pass, and after how many contexts the middle one of them does."""
+    rng, taken, before = np.random.default_rng(7), [], 0
+    for _ in range(runs):
+        sample = WORLDS[world](rng, np.full(size[0], size[1]), loss)
+        taken.append(proven_after(*sample, TOLERANCE))
+        before += passed_before(*sample)
+    passed = [it for it in taken if it is not None]
+    share = len(passed) / runs
+    return {
+        "world": world,
+        "contexts": size[0],
+        "questions": size[1],
+        "loss": loss,
+        "passed": round(share, 4),
+        "deviation": round(sqrt(share * (1 - share) / runs), 4),
+        "contexts_taken": median(passed) if passed else None,
+        "passed_before": round(before / runs, 4),
+    }
+
+
+def most_false(runs: int) -> float:
+    """The largest rate of false passes that chance explains, where the true rate is as stated."""
+    return ERROR_RATE + 2 * sqrt(ERROR_RATE * (1 - ERROR_RATE) / runs)
+
+
+def main() -> None:
+    parser = result.arguments(__doc__)
+    parser.add_argument("--runs", type=int, default=4000)
+    args = parser.parse_args()
+    environment = result.here()
+    false = [rate(world, (300, 6), TOLERANCE, args.runs) for world in WORLDS]
+    power = [
+        rate(world, size, loss, args.runs // 4)
+        for world in WORLDS
+        for size in SIZES
+        for loss in LOSSES
+    ]
+    found = {"runs": args.runs, "false_passes": false, "power": power}
+    result.write("gate_power", found, environment, args.json)
+    if wrong := [it for it in false if it["passed"] > most_false(args.runs)]:
+        raise SystemExit(f"passes too often: {wrong}")
+
+
+if __name__ == "__main__":
+    main()
