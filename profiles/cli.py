@@ -71,6 +71,11 @@ def add_commands(commands: Any) -> None:
     )
     show = actions.add_parser("show", help="print a profile", allow_abbrev=False)
     _add_profile(show)
+    show.add_argument(
+        "--verify-verdict",
+        action="store_true",
+        help="compute the verdict again from the held-out scores that the profile keeps",
+    )
     show.add_argument("--json", action="store_true", help="the verdict as one line of JSON")
     show.set_defaults(run=_show)
     verify = actions.add_parser(
@@ -132,6 +137,8 @@ def _profile(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     profile = read_measured(args.profile)
+    if args.verify_verdict:
+        return _verify_verdict(profile)
     if args.json:
         show_json(_verdict_of(profile))
         return 0
@@ -140,6 +147,19 @@ def _show(args: argparse.Namespace) -> int:
     from profiles.report.terminal import table_of
 
     Console().print(table_of(profile))
+    return 0
+
+
+def _verify_verdict(profile: MeasuredProfile) -> int:
+    from profiles.stats.artifact import contradiction
+
+    if profile.judged is None:
+        show("the profile keeps no scores, as it is from before; make it again")
+        return UNDECIDED
+    if (wrong := contradiction(profile, profile.judged)) is not None:
+        show(f"the verdict does not follow from the scores: {wrong}")
+        return FAILED_GATE
+    show(f"the verdict follows from the scores of {len(profile.judged.tasks)} contexts")
     return 0
 
 

@@ -132,6 +132,10 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Share of full prefill's quality that is lost at most, with the gate's confidence."""
     needed: int | None
     """Contexts like these that would show it to be within the tolerance; None where none would."""
+    num_contexts: int | None = None
+    """Contexts that it was judged on, until it was proven or hopeless. Old profiles: None, all."""
+    full_prefill: float | None = None
+    """Full prefill's quality on them."""
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +163,17 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     """On the held-out split."""
     ttft_s: float
     """Predicted by the cost model at the split's mean lengths, KV and E loaded from the host."""
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """Qualities of the held-out answers, so that anybody can compute the verdict again."""
+
+    tasks: tuple[int, ...]
+    """Place of each context's task, in the order in which contexts were judged."""
+    full_prefill: tuple[tuple[float, ...], ...]
+    """By context, then by question."""
+    plans: tuple[tuple[tuple[float, ...], ...], ...]
+    """Likewise of every plan that the gate tried, in its order; each on the first contexts."""
 
 
 class BaselineKind(StrEnum):
@@ -341,6 +356,8 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     baselines: tuple[Baseline, ...]
     costs: CostModel
     made: Making
+    judged: Judged | None = None
+    """None in old profiles."""
 
 
 def read_measured(path: Path) -> MeasuredProfile:

@@ -43,9 +43,9 @@ from profiles.compute.models import (
     look_at_pair,
 )
 from profiles.compute.room import Sizes, bounds_of, require_fitting
-from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step
+from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step, Study
 from profiles.controls import measure_controls
-from profiles.data.documents import Document, by_task
+from profiles.data.documents import Document, by_task, first_of_each_task, key_of
 from profiles.environment import read_environment
 from profiles.evidence import Making, MeasuredProfile
 from profiles.forecast import Forecast
@@ -60,10 +60,12 @@ from profiles.stats.choice import (
     closest,
     default_group,
     grid,
+    qualities_of,
     sensitive_first,
     shortlist,
 )
-from profiles.stats.measured import Candidate, Measured
+from profiles.stats.gate import contexts_lacking, proven, still_open
+from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
 
 _DECISIVE: Final = ("dtype", "group", "pruned")
 """Settings that change what is measured, beside models, documents and devices."""
@@ -96,9 +98,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         bounds = bounds_of(*settings.memory_gb, receiver.model.device)
         require_fitting(Sizes.of(receiver.model), fitted_on, num_maps, bounds)
     models = pair.sender_identity, pair.receiver_identity
-    journal = open_journal(
-        settings, (sender, receiver), models, train.documents, held_out.documents
-    )
+    journal = open_journal(settings, (sender, receiver), models, train.documents)
+    held_out = replace(held_out, documents=in_judged_order(held_out.documents, journal, settings))
     if journal.costs is None:
         costs = time_costs(receiver.model, "receiver", documents, settings, console)
         journal.put(Timed(costs=costs))
@@ -139,8 +140,11 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         settings.tolerance,
         settings.plans,
     )
-    steps = judging_steps(held_out.documents, choice.order, pair.num_layers)
-    judged = watched.measure("judging", HELD_OUT, held_out.documents, steps)
+    stated = settings.tolerance, settings.most_contexts
+    judged = watched.judge(held_out.documents, choice.order, *stated)
+    held_out = replace(held_out, documents=held_out.documents[: len(judged.full_prefill)])
+    contexts = {it.context for it in held_out.documents}
+    asked_of_small = [it for it in asked_of_small if it.context in contexts]
     best = best_of(choice, held_out.documents, judged, settings.tolerance)
     others = [it for it in choice.frontier if it not in choice.order]
     others += baselines(choice.frontier, best, sensitive_first(swept.layers))
@@ -179,8 +183,35 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     profile = build(found, settings.tolerance, made)
     write_corrections(profile, corrections, settings.out)
     write_profile(profile, settings.out)
-    journal.remove()
+    if is_open(profile):
+        journal.close()
+        console.print(
+            "more held-out contexts could show more: with more of them in its data, or a larger "
+            "--most-contexts, the same command goes on from here",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        journal.remove()
     return profile
+
+
+def in_judged_order(
+    documents: Sequence[Document], journal: Journal, settings: Settings
+) -> list[Document]:
+    """Documents that judge, at most so many of each task: first those that an earlier run has
+    judged, in its order, so that what it saw decides nothing about who comes next."""
+    known = {key: place for place, key in enumerate(journal.documents(HELD_OUT))}
+    ordered = sorted(documents, key=lambda it: known.get(key_of(it), len(known)))
+    return [ordered[it] for it in first_of_each_task(ordered, settings.most_contexts)]
+
+
+def is_open(profile: MeasuredProfile) -> bool:
+    """Whether more contexts could prove the first plan that was not."""
+    plans = [profile.frontier[it] for it in profile.order]
+    unproven = plans[len(proven(plans, profile.tolerance)) :]
+    lacking = (contexts_lacking(it, profile.held_out, profile.tolerance) for it in unproven[:1])
+    return any(it is not None for it in lacking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +226,8 @@ class Watched:
         self, title: str, split: str, documents: Sequence[Document], steps: Sequence[Step]
     ) -> Measured:
         journal = self.bench.journal
-        found = {it for it in steps if journal.get(split, it.place, it.name) is not None}
+        keys = [*map(key_of, documents)]
+        found = {it for it in steps if journal.get(split, keys[it.place], it.name) is not None}
         seconds = self.forecast.steps(documents, steps, found)
         found_s = sum(it for step, it in zip(steps, seconds, strict=True) if step in found)
         each = iter(seconds)
@@ -205,6 +237,45 @@ class Watched:
                 done(next(each) * is_new)
 
             return measure(replace(self.bench, tick=tick), split, documents, steps)
+
+    def judge(
+        self,
+        documents: Sequence[Document],
+        plans: Sequence[Candidate],
+        tolerance: float,
+        most: int,
+    ) -> Measured:
+        """Plans in the gate's order on one document after another: each on the first, then until it
+        is proven or hopeless. Full prefill and full reuse as long as one of them is."""
+        tasks = [*by_task(documents)]
+        places = [tasks.index(it.task) for it in documents]
+        entries: list[Entry] = []
+        found: dict[Candidate, Scores] = {it: [] for it in plans}
+        seconds = [sum(self.forecast.steps([it], _each(plans))) for it in documents]
+        with shown(self.console, "judging", sum(seconds)) as done:
+            for document, document_s in zip(documents, seconds, strict=True):
+                full = [it.own for it in entries]
+                known = [qualities_of(found[it]) for it in plans]
+                still = still_open(full, known, places, tolerance, most)
+                asked = [plans[it] for it in still] if entries else plans
+                if entries and not asked:
+                    break
+                study = Study(self.bench, HELD_OUT, document, {it.block.start for it in asked})
+                first, *rest = map(study.measure, _each(asked))
+                entries.append(first)
+                for plan, entry in zip(asked, rest, strict=True):
+                    found[plan].append(entry.scores[0])
+                done(document_s)
+        return Measured(
+            sender=[it.sender for it in entries],
+            full_prefill=[it.own for it in entries],
+            candidates={FULL_REUSE: [it.scores[0] for it in entries], **found},
+        )
+
+
+def _each(plans: Sequence[Candidate]) -> list[Step]:
+    """A document's first step, and one for each plan."""
+    return [Step(0), *(Step(0, (it,)) for it in plans)]
 
 
 def correct(

@@ -102,6 +102,11 @@ class Settings:
     )
     plans: int = _choice(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
     """And half as many more that may be worth it all the same."""
+    most_contexts: int = _choice(
+        300,
+        "held-out contexts of each task that judge, at most; plans end earlier once proven",
+        "N",
+    )
     pruned: bool = _choice(
         True,
         "decode the answers of all blocks, not only of those on the frontier of KL",
@@ -129,6 +134,7 @@ class Settings:
         _require(0.0 < share < 1.0, "held-out-share", share, "between 0 and 1")
         _require(self.group is None or self.group >= 1, "group", self.group, "at least 1 layer")
         _require(self.plans >= 2, "plans", self.plans, "at least 2")
+        _require(self.most_contexts >= 1, "most-contexts", self.most_contexts, "at least 1")
         for flag, most in ("max-new", self.max_new), ("max-prompt-tokens", self.max_prompt_tokens):
             _require(most is None or most >= 1, flag, most, "at least 1 token")
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")

@@ -20,7 +20,7 @@ from profiles.compute.measuring import judging_steps
 from profiles.compute.models import load_tokenizer, look_at_pair
 from profiles.compute.study import HELD_OUT, Bench
 from profiles.controls import measure_controls
-from profiles.data.documents import Document, data_files
+from profiles.data.documents import Document, by_task, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
 from profiles.profiler import Watched, open_journal, open_pair, require_place
@@ -106,13 +106,14 @@ class Again:
         split = split_of(data, judged, controls)
         if (unjudged := nothing_to_lose(split)) is not None:
             raise ProfileError(unjudged)
+        tasks = by_task(documents).values()
         for candidate, point in plans.items():
             scores = judged.candidates[candidate]
             qualities = qualities_of(scores)
             plans[candidate] = msgspec.structs.replace(
                 point,
                 held_out=interval_of(documents, qualities),
-                tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
+                tasks=losses_of(tasks, judged.full_prefill, qualities, profile.tolerance),
                 fidelity=fidelity_of(scores),
                 ttft_s=profile.costs.ttft_s(candidate.runs, *split.mean_lengths),
             )

@@ -25,6 +25,7 @@ from profiles.data.documents import Document, Tokens
 from profiles.data.tasks import score
 from profiles.stats.measured import Score
 
+DIGITS: Final = 4
 FIRST_TOKENS: Final = 8
 """Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""
 
@@ -52,11 +53,11 @@ class Answerer:
         return [tuple(answer) for answer in answers]
 
     def quality(self, document: Document, question: int, answer: Tokens) -> float:
-        """What the data set's metric says of an answer."""
+        """What the data set's metric says of an answer, in as many digits as profiles keep."""
         ids = [token for token in answer if token not in self.ends]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         asked = document.questions[question]
-        return score(document.task, text, asked.answers, asked.classes)
+        return round(score(document.task, text, asked.answers, asked.classes), DIGITS)
 
 
 class Examination:

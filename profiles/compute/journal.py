@@ -22,7 +22,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One step: of one document of one split, something that needs prefix passes."""
 
     split: str
-    document: int
+    document: str
+    """Its key (`profiles.data.documents`)."""
     step: str
     passes: int
     """Prefix passes that it took, those that an interruption made necessary again included."""
@@ -48,7 +49,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._entries: dict[tuple[str, int, str], Entry] = {}
+        self._entries: dict[tuple[str, str, str], Entry] = {}
         self.costs: CostModel | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -79,8 +80,12 @@ class Journal:
         with self._path.open("r+b") as file:
             file.truncate(whole)
 
-    def get(self, split: str, document: int, step: str) -> Entry | None:
+    def get(self, split: str, document: str, step: str) -> Entry | None:
         return self._entries.get((split, document, step))
+
+    def documents(self, split: str) -> list[str]:
+        """Keys of those of which it has something, in the order in which they were measured."""
+        return [*dict.fromkeys(of for named, of, _ in self._entries if named == split)]
 
     def put(self, found: Entry | Timed) -> None:
         """Keep it; it is on disk when this returns."""

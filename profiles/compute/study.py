@@ -19,7 +19,7 @@ from profiles.compute.examination import Answerer, Examination
 from profiles.compute.journal import Entry, Journal
 from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 from profiles.compute.mixtures import Mixture
-from profiles.data.documents import Document
+from profiles.data.documents import Document, key_of
 from profiles.stats.measured import FULL_REUSE, Candidate
 
 TRAIN: Final = "train"
@@ -146,6 +146,10 @@ class Study:
     _examination: Examination | None = field(default=None, init=False)
 
     @cached_property
+    def _key(self) -> str:
+        return key_of(self.document)
+
+    @cached_property
     def _passes(self) -> DocumentPasses:
         models, maps = (self.bench.sender.model, self.bench.receiver.model), self.bench.corrections
         return DocumentPasses(*models, self.document.prefix, self.e_layers, corrections=maps)
@@ -153,13 +157,13 @@ class Study:
     def measure(self, step: Step) -> Entry:
         """What the journal has of it; where it has nothing, what is measured now."""
         journal = self.bench.journal
-        entry = journal.get(self.split, step.place, step.name)
+        entry = journal.get(self.split, self._key, step.name)
         if is_new := entry is None:
             began, before = time.monotonic(), self._passes.count
             found = self._try(step) if step.plans else self._refer()
             entry = Entry(
                 split=self.split,
-                document=step.place,
+                document=self._key,
                 step=step.name,
                 passes=self._passes.count - before,
                 seconds=round(time.monotonic() - began, 4),
@@ -183,7 +187,7 @@ class Study:
         }
 
     def _try(self, step: Step) -> dict[str, object]:
-        references = self.bench.journal.get(self.split, step.place, REFERENCES)
+        references = self.bench.journal.get(self.split, self._key, REFERENCES)
         assert references is not None, "the references of a document come before its other steps"
         examination = self._examination or self._examine(references.answers)
         sources = [self._passes.theirs, self._passes.own]

@@ -12,6 +12,7 @@ the start of the question, so what prompts share is found in tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -19,6 +20,7 @@ from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from tqdm import tqdm
 
 from cachetree import ConfigError
@@ -63,6 +65,11 @@ class Document:
     """Tokens of the prefix that precede the context."""
     tail: int = 0
     """Tokens of the context with which every suffix begins."""
+
+
+def key_of(document: Document) -> str:
+    """A digest of all that is asked, by which journals know it."""
+    return hashlib.sha256(msgspec.json.encode(document)).hexdigest()[:16]
 
 
 def make_documents(
@@ -125,8 +132,12 @@ def split_documents(
 
 def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
     """Documents in an order that the seed draws: some uses take the first ones, which are the
-    shortest of a file that is sorted by length."""
-    return Random(f"{seed} order").sample(documents, len(documents))
+    shortest of a file that is sorted by length. Others beside them change nothing about it."""
+
+    def drawn(it: Document) -> bytes:
+        return hashlib.sha256(f"{seed} {it.context}".encode()).digest()
+
+    return sorted(documents, key=drawn)
 
 
 def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:

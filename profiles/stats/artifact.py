@@ -22,6 +22,7 @@ from profiles.evidence import (
     Fidelity,
     FrontierPoint,
     Interval,
+    Judged,
     LayerSensitivity,
     Making,
     MeasuredBlock,
@@ -95,6 +96,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
     points = {it: _point(it, found, split, tolerance) for it in choice.frontier}
     plans = [points[it] for it in choice.order]
     passed, reason = verdict(plans, split, tolerance)
+    served = proven(plans, tolerance)
     usable = [
         BlockQuality(
             start=point.start,
@@ -103,8 +105,9 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
             e_map=point.e_map,
             tv_bound=tv_bound(held_out.documents, judged.candidates[it]),
         )
-        for it, point in zip(choice.order, proven(plans, tolerance), strict=False)
+        for it, point in zip(choice.order, served, strict=False)
     ][::-1]
+    least = min((len(judged.candidates[it]) for it in choice.order[: len(served)]), default=None)
     digests = [it.sha256 for it in (*train.files, *held_out.files)]
     all_layers = BlockQuality(start=0, stop=found.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
@@ -123,7 +126,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         passed=passed,
         reason=reason,
         first_difference=found.first_difference,
-        measured_tokens=longest_used(held_out.documents, made.page_size),
+        measured_tokens=longest_used(held_out.documents[:least], made.page_size),
         controls=controls_of(split),
         train=split_of(train, found.tried),
         held_out=split,
@@ -144,6 +147,7 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         baselines=tuple(_baselines(found, split)),
         costs=found.costs,
         made=made,
+        judged=_kept(found),
     )
 
 
@@ -162,11 +166,11 @@ def best_of(
     choice: Choice, documents: Sequence[Document], judged: Measured, tolerance: float
 ) -> Candidate | None:
     """The plan that will be recommended; where none is proven, the one that was expected to be."""
+    tasks = [*by_task(documents).values()]
 
     def passes(it: Candidate) -> bool:
         plan = qualities_of(judged.candidates[it])
-        losses = losses_of(documents, judged.full_prefill, plan, tolerance)
-        return is_within(losses, tolerance)
+        return is_within(losses_of(tasks, judged.full_prefill, plan, tolerance), tolerance)
 
     return [choice.expected, *takewhile(passes, choice.order)][-1]
 
@@ -208,18 +212,55 @@ def split_of(
 
 
 def losses_of(
-    documents: Sequence[Document], full: Qualities, plan: Qualities, tolerance: float
+    tasks: Iterable[Sequence[int]], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
-    """What a plan loses at each task."""
-    qualities = [(_at(it, full), _at(it, plan)) for it in by_task(documents).values()]
-    return tuple(
-        TaskLoss(
-            quality=mean_of(theirs),
-            bound=loss_bound(ours, theirs),
-            needed=contexts_needed(ours, theirs, tolerance),
-        )
-        for ours, theirs in qualities
+    """What a plan loses at each task, by the places of the task's contexts; it was judged on the
+    first ones of all."""
+    asked = [[it for it in places if it < len(plan)] for places in tasks]
+    return tuple(_loss(_at(it, full), _at(it, plan), tolerance) for it in asked)
+
+
+def _loss(full: Qualities, plan: Qualities, tolerance: float) -> TaskLoss:
+    if not plan:
+        return TaskLoss(quality=0.0, bound=1.0, needed=None, num_contexts=0, full_prefill=0.0)
+    return TaskLoss(
+        quality=mean_of(plan),
+        bound=loss_bound(full, plan),
+        needed=contexts_needed(full, plan, tolerance),
+        num_contexts=len(plan),
+        full_prefill=mean_of(full),
     )
+
+
+def _kept(found: Findings) -> Judged:
+    names = [*by_task(found.held_out.documents)]
+    plans = (qualities_of(found.judged.candidates[it]) for it in found.choice.order)
+    return Judged(
+        tasks=tuple(names.index(it.task) for it in found.held_out.documents),
+        full_prefill=tuple(map(tuple, found.judged.full_prefill)),
+        plans=tuple(tuple(map(tuple, it)) for it in plans),
+    )
+
+
+def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
+    """What of a profile's verdict does not follow from its scores; None if all of it does."""
+    places: dict[int, list[int]] = {}
+    for place, task in enumerate(judged.tasks):
+        places.setdefault(task, []).append(place)
+    tasks = [places[it] for it in range(len(places))]
+    plans = [profile.frontier[it] for it in profile.order]
+    for it, of in zip(plans, judged.plans, strict=True):
+        found = losses_of(tasks, judged.full_prefill, of, profile.tolerance)
+        if found != it.tasks:
+            return f"the plan [{it.start}, {it.stop}) has {it.tasks}, and its scores give {found}"
+    verdict_of_all = verdict(plans, profile.held_out, profile.tolerance)
+    if verdict_of_all != (profile.passed, profile.reason):
+        return f"it says {profile.reason!r}, and its plans give {verdict_of_all[1]!r}"
+    served = {(it.block, it.e_map) for it in proven(plans, profile.tolerance)}
+    for it in profile.blocks:
+        if len(it.block) < profile.receiver.num_layers and (it.block, it.e_map) not in served:
+            return f"[{it.start}, {it.stop}) is served, and its scores do not prove it"
+    return None
 
 
 def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:
@@ -240,13 +281,14 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
     scores, is_asked = found.judged.candidates[it], it in found.choice.order
     plan, full = qualities_of(scores), found.judged.full_prefill
     documents = found.held_out.documents if is_asked else _few(found)
+    tasks = by_task(found.held_out.documents).values()
     return FrontierPoint(
         start=it.block.start,
         stop=it.block.stop,
         e_map=it.e_map,
         train_quality=mean_of(qualities_of(found.tried.candidates[it])),
-        held_out=interval_of(documents, plan),
-        tasks=losses_of(documents, full, plan, tolerance) if is_asked else (),
+        held_out=interval_of(documents[: len(plan)], plan),
+        tasks=losses_of(tasks, full, plan, tolerance) if is_asked else (),
         shown=None if is_asked else _shown(found),
         fidelity=fidelity_of(scores),
         ttft_s=_seconds(it, found.costs, split),
@@ -256,7 +298,7 @@ def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> Fr
 def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
     """What the drift guard allows a plan beside the noise of two exact runs."""
     distances = [[it.tv for it in scores] for scores in held_out]
-    return mean_bound(_by_context(documents, distances), DRIFT_ERROR_RATE)
+    return mean_bound(_by_context(documents[: len(held_out)], distances), DRIFT_ERROR_RATE)
 
 
 def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:

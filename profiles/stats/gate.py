@@ -28,6 +28,7 @@ from statistics import fmean
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from profiles.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScores
@@ -92,16 +93,20 @@ def proven_after(full: Qualities, plan: Qualities, tolerance: float) -> int | No
 
 
 def still_open(
-    full: Qualities, plans: Sequence[Qualities], tasks: Sequence[int], tolerance: float
+    full: Qualities,
+    plans: Sequence[Qualities],
+    tasks: Sequence[int],
+    tolerance: float,
+    most: int,
 ) -> list[int]:
     """Places of the plans that the next context is asked about, in the order in which they are
     tried. Each plan has the qualities of the first contexts, as many as it was asked about; `tasks`
     has the task of every context that there is.
 
-    A plan ends as soon as it is proven at every task, or if nothing lost at all contexts that are
-    left could not prove it. In the second case the plans behind it are not tried.
+    A plan ends as soon as it is proven at every task. It also ends if it would not be proven though
+    it lost nothing from here to `most` contexts of each task. Plans behind it are then not tried.
     """
-    found = []
+    found: list[int] = []
     for place, plan in enumerate(plans):
         is_proven = True
         for task in {*tasks}:
@@ -109,7 +114,7 @@ def still_open(
             ours, theirs = [full[it] for it in asked], [plan[it] for it in asked]
             if proven_after(ours, theirs, tolerance) is not None:
                 continue
-            rest = [[1.0]] * tasks[len(plan) :].count(task)
+            rest = [[1.0]] * (most - len(asked))
             if proven_after(ours + rest, theirs + rest, tolerance) is None:
                 return found
             is_proven = False
@@ -232,6 +237,13 @@ def _arms(task: TaskScores) -> list[tuple[str, float]]:
     ]
 
 
+def _as_judged(task: TaskScores, lost: TaskLoss) -> TaskScores:
+    """A task on the contexts that a plan was judged on."""
+    if lost.num_contexts is None or lost.full_prefill is None:
+        return task
+    return replace(task, num_contexts=lost.num_contexts, full_prefill=lost.full_prefill)
+
+
 def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
     """Why a plan passes or does not, in a sentence."""
     reason = f"{finding(plan, split)}; {100 * tolerance:.3g}% is accepted"
@@ -249,7 +261,7 @@ def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int
     """Of a plan that did not pass: how many contexts like those of the task least sure would show
     that it does; None where at some task it loses too much, or none would show it."""
     for task, lost in zip(split.tasks, plan.tasks, strict=True):
-        is_good = lost.quality >= (1 - tolerance) * task.full_prefill
+        is_good = lost.quality >= (1 - tolerance) * _as_judged(task, lost).full_prefill
         if lost.bound > tolerance and (lost.needed is None or not is_good):
             return None
     return _worst(plan, split)[1].needed
@@ -275,7 +287,8 @@ def percent_at_most(share: float) -> float:
 def _worst(plan: FrontierPoint, split: Split) -> tuple[TaskScores, TaskLoss]:
     """The task at which least is sure."""
     pairs = zip(split.tasks, plan.tasks, strict=True)
-    return max(pairs, key=lambda it: it[1].bound)
+    task, lost = max(pairs, key=lambda it: it[1].bound)
+    return _as_judged(task, lost), lost
 
 
 def _of(task: TaskScores, split: Split) -> str:

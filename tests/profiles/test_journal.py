@@ -25,7 +25,7 @@ from tools.pairs.questions import OPTIONS, make_records
 SCORE = Score(kl=0.1, tv=0.2, quality=None)
 
 
-def entry(document: int, step: str, passes: int = 1, split: str = "train") -> Entry:
+def entry(document: str, step: str, passes: int = 1, split: str = "train") -> Entry:
     return Entry(
         split=split,
         document=document,
@@ -47,7 +47,7 @@ def written(path: Path, entries: list[Entry]) -> bytes:
 
 def test_every_cut_keeps_the_whole_lines_before_it(tmp_path):
     path = tmp_path / "journal"
-    entries = [entry(0, "references", 2), entry(0, "start:1"), entry(1, "references", 2)]
+    entries = [entry("0", "references", 2), entry("0", "start:1"), entry("1", "references", 2)]
     content = written(path, entries)
     ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
     for length in range(len(content) + 1):
@@ -56,15 +56,15 @@ def test_every_cut_keeps_the_whole_lines_before_it(tmp_path):
         num_whole = sum(end <= length for end in ends)
         found = [journal.get(it.split, it.document, it.step) for it in entries]
         assert found == [*entries[:num_whole], *[None] * (3 - num_whole)]
-        journal.put(entry(7, "start:9"))
+        journal.put(entry("7", "start:9"))
         journal.close()
-        assert Journal(path).get("train", 7, "start:9") == entry(7, "start:9")
+        assert Journal(path).get("train", "7", "start:9") == entry("7", "start:9")
 
 
 def test_passes_and_seconds_add_up(tmp_path):
     path = tmp_path / "folder" / "journal"
-    entries = [entry(0, "references", 2), entry(0, "start:1", 3), entry(1, "references", 2)]
-    written(path, [*entries, entry(1, "start:1"), entry(0, "x", 9, "held_out")])
+    entries = [entry("0", "references", 2), entry("0", "start:1", 3), entry("1", "references", 2)]
+    written(path, [*entries, entry("1", "start:1"), entry("0", "x", 9, "held_out")])
     journal = Journal(path)
     assert journal.num_passes == 17
     assert journal.seconds == 2.5
@@ -72,7 +72,7 @@ def test_passes_and_seconds_add_up(tmp_path):
 
 def test_a_finished_run_leaves_nothing(tmp_path):
     journal = Journal(tmp_path / "journal")
-    journal.put(entry(0, "references"))
+    journal.put(entry("0", "references"))
     journal.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -82,11 +82,11 @@ def test_scores_whose_fields_were_others_are_not_read(tmp_path):
     out, run = tmp_path / "pair.json", ("models", "documents")
     name = hashlib.sha256(msgspec.json.encode(run)).hexdigest()[:12]
     before = tmp_path / f".{out.name}.{name}.jsonl"
-    line = msgspec.to_builtins(entry(0, "references"))
+    line = msgspec.to_builtins(entry("0", "references"))
     line["scores"] = [[[0.1, 1.0, 0.2, None, 0.3]]]
     before.write_bytes(msgspec.json.encode(line) + b"\n")
-    assert Journal(before).get("train", 0, "references") is not None, "it would be read"
-    assert Journal.beside(out, *run).get("train", 0, "references") is None
+    assert Journal(before).get("train", "0", "references") is not None, "it would be read"
+    assert Journal.beside(out, *run).get("train", "0", "references") is None
 
 
 def test_prompts_are_no_longer_than_the_model_takes_whatever_is_asked_for():

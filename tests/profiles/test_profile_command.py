@@ -26,6 +26,7 @@ from profiles.cli import _made_as, _settings
 from profiles.compute.fitting import fit_maps
 from profiles.compute.layered import LayeredModel
 from profiles.compute.study import DocumentPasses
+from profiles.data.documents import in_drawn_order
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, read_measured
 from profiles.stats.gate import is_within
@@ -157,7 +158,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     pair = FINE_TUNES.load()
     models = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     layers = sorted({it.layer for it in profile.e_maps})
-    documents = read_documents(data, pair.tokenizer)
+    documents = in_drawn_order(read_documents(data, pair.tokenizer), seed=0)
     contexts = (DocumentPasses(*models, it.prefix, layers, layers) for it in documents)
     for it, expected in fit_maps(contexts, layers, torch.float32, "cpu").items():
         (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)

@@ -1,0 +1,120 @@
+"""The gate judges context after context, keeps the scores, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from shipped import ASKED, DATA, SHIPPED, flags
+
+from cachetree.planning.profile import write_profile
+from profiles.compute.journal import Journal
+from profiles.data.records import read_records, write_records
+from profiles.evidence import MeasuredProfile, read_measured
+from sglang_droidspeak.cli import main
+
+FAST = ["--dtype", "float32", "--group", "3", "--timing-seconds", "0", "--plans", "2"]
+FAILED_GATE, UNDECIDED = 3, 4
+
+
+def run(*args: str) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        return main(["profile", *args]), said.getvalue()
+
+
+def profiled(folder: Path, num_held_out: int, *more: str) -> tuple[int, str]:
+    """With three training contexts, and so many that judge."""
+    args = []
+    for flag, name, number in (("--data", "train", 3), ("--held-out", "held_out", num_held_out)):
+        records = read_records(DATA / f"{name}.jsonl")[: 3 * number]
+        write_records(records, folder / f"{name}.jsonl")
+        args += [flag, str(folder / f"{name}.jsonl")]
+    out = str(folder / "pair.json")
+    return run(*flags(SHIPPED[0]), *args, *ASKED, *FAST, *more, "--out", out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run with too few contexts, and one with more of them."""
+    return tmp_path_factory.mktemp("judged")
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> tuple[MeasuredProfile, list[str], str]:
+    status, said = profiled(folder, 3, "--tolerance", "0.5")
+    assert status == FAILED_GATE, said
+    (path,) = folder.glob(".*.jsonl")
+    return read_measured(folder / "pair.json"), Journal(path).documents("held_out"), said
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path, begun: object) -> MeasuredProfile:
+    status, said = profiled(folder, 16, "--tolerance", "0.5")
+    assert status == 0, said
+    return read_measured(folder / "pair.json")
+
+
+def test_a_run_that_more_contexts_could_decide_says_so_and_keeps_its_journal(begun):
+    profile, keys, said = begun
+    assert "the same command goes on from here" in said
+    assert "such contexts could show it, not 3" in profile.reason
+    assert len(keys) == len(profile.judged.tasks) == 3
+
+
+def test_with_more_contexts_the_run_goes_on_with_those_that_it_had_first(begun, ended):
+    before, _, _ = begun
+    num_before = len(before.held_out.contexts)
+    assert ended.held_out.contexts[:num_before] == before.held_out.contexts
+    assert ended.judged.full_prefill[:num_before] == before.judged.full_prefill
+
+
+def test_a_plan_is_judged_until_it_is_proven_and_no_longer(ended):
+    """Each plan has its own number of contexts, fewer than there are."""
+    plans = [ended.frontier[it] for it in ended.order]
+    numbers = [it.tasks[0].num_contexts for it in plans]
+    assert numbers == [len(it) for it in ended.judged.plans]
+    assert ended.passed and numbers[0] < 16
+    assert max(numbers) == ended.held_out.num_contexts
+
+
+def test_no_more_contexts_judge_than_are_asked_for(folder, tmp_path):
+    status, said = profiled(tmp_path, 16, "--tolerance", "0.5", "--most-contexts", "4")
+    assert status == FAILED_GATE, said
+    assert read_measured(tmp_path / "pair.json").held_out.num_contexts <= 4
+
+
+def test_a_verdict_is_computed_again_from_the_scores(ended, folder, tmp_path):
+    out = tmp_path / "pair.json"
+
+    def verified(profile: MeasuredProfile) -> tuple[int, str]:
+        write_profile(profile, out)
+        return run("show", str(out), "--verify-verdict")
+
+    assert verified(ended) == (
+        0,
+        f"the verdict follows from the scores of {ended.held_out.num_contexts} contexts\n",
+    )
+    first, *rest = ended.judged.plans
+    wrong = replace(ended.judged, plans=(((0.0,) * 3, *first[1:]), *rest))
+    status, said = verified(replace(ended, judged=wrong))
+    assert status == FAILED_GATE and "does not follow from the scores: the plan [" in said
+    status, said = verified(replace(ended, reason="it is good"))
+    assert status == FAILED_GATE and "it says 'it is good'" in said
+    more = (*ended.blocks, replace(ended.blocks[0], start=1, stop=2))
+    status, said = verified(replace(ended, blocks=more))
+    assert status == FAILED_GATE and "[1, 2) is served" in said
+    assert verified(replace(ended, judged=None))[0] == UNDECIDED
+
+
+SCORED = [
+    it for it in sorted(DATA.parents[1].glob("*/*.json")) if b'"judged": {' in it.read_bytes()
+]
+
+
+@pytest.mark.parametrize("file", SCORED, ids=lambda it: it.stem)
+def test_the_verdict_of_a_shipped_profile_follows_from_its_scores(file):
+    assert run("show", str(file), "--verify-verdict")[0] == 0
