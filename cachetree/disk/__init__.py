@@ -29,7 +29,7 @@ every peer's advert splits or takes out, while a file is used, replaced and dele
 """
 
 from cachetree.disk.asker import LetGo
-from cachetree.disk.directory import Directory, hold, new_file
+from cachetree.disk.directory import Directory, hold, new_file, try_directory
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.store import DiskStatus, DiskStore
 from cachetree.disk.tier import DiskTier
@@ -43,4 +43,5 @@ __all__ = [
     "LetGo",
     "hold",
     "new_file",
+    "try_directory",
 ]

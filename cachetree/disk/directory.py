@@ -119,6 +119,25 @@ class Directory:
             )
 
 
+def try_directory(path: Path) -> None:
+    """Find out whether this process could hold a directory, and leave all as it was.
+
+    Raises ConfigError, as `Directory`.
+    """
+    made = [it for it in (path, *path.parents) if not it.exists()]
+    mode = FOLDER_MODE if made else path.stat().st_mode & 0o7777
+    has_lock = (path / _LOCK).exists()
+    try:
+        with contextlib.closing(Directory(path, None)):
+            path.chmod(mode)
+            if not has_lock:
+                (path / _LOCK).unlink()
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Write a file that comes to its name at the end of the block, whole.

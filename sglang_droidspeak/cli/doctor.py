@@ -15,8 +15,9 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from cachetree import CacheTreeError, ConfigError, read_yaml, settings_of
+from cachetree import CacheTreeError, ConfigError, ModelId, read_yaml, settings_of
 from cachetree.cli import show
+from cachetree.disk import try_directory
 from cachetree.transport import (
     Status,
     StatusRequest,
@@ -30,7 +31,7 @@ from sglang_droidspeak.cli.serve import as_flags, own_of, server_of
 from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.fleet.fleet import check_flags
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.start.config import Settings, linker_options, parse_settings
+from sglang_droidspeak.start.config import Settings, cache_config, linker_options, parse_settings
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
@@ -174,7 +175,7 @@ def configuration(path: Path) -> Iterator[Check]:
         said = f"{it.reason}; {it.controls or 'no controls were measured'}"
         yield _check(f"profile {pair}", it.is_usable, said, "see `droidspeak profile show`")
     settings = server.settings
-    yield from _room(settings, own_of(flags).tp)
+    yield from _room(settings, server.identity.model_id, own_of(flags).tp)
     for address in dict.fromkeys((*settings.peers, *settings.push_to)):
         yield _peer(address, settings)
 
@@ -201,7 +202,7 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     return linker.get("linker_extra_config") or {}
 
 
-def _room(settings: Settings, ranks: int) -> Iterator[Check]:
+def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
     """For all ranks: each takes as much as the settings say."""
     from profiles.environment import free_memory_bytes
 
@@ -209,6 +210,13 @@ def _room(settings: Settings, ranks: int) -> Iterator[Check]:
     found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
     yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
     if settings.disk_path is not None:
+        try:
+            for rank in range(ranks):
+                config = cache_config(settings, model, rank)
+                try_directory(config.disk_of(rank, ranks).absolute())
+        except ConfigError as exc:
+            yield _check("disk", False, str(exc), "correct disk_path")
+            return
         folder = Path(settings.disk_path).absolute()
         place = next(it for it in (folder, *folder.parents) if it.exists())
         entries = (*folder.glob("entry-*"), *folder.glob("rank*/entry-*"))

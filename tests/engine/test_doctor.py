@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from test_policy import FAILED, FAR, MEASURED, PROFILES, links
 
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
+from cachetree.disk import Directory
 from cachetree.ids import Span
 from cachetree.planning import Link, full_prefill_s, index_profiles, times_of
 from sglang_droidspeak.cli import ask as asking
@@ -112,7 +116,9 @@ def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
     ("settings", "name", "words"),
     [
         ({"host_gb": 1 << 19}, "memory", "are free"),
-        ({"disk_path": "/tmp", "disk_gb": 1 << 19}, "disk", "are free"),
+        ({"disk_path": "/tmp/no/such/folder", "disk_gb": 1 << 19}, "disk", "are free"),
+        ({"disk_path": "/proc/nope", "disk_gb": 1.0}, "disk", "/proc/nope'"),
+        ({"disk_path": "/dev/null/cache", "disk_gb": 1.0}, "disk", "Not a directory"),
         ({"hots_gb": 1}, "settings", "did you mean host_gb?"),
         ({"profiles": ["no.json"]}, "settings", "no.json"),
     ],
@@ -147,12 +153,31 @@ def test_what_is_on_disk_already_needs_no_more_room(
 ) -> None:
     monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
     disk = tmp_path / "disk"
-    (disk / folder).mkdir(parents=True)
+    Directory(disk, None).close()
+    (disk / folder).mkdir(exist_ok=True)
     for name, size in (("entry-1", 1 << 30), ("another", 5 << 30)):
         with (disk / folder / name).open("wb") as file:
             file.truncate(size)
     told = checked(tmp_path, disk_path=str(disk), disk_gb=2.0)["disk"]
     assert told.ok and told.found == "up to 1.0 GiB more are written, 1.5 GiB are free"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(
+    tmp_path: Path, ranks: int
+) -> None:
+    disk, change = tmp_path / "a/disk", {"tp-size": ranks}
+    folder = disk / "rank1" if ranks > 1 else disk
+    with closing(Directory(folder, None)):
+        told = checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"]
+        assert not told.ok and f"process {os.getpid()} is using" in told.found and told.remedy
+    there = sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*"))
+    assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
+    assert sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*")) == there
+    shutil.rmtree(tmp_path / "a")
+    disk.mkdir(0o755, parents=True)
+    assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
+    assert not list(disk.iterdir()) and disk.stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
