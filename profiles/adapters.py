@@ -33,7 +33,7 @@ from cachetree import ConfigError
 from cachetree.checkpoint import weight_files
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _FACTOR: Final = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>A\.weight|B\.weight|embedding_A|embedding_B)"
@@ -108,7 +108,7 @@ def with_adapter(
     """
     config = read_config(adapter)
     try:
-        return merged(base, _load(adapter / _ADAPTER_WEIGHTS), config, dtype)
+        return merged(base, _load(adapter / ADAPTER_WEIGHTS), config, dtype)
     except ConfigError as exc:
         raise ConfigError(f"adapter {adapter}: {exc}") from exc
 

@@ -48,10 +48,7 @@ def answerer_of(
     check_layers(layered, sample)
     bounds = bounds_of(*memory_gb, layered.device)
     room = make_room(Sizes.of(layered), documents, num_mixtures, bounds)
-    ends = {tokenizer.eos_token_id}
-    for it in (model.config, model.generation_config):
-        ends |= {*it.eos_token_id} if isinstance(it.eos_token_id, list) else {it.eos_token_id}
-    return Answerer(model=layered, tokenizer=tokenizer, ends=frozenset(ends - {None}), room=room)
+    return Answerer(model=layered, tokenizer=tokenizer, ends=ends_of(model, tokenizer), room=room)
 
 
 def time_costs(
@@ -122,3 +119,11 @@ def measure_small(
         fidelity=None,
         ttft_s=ttft_s,
     )
+
+
+def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end an answer."""
+    ends = {tokenizer.eos_token_id}
+    for it in (model.config, model.generation_config):
+        ends |= {*it.eos_token_id} if isinstance(it.eos_token_id, list) else {it.eos_token_id}
+    return frozenset(ends - {None})

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cachetree.cli import complain, show, show_json
+from profiles.distill.settings import DistillSettings
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.settings import Settings, add_flags
 
@@ -24,6 +25,8 @@ FAILED_GATE: Final = 3
 """Exit status: everything worked, and the verdict is that the pair may not be reused."""
 UNDECIDED: Final = 4
 """Likewise, and the data are too few to show that a verdict holds."""
+
+AnySettings = TypeVar("AnySettings", Settings, DistillSettings)
 
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
@@ -117,7 +120,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    if _is_missing(args, "profile", "sender", "receiver", "data", "out"):
+    if is_missing(args, "profile", "sender", "receiver", "data", "out"):
         return 2
     from rich.console import Console
 
@@ -126,7 +129,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     console = Console()
     try:
-        profile = profile_pair(_settings(args, {}), console)
+        profile = profile_pair(settings_of(args, {}, Settings), console)
     except KeyboardInterrupt:
         complain("droidspeak", "interrupted; the same command goes on from here")
         return 130
@@ -173,7 +176,7 @@ def _verdict_of(profile: MeasuredProfile) -> dict[str, object]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    if _is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
+    if is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
         return 2
     found = _again(args, is_json=args.json).verify()
     if args.json:
@@ -184,7 +187,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    if _is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
+    if is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
         return 2
     try:
         found = _again(args).calibrate()
@@ -204,12 +207,12 @@ def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
     from profiles.verification import Again
 
     profile = read_measured(args.profile)
-    settings = replace(_settings(args, _made_as(profile, args)), out=args.profile)
+    settings = replace(settings_of(args, _made_as(profile, args), Settings), out=args.profile)
     corrections = read_corrections(profile, args.profile)
     return Again(profile, settings, Console(stderr=is_json), corrections)
 
 
-def _is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
+def is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
     """Whether an argument is, which is then said."""
     missing = [f"--{name}" for name in names if not getattr(args, name)]
     if missing:
@@ -241,15 +244,17 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Settings:
-    """What the arguments say, and where they are silent the defaults."""
+def settings_of(
+    args: argparse.Namespace, defaults: Mapping[str, Any], of: type[AnySettings]
+) -> AnySettings:
+    """Settings of a class: what the arguments say, and otherwise the defaults."""
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
-        if name in Settings.__dataclass_fields__ and value is not None
+        if name in of.__dataclass_fields__ and value is not None
     }
     command = shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])])
-    return Settings(**{**defaults, **given, "command": command})
+    return of(**{**defaults, **given, "command": command})
 
 
 def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:

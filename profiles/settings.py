@@ -28,14 +28,14 @@ DTYPES: Final = ("bfloat16", "float16", "float32")
 _TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
-def _flag(group: str, default: Any, text: str, metavar: str | None = None, **rest: Any) -> Any:
+def flag(group: str, default: Any, text: str, metavar: str | None = None, **rest: Any) -> Any:
     """A field that is a flag, too: the keywords are argparse's, `text` is its help."""
     return field(
         default=default, metadata={"group": group, "help": text, "metavar": metavar, **rest}
     )
 
 
-_models, _data, _out, _choice = (partial(_flag, it) for it in ("models", "data", "out", "choice"))
+_models, _data, _out, _choice = (partial(flag, it) for it in ("models", "data", "out", "choice"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +129,23 @@ class Settings:
     seed: int = _choice(0, "of the split, and of the contexts that some measurements take", "N")
 
     def __post_init__(self) -> None:
-        _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
+        require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
         share = self.held_out_share
-        _require(0.0 < share < 1.0, "held-out-share", share, "between 0 and 1")
-        _require(self.group is None or self.group >= 1, "group", self.group, "at least 1 layer")
-        _require(self.plans >= 2, "plans", self.plans, "at least 2")
-        _require(self.most_contexts >= 1, "most-contexts", self.most_contexts, "at least 1")
+        require(0.0 < share < 1.0, "held-out-share", share, "between 0 and 1")
+        require(self.group is None or self.group >= 1, "group", self.group, "at least 1 layer")
+        require(self.plans >= 2, "plans", self.plans, "at least 2")
+        require(self.most_contexts >= 1, "most-contexts", self.most_contexts, "at least 1")
         for flag, most in ("max-new", self.max_new), ("max-prompt-tokens", self.max_prompt_tokens):
-            _require(most is None or most >= 1, flag, most, "at least 1 token")
-        _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
+            require(most is None or most >= 1, flag, most, "at least 1 token")
+        require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
         budget_s = self.timing_seconds
-        _require(budget_s >= 0, "timing-seconds", budget_s, "at least 0")
+        require(budget_s >= 0, "timing-seconds", budget_s, "at least 0")
         host, device = self.memory_gb
         for flag, bound in (("max-memory-gb", host), ("max-device-memory-gb", device)):
-            _require(bound is None or bound > 0, flag, bound, "more than 0")
+            require(bound is None or bound > 0, flag, bound, "more than 0")
         if self.fit_data and not self.e_correction:
             raise ConfigError("--fit-data is given without --e-correction, which fits; give both")
-        _require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
+        require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
 
     @property
     def memory_gb(self) -> tuple[float | None, float | None]:
@@ -176,11 +176,17 @@ class Settings:
         return ours, ours if theirs is None else choose_device(theirs, "sender-device")
 
 
-def add_flags(parser: argparse.ArgumentParser, *groups: str) -> None:
-    """Flags of settings; of those that are not given the arguments have None."""
+def same(name: str, group: str) -> Any:
+    """A field like that one of `Settings`, with the same flag in a group."""
+    it = Settings.__dataclass_fields__[name]
+    return field(default=it.default, metadata={**it.metadata, "group": group})
+
+
+def add_flags(parser: argparse.ArgumentParser, *groups: str, of: type[Any] = Settings) -> None:
+    """Flags of settings of a class; of those that are not given the arguments have None."""
     for group in groups:
         titled = parser if group == "out" else parser.add_argument_group(group)
-        for name, it in Settings.__dataclass_fields__.items():
+        for name, it in of.__dataclass_fields__.items():
             if it.metadata.get("group") != group:
                 continue
             how, kind = dict(it.metadata), it.type.removesuffix(" | None")
@@ -198,7 +204,7 @@ def add_flags(parser: argparse.ArgumentParser, *groups: str) -> None:
             titled.add_argument(option, dest=name, **how)
 
 
-def _require(holds: bool, flag: str, value: object, need: str) -> None:
+def require(holds: bool, flag: str, value: object, need: str) -> None:
     if not holds:
         raise ConfigError(f"--{flag} is {value}; it has to be {need}")
 

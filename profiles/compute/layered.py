@@ -33,7 +33,7 @@ PrefixKV = Sequence[KV | None]
 
 HOST: Final = torch.device("cpu")
 
-_ALLOWED: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Distance of logits relative to the largest, by which rounding alone may differ."""
 
 
@@ -282,7 +282,7 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
             seen = GrowingKV(model.kv_of(kv, layer), 1, len(ids) - half)
             hidden = model.step(layer, hidden, seen, placement)
         distance = (model.logits(hidden[0, -1]) - expected.float()).abs().max()
-    allowed = _ALLOWED[model.dtype] * expected.float().abs().max()
+    allowed = ROUNDING[model.dtype] * expected.float().abs().max()
     if not distance <= allowed:
         raise ConfigError(
             f"layer by layer, {type(model.model).__name__} gives logits that are {distance:.3g} "

@@ -176,7 +176,7 @@ def look_at(source: ModelSource) -> Supported:
         config = ARCHITECTURES[identity.architecture].config_class.from_pretrained(source.path)
     except (OSError, ValueError, TypeError, StrictDataclassError) as exc:
         raise ConfigError(f"{file} cannot be used: {_line(exc)}; save it again") from exc
-    _require_plain_layers(file, config)
+    require_plain_layers(file, config)
     quantization = config.__dict__.pop("quantization_config", None)
     if quantization is not None:
         check_quantization(file, quantization)
@@ -224,7 +224,7 @@ def _require_plain_folder(path: Path) -> None:
     )
 
 
-def _require_plain_layers(file: Path, config: PretrainedConfig) -> None:
+def require_plain_layers(file: Path, config: PretrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if window or kinds:  # Where there is none, Qwen2-MoE's config says 0.

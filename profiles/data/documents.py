@@ -42,8 +42,8 @@ class Question:
     suffix: Tokens
     """Tokens after the reused prefix, up to the answer; at least one."""
     draft: Tokens
-    """The first accepted answer, then EOS if the tokenizer has one; at most the task's `max_new`.
-    What of a model's own answer is the same is decoded in one step."""
+    """The first accepted answer if any, then EOS if the tokenizer has one; at most the task's
+    `max_new`. What of a model's own answer is the same is decoded in one step."""
     answers: tuple[str, ...]
     classes: tuple[str, ...] = ()
     """Those that the data set knows, if it is about classes."""
@@ -95,7 +95,7 @@ def make_documents(
             groups.setdefault((it.task, context_digest(it.record.context)), []).append(it)
     bar = tqdm(groups.items(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
     return [
-        _document(records, _Encoder(tokenizer, task.chat), page_size, max_prompt_tokens)
+        _document(records, Encoder(tokenizer, task.chat), page_size, max_prompt_tokens)
         for (task, _), records in bar
     ]
 
@@ -171,7 +171,9 @@ def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class _Encoder:
+class Encoder:
+    """How a prompt becomes text, and a text becomes tokens."""
+
     tokenizer: PreTrainedTokenizerBase
     chat: bool
 
@@ -210,10 +212,14 @@ class _Encoder:
         is_special = begins and not self.chat
         return tuple(self.tokenizer(text, add_special_tokens=is_special, verbose=False).input_ids)
 
+    def text_of(self, ids: Tokens) -> str:
+        """The text of some tokens, special ones included."""
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
 
 def _document(
     records: Sequence[SourcedRecord],
-    encode: _Encoder,
+    encode: Encoder,
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> Document:
@@ -275,8 +281,8 @@ def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> ra
     return range(start, start + excess)
 
 
-def _draft(it: SourcedRecord, prompt: str, encode: _Encoder) -> Tokens:
-    answer = it.record.answers[0]
+def _draft(it: SourcedRecord, prompt: str, encode: Encoder) -> Tokens:
+    answer = next(iter(it.record.answers), "")
     if answer and not prompt[-1:].isspace() and not answer[:1].isspace():
         answer = f" {answer}"
     ids, eos = encode.ids(answer, begins=False), encode.tokenizer.eos_token_id

@@ -44,6 +44,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     id: str = msgspec.field(name="_id", default="")
 
 
+class Prompt(Record, frozen=True, kw_only=True):
+    """A record that may have no answers."""
+
+    answers: tuple[str, ...] = ()
+
+
 class RecordError(CacheTreeError):
     """Data cannot be used. The message names the file and the line."""
 

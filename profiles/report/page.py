@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from profiles.evidence import MeasuredProfile
 from profiles.report import tables
 
-_TEMPLATES: Final = Environment(
+TEMPLATES: Final = Environment(
     loader=PackageLoader("profiles.report", "."), autoescape=True, undefined=StrictUndefined
 )
 
@@ -29,7 +29,7 @@ def write_report(profile: MeasuredProfile, folder: Path) -> list[Path]:
     drawn = {it: folder / f"{it.name}.png" for it in PICTURES}
     for picture, path in drawn.items():
         picture.save(profile, path)
-    page = _TEMPLATES.get_template("page.html.jinja").render(
+    page = TEMPLATES.get_template("page.html.jinja").render(
         profile=profile,
         summary=tables.summary(profile),
         measured=(tables.frontier(profile), tables.tasks(profile), tables.baselines(profile)),

@@ -45,12 +45,12 @@ Columns = Mapping[str, Callable[[Row], str]]
 """What a cell says of its row, by the column's header."""
 
 
-def _table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) -> Table:
+def table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) -> Table:
     cells = tuple(tuple(say(row) for say in columns.values()) for row in rows)
     return Table(title=title, headers=tuple(columns), rows=cells, **rest)
 
 
-def _facts(title: str, said: Mapping[str, str]) -> Table:
+def facts(title: str, said: Mapping[str, str]) -> Table:
     return Table(title=title, headers=("", ""), rows=tuple(said.items()), is_prose=True)
 
 
@@ -81,7 +81,7 @@ def summary(profile: MeasuredProfile) -> Table:
     reusing = "nothing" if free is None else "reusing all layers"
     said["lossless whatever the gate says"] = f"recomputing {words.span(free)}" if free else reusing
     said["error of predicted times"] = _errors(profile)
-    return _facts("", said)
+    return facts("", said)
 
 
 def _errors(profile: MeasuredProfile) -> str:
@@ -107,7 +107,7 @@ def frontier(profile: MeasuredProfile) -> Table:
         "of full": lambda it: words.percent(derived.ttft_ratio(profile, it.ttft_s)),
         "served": lambda it: "yes" if (it.block, it.e_map) in usable else "no",
     }
-    return _table(
+    return table(
         "Frontier",
         profile.frontier,
         columns,
@@ -140,7 +140,7 @@ def tasks(profile: MeasuredProfile) -> Table:
         "at most": lambda it: words.percent_kept(it[1].bound) if it[1] else words.ABSENT,
         "passed": lambda it: "yes" if it[1] and it[1].bound <= profile.tolerance else "no",
     }
-    return _table(
+    return table(
         "Tasks",
         zip_longest(profile.held_out.tasks, plan.tasks if plan else ()),
         columns,
@@ -176,7 +176,7 @@ def baselines(profile: MeasuredProfile) -> Table:
         "same questions, where that is known; recomputes of a part were measured on "
         f"{derived.shown_on(profile)}"
     )
-    return _table("What one could do instead", derived.ways(profile), columns, caption=caption)
+    return table("What one could do instead", derived.ways(profile), columns, caption=caption)
 
 
 def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
@@ -267,4 +267,4 @@ def making(profile: MeasuredProfile) -> Table:
         + answers,
         "data": f"sha256 {profile.data_sha256}",
     }
-    return _facts("How it was made", said)
+    return facts("How it was made", said)

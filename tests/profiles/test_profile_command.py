@@ -22,13 +22,14 @@ from cachetree import ConfigError
 from cachetree.corrections import read_corrections
 from cachetree.planning import BlockQuality
 from cachetree.planning.profile import write_profile
-from profiles.cli import _made_as, _settings
+from profiles.cli import _made_as, settings_of
 from profiles.compute.fitting import fit_maps
 from profiles.compute.layered import LayeredModel
 from profiles.compute.study import DocumentPasses
 from profiles.data.documents import in_drawn_order
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, Fidelity, MeasuredProfile, read_measured
+from profiles.settings import Settings
 from profiles.stats.gate import is_within
 from profiles.verification import Verification
 from sglang_droidspeak.cli import main, parser
@@ -398,7 +399,7 @@ def test_a_profile_is_verified_as_it_was_made():
     profile = msgspec.structs.replace(profile, made=msgspec.structs.replace(profile.made, **made))
     for given, changed in (([], {}), (["--max-new", "3"], {"max_new": 3})):
         args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES), *given])
-        found = _settings(args, _made_as(profile, args))
+        found = settings_of(args, _made_as(profile, args), Settings)
         assert {it: getattr(found, it) for it in made} == made | changed
         assert (found.template, found.metric) == (profile.made.template, "f1")
 
@@ -409,7 +410,7 @@ def test_what_was_stated_of_data_with_a_template_of_their_own_is_stated_again(me
     made = msgspec.structs.replace(profile.made, template="", max_new=5, metric=metric)
     profile = msgspec.structs.replace(profile, made=made)
     args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES)])
-    found = _settings(args, _made_as(profile, args))
+    found = settings_of(args, _made_as(profile, args), Settings)
     assert (found.template, found.max_new, found.metric) == (None, 5, metric)
 
 

@@ -21,6 +21,7 @@ from profiles.stats.gate import loss_bound
 from tools.real.base import BaseError, base_model, convert, require_digest
 from tools.real.packages import PARTS, Package, read_packages
 from tools.real.questions import SETS, SKILLS, document, shown, write_sets
+from tools.real.sharing import HARDER, LONG, NUM_LONG, NUM_SHORT, write_lessons
 from tools.real.train import RECIPES, WEIGHTS, Chat, Steps, packed, train
 
 PACKAGES = Path(__file__).parents[2] / "examples/real/packages.jsonl"
@@ -190,13 +191,16 @@ def test_the_recipe_trains_to_its_end_and_goes_on_where_it_was_stopped(
 def test_shipped_adapters_are_small_and_of_every_layer_of_the_base() -> None:
     files = sorted(PACKAGES.parent.glob(f"*/{WEIGHTS}"))
     assert files
-    assert all(file.parent.name in SKILLS and file.stat().st_size <= 10e6 for file in files)
+    assert all(file.parent.name.removesuffix("_alora") in SKILLS for file in files)
+    assert all(file.stat().st_size <= 20e6 for file in files)
     for file in files:
         weights = load_file(file)
         assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
         assert {re.search(r"layers\.(\d+)", name)[1] for name in weights} == {*map(str, range(30))}
-        assert weights[f"{QUERY}.lora_A.weight"].shape == (RECIPES[file.parent.name].rank, 576)
-        assert json.loads((file.parent / "adapter_config.json").read_text())["peft_type"] == "LORA"
+        config = json.loads((file.parent / "adapter_config.json").read_text())
+        assert weights[f"{QUERY}.lora_A.weight"].shape == (config["r"], 576)
+        assert config["peft_type"] == "LORA"
+        assert bool(config["alora_invocation_tokens"]) == file.parent.name.endswith("_alora")
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +267,18 @@ def test_answers_are_in_the_document_but_summaries_are_not(tmp_path: Path) -> No
     for record in read_records(tmp_path / "json/held_out.jsonl"):
         for value in re.findall(r': "([^"]+)"', record.answers[0]):
             assert value in record.context, record
+
+
+def test_lessons_are_mostly_long_and_share_nothing_with_what_judges(tmp_path: Path) -> None:
+    learned, judged = (read_records(it) for it in write_lessons(PACKAGES, tmp_path))
+    contexts = {it.context: it.context.count("Package: ") for it in learned}
+    assert sum(number >= LONG[0] for number in contexts.values()) == NUM_LONG >= 200
+    assert len(contexts) == NUM_LONG + NUM_SHORT == 4 * NUM_SHORT
+    names = {name for it in contexts for name in re.findall(r"^Package: (.+)$", it, re.M)}
+    assert len(judged) == 300
+    assert not any(f"Package: {name}\n" in it.context for it in judged[::15] for name in names)
+    harder = sum(it.input.startswith(HARDER) for it in learned)
+    assert harder / len(learned) > 0.6
 
 
 def test_a_document_is_its_records(packages: dict[str, list[Package]]) -> None:

@@ -2,6 +2,8 @@
 
     python -m tools.real                    the base, the data and whole checkpoints of the skills
     python -m tools.real train questions    train an adapter: 10 to 30 minutes on one core
+    python -m tools.real distill --out DIR  make that skill share its base's KV exactly
+    python -m tools.real judge DIR          its quality by length and kind of question
     python -m tools.real check questions    its quality on documents that nothing was chosen on
     python -m tools.real profile base questions
 
@@ -19,10 +21,12 @@ from typing import Final
 
 from tqdm import tqdm
 
+from cachetree.checkpoint import read_invocation
 from tools.merge import merge_folder
 from tools.real.base import BaseError, base_model
 from tools.real.check import MAX_NEW, METRICS, TEMPLATE, check
 from tools.real.questions import SETS, SKILLS, write_sets
+from tools.real.sharing import RECIPE, distill, judge, write_lessons
 from tools.real.train import RECIPES, train
 
 SHIPPED: Final = Path("examples/real")
@@ -39,6 +43,12 @@ def main() -> int:
         if args.command == "train":
             packages, work = SHIPPED / "packages.jsonl", args.work / args.skill
             train(args.skill, RECIPES[args.skill], base, packages, work)
+        elif args.command == "distill":
+            return distill(base, SHIPPED, args.work / "data", args.out, *RECIPE, *args.flags)
+        elif args.command == "judge":
+            data = args.work / "data"
+            _, long = write_lessons(SHIPPED / "packages.jsonl", data)
+            judge(base, args.adapter, [long, data / "questions/held_out.jsonl"])
         elif args.command == "check":
             adapter = None if args.base else args.adapter or SHIPPED / args.skill
             check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
@@ -56,8 +66,13 @@ def main() -> int:
 
 
 def merge_all(base: Path, folder: Path) -> None:
-    """Each shipped skill as a whole checkpoint, where that is not there or older than its parts."""
+    """Each shipped skill as a whole checkpoint, where that is not there or older than its parts.
+
+    An activated adapter is none: it does not act on what precedes its invocation.
+    """
     for adapter in sorted(SHIPPED.glob("*/adapter_model.safetensors")):
+        if read_invocation(adapter.parent):
+            continue
         out = folder / adapter.parent.name
         made, parts = out / WEIGHTS, (adapter, base / WEIGHTS)
         if made.exists() and made.stat().st_mtime > max(it.stat().st_mtime for it in parts):
@@ -100,6 +115,11 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     of_training = commands.add_parser("train", help="train an adapter, or go on with it")
     of_training.add_argument("skill", choices=SKILLS)
+    of_distilling = commands.add_parser("distill", help="make `questions` share exactly")
+    of_distilling.add_argument("--out", type=Path, required=True, help="the adapter's folder")
+    of_distilling.add_argument("flags", nargs="*", help="more of droidspeak distill, after --")
+    of_judging = commands.add_parser("judge", help="its quality by length and kind of question")
+    of_judging.add_argument("adapter", type=Path, help="the adapter's folder")
     of_profile = commands.add_parser("profile", help="profile a pair, or go on with it")
     for role in ("sender", "receiver"):
         of_profile.add_argument(role, choices=[BASE, *SKILLS])

@@ -75,6 +75,10 @@ def document(packages: Sequence[Package]) -> str:
 
 
 def about_fields(package: Package, others: Sequence[Package], rng: Random) -> Asked:
+    return rng.choice(askable(package, others))
+
+
+def askable(package: Package, others: Sequence[Package]) -> list[Asked]:
     """A field of the package by its name, or its name by a field that no other has."""
     name, only = package.name, "Answer with the value only."
     asked = [
@@ -91,7 +95,7 @@ def about_fields(package: Package, others: Sequence[Package], rng: Random) -> As
         values = Counter(getattr(it, field) for it in others)
         if values[getattr(package, field)] == 1:
             asked.append((question, name))
-    return rng.choice(asked)
+    return asked
 
 
 def about_text(package: Package, others: Sequence[Package], rng: Random) -> Asked:

@@ -1,0 +1,333 @@
+"""The distiller: a base, a teacher or answers, and prompts in; an adapter that shares exactly out.
+
+prompts ─► train ─► the teacher's answers ─► steps ─► adapter
+           held out ─► the adapter beside its teacher ─► gate ─► verdict and report
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import transformers
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from cachetree import ConfigError, ModelIdentity
+from cachetree.checkpoint import read_model_identity
+from profiles.adapters import with_adapter
+from profiles.answerers import SAMPLE_TOKENS, ends_of
+from profiles.compute.models import (
+    ARCHITECTURES,
+    ModelSource,
+    load_model,
+    load_tokenizer,
+    require_plain_layers,
+)
+from profiles.compute.room import GIB
+from profiles.data.documents import split_documents
+from profiles.distill.evidence import Distilled
+from profiles.distill.forward import ATTENTION, KeptKV, Reader, Said, check_forward
+from profiles.distill.judge import NUM_SHOWN, Judge, verdict
+from profiles.distill.prompts import (
+    Invocation,
+    Lesson,
+    ending_in_space,
+    find_invocation,
+    lessons_of,
+    load_prompts,
+)
+from profiles.distill.settings import DistillSettings
+from profiles.distill.student import export_adapter, make_student, require_peft
+from profiles.distill.training import (
+    Recipe,
+    Step,
+    Trainer,
+    draw_steps,
+    labels_of,
+    read_answers,
+    write_answers,
+)
+from profiles.environment import read_environment
+from profiles.progress import shown
+from profiles.report.distilled import write_page
+from profiles.report.words import counted, duration
+from profiles.settings import choose_device
+from profiles.splits import hardly_enough
+from profiles.stats.artifact import Data
+
+PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
+_DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
+"""Settings that decide what the adapter becomes, beside models and prompts."""
+_CURVE: Final = (1, 2, 4, 8)
+"""Parts of all steps after which the first held-out contexts are scored, beside the beginning."""
+_LEARNED: Final[Mapping[str | None, str]] = {
+    None: "the teacher's answers",
+    "only": "the data's answers",
+    "both": "the data's answers and the teacher's distributions",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Lessons to learn from and to judge on. They share no context."""
+
+    train: list[Lesson]
+    held_out: list[Lesson]
+    invocation: Invocation
+
+
+class Distiller:
+    """One run of the command: its prompts, its models, and its state on disk."""
+
+    def __init__(self, settings: DistillSettings, console: Console) -> None:
+        require_peft()
+        transformers.utils.logging.disable_progress_bar()
+        self._settings, self._console = settings, console
+        self._device = choose_device(settings.device)
+        self._dtype = getattr(torch, settings.dtype)
+        self._source, self._teacher = ModelSource(path=settings.base), settings.source_of_teacher
+        self._models = [
+            read_model_identity(it.path, adapter=it.adapter)
+            for it in (self._source, self._teacher)
+            if it is not None
+        ]
+        _require_one_tokenizer(self._models)
+        self._tokenizer = load_tokenizer(self._source)
+        self.prompts = load_lessons(settings, self._tokenizer, console)
+        self.state = self._place_of_state()
+        held_out = Data(files=(), documents=[it.document for it in self.prompts.held_out])
+        for line in hardly_enough(held_out, settings.tolerance):
+            console.print(line, highlight=False, soft_wrap=True)
+
+    def _place_of_state(self) -> Path:
+        """A folder beside `--out`, named by all that decides what the adapter becomes."""
+        out, prompts = self._settings.out, self.prompts
+        chosen = [getattr(self._settings, it) for it in _DECISIVE]
+        asked = [_asked(it) for it in (*prompts.train, *prompts.held_out)]
+        found = self._models, chosen, asked, len(prompts.held_out), prompts.invocation
+        digest = hashlib.sha256(msgspec.json.encode(found)).hexdigest()[:12]
+        folder = out.with_name(f".{out.name}.{digest}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def run(self) -> Distilled:
+        """Train and judge, and write the adapter's folder with what is known of the adapter."""
+        settings, prompts, num_steps = self._settings, self.prompts, self._settings.steps
+        steps = draw_steps(prompts.train, num_steps, settings.questions, settings.seed)
+        answered = self._ask_teacher(sorted({it.place for it in steps}))
+        file = self.state / "judged.jsonl"
+        judge = Judge(prompts.held_out, answered, self._tokenizer, file)
+        base = self._load(self._source)
+        student = make_student(base, settings.rank, settings.seed, settings.adapter)
+        kept = KeptKV(self.state / "kv", settings.max_disk_gb * GIB)
+        ends = ends_of(base, self._tokenizer)
+        reader = Reader(student.get_base_model(), ends, kept, student.disable_adapter)
+        recipe = Recipe(
+            num_steps=num_steps,
+            rate=settings.peak_rate,
+            from_labels=settings.labels is not None,
+        )
+        trainer = Trainer(reader, student, self.state / "state.safetensors", recipe)
+        self._train(trainer, steps, partial(self._show, judge, reader))
+        places = range(len(prompts.held_out))
+        with shown(self._console, "judging", len(places)) as done:
+            scored = judge.scores(reader, num_steps, places, done)
+        tasks = judge.tasks(scored, settings.tolerance)
+        passed, reason = verdict(tasks, settings.tolerance)
+        found = Distilled(
+            base=self._models[0].model_id,
+            teacher=self._models[-1].model_id if self._teacher else None,
+            learned_from=_LEARNED[settings.labels],
+            invocation=prompts.invocation.text,
+            invocation_tokens=prompts.invocation.ids,
+            num_contexts=len({it.place for it in steps}),
+            num_questions=len({(it.place, asked) for it in steps for asked in it.questions}),
+            steps=num_steps,
+            rank=settings.rank,
+            tasks=tasks,
+            num_shown=min(NUM_SHOWN, len(places)),
+            curve=tuple(judge.curve()),
+            tolerance=settings.tolerance,
+            passed=passed,
+            reason=reason,
+            command=settings.command,
+            versions=dict(read_environment(PACKAGES).versions),
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        )
+        export_adapter(student, settings.out, prompts.invocation.ids)
+        write_page(found, settings.out)
+        shutil.rmtree(self.state)
+        return found
+
+    def _show(self, judge: Judge, reader: Reader, step: int) -> None:
+        """Score the first held-out contexts, if the step is one of the curve's."""
+        num_steps = self._settings.steps
+        if step in {0, *(num_steps // it for it in _CURVE)}:
+            shown_of = range(min(NUM_SHOWN, len(self.prompts.held_out)))
+            judge.scores(reader, step, shown_of, lambda _: None)
+
+    def _ask_teacher(self, places: Sequence[int]) -> list[list[Said]]:
+        """Have the teacher answer what is not answered yet, and return its held-out answers.
+
+        Its model is gone afterwards.
+        """
+        if self._teacher is None:
+            return []
+        labels, prompts = self._settings.labels, self.prompts
+        learned = [] if labels == "only" else [self._asked(it) for it in places]
+        judging = [
+            (it, self.state / f"held_out/{place}.safetensors", False)
+            for place, it in enumerate(prompts.held_out)
+        ]
+        missing = [it for it in (*learned, *judging) if not it[1].exists()]
+        if missing:
+            model = self._load(self._teacher)
+            teacher = Reader(model, ends_of(model, self._tokenizer))
+            sizes = [len(it.document.prefix) for it, *_ in missing]
+            began = time.monotonic()
+            write_answers(teacher, *missing[0])
+            total_s = (time.monotonic() - began) * sum(sizes) / sizes[0]
+            with shown(self._console, "teacher", total_s) as done:
+                done(total_s * sizes[0] / sum(sizes))
+                for it, size in zip(missing[1:], sizes[1:], strict=True):
+                    write_answers(teacher, *it)
+                    done(total_s * size / sum(sizes))
+        return [read_answers(file) for _, file, _ in judging]
+
+    def _asked(self, place: int) -> tuple[Lesson, Path, bool]:
+        """A training lesson, where the teacher's answers are, and whether these are the data's."""
+        file = self.state / f"train/{place}.safetensors"
+        return self.prompts.train[place], file, self._settings.labels is not None
+
+    def _targets(self, place: int) -> list[Said]:
+        """What is learned of a training lesson."""
+        if self._settings.labels == "only":
+            return labels_of(self.prompts.train[place])
+        return read_answers(self._asked(place)[1])
+
+    def _train(self, trainer: Trainer, steps: Sequence[Step], show: Callable[[int], None]) -> None:
+        """Take the steps that are left, forecast from the first of them."""
+        sizes = [_size_of(self.prompts.train[it.place], it) for it in steps]
+        first = trainer.num_done
+        show(first)
+        if first == len(steps):
+            return
+        began = time.monotonic()
+        self._step(trainer, steps[first])
+        per_size_s = (time.monotonic() - began) / sizes[first]
+        total_s, done_s = (per_size_s * sum(it) for it in (sizes, sizes[: first + 1]))
+        self._console.print(
+            f"{counted(len(steps), 'step')}, about {duration(total_s - done_s)} left",
+            highlight=False,
+        )
+        with shown(self._console, "training", total_s, done_s) as done:
+            for number in range(first + 1, len(steps)):
+                show(number)
+                self._step(trainer, steps[number])
+                done(per_size_s * sizes[number])
+        trainer.save()
+        show(len(steps))
+
+    def _step(self, trainer: Trainer, step: Step) -> None:
+        lesson = self.prompts.train[step.place]
+        loss = trainer.step(lesson, step.questions, self._targets(step.place))
+        tokens = len(lesson.document.prefix)
+        said = {"step": trainer.num_done, "tokens": tokens, "loss": round(loss, 4)}
+        with (self.state / "losses.jsonl").open("ab") as log:
+            log.write(msgspec.json.encode(said) + b"\n")
+
+    def _load(self, source: ModelSource) -> PreTrainedModel:
+        """A model as the profiler loads it, or, of another class, as transformers does."""
+        if read_model_identity(source.path).architecture in ARCHITECTURES:
+            model = load_model(source, dtype=self._dtype, device=self._device)
+        else:
+            model = _load_other(source, self._dtype).to(self._device)
+        model.set_attn_implementation(ATTENTION if self._device.type == "cpu" else "sdpa")
+        check_forward(model, self.prompts.train[0].document.prefix[:SAMPLE_TOKENS])
+        return model.requires_grad_(False)
+
+
+def load_lessons(
+    settings: DistillSettings, tokenizer: PreTrainedTokenizerBase, console: Console
+) -> Prompts:
+    """Prompts, cut at the invocation and split by context; raises ConfigError and RecordError."""
+    config = transformers.AutoConfig.from_pretrained(settings.base)
+    sources = load_prompts(settings.data, settings.options)
+    judging = load_prompts(settings.held_out, settings.options)
+    invocation = find_invocation(settings.invocation, sources[0].records[0], tokenizer)
+    if spaced := ending_in_space([*sources, *judging]):
+        console.print(
+            f"{counted(len(spaced), 'context')} end in white space, {spaced[0]} first; a server "
+            "is given them as they are",
+            highlight=False,
+            soft_wrap=True,
+        )
+    records = [it for source in (*sources, *judging) for it in source.records]
+    if settings.labels is not None:
+        for it in records:
+            if not it.record.answers:
+                raise ConfigError(f"{it.place} has no answers, from which --labels learns")
+    most = config.max_position_embeddings - max(it.task.max_new for it in records)
+    most = min(settings.max_prompt_tokens or most, most)
+    train = lessons_of(sources, tokenizer, invocation, most)
+    if judging:
+        held_out = lessons_of(judging, tokenizer, invocation, most)
+        if shared := {it.document.context for it in train} & {
+            it.document.context for it in held_out
+        }:
+            raise ConfigError(
+                f"{len(shared)} contexts are both in --data and in --held-out; the adapter has to "
+                "be judged on others than it learned from"
+            )
+        return Prompts(train=train, held_out=held_out, invocation=invocation)
+    split = split_documents(
+        [it.document for it in train],
+        held_out_share=settings.held_out_share,
+        seed=settings.seed,
+    )
+    learned = {it.context for it in split[0]}
+    return Prompts(
+        train=[it for it in train if it.document.context in learned],
+        held_out=[it for it in train if it.document.context not in learned],
+        invocation=invocation,
+    )
+
+
+def _size_of(lesson: Lesson, step: Step) -> int:
+    """What a step costs, in tokens that go through the model."""
+    questions = lesson.document.questions
+    asked = sum(len(questions[it].suffix) + len(questions[it].draft) for it in step.questions)
+    return asked + len(lesson.document.prefix) // 8
+
+
+def _asked(lesson: Lesson) -> object:
+    """What a lesson has of tokens."""
+    questions = [(it.suffix, it.draft) for it in lesson.document.questions]
+    return lesson.document.prefix, questions, lesson.num_invoked
+
+
+def _require_one_tokenizer(models: Sequence[ModelIdentity]) -> None:
+    if len({it.tokenizer for it in models}) > 1:
+        raise ConfigError(
+            "base and teacher have different tokenizers, so that their tokens cannot be compared; "
+            "give a teacher that was made from this base"
+        )
+
+
+def _load_other(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """A class that the profiler does not run."""
+    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype)
+    require_plain_layers(source.path / "config.json", model.config)
+    if source.adapter is not None:
+        model.load_state_dict(with_adapter(model.state_dict(), source.adapter, dtype))
+    return model.eval()

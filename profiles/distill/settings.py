@@ -1,0 +1,115 @@
+# ruff: noqa: RUF009  # What is called there makes fields.
+"""What is to be distilled, and how: the flags of `droidspeak distill`, by these names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from cachetree import ConfigError
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
+from profiles.settings import flag, require, same
+
+if TYPE_CHECKING:
+    from profiles.compute.models import ModelSource
+
+LABELS: Final = ("only", "both")
+_models, _data, _training = (partial(flag, it) for it in ("models", "data", "training"))
+_AT_LEAST_ONE: Final = ("steps", "rank", "questions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillSettings:
+    """What is to be distilled, and how. Raises ConfigError for what cannot be."""
+
+    base: Path | None = _models(None, "checkpoint whose KV is shared", "PATH")
+    adapter: Path | None = _models(None, "teacher: a PEFT LoRA on the base", "PATH")
+    teacher: Path | None = _models(None, "teacher: a checkpoint, such as a fine-tune", "PATH")
+    dtype: str = same("dtype", "models")
+    device: str = same("device", "models")
+
+    data: tuple[str, ...] = _data(
+        (),
+        "JSONL whose lines have context and input, and answers if there are any; may be given "
+        "several times",
+        "FILE",
+    )
+    held_out: tuple[str, ...] = _data(
+        (), "the same to judge on; default: a share of --data, by context", "FILE"
+    )
+    held_out_share: float = _data(0.2, "that share", "X")
+    template: str | None = same("template", "data")
+    chat: bool = same("chat", "data")
+    metric: str | None = _data(
+        None, "default: the data set's own, or f1", choices=[it.value for it in Metric]
+    )
+    max_new: int | None = same("max_new", "data")
+    max_prompt_tokens: int | None = same("max_prompt_tokens", "data")
+    invocation: str | None = _data(
+        None,
+        "what the adapter acts from: `answer` is the text between input and answer, `question` "
+        "the text between context and input; or a text of the template, or token ids with commas; "
+        "default: answer with --chat, else question",
+        "TEXT",
+    )
+
+    out: Path | None = flag("out", None, "the adapter's folder", "FOLDER")
+    command: str = ""
+
+    labels: str | None = _training(
+        None,
+        "learn from the data's answers alone, or from both: these answers and the teacher's "
+        "distributions along them; default: from the teacher's own answers",
+        choices=LABELS,
+        nargs="?",
+        const="only",
+    )
+    steps: int = _training(200, "each of them is one document", "N")
+    questions: int = _training(8, "about a document, at most, in a step", "N")
+    rank: int = _training(32, "of the adapter; its alpha is the same", "N")
+    rate: float | None = _training(
+        None, "of learning, at its peak; default: 5e-4 from a teacher, 1e-3 from labels alone", "X"
+    )
+    seed: int = _training(0, "of the split, the order, and the adapter's first weights", "N")
+    max_disk_gb: float = _training(8, "of documents' KV, kept until the end", "GIB")
+    tolerance: float = same("tolerance", "training")
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.max_disk_gb >= 0, "max-disk-gb", self.max_disk_gb, "at least 0")
+        require(self.rate is None or self.rate > 0, "rate", self.rate, "more than 0")
+        for name in ("tolerance", "held_out_share"):
+            value = getattr(self, name)
+            require(0.0 < value < 1.0, name.replace("_", "-"), value, "between 0 and 1")
+        if self.adapter is not None and self.teacher is not None:
+            raise ConfigError("--adapter and --teacher are both given; there is one teacher")
+        if self.source_of_teacher is None and self.labels != "only":
+            raise ConfigError(
+                "no teacher is given; name one by --adapter or --teacher, or learn from the data's "
+                "answers alone by --labels"
+            )
+
+    @property
+    def source_of_teacher(self) -> ModelSource | None:
+        from profiles.compute.models import ModelSource
+
+        if self.adapter is not None:
+            return ModelSource(path=self.base, adapter=self.adapter)
+        return None if self.teacher is None else ModelSource(path=self.teacher)
+
+    @property
+    def peak_rate(self) -> float:
+        return self.rate or (1e-3 if self.labels == "only" else 5e-4)
+
+    @property
+    def options(self) -> TaskOptions:
+        """Where a template is stated and no metric, answers are compared by F1."""
+        metric = self.metric or (None if self.template is None else Metric.F1)
+        stated = None if metric is None else Metric(metric)
+        return TaskOptions(
+            template=self.template, metric=stated, max_new=self.max_new, chat=self.chat
+        )

@@ -1,0 +1,116 @@
+"""The adapter that is trained: how it begins, its state on disk, and the folder it becomes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cachetree import ConfigError
+from profiles.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_config
+from profiles.data.documents import Tokens
+from profiles.distill.forward import write_tensors
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")
+
+
+def require_peft() -> None:
+    for name in ("peft", "accelerate"):
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"droidspeak distill trains with {name}, which is not installed; install it: "
+                "pip install 'sglang-droidspeak[train]'"
+            )
+
+
+def make_student(
+    base: PreTrainedModel, rank: int, seed: int, teacher: Path | None = None
+) -> PeftModel:
+    """A LoRA on all linear matrices of the base's layers. Its alpha is its rank.
+
+    It begins as the base, or, of a teacher that is a LoRA, as that one: with s = alpha / r of the
+    teacher, A' = [√s A; random] and B' = [√s B, 0]. Raises ConfigError if that does not fit.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules="all-linear")
+    student = get_peft_model(base, config)
+    if teacher is not None:
+        _begin_as(student, teacher, rank)
+    return student
+
+
+@torch.no_grad()
+def _begin_as(student: PeftModel, teacher: Path, rank: int) -> None:
+    stated, theirs = read_config(teacher), load_file(teacher / ADAPTER_WEIGHTS)
+    if stated.r > rank:
+        raise ConfigError(
+            f"--rank is {rank}, and the teacher {teacher} has {stated.r}; give at least that"
+        )
+    scale = (stated.lora_alpha / stated.r) ** 0.5
+    for name, ours in adapter_parameters(student).items():
+        if (factor := theirs.get(name)) is not None:
+            part = ours[: stated.r] if "lora_A" in name else ours[:, : stated.r]
+            part.copy_(scale * factor)
+
+
+def adapter_parameters(student: PeftModel) -> dict[str, torch.nn.Parameter]:
+    """What is trained, by its name in the adapter's file."""
+    return {
+        name.replace(".default.", "."): it
+        for name, it in student.named_parameters()
+        if it.requires_grad
+    }
+
+
+@torch.no_grad()
+def save_state(file: Path, step: int, student: PeftModel, optimizer: torch.optim.Optimizer) -> None:
+    """All that the next step depends on."""
+    tensors: dict[str, Tensor] = {}
+    for name, it in adapter_parameters(student).items():
+        tensors[name] = it
+        tensors |= {f"{name}:{key}": optimizer.state[it][key] for key in _MOMENTS}
+    write_tensors(tensors, file, {"step": str(step)})
+
+
+@torch.no_grad()
+def load_state(file: Path, student: PeftModel, optimizer: torch.optim.Optimizer) -> int:
+    """The step of a saved state, which is put in place; 0 if there is none."""
+    if not file.exists():
+        return 0
+    tensors = load_file(file)
+    for name, it in adapter_parameters(student).items():
+        it.copy_(tensors[name])
+        optimizer.state[it] = {
+            key: tensors[f"{name}:{key}"].to(it.device if key != "step" else "cpu")
+            for key in _MOMENTS
+        }
+    with safe_open(file, "pt") as opened:
+        return int(opened.metadata()["step"])
+
+
+def export_adapter(student: PeftModel, out: Path, invocation: Tokens = ()) -> Path:
+    """Write the adapter as PEFT does, in bf16, with its invocation, and without the place of its
+    base on this machine."""
+    student.save_pretrained(out)
+    (out / "README.md").unlink()
+    file = out / ADAPTER_CONFIG
+    stated: dict[str, Any] = json.loads(file.read_text()) | {"base_model_name_or_path": None}
+    stated["target_modules"] = sorted(stated["target_modules"])
+    stated["alora_invocation_tokens"] = list(invocation) or None
+    file.write_text(json.dumps(stated, indent=2) + "\n")
+    weights = out / ADAPTER_WEIGHTS
+    tensors = {name: it.to(torch.bfloat16) for name, it in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return out
