@@ -267,8 +267,8 @@ def load_lessons(
     invocation = find_invocation(settings.invocation, sources[0].records[0], tokenizer)
     if spaced := ending_in_space([*sources, *judging]):
         console.print(
-            f"{counted(len(spaced), 'context')} end in white space, {spaced[0]} first; a server "
-            "is given them as they are",
+            f"white space ends the context of {counted(len(spaced), 'prompt')}, {spaced[0]} first; "
+            "prompts that are sent to a server have to end it alike",
             highlight=False,
             soft_wrap=True,
         )

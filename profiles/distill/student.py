@@ -103,7 +103,7 @@ def load_state(file: Path, student: PeftModel, optimizer: torch.optim.Optimizer)
 def export_adapter(student: PeftModel, out: Path, invocation: Tokens = ()) -> Path:
     """Write the adapter as PEFT does, in bf16, with its invocation, and without the place of its
     base on this machine."""
-    student.save_pretrained(out)
+    student.save_pretrained(out, save_embedding_layers=False)
     (out / "README.md").unlink()
     file = out / ADAPTER_CONFIG
     stated: dict[str, Any] = json.loads(file.read_text()) | {"base_model_name_or_path": None}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from profiles.distill.evidence import CurvePoint, Distilled, JudgedTask
+from profiles.distill.evidence import Distilled, JudgedTask
 from profiles.report import words
 from profiles.report.page import TEMPLATES
 from profiles.report.tables import Table, facts, table
@@ -23,12 +20,10 @@ _VERDICTS: Final = {True: "Passed", False: "Failed", None: "Not compared"}
 def write_page(found: Distilled, folder: Path) -> None:
     """Write what is known, as JSON and as a page, beside the adapter."""
     (folder / EVIDENCE).write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-    picture = _picture(found.curve) if len(found.curve) > 1 else b""
     page = TEMPLATES.get_template("distilled.html.jinja").render(
         found=found,
         verdict=_VERDICTS[found.passed],
         judged=(tasks(found), curve(found)),
-        picture=base64.b64encode(picture).decode(),
         made=made(found),
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
@@ -66,6 +61,8 @@ def curve(found: Distilled) -> Table:
             "same answer": lambda it: _of(it.agreement),
             "KL": lambda it: _of(it.kl),
         },
+        caption="Step 0 is the adapter as it begins; if its teacher is a LoRA, that one activated "
+        "at the invocation, without training.",
     )
 
 
@@ -95,24 +92,3 @@ def _teacher(it: JudgedTask) -> str:
 
 def _of(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-def _picture(points: Sequence[CurvePoint]) -> bytes:
-    """Quality and agreement above, KL below; as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    above, below = figure.subplots(2, sharex=True)
-    steps = [it.step for it in points]
-    above.plot(steps, [it.quality for it in points], marker="o", label="quality")
-    if points[0].agreement is not None:
-        above.plot(steps, [it.agreement for it in points], marker="s", label="same answer")
-        below.plot(steps, [it.kl for it in points], marker="o")
-    above.set_ylim(0, 1.02)
-    above.legend()
-    below.set_ylabel("KL, nats per token")
-    below.set_ylim(bottom=0)
-    below.set_xlabel("steps")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", metadata={"Software": None})
-    return drawn.getvalue()

@@ -24,6 +24,7 @@ from profiles.distill.forward import ATTENTION, Branches, Reader, read_document
 from profiles.distill.prompts import find_invocation, lessons_of, load_prompts
 from profiles.distill.student import adapter_parameters, export_adapter, make_student
 from sglang_droidspeak.cli import main
+from tools.merge import merge_folder
 
 TEMPLATE = "{context}\n\n{input}"
 FAILED_GATE = 3
@@ -99,6 +100,19 @@ def test_peft_computes_the_same_from_the_folder(
             with torch.no_grad():
                 theirs = activated(input_ids=torch.tensor([prompt])).logits[0, -1]
             torch.testing.assert_close(row, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_checkpoint_can_be_the_teacher(
+    base: Path, teacher: Path, prompts: Path, tmp_path: Path
+) -> None:
+    merge_folder(base, teacher, tmp_path / "whole")
+    kl = []
+    for given in (["--adapter", teacher], ["--teacher", tmp_path / "whole"]):
+        out = tmp_path / given[0].strip("-")
+        status, said = run(*flags(base, prompts, out), *given, "--steps", 1)
+        assert status == FAILED_GATE, said
+        kl.append(json.loads((out / "distilled.json").read_text())["curve"][0]["kl"])
+    assert 0 < kl[0] < kl[1], "from a LoRA the adapter begins as its teacher, else as the base"
 
 
 @pytest.mark.parametrize("labels", ["only", "both"])
@@ -231,7 +245,7 @@ def test_white_space_before_a_header_is_shown(base: Path, teacher: Path, tmp_pat
     data = write_prompts(tmp_path / "data.jsonl", records)
     given = [*flags(base, data, tmp_path / "out"), "--adapter", teacher, "--chat", "--steps", 1]
     _, said = run(*given)
-    assert "1 context end in white space" in said
+    assert "white space ends the context of 1 prompt" in " ".join(said.split())
 
 
 def test_without_peft_the_command_says_what_to_install(
