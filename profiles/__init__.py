@@ -8,6 +8,8 @@
     settings  what is to be profiled, and how
     profiler  all of it; `verification` measures a profile's plans again
 
+    distill   an adapter that shares its base's KV, from a teacher or from answers
+
     evidence       what a profile holds beside what servers read
     adapters       a LoRA adapter merged into its base
     random_models  checkpoints of any shape

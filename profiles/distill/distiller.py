@@ -253,7 +253,9 @@ class Distiller:
         else:
             model = _load_other(source, self._dtype).to(self._device)
         model.set_attn_implementation(ATTENTION if self._device.type == "cpu" else "sdpa")
-        check_forward(model, self.prompts.train[0].document.prefix[:SAMPLE_TOKENS])
+        first = self.prompts.train[0]
+        sample = *first.document.prefix[:SAMPLE_TOKENS], *first.before(0), *first.after(0)
+        check_forward(model, sample)
         return model.requires_grad_(False)
 
 
@@ -272,11 +274,10 @@ def load_lessons(
             highlight=False,
             soft_wrap=True,
         )
-    records = [it for source in (*sources, *judging) for it in source.records]
-    if settings.labels is not None:
-        for it in records:
-            if not it.record.answers:
-                raise ConfigError(f"{it.place} has no answers, from which --labels learns")
+    learned = [it for source in sources for it in source.records]
+    if unanswered := [it.place for it in learned if not it.record.answers and settings.labels]:
+        raise ConfigError(f"{unanswered[0]} has no answers, from which --labels learns")
+    records = [*learned, *(it for source in judging for it in source.records)]
     most = config.max_position_embeddings - max(it.task.max_new for it in records)
     most = min(settings.max_prompt_tokens or most, most)
     train = lessons_of(sources, tokenizer, invocation, most)
@@ -295,10 +296,10 @@ def load_lessons(
         held_out_share=settings.held_out_share,
         seed=settings.seed,
     )
-    learned = {it.context for it in split[0]}
+    contexts = {it.context for it in split[0]}
     return Prompts(
-        train=[it for it in train if it.document.context in learned],
-        held_out=[it for it in train if it.document.context not in learned],
+        train=[it for it in train if it.document.context in contexts],
+        held_out=[it for it in train if it.document.context not in contexts],
         invocation=invocation,
     )
 
