@@ -252,6 +252,18 @@ def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: C
     assert counts.outcomes == {"fallback: StaleEntry": 1}
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sample_that_read_other_kv_than_the_first_says_so(labels: Labels, exact: bool) -> None:
+    """By its own namespace, not by that of the request that prefilled the prompt."""
+    warming, sample = request(n=2, max_new_tokens=0), request(n=2)
+    labels.note(warming, reused(exact=not exact))
+    labels.report([warming])
+    labels.note(sample, RequestProvenance(outcome="too_short"))
+    prefixes.move(sample, approximate=not exact)
+    labels.report([sample])
+    assert told(sample) == RequestProvenance(outcome="too_short", exact=exact)
+
+
 def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts: Counts) -> None:
     """Of one prompt that two ask for at the same time, one of whom forbids reuse."""
     read = {"auto": reused(), "off": RequestProvenance(outcome="off")}

@@ -280,6 +280,16 @@ def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
     assert_reuse_works(rig)
 
 
+def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> None:
+    """Also where the request's namespace does not say so."""
+    it = rig.loading()
+    it.load.source.adopt_e = MagicMock(return_value=True)  # type: ignore[method-assign]
+    assert rig.end(rig.launch(it))
+    prefixes.move(rig.req, approximate=False)
+    assert not rig.is_told_exact()
+    it.load.source.adopt_e.assert_not_called()
+
+
 @pytest.mark.parametrize("breaks_at", [0, 2])
 def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks_at: int
