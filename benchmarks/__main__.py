@@ -15,7 +15,6 @@ import time
 from benchmarks.gpu.parts import end
 from benchmarks.result import RESULTS
 
-TRACES = RESULTS.parent / "traces"
 NAMES = {
     "partial_prefill": ["--documents", "5"],
     "serving": [],
@@ -29,7 +28,6 @@ NAMES = {
     "shared_tier": [],
     "never_slower": [],
     "link_sweep": ["--documents", "6"],
-    "simulate": [*map(str, sorted(TRACES.glob("*.jsonl"))), "--host-gb", "8", "32", "64"],
 }
 """With what is asked of them, so that all of it fits into 35 minutes on two cores."""
 MOST_S = 900.0

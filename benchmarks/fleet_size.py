@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import result
 from benchmarks.allocated import allocated_bytes, counting
-from benchmarks.simulate.replay import FAMILY, Unbacked
+from benchmarks.unbacked import FAMILY, Unbacked
 from cachetree import CacheTree, Location, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser, RemoteView
 from cachetree.transport.wire import Entries, decode_to_peer, encode

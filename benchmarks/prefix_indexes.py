@@ -14,16 +14,15 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from benchmarks.simulate.replay import FAMILY, Unbacked
+from benchmarks.unbacked import FAMILY, Unbacked
 from cachetree import (
     PAGE_HASH_BYTES,
     CacheTree,
     ModelId,
     PageHash,
     Reservation,
-    Retention,
 )
-from cachetree.tree import POLICIES, split_hashes
+from cachetree.tree import split_hashes
 
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
 
@@ -145,13 +144,12 @@ class FlatDict:
 class Ours:
     """CacheTree with a budget of `num_pages` per model and a pool that lends no memory."""
 
-    def __init__(self, num_models: int, num_pages: int, eviction: str) -> None:
+    def __init__(self, num_models: int, num_pages: int) -> None:
         self.models = [ModelId(f"{i:032x}") for i in range(num_models)]
         self.tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
             memory=Unbacked(),
-            retention=Retention(eviction=eviction),
         )
         self._newcomer: Reservation | None = None
 
@@ -193,14 +191,14 @@ def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:
         return SGLangRadix(UnifiedRadixCache, "rust", num_models)
     if name == "flat dict":
         return FlatDict(num_models)
-    return Ours(num_models, num_pages, name.partition(", ")[2])
+    return Ours(num_models, num_pages)
 
 
 NAMES = (
     "SGLang, Python",
     "SGLang, Rust",
     "flat dict",
-    *(f"cachetree, {policy}" for policy in POLICIES),
+    "cachetree",
 )
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
 """Per model; what decides whether a contender is left out for want of memory. Others: 250."""

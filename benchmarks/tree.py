@@ -12,12 +12,11 @@ once for all models, and then pays per node. Keeping nothing but the hash costs 
 Python object per page at least four times that.
 
 All contenders are built from the same prompts in one process and asked the same questions, in an
-order that rotates; the lengths that they find are compared before any time is read. Our tree runs
-once for each eviction policy. Times are CPU time of this thread with garbage collection off, less
-what reading that clock costs. Page hashes are ready; making them is a row of its own. SGLang's
-trees read tokens and need none. A contender that would need more than `--memory-gib` is left out.
-Memory is what a second process, whose every allocation goes through malloc, holds more after
-building the index than before.
+order that rotates; the lengths that they find are compared before any time is read. Times are CPU
+time of this thread with garbage collection off, less what reading that clock costs. Page hashes are
+ready; making them is a row of its own. SGLang's trees read tokens and need none. A contender that
+would need more than `--memory-gib` is left out. Memory is what a second process, whose every
+allocation goes through malloc, holds more after building the index than before.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from benchmarks.prefix_indexes import (
     newcomer_of,
 )
 from benchmarks.random_servers import rotated
-from benchmarks.simulate.replay import FAMILY
+from benchmarks.unbacked import FAMILY
 from cachetree import Location
 from cachetree.tree import page_hashes
 

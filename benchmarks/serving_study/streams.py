@@ -7,11 +7,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.random_servers import PAGE
-from benchmarks.result import RESULTS
-from benchmarks.simulate import Request, read_trace
 from profiles.random_models import random_prompt
 
 from .arrivals import at_rate, poisson
@@ -22,11 +23,25 @@ from .studies import SEED, SERVED, Controls, Found, Idle, Say, measure
 
 LATE = "no_match"
 """Nobody offered the document yet."""
-TRACE = RESULTS.parent / "traces/multi_agent.jsonl"
+TRACE = Path(__file__).with_name("multi_agent.jsonl")
 SHORTER = 32
 """Times, than the prompts of the trace."""
 NEW_DOCUMENTS = count(100_000)
 """Seeds of those that nobody has read."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of the trace: segments (name, tokens) for text, and when they were sent."""
+
+    at_s: float
+    model: str
+    prompt: tuple[tuple[str, int], ...]
+
+
+def read_trace() -> list[Request]:
+    """All requests; the first line of the file describes the model they were made for."""
+    lines = TRACE.read_bytes().splitlines()[1:]
+    return [msgspec.json.decode(line, type=Request) for line in lines]
 
 
 def conversations(idle: Idle, say: Say) -> Found:
@@ -58,7 +73,7 @@ def replayed(idle: Idle, say: Say) -> Found:
     Prompts that begin alike find the beginning in a replica's own cache too, as SGLang alone does.
     """
     it, size = idle.rig, idle.rig.size
-    lines = read_trace(TRACE).requests[: size.num_requests]
+    lines = read_trace()[: size.num_requests]
     prompts = [prompt_of(line) for line in lines]
     say(f"the sender reads {len(prompts)} prompts")
     it.read([of[: len(of) // PAGE * PAGE] for of in prompts if len(of) >= PAGE])

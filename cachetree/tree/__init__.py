@@ -1,14 +1,13 @@
 """The prefix tree: which model has the KV and E of which pages, and where; what leaves first."""
 
 from cachetree.tree.entries import Change
-from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree.eviction import Retention
 from cachetree.tree.hashing import join_hashes, page_digests, page_hashes, split_hashes
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import Listener
 from cachetree.tree.tree import CacheTree
 
 __all__ = [
-    "POLICIES",
     "CacheTree",
     "Change",
     "Lease",

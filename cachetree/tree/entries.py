@@ -174,16 +174,16 @@ class RemoteEntry(Entry):
 class LocalEntry(Entry):
     """KV and E in this process's memory: pages `[first, first + node.num_pages)` of the slab."""
 
-    __slots__ = ("first", "holds", "slab", "used_at_s", "uses")
+    __slots__ = ("first", "holds", "last_use", "slab", "used_at_s")
 
     def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
         self.slab = slab
         self.first = first
         super().__init__(node, model, slab.layout.e_layers)
         self.holds: frozenset[Hold] = _NOBODY
-        # The eviction policy's: what it knows of walks that ended here, or below in what has since
+        # The eviction's: the number of the last walk that ended here, or below in what has since
         # been evicted; and when, where there is a time to live.
-        self.uses = -inf
+        self.last_use = 0
         self.used_at_s = 0.0
 
     def at(self, node: Node) -> LocalEntry | None:

@@ -14,7 +14,7 @@ from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Node
-from cachetree.tree.eviction import ByValue, Eviction, Lru, Retention
+from cachetree.tree.eviction import Eviction, Retention
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
@@ -23,7 +23,7 @@ from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.slices import SLICE, in_slices, run_in_slices, spread_e
 from cachetree.tree.trie import PageTrie, depth_of, find_matches
 
-_LRU: Final = Retention()
+_RETENTION: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
 """At once: each takes twice as long as a look at a node."""
 _MOST_SWEPT: Final = 512
@@ -47,7 +47,7 @@ class CacheTree:
         host_bytes: int,
         memory: Pool | None = None,
         clock: Clock = time.monotonic,
-        retention: Retention = _LRU,
+        retention: Retention = _RETENTION,
     ) -> None:
         """An arena of its own where there is no `memory`. Raises ConfigError."""
         Layout.of(family, 1, ())  # Raises ConfigError where the codec does not fit the model.
@@ -56,11 +56,7 @@ class CacheTree:
         self.memory: Final[Pool] = Arena(host_bytes) if memory is None else memory
         self._clock = clock
         self._lock = threading.Lock()
-        self._eviction: Eviction = (
-            ByValue(family, host_bytes, retention.ttl_s, clock)
-            if retention.eviction == "value"
-            else Lru(retention.ttl_s, clock)
-        )
+        self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
         """By the first page of each prompt; the root is never split, so it stays the same dict."""

@@ -120,8 +120,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_gb: float = msgspec.field(default_factory=HOST)
     """Host memory for this server's own KV and E, GiB for each rank; made, and on CUDA page-locked,
     at start. 0 stores nothing. In a container the default is a share of its limit."""
-    eviction: str = "lru"
-    """What leaves that memory first: `lru` or `value`."""
     ttl_s: float | None = None
     """What nobody has used for so long leaves it in any case; none keeps it until room is
     needed."""
@@ -221,7 +219,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"fetch_deadline_s is {self.fetch_deadline_s}; give at most {MAX_REQUEST_S}, after "
                 "which a worker ends a fetch"
             )
-        Retention(eviction=self.eviction, ttl_s=self.ttl_s)
+        Retention(ttl_s=self.ttl_s)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(
                 f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
@@ -288,7 +286,6 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
         )
     return CacheConfig(
         host_bytes=int(settings.host_gb * GIB),
-        eviction=settings.eviction,
         ttl_s=settings.ttl_s,
         staging_bytes=int(settings.staging_gb * GIB),
         disk_path=settings.disk_path or "",

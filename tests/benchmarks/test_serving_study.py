@@ -17,8 +17,7 @@ from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_
 from benchmarks.serving_study.client import Answer
 from benchmarks.serving_study.links import fair_link
 from benchmarks.serving_study.measures import mean_wait_s, summary, trimmed
-from benchmarks.serving_study.streams import prompt_of
-from benchmarks.simulate import read_trace
+from benchmarks.serving_study.streams import prompt_of, read_trace
 from tools.tables.study import gain, in_time
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +146,7 @@ def test_a_link_that_two_share_evenly(
 
 
 def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
-    lines = read_trace(ROOT / "benchmarks/traces/multi_agent.jsonl").requests
+    lines = read_trace()
     first, second, other = map(prompt_of, lines[:3])
     assert lines[0].prompt[:2] == lines[1].prompt[:2] != lines[2].prompt[:2]
     assert len(first) == sum(num // 32 for _, num in lines[0].prompt)

@@ -1,11 +1,9 @@
-"""Policies beside their textbooks, on prompts of one page, and where prompts share."""
+"""LRU beside its textbook, on prompts of one page, and where prompts share."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 import pytest
@@ -16,9 +14,9 @@ from tree_parts import (
     PAGE,
     A,
     B,
-    FakeTime,
     far_future,
     leased,
+    make_tree,
     num_pages,
     path,
     store,
@@ -27,19 +25,11 @@ from tree_parts import (
 from cachetree.errors import ConfigError
 from cachetree.ids import PageHash
 from cachetree.tree.entries import Change
-from cachetree.tree.eviction import HALF_LIFE, POLICIES, Retention
+from cachetree.tree.eviction import Retention
 from cachetree.tree.tree import CacheTree
 
 SIZE = 19
-"""Pages in the budget. A prime, so that no two sums of faded uses are equal: which of them would go
-first is nobody's rule."""
-
-
-class Textbook(Protocol):
-    def hit(self, page: PageHash) -> None: ...
-
-    def insert(self, page: PageHash) -> list[PageHash]:
-        """What goes for it."""
+"""Pages in the budget."""
 
 
 class TextbookLru:
@@ -55,42 +45,10 @@ class TextbookLru:
         return gone
 
 
-class TextbookValue:
-    """All pages are as long and as deep, so the value is the sum of the uses, each faded."""
-
-    def __init__(self) -> None:
-        self.uses: dict[PageHash, list[float]] = {}
-        self.now = 0.0
-
-    def hit(self, page: PageHash) -> None:
-        self.uses[page].append(self.now)
-
-    def insert(self, page: PageHash) -> list[PageHash]:
-        gone = []
-        if len(self.uses) == SIZE:
-            gone = [min(self.uses, key=self.value)]
-            del self.uses[gone[0]]
-        self.now += 1 / SIZE / HALF_LIFE
-        self.uses[page] = [self.now]
-        return gone
-
-    def value(self, page: PageHash) -> float:
-        return sum(2 ** (at - self.now) for at in self.uses[page])
-
-
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("policy", "make"),
-    [
-        ("lru", TextbookLru),
-        ("value", TextbookValue),
-    ],
-)
-def test_without_shared_prefixes_it_is_the_textbooks(
-    policy: str, make: Callable[[], Textbook], seed: int
-) -> None:
-    tree = policy_tree(policy, SIZE)
-    textbook = make()
+def test_without_shared_prefixes_it_is_the_textbooks(seed: int) -> None:
+    tree = make_tree(SIZE)
+    textbook = TextbookLru()
     gone: list[PageHash] = []
 
     def note(change: Change) -> None:
@@ -114,55 +72,8 @@ def test_without_shared_prefixes_it_is_the_textbooks(
     assert num_evictions > 500 and num_hits > 500
 
 
-def policy_tree(policy: str, num_pages: int, clock: FakeTime | None = None) -> CacheTree:
-    return CacheTree(
-        FAMILY,
-        host_bytes=num_pages * PAGE,
-        clock=clock or FakeTime(),
-        retention=Retention(eviction=policy),
-    )
-
-
-def test_a_flood_of_new_prompts_leaves_what_is_used_again() -> None:
-    tree = policy_tree("value", 10)
-    store(tree, A, "ab")
-    for _ in range(3):
-        assert num_pages(tree, A, "ab") == 2
-    for i in range(12):
-        store(tree, A, chr(0x100 + i))
-    assert num_pages(tree, A, "ab") == 2
-    lru = policy_tree("lru", 10)
-    store(lru, A, "ab")
-    for i in range(12):
-        store(lru, A, chr(0x100 + i))
-    assert num_pages(lru, A, "ab") == 0
-
-
-def test_uses_of_what_went_count_for_what_it_hung_on() -> None:
-    tree = policy_tree("value", 6)
-    store(tree, A, "a")
-    store(tree, A, "ab", start=1)
-    store(tree, A, "ac", start=1)
-    for text in ("ab", "ac"):
-        assert num_pages(tree, A, text) == 2
-    for i in range(7):
-        store(tree, A, chr(0x100 + i))
-    assert num_pages(tree, A, "ab") >= 1
-
-
-def test_the_tail_of_a_split_node_has_its_uses() -> None:
-    tree = policy_tree("value", 10)
-    store(tree, A, "abcd")
-    for _ in range(3):
-        assert num_pages(tree, A, "abcd") == 4
-    tree.remote.add(FAR, B, None, path("ab"), [])  # cuts it
-    for i in range(9):
-        store(tree, A, chr(0x100 + i))
-    assert num_pages(tree, A, "abcd") == 4
-
-
 def test_the_tail_of_a_split_node_keeps_its_place() -> None:
-    tree = policy_tree("lru", 6)
+    tree = make_tree(6)
     store(tree, A, "x")
     store(tree, A, "abcd")
     store(tree, A, "y")
@@ -172,7 +83,7 @@ def test_the_tail_of_a_split_node_keeps_its_place() -> None:
 
 
 def test_what_was_passed_by_comes_back_to_its_turn() -> None:
-    tree = policy_tree("lru", 4)
+    tree = make_tree(4)
     store(tree, A, "a")
     store(tree, A, "b")
     lease = tree.lease(A, path("a"), "test", far_future(), is_use=False)
@@ -180,18 +91,6 @@ def test_what_was_passed_by_comes_back_to_its_turn() -> None:
     lease.release()
     store(tree, A, "w")
     assert [num_pages(tree, A, text) for text in ("a", "xyz", "w")] == [0, 3, 1]
-
-
-def test_value_keeps_the_deeper_of_two_that_are_used_alike() -> None:
-    tree = policy_tree("value", 64)
-    deep = "d" + "e" * 50
-    store(tree, A, deep)
-    store(tree, A, deep + "f", start=51)
-    store(tree, A, "xyz")
-    store(tree, A, "s")
-    store(tree, A, "0123456789")  # more than is left by 2 pages: the youngest but one went
-    assert num_pages(tree, A, deep + "f") == 52
-    assert num_pages(tree, A, "xyz") == 0
 
 
 def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
@@ -220,19 +119,16 @@ def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
     assert tree.num_bytes == 8 * PAGE + 4 * KV
 
 
-def test_a_bad_policy_is_refused_with_the_names() -> None:
-    with pytest.raises(ConfigError, match=r"'mru'.*lru, value"):
-        Retention(eviction="mru")
+def test_bad_retention_is_refused_with_its_value() -> None:
     with pytest.raises(ConfigError, match="ttl_s is 0"):
         Retention(ttl_s=0)
     with pytest.raises(ConfigError, match=r"max_pinned_share is 1\.5"):
         Retention(max_pinned_share=1.5)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
+def test_a_search_meets_the_same_obstacle_once() -> None:
     """What is held is passed by once, however many evictions follow."""
-    tree = policy_tree(policy, 40)
+    tree = make_tree(40)
     held = [chr(0x100 + i) for i in range(30)]
     for text in held:
         store(tree, A, text)
@@ -252,8 +148,8 @@ def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
 
 
 def test_stale_places_in_the_heap_do_not_pile_up() -> None:
-    tree = policy_tree("value", 4)
-    order = tree._eviction._by_key
+    tree = make_tree(4)
+    order = tree._eviction
     for i in range(500):
         store(tree, A, chr(0x100 + i) + "ab")
     assert len(order._heap) + len(order._line) <= 2 * len(order._queued) + 64

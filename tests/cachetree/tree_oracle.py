@@ -360,9 +360,8 @@ class Mirror(Oracle):
             assert self.is_expired(self.local[model, pages[0]])
         elif self.wanted_bytes is not None:
             assert self.num_bytes + self.wanted_bytes > self.budget
-            if self.retention.eviction == "lru":
-                candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
-                assert self.local[model, pages[0]].used == min(candidates)
+            candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
+            assert self.local[model, pages[0]].used == min(candidates)
         for page in pages:
             del self.local[model, page]
         self.forget_cuts()

@@ -18,7 +18,7 @@ from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror, pa
 from tree_parts import FAMILY, PAGE
 
 from cachetree.ids import ModelId
-from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree.eviction import Retention
 
 SHALLOW, DEEP = 7, 30
 """Lengths of the longest texts."""
@@ -89,9 +89,8 @@ def one_random_lie(mirror: Mirror, rng: random.Random, model: ModelId, text: str
 
 
 def retention_of(seed: int) -> Retention:
-    """Each policy in turn; every second time entries grow old."""
-    policy, is_ageing = POLICIES[seed % len(POLICIES)], seed // len(POLICIES) % 2
-    return Retention(eviction=policy, ttl_s=4.0 if is_ageing else None)
+    """Every second time entries grow old."""
+    return Retention(ttl_s=4.0 if seed % 2 else None)
 
 
 def random_walk(seed: int, num_operations: int, longest: int, retention: Retention) -> int:

@@ -97,7 +97,6 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"gate": False}, ["$.gate`; it is one of enforce, none"]),  # As YAML reads off.
         ({"codec": "int2"}, ["'int2' - at `$.codec`; it is one of none, int8, int4"]),
         ({"host_gb": "much"}, ["host_gb", "float"]),
-        ({"eviction": "fifo"}, ["eviction is 'fifo'", "lru, value"]),
         ({"ttl_s": 0}, ["ttl_s is 0", "positive"]),
         ({"host_gb": -1}, ["host_gb is -1", "give 0 to 1000000"]),
         ({"host_gb": 1e300}, ["host_gb is 1e+300", "give 0 to 1000000"]),
@@ -203,10 +202,10 @@ def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
 
 
 def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
-    extra = {"eviction": "value", "ttl_s": 60}
+    extra = {"ttl_s": 60}
     server = load_this_server(server_args(model, extra))
     config = cache_config(server.settings, server.identity.model_id)
-    assert (config.eviction, config.ttl_s) == ("value", 60)
+    assert config.ttl_s == 60
 
 
 def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ import pytest
 import yaml
 
 from benchmarks.__main__ import NAMES as BENCHMARKS
-from benchmarks.simulate.__main__ import main as simulate
 from cachetree.cli import main as cachetree_main
 from cachetree.cli import parser as cachetree
 from profiles.data.records import read_records
@@ -98,10 +97,6 @@ def commands(fence: Fence) -> list[list[str]]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a reader would be who has what the pages speak of, and the beginning of each trace."""
     (tmp_path / "models").mkdir()
-    (tmp_path / "benchmarks/traces").mkdir(parents=True)
-    for trace in (ROOT / "benchmarks/traces").iterdir():
-        head = trace.read_text().splitlines(keepends=True)[:100]
-        (tmp_path / "benchmarks/traces" / trace.name).write_text("".join(head))
     for name, path in STAND_INS.items():
         (tmp_path / name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
@@ -137,8 +132,6 @@ def _run(words: list[str]) -> None:
             assert first in ("--config", "--model-path") and Path(path).exists()
             named = {it.removeprefix("--") for it in flags if it.startswith("--")}
             assert named <= sglang_flags(), named - sglang_flags()
-        case ["python", "-m", "benchmarks.simulate", *rest]:
-            assert simulate(rest) == 0
         case ["python", "-m", "benchmarks", *names]:
             assert set(names) <= set(BENCHMARKS)
         case ["python", "-m", module, *_] if module.startswith(("benchmarks.", "tools.pairs.")):

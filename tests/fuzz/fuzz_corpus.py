@@ -183,10 +183,6 @@ def _sound() -> dict[str, list[bytes]]:
         ],
         "address": [b"tcp://127.0.0.1:7788", b"tcp://[::1]:0", b"tcp://*:1", b"tcp://a:99999"],
         "controls": [b'{"block":"1:3"}', b'{"block":"\xc2\xb2:3"}', deep],
-        "trace": [
-            b"".join((ROOT / "benchmarks/traces/multi_lora.jsonl").open("rb").readlines()[:4]),
-            b'{"family": {"\xff": ' + deep,
-        ],
         "safetensors": [len(tensor).to_bytes(8, "little") + tensor + bytes(4)],
     }
 

@@ -238,14 +238,6 @@ def gpu(found: Any) -> str:
     return of_rows(rows, columns)
 
 
-def simulate(found: Any) -> str:
-    """Prompt tokens found, and seconds of prefill that this saved."""
-    columns = {"trace, memory": "`{trace}`, {host_gb:.0f} GiB"}
-    for it in found["policies"]:
-        columns[f"`{it}`"] = f"{{{it}[token_hit_rate]:.1%}}, {{{it}[saved_s]:,.0f}} s"
-    return of_rows(found["rows"], columns)
-
-
 def soaks(found: Any) -> str:
     """The latest of each kind in the log."""
     latest = {it["question"]: it for it in found}
@@ -277,7 +269,7 @@ SOAKS: Final = {
 
 _NAMED: Final = (
     *(link_sweep, never_slower, lora, overhead, serving, transport, shared_tier, tree),
-    *(fleet_size, disk, compression, gpu, simulate),
+    *(fleet_size, disk, compression, gpu),
 )
 
 

@@ -1,0 +1,42 @@
+"""A model of tiny pages, and a pool that lends no memory: a tree that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cachetree.checkpoint import Family
+from cachetree.ids import Span
+from cachetree.memory import Blocks, Loan
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=8,
+    rope="{}",
+    tokenizer="t",
+    model_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    page_size=64,
+)
+"""Its sizes only scale the budget; nothing is allocated."""
+
+
+class Unbacked:
+    """Lends nothing, so that a tree counts bytes that are not there."""
+
+    file: Final = None
+
+    def take(self, parts: Sequence[Blocks]) -> Loan:
+        return Loan()
+
+    def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
+        """Nothing was lent."""
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+    def place_of(self, view: memoryview) -> int | None:
+        return None
