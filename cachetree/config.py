@@ -38,12 +38,11 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from, or where they are found: `dns://NAME:PORT`, all
-    addresses of a name, and `redis://HOST:PORT/DB`, those that are announced there
-    (`worker.announce`). Each is trusted to have computed what it serves, for all tenants."""
+    addresses of a name. Each is trusted to have computed what it serves, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
     """Address of a peer to its public key, or to the file that holds it. A peer that is named here
     is spoken to in cipher, with `peer.key_file` as own key; the others in clear. Those that are
-    found have to prove the key of where they are found; with Redis these may be many."""
+    found have to prove the key of where they are found."""
     stores: tuple[str, ...] = ()
     """Which of the peers also keep what comes into this cache, so that it outlives it; they must
     accept that (`worker.accepts` there)."""

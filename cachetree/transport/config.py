@@ -36,9 +36,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     insecure: bool = False
     """Allow an address that other machines can reach without a key. Nothing is encrypted or
     authenticated then."""
-    announce: str = ""
-    """Redis in which this server is found by those that have it in `peers`,
-    `redis://HOST:PORT/DB`; empty for none."""
     model: Model = ""
     """Id of the model this server runs; empty where it runs none."""
     max_bytes_per_s: float | None = None

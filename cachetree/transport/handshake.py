@@ -27,7 +27,6 @@ from cachetree.transport import keys
 from cachetree.transport.address import Address, open_port, parse_address, parse_listen
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.crowd import Connections
-from cachetree.transport.directory import check_announced
 from cachetree.transport.frames import Seals, Unsealed
 from cachetree.transport.keys import KeyPair, PublicKey
 
@@ -94,7 +93,6 @@ class Gate:
     ) -> None:
         """Without a key it `obeys` everyone or nobody, and with one its `admins`."""
         self._own = own
-        self.public_key: Final = own.public if own else ""
         self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
@@ -261,8 +259,6 @@ def check_worker(config: WorkerConfig) -> tuple[Address, Gate]:
     listen = parse_listen(
         config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
     )
-    if config.announce:
-        check_announced(config.announce, listen)
     if config.key_file is None:
         return listen, Gate(None, obeys=config.admin is not None and listen.is_loopback)
     allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")

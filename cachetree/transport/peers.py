@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import inf
 from typing import Final
@@ -20,14 +20,7 @@ from cachetree.transport import keys, verbs
 from cachetree.transport.address import parse_address, parse_remote
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.config import PeerConfig
-from cachetree.transport.directory import (
-    Found,
-    Look,
-    Rounds,
-    check_directory,
-    is_directory,
-    look_into,
-)
+from cachetree.transport.directory import Look, Rounds, is_directory, parse_directory, resolved
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer import MAX_CLOSE_S, NO_WORKER, Peer
 from cachetree.transport.status import PeerState
@@ -72,9 +65,9 @@ class Peers:
 
     def watch(self, url: str, config: PeerConfig) -> None:
         """From now on add whom a directory names, and take out who is gone; raises ConfigError."""
-        allowed = check_found(url, config)
-        look = look_into(url, self._tree.family, self._own_epoch)
-        self._rounds.append(Rounds(url, partial(self.look, url, look, config, allowed)))
+        config = check_found(url, config)
+        look = partial(resolved, parse_directory(url))
+        self._rounds.append(Rounds(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
         """Peers and directories in a few words; from any thread, without waiting."""
@@ -98,27 +91,16 @@ class Peers:
         for peer in self.now.values():  # With those that a directory found meanwhile.
             peer.close(until.remaining_s())
 
-    def look(self, url: str, look: Look, config: PeerConfig, allowed: Collection[str]) -> None:
-        """Ask a directory, and do what follows; raises as `look`. `allowed` are the keys of which
-        whom it names has to prove one; none where they are believed."""
+    def look(self, url: str, look: Look, config: PeerConfig) -> None:
+        """Ask a directory, and do what follows; raises as `look`. `config` is how whom it names is
+        read."""
         try:
-            self._named[url] = {
-                it.address: msgspec.structs.replace(config, server_key=key)
-                for it in look()
-                for key in self._key_of(it, allowed)
-            }
+            self._named[url] = dict.fromkeys(look(), config)
         finally:
             with self._lock:
                 named = {at: how for it in tuple(self._named.values()) for at, how in it.items()}
                 self._take_out(named)
                 self._bring_in({} if self._is_closed else named)
-
-    def _key_of(self, found: Found, allowed: Collection[str]) -> list[str | None]:
-        told = found.public_key or next(iter(allowed), None)  # DNS tells none.
-        if not allowed or told in allowed:
-            return [told if allowed else None]
-        self._skip(found.address, f"{found.address} has a key that is not in peer_keys")
-        return []
 
     def _take_out(self, named: Mapping[Location, PeerConfig]) -> None:
         now_s = self._clock()
@@ -167,19 +149,20 @@ def check_peer(address: str, config: PeerConfig) -> None:
     credentials_of(config.key_file, config.server_key)
 
 
-def check_found(url: str, config: PeerConfig) -> Sequence[str]:
-    """The public keys of which those that are found there have to prove one; raises ConfigError."""
-    check_directory(url, field="peers")
+def check_found(url: str, config: PeerConfig) -> PeerConfig:
+    """How those that are found there are read, with the key that they have to prove; raises
+    ConfigError."""
+    parse_directory(url)
     if config.server_key is None:
-        return ()
+        return config
     allowed = sorted(keys.read_public_keys([config.server_key], field="peer_keys"))
-    if url.startswith("dns:") and len(allowed) > 1:
+    if len(allowed) > 1:
         raise ConfigError(
             f"peer_keys of {url} names {len(allowed)} keys, and DNS does not say whose is whose; "
             "give one that all of its workers have"
         )
     credentials_of(config.key_file, allowed[0])
-    return allowed
+    return msgspec.structs.replace(config, server_key=allowed[0])
 
 
 def _source(rounds: Rounds) -> verbs.Source:

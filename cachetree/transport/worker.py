@@ -27,7 +27,6 @@ from cachetree.transport.channel import Channel, silence_limits
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.crowd import LEAST_DESCRIPTORS, raise_descriptor_limit
 from cachetree.transport.data_port import DataPort
-from cachetree.transport.directory import Found, Rounds, announced
 from cachetree.transport.frames import MAX_MESSAGE_BYTES
 from cachetree.transport.handshake import Refusal, check_worker
 from cachetree.transport.sender import SendScheduler
@@ -113,14 +112,6 @@ class Worker:
             )
             self._thread.start()
             undo.pop_all()  # The thread closes all of it at its end.
-        self._announced: Rounds | None = None
-        if config.announce:
-            own = Found(self.address, self._gate.public_key)
-            try:
-                self._announced = announced(config.announce, tree.family, self.epoch, own)
-            except BaseException:
-                self.close()
-                raise
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all peers know by now what was in the tree at this call, but for those who
@@ -130,8 +121,6 @@ class Worker:
 
     def close(self) -> None:
         """Stop serving; streams under way end on the other side at once. Idempotent."""
-        if self._announced is not None:
-            self._announced.close()
         self._closing.set()
         self._wakeup.wake()
         self._thread.join(CLOSE_S)

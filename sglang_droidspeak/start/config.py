@@ -43,7 +43,6 @@ _NEEDS = (
     ("shadow_busy_share", "guard_path", "no answer is compared"),
     ("hicache_config", "hicache_backend", "there is no backend to make with it"),
     ("allowed_peers", "listen", "nobody reads from this server"),
-    ("announce", "listen", "nobody could read from this server"),
     ("bulk_port", "listen", "nobody reads from this server"),
     ("max_link_mb_s", "listen", "nobody reads from this server, and pushes have no cap"),
     ("insecure", "listen", "there is no address to allow"),
@@ -93,11 +92,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where others may read this server's cache, `tcp://host:port`; none serves nobody."""
     peers: tuple[str, ...] = ()
     """Servers whose caches this one may read, `tcp://host:port`, or where they are found:
-    `dns://name:port`, all addresses of a name, and `redis://host:port/db`, those with `announce`
-    there. Each is trusted to have computed what it serves, for all tenants."""
-    announce: str | None = None
-    """Redis or Valkey in which others find this server, `redis://host:port/db`; they have it in
-    `peers`. None tells nobody."""
+    `dns://name:port`, all addresses of a name. Each is trusted to have computed what it serves, for
+    all tenants."""
     push_to: tuple[str, ...] = ()
     """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
     server; they need not stand in `peers` too."""
@@ -190,8 +186,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key, or to the file with it; to the others this server talks
-    in clear. Those that are found have to prove the key of where they are found; for Redis this may
-    be a folder of `.pub` files."""
+    in clear. Those that are found have to prove the key of where they are found."""
     bulk_port: int = 0
     """Where KV, E and the messages about them go, over a TCP connection that each peer opens after
     its handshake at `listen`, on the same host; 0 takes a free port. A firewall or a container has
@@ -279,7 +274,6 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
             allowed_peers=settings.allowed_peers,
             bulk_port=settings.bulk_port and settings.bulk_port + tp_rank,
             insecure=settings.insecure,
-            announce=settings.announce or "",
             model=model,
             max_bytes_per_s=cap,
             shared_memory=settings.shared_memory,

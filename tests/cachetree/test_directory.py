@@ -1,10 +1,9 @@
-"""Workers that are found: by a name in DNS, and in Redis; by fakes of both, in this process."""
+"""Workers that are found by a name in DNS, with a fake of the resolver."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from push_parts import cache_of, fetched
-from redis_parts import FakeRedis, fake_redis
-from security_parts import new_party
+from security_parts import Party, new_party
 from transport_parts import (
     FAMILY,
     FAST,
@@ -34,30 +32,16 @@ from cachetree import (
     Deadline,
     Location,
     PeerConfig,
-    WorkerConfig,
 )
 from cachetree.transport import Peers, Worker
 from cachetree.transport import peers as peers_module
 from cachetree.transport.address import Address
-from cachetree.transport.directory import (
-    LEASE_S,
-    MAX_FOUND,
-    Found,
-    RedisLeases,
-    announced,
-    resolved,
-)
+from cachetree.transport.directory import MAX_FOUND, resolved
 from cachetree.transport.peers import GONE_S
 from cachetree.transport.status import PeerState
 
 PAGES = pages_of(4)
 NAME = "dns://cachetree:7001"
-
-
-@pytest.fixture
-def redis() -> Iterator[FakeRedis]:
-    with fake_redis() as fake:
-        yield fake
 
 
 class Clock:
@@ -80,9 +64,8 @@ def peers_of(own: Worker | None = None) -> Iterator[tuple[Peers, Clock]]:
         peers.close()
 
 
-def look(peers: Peers, *found: Location | Found, allowed: tuple[str, ...] = ()) -> None:
-    named = [it if isinstance(it, Found) else Found(it) for it in found]
-    peers.look(NAME, lambda: named, FAST, allowed)
+def look(peers: Peers, *found: Location) -> None:
+    peers.look(NAME, lambda: found, FAST)
 
 
 def states(peers: Peers) -> list[str]:
@@ -96,9 +79,9 @@ def test_every_address_of_a_name_is_a_worker() -> None:
         return [(0, type, 6, "", (it, port)) for it in hosts]
 
     assert resolved(Address("cachetree", 7001), resolve) == [
-        Found(Location("tcp://10.0.0.1:7001")),
-        Found(Location("tcp://10.0.0.2:7001")),
-        Found(Location("tcp://[fd00::1]:7001")),
+        Location("tcp://10.0.0.1:7001"),
+        Location("tcp://10.0.0.2:7001"),
+        Location("tcp://[fd00::1]:7001"),
     ]
 
 
@@ -122,7 +105,7 @@ def test_a_worker_that_is_found_is_read() -> None:
 
 
 def test_what_was_found_stays_while_it_answers_or_the_directory_does_not() -> None:
-    def fails() -> list[Found]:
+    def fails() -> list[Location]:
         raise socket.gaierror("try again")
 
     with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, clock):
@@ -131,7 +114,7 @@ def test_what_was_found_stays_while_it_answers_or_the_directory_does_not() -> No
         for _ in range(2):
             clock.ahead_s += GONE_S
             with pytest.raises(OSError, match="try again"):
-                peers.look(NAME, fails, FAST, ())
+                peers.look(NAME, fails, FAST)
             look(peers)
             assert states(peers) == ["ready"]
 
@@ -236,7 +219,7 @@ def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None
             worker.close()
             eventually(lambda: peer.state is not PeerState.READY)
             for _ in range(3):
-                peers.look(url, list, FAST, ())
+                peers.look(url, list, FAST)
                 clock.ahead_s += GONE_S
             assert peers.now[at] is peer
             assert cache.status().stores == (peer.push_status,)
@@ -280,45 +263,34 @@ def test_a_directory_forges_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     with peers_of() as (peers, _):
         look(peers, address)
     with peers_of() as (peers, _):
-        look(peers, Found(address, "ctpub-1"), allowed=("ctpub-2",))
+        look(peers, address)
     assert sum("is skipped" in it for it in caplog.messages) == 2
     assert all(it.isprintable() for it in caplog.messages)
 
 
-def test_who_is_found_proves_a_key_that_the_settings_have(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_found_proves_the_key_that_the_settings_have(tmp_path: Path) -> None:
     us, worker_key, stranger = (new_party(tmp_path, it) for it in ("us", "worker", "stranger"))
-    config = msgspec.structs.replace(FAST, key_file=us.key_file)
-    allowed = (worker_key.pair.public,)
+    config = keyed(us, worker_key)
     with (
         worker_of(new_tree(PAGES), **worker_key.serving(us)) as worker,
         worker_of(new_tree(PAGES), **stranger.serving(us)) as other,
         peers_of() as (peers, _),
     ):
-        # The second has another key, and says so; the third says that it has the first one's.
-        found = [
-            Found(worker.address, worker_key.pair.public),
-            Found(other.address, stranger.pair.public),
-        ]
-        peers.look(NAME, lambda: found, config, allowed)
-        eventually(lambda: states(peers) == ["ready"])
-        assert list(peers.now) == [worker.address]
-        assert f"{other.address} has a key that is not in peer_keys" in caplog.text
-        found[1] = Found(other.address, worker_key.pair.public)
-        peers.look(NAME, lambda: found, config, allowed)
-        eventually(lambda: states(peers) == ["ready", "untrusted"])
+        peers.look(NAME, lambda: [worker.address, other.address], config)
+        eventually(lambda: sorted(states(peers)) == ["ready", "untrusted"])
+        assert peers.now[worker.address].state == "ready"
 
 
 def test_a_worker_that_shows_another_key_is_met_anew(tmp_path: Path) -> None:
     us, old, new = (new_party(tmp_path, it) for it in ("us", "old", "new"))
-    config = msgspec.structs.replace(FAST, key_file=us.key_file)
-    allowed = (old.pair.public, new.pair.public)
     with worker_of(new_tree(PAGES), **new.serving(us)) as worker, peers_of() as (peers, _):
         for key in (old, new, new):
-            found = [Found(worker.address, key.pair.public)]
-            peers.look(NAME, lambda found=found: found, config, allowed)
+            peers.look(NAME, lambda: [worker.address], keyed(us, key))
         eventually(lambda: states(peers) == ["ready"])
+
+
+def keyed(us: Party, worker: Party) -> PeerConfig:
+    return msgspec.structs.replace(FAST, key_file=us.key_file, server_key=worker.pair.public)
 
 
 def test_no_request_waits_for_a_directory() -> None:
@@ -329,7 +301,7 @@ def test_no_request_waits_for_a_directory() -> None:
         eventually(lambda: states(peers) == ["ready"])
         other = f"{NAME}0"
         asking = threading.Thread(
-            target=peers.look, args=(other, lambda: [*[], silent.wait()][:0], FAST, ())
+            target=peers.look, args=(other, lambda: [*[], silent.wait()][:0], FAST)
         )
         asking.start()
         try:
@@ -342,78 +314,21 @@ def test_no_request_waits_for_a_directory() -> None:
             asking.join()
 
 
-def test_a_worker_in_redis_is_found_and_read(redis: FakeRedis) -> None:
-    with cache_of(worker=WorkerConfig(announce=redis.url)) as worker:
-        assert worker.address
-        store(worker.tree, PAGES)
-        eventually(lambda: redis.keys)
-        (key,) = redis.keys
-        assert key.startswith(f"cachetree:{FAMILY.digest}:".encode())
-        assert msgspec.json.decode(redis.keys[key][0]) == {
-            "address": worker.address,
-            "public_key": "",
-        }
-        with cache_of(peers=(redis.url,), serves=False) as cache:
-            assert cache.wait_ready(20)
-            fetched(cache, worker.address, PAGES)
-    assert not redis.keys
-
-
-def test_redis_names_workers_of_the_family_but_not_the_own_one(redis: FakeRedis) -> None:
-    other = msgspec.structs.replace(FAMILY, tokenizer="other")
-    told = [(FAMILY, 1, "tcp://h:1"), (FAMILY, 2, "tcp://h:2"), (other, 3, "tcp://h:3")]
-    kept = [announced(redis.url, it, epoch, Found(Location(at))) for it, epoch, at in told]
-    eventually(lambda: len(redis.keys) == 3)
-    leases = RedisLeases(redis.url, FAMILY, own_epoch=1)
-    assert leases.look() == [Found(Location("tcp://h:2"))]
-    redis.ahead_s = LEASE_S
-    assert leases.look() == []
-    for it in kept:
-        it.close()
-
-
-NONSENSE = (
-    b"\xff",
-    b"[]",
-    b"{}",
-    b'{"address": []}',
-    b'{"address": 7}',
-    b'{"address": "%s"}' % (257 * b"x"),
-    b'{"address": "tcp://h:1", "public_key": "%s"}' % (129 * b"x"),
-    b'{"address": "tcp://h:1", "more": "%s"}' % (5000 * b"x"),
-    100_000 * b"[",
-    7,
-)
-
-
-@pytest.mark.parametrize("value", NONSENSE, ids=lambda it: repr(it)[:40])
-def test_nonsense_in_redis_is_skipped(
-    redis: FakeRedis, value: object, caplog: pytest.LogCaptureFixture
+def test_a_name_that_does_not_resolve_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leases = RedisLeases(redis.url, FAMILY, own_epoch=1)
-    good = msgspec.json.encode({"address": "tcp://h:2", "new": 1})
-    for epoch, it in ((2, value), (3, good)):
-        redis.keys[f"cachetree:{FAMILY.digest}:{epoch:016x}".encode()] = it, float("inf")
-    for _ in range(2):
-        assert leases.look() == [Found(Location("tcp://h:2"))]
-    (line,) = caplog.messages
-    assert "is skipped" in line
-    assert len(line) < 400
+    def fails(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror("not now")
 
-
-def test_a_redis_that_does_not_answer_is_told_of(
-    redis: FakeRedis, caplog: pytest.LogCaptureFixture
-) -> None:
-    redis.is_broken = True
-    url = redis.url.replace("//", "//me:secret@")
-    with cache_of(peers=(url,), serves=False) as cache:
+    monkeypatch.setattr(peers_module, "resolved", fails)
+    with cache_of(peers=("dns://me:secret@x:7",), serves=False) as cache:
         eventually(lambda: cache.sources()[0].reason)
         (source,) = cache.sources()
-        assert (source.address, source.state) == (redis.url, "connecting")
+        assert (source.address, source.state) == ("dns://x:7", "connecting")
         assert "not now" in source.reason
         assert not cache.wait_ready(0)
     (line,) = [it for it in caplog.messages if it.startswith("directory")]
-    assert line.startswith(f"directory {redis.url} does not answer: ")
+    assert line.startswith("directory dns://x:7 does not answer: ")
     assert "secret" not in caplog.text
 
 
@@ -422,34 +337,22 @@ def test_a_redis_that_does_not_answer_is_told_of(
     [
         ({"peers": ("dns://x",)}, "peers names no directory at x; write dns://NAME:PORT"),
         ({"peers": ("dns://x:7/y",)}, "no directory"),
-        ({"peers": ("redis://x:7/y",)}, "no directory"),
-        ({"peers": ("redis://x:7/0?a=b",)}, "no directory"),
-        ({"peers": ("redis://me:secret@x:99999",)}, "no directory"),
-        ({"peers": ("redis://:secret#y@x:7",)}, "no directory; .* a password as %23"),
-        ({"peers": ("redis://:secret/y@x:7",)}, "no directory"),
+        ({"peers": ("dns://x:7?a=b",)}, "no directory"),
+        ({"peers": ("dns://me:secret@x:99999",)}, "no directory"),
+        ({"peers": ("dns://:secret#y@x:7",)}, "no directory"),
+        ({"peers": ("redis://:secret@x:7",)}, "is 'redis://x:7', which is not an address"),
         ({"peers": ("Redis://:secret@x:7",)}, "is 'Redis://x:7', which is not an address"),
         ({"peers": ("redis:/:secret@x:7",)}, "is 'redis:/x:7', which is not an address"),
         ({"peers": ("reids://:secret#y@x:7",)}, "is 'reids://x:7', which is not an address"),
         ({"stores": ("Redis://:secret@x:7",)}, "stores has Redis://x:7, which is not in peers"),
-        ({"worker": WorkerConfig(announce="redis://:secret#y@x:7")}, "announce names no directory"),
-        ({"peers": 2 * ("redis://:secret@x:7",)}, "peers has redis://x:7 twice"),
+        ({"peers": 2 * ("dns://:secret@x:7",)}, "peers has dns://x:7 twice"),
         (
-            {"peers": ("redis://x:7",), "peer_keys": {"redis://:secret@x:7": "k"}},
-            "peer_keys has redis://x:7, which is not in peers",
+            {"peers": ("dns://x:7",), "peer_keys": {"dns://:secret@x:7": "k"}},
+            "peer_keys has dns://x:7, which is not in peers",
         ),
         (
-            {"peers": ("redis://:secret@x:7",), "stores": ("redis://:secret@x:7",)},
-            "stores has redis://x:7, which names no single worker",
-        ),
-        ({"worker": WorkerConfig(announce="dns://x:7")}, "cannot be written"),
-        ({"worker": WorkerConfig(announce="x")}, "announce names no directory"),
-        (
-            {
-                "worker": WorkerConfig(
-                    announce="redis://x:7", listen="tcp://0.0.0.0:0", insecure=True
-                )
-            },
-            "nobody finds this server",
+            {"peers": ("dns://:secret@x:7",), "stores": ("dns://:secret@x:7",)},
+            "stores has dns://x:7, which names no single worker",
         ),
         ({"peers": ("dns://x:7",), "stores": ("dns://x:7",)}, "names no single worker"),
     ],
@@ -471,13 +374,3 @@ def test_dns_has_one_key_for_all(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError, match="names 2 keys, and DNS does not say"), cache_of(**config):
         pass
-
-
-def test_without_the_package_a_server_with_redis_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match="package redis is not installed"):
-        cache_of(peers=("redis://127.0.0.1:1",), serves=False).__enter__()
-    with pytest.raises(ConfigError, match="package redis is not installed"):
-        cache_of(worker=WorkerConfig(announce="redis://127.0.0.1:1")).__enter__()

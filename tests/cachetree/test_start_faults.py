@@ -14,7 +14,6 @@ import pytest
 import zmq
 from push_parts import cache_of
 
-from cachetree import WorkerConfig
 from cachetree.transport import Peer
 
 
@@ -40,8 +39,8 @@ def without_thread(name: str) -> Callable[[threading.Thread], None]:
 def open_and_close(folder: Path) -> None:
     """All that has threads or descriptors; nobody answers it."""
     disk = {"disk_path": str(folder), "disk_bytes": 16 << 20, "host_bytes": 8 << 20}
-    worker = WorkerConfig(announce="redis://127.0.0.1:1/0")
-    with cache_of(**disk, worker=worker, peers=("tcp://127.0.0.1:9",)):
+    peers = ("tcp://127.0.0.1:9", "dns://127.0.0.1:9")
+    with cache_of(**disk, peers=peers):
         pass
 
 

@@ -191,9 +191,9 @@ def test_adapters_are_enabled_in_the_file(tmp_path: Path, is_enabled: bool) -> N
 def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
     there = f"tcp://127.0.0.1:{free_port()}"
-    peers = [there, "redis://:secret@127.0.0.1:1"]
+    peers = [there, "dns://:secret@127.0.0.1:1"]
     found = checked(tmp_path, peers=peers)
-    assert found["peer redis://127.0.0.1:1"].ok
+    assert found["peer dns://127.0.0.1:1"].ok
     assert not found[f"peer {there}"].ok
     assert "no worker answered" in found[f"peer {there}"].found
 

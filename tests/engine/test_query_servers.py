@@ -33,7 +33,7 @@ def asked(server: Server, port: int, tokens: Sequence[int]) -> dict[str, Any]:
 def test_a_server_says_how_soon_and_by_whom(tmp_path: Path) -> None:
     listen, ports = f"tcp://127.0.0.1:{free_port()}", (free_port(), free_port())
     profile = str(PAIRS / "sender_to_receiver.json")
-    peers = [listen, "redis://:secret@127.0.0.1:1"]
+    peers = [listen, "dns://:secret@127.0.0.1:1"]
     settings = ({"listen": listen}, {"peers": peers, "host_gb": 0, "min_tokens": 16})
     specs = [
         ServerSpec(
@@ -48,7 +48,7 @@ def test_a_server_says_how_soon_and_by_whom(tmp_path: Path) -> None:
     sender_id = read_model_identity(SENDER).model_id
     with running(*specs, folder=tmp_path, env=ENV) as (sender, receiver):
         own = [it for it in receiver.log.read_text().splitlines() if "droidspeak: " in it]
-        assert any(it.endswith(f"peers: {listen}, redis://127.0.0.1:1") for it in own)
+        assert any(it.endswith(f"peers: {listen}, dns://127.0.0.1:1") for it in own)
         assert not any("secret" in it for it in own)
         for seed, server in enumerate((sender, receiver) * 2, start=2):
             answer(server, prompt(257, seed), max_new_tokens=1)  # It learns how fast it is.

@@ -119,7 +119,6 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"allowed_peers": [KEY]}, ["allowed_peers", "set listen"]),
         ({"key_file": "missing.key"}, ["missing.key", "set peer_keys"]),
         ({"bulk_port": 7}, ["bulk_port is set", "set listen, or remove bulk_port"]),
-        ({"announce": "redis://:secret@x:7"}, ["announce is set and listen is None"]),
         ({"peer_keys": {HERE: KEY}}, ["peer_keys", HERE, "not in peers"]),
         ({"peers": [HERE], "peer_keys": {HERE: KEY}}, ["set key_file"]),
         (
