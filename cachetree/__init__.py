@@ -40,6 +40,7 @@ from cachetree.ids import (
     is_pool,
 )
 from cachetree.memory import Register, Staging
+from cachetree.names import ModelNames, with_names
 from cachetree.planning import Match, PairProfile, Plan, read_profile, write_profile
 from cachetree.status import CacheStatus, FetchCounts
 from cachetree.tier import (
@@ -96,6 +97,7 @@ __all__ = [
     "Match",
     "ModelId",
     "ModelIdentity",
+    "ModelNames",
     "NoteSpeed",
     "OrderDenied",
     "PageHash",
@@ -130,5 +132,6 @@ __all__ = [
     "read_profile",
     "read_yaml",
     "settings_of",
+    "with_names",
     "write_profile",
 ]

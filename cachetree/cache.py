@@ -17,6 +17,7 @@ from cachetree.disk import DiskTier
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step
 from cachetree.memory import Arena, Blocks, NoRoom, Register, Staging, scatter, staged, unregistered
+from cachetree.names import ModelNames
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
@@ -63,7 +64,7 @@ class Cache:
         self._clock = clock
         self._arriving = Arena(config.staging_bytes, register)
         self._staging_bytes: Final = config.staging_bytes
-        self._fetch_log = FetchLog(family.page_size)
+        self._fetch_log = FetchLog(family.page_size, self.tree.names)
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
         """Where fetches read; some may be over."""
@@ -103,6 +104,11 @@ class Cache:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def names(self) -> ModelNames:
+        """What models are called, for a person; any thread."""
+        return self.tree.names
 
     @property
     def address(self) -> Location | None:

@@ -15,6 +15,7 @@ from cachetree.disk import DiskStatus
 from cachetree.errors import Cancelled, printable
 from cachetree.ids import Location
 from cachetree.memory import Staging
+from cachetree.names import ModelNames
 from cachetree.planning import Plan
 from cachetree.transport import PeerStatus, PusherStatus, Status
 
@@ -64,8 +65,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 class FetchLog:
     """Thread-safe. Lines go to the logger `cachetree.fetch` at INFO, as key=value."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, names: ModelNames) -> None:
         self._page_tokens = page_tokens
+        self._names = names
         self._lock = threading.Lock()
         self._outcomes: dict[Location, Counter[str]] = {}
         self._num_bytes: Counter[Location] = Counter()
@@ -99,6 +101,7 @@ class FetchLog:
         fields = {
             "outcome": outcome,
             "model": plan.sender,
+            "name": self._names.now.get(plan.sender, "-"),
             "location": plan.location,
             "tokens": num_pages * self._page_tokens,
             "pages": num_pages,

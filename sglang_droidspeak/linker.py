@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cachetree import Cache, ConfigError, MakeTier
+from cachetree import Cache, ConfigError, MakeTier, with_names
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
 from cachetree.metrics import Queries, StatusPage
@@ -57,7 +57,7 @@ from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import cache_config
-from sglang_droidspeak.start.this_server import ThisServer, folder_of
+from sglang_droidspeak.start.this_server import ThisServer, folder_of, name_of
 from sglang_droidspeak.store.capture import attachment_of
 from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.insertions import Insertions, Offloader
@@ -114,18 +114,20 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             register=page_locked if self._on_cuda else unregistered,
             note_served=serve_spans() if tracing.is_on() else untraced,
         )
+        self._cache.names.call(identity.model_id, name_of(engine.resolved(server_args)))
         self._while_serving = contextlib.ExitStack()
         self._until_closed = contextlib.ExitStack()
         self._until_closed.callback(self._cache.close)
         if has_metrics:
-            self._until_closed.callback(CacheMetrics(self._cache.status).close)
+            copying = CacheMetrics(self._cache.status, beside=self._tell_names)
+            self._until_closed.callback(copying.close)
         coding = Coding(settings.codec, identity.head_dim)
         server_pool = ServerPool(rows_of(pool, coding), attachment.e_pool, coding, params.page_size)
         copies = Copies(forward_stream, runner.device)
         self._loader = Loader(pool.layer_num, copies)
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, server_pool, copies.another_stream())
-        self._labels = Labels(self._metrics)
+        self._labels = Labels(self._metrics, self._cache.names)
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
         )
@@ -153,7 +155,13 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             page = StatusPage(parse_http(settings.http), self._cache.status, queries)
             self._until_closed.enter_context(page)
             self._while_serving.callback(page.retire_queries)
-        guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)
+        guard = PairsInService(
+            planner,
+            self._metrics,
+            settings,
+            self._cache.names,
+            keeps_record=self._ranks.is_first,
+        )
         self._waiting = WaitingRequests(
             Sources(server, self._cache, self._pool_index, server_pool),
             self._meter,
@@ -208,6 +216,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 self._insertions.about = events.about
                 hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
         engine.place_hooks(hooks)
+        self._models.known = lambda lora_id, model: self._cache.names.call(
+            model, adapters[lora_id].lora_name
+        )
         for lora_id, ref in adapters.items():
             self._models.add(lora_id, folder_of(ref.lora_path))
         if adapters:
@@ -215,7 +226,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         log.info(
             "droidspeak: model %s, E kept of layers %s, %d profiles, %g GiB of memory to store "
             "(host_gb), %g to fetch (staging_gb), serves at %s, peers: %s",
-            identity.model_id,
+            with_names(identity.model_id, self._cache.names.now),
             list(server.transition_layers),
             len(server.profiles),
             settings.host_gb,
@@ -223,6 +234,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._cache.address or "no address",
             ", ".join(it.address for it in self._cache.sources()) or "no peers",
         )
+
+    def _tell_names(self) -> None:
+        self._metrics.tell_names(self._cache.names.now)
 
     # Waiting and admission.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Final
@@ -52,6 +52,16 @@ class Metrics:
             "Requests that the base answered because their prompt never invokes the activated LoRA "
             "that they name",
         )
+        self.model_info: Final[Gauge] = Gauge(
+            "droidspeak:model_info",
+            "1 for the name that a model of this server, its pairs or its peers has now, 0 for one "
+            "that it had before. A model without a name has its id's first eight digits",
+            ["model", "name"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._named: Mapping[str, str] = {}
+        self._in_pairs: Mapping[str, str] = {}
         pair = ["sender", "receiver"]
         of_pair = partial(Gauge, labelnames=pair, registry=registry, multiprocess_mode="livemax")
         self.pair_usable: Final[Gauge] = of_pair(
@@ -133,8 +143,18 @@ class Metrics:
     def tell_pairs(self, profiles: Profiles, *, are_off: bool = False) -> None:
         """Which of them may be reused; none from when they are off."""
         self._are_off |= are_off
+        self._in_pairs = {**self._in_pairs, **{str(it): it[:8] for pair in profiles for it in pair}}
         for (sender, receiver), profile in profiles.items():
             self.pair_usable.labels(sender, receiver).set(profile.is_usable and not self._are_off)
+
+    def tell_names(self, names: Mapping[str, str]) -> None:
+        """Names by model id, as they are now; from one thread."""
+        now = {**self._in_pairs, **names}
+        for model, name in self._named.items() - now.items():
+            self.model_info.labels(model, name).set(0)
+        for model, name in now.items() - self._named.items():
+            self.model_info.labels(model, name).set(1)
+        self._named = now
 
     def tell_guard(self, pair: WatchedPair) -> None:
         names = (pair.sender, pair.receiver)
@@ -158,9 +178,15 @@ class CacheMetrics:
     """
 
     def __init__(
-        self, status: Callable[[], CacheStatus], registry: CollectorRegistry = REGISTRY
+        self,
+        status: Callable[[], CacheStatus],
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        beside: Callable[[], None],
     ) -> None:
+        """`beside` writes what else only a look can tell, as often."""
         self._status = status
+        self._beside = beside
         gauge = partial(Gauge, multiprocess_mode="livesum")
         self._made = [
             (Counter if it.kind == "counter" else gauge)(
@@ -181,6 +207,7 @@ class CacheMetrics:
         while True:
             try:
                 self._copy()
+                self._beside()
             except Exception:
                 log.exception("the cache's metrics were not copied")
             if self._closing.wait(_PERIOD_S):

@@ -42,8 +42,18 @@ def _outcomes(some: str) -> str:
     return f'droidspeak:requests_total{{outcome=~"{some}"}}'
 
 
-_PAIR: Final = "{{instance}} {{sender}} for {{receiver}}"
+_PAIR: Final = "{{instance}} {{sender_name}} for {{receiver_name}}"
 _BY_PAIR: Final = "instance, sender, receiver"
+
+
+def _named(query: str) -> str:
+    """A query by pair, with the names that the pair's server has for both models."""
+    for role in ("sender", "receiver"):
+        info = f'label_replace(droidspeak:model_info == 1, "{role}", "$1", "model", "(.+)")'
+        name = f'label_replace({info}, "{role}_name", "$1", "name", "(.+)")'
+        query = f"({query}) * on (instance, {role}) group_left ({role}_name) {name}"
+    return query
+
 
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Reuse": (
@@ -110,7 +120,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel(
             "Pairs that are on (1) or off (0)",
             "short",
-            {_PAIR: "droidspeak:pair_usable"},
+            {_PAIR: _named("droidspeak:pair_usable")},
         ),
         Panel(
             "Requests whose pair may not be reused",
@@ -133,12 +143,14 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             "Distance from exact runs, of 1 at most",
             "short",
             {
-                _PAIR: f"{_rate('droidspeak:shadow_tv_sum', _BY_PAIR)} / "
-                f"{_rate('droidspeak:shadow_tv_count', _BY_PAIR)}"
+                _PAIR: _named(
+                    f"{_rate('droidspeak:shadow_tv_sum', _BY_PAIR)} / "
+                    f"{_rate('droidspeak:shadow_tv_count', _BY_PAIR)}"
+                )
             },
         ),
-        Panel("Evidence, alarm at 100,000", "short", {_PAIR: "droidspeak:guard_evidence"}),
-        Panel("Plans in service", "short", {_PAIR: "droidspeak:guard_plans"}),
+        Panel("Evidence, alarm at 100,000", "short", {_PAIR: _named("droidspeak:guard_evidence")}),
+        Panel("Plans in service", "short", {_PAIR: _named("droidspeak:guard_plans")}),
         Panel("Shadows", "ops", _by("droidspeak:shadows_total", "result")),
     ),
     "Adapters": (

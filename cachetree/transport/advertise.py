@@ -150,6 +150,9 @@ class Advertiser:
         """Changes that the peer has told it knows."""
         self._told: deque[int] = deque()
         """Of each `Entries` that the peer has not answered, how many it knows with it."""
+        self._names = tree.names
+        self._named: set[str] = set()
+        """Models that the peer was told the names of."""
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
@@ -196,7 +199,10 @@ class Advertiser:
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
             self._told.append(_NOTHING)
             self._mute_since_s = min(self._mute_since_s, self._clock())
-            yield Entries(entries=entries)
+            names = self._names.now
+            new = {it.model for it in entries}.intersection(names) - self._named
+            self._named |= new
+            yield Entries(entries=entries, names={it: names[it] for it in new})
         if self._told:
             self._told[-1] = num_taken
         else:
@@ -230,6 +236,8 @@ class RemoteView:
             case Reset():
                 self.forget()
             case Entries():
+                for model, name in message.names.items():
+                    self._tree.names.hear(ModelId(model), name)
                 for entry in message.entries:
                     self._apply(entry)
 

@@ -180,6 +180,7 @@ class PendingStores:
             pages=join_hashes(part.pages),
             e_layers=part.e_layers,
             timeout_ms=int(_STORE_S * 1000),
+            name=self._tree.names.now.get(part.model, ""),
         )
         link.send(message)
         answer = yield from self._answer(link, None)

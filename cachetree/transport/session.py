@@ -359,6 +359,7 @@ class StoreReceiver:
             self._open = FetchReceiver(model, pages, staging, landed, self._broke)
             self._open.id = store.id
             self._counts.num_open_stores += 1
+        tree.names.hear(model, store.name)
         self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
 
     def refuse(self, id: int, why: Why, reason: str) -> None:

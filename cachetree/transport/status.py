@@ -74,7 +74,8 @@ class PeerStatus(msgspec.Struct, kw_only=True):
         reason = "" if self.is_ready else self.error
         if self.probe_in_s:
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
-        return verbs.Source(address=self.address, state=self.state.value, reason=reason)
+        state = self.state.value
+        return verbs.Source(address=self.address, state=state, reason=reason, model=self.model)
 
 
 class PusherStatus(msgspec.Struct, kw_only=True):

@@ -28,6 +28,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     reason: str
     """Why it is not ready; empty where it is."""
+    model: str = ""
+    """Model id of the worker's own; empty if it has none, or was never reached."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):

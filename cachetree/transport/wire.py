@@ -70,6 +70,8 @@ MAX_PLACES: Final = 256
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
 """An id: whoever stores under one has all peers told of it."""
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""Of a model, for a person."""
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
@@ -111,6 +113,8 @@ class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
     """A part of the snapshot, or of what changed since."""
 
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+    names: Annotated[dict[Model, Name], msgspec.Meta(max_length=MAX_ENTRIES)] = {}
+    """Names of models that this session has not told yet."""
 
 
 class Synced(msgspec.Struct, frozen=True, tag="synced"):
@@ -153,6 +157,8 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
     e_layers: Layers
     """Rising."""
     timeout_ms: int
+    name: Name = ""
+    """Name of the model; empty if it has none."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):

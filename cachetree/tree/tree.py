@@ -12,6 +12,7 @@ from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
+from cachetree.names import ModelNames
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Node
 from cachetree.tree.eviction import Eviction, Retention
@@ -66,6 +67,7 @@ class CacheTree:
         self._listeners = ChangeListeners()
         self.remote: Final = RemoteEntries(self._trie, self._listeners, self._lock)
         """What workers and tiers have said that they hold."""
+        self.names: Final = ModelNames()
         self._local = LocalEntries(
             self._trie, self._eviction, self._holds, self._listeners, host_bytes
         )

@@ -19,6 +19,11 @@ from sglang_droidspeak.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
+
+def _nobody(*_known: object) -> None:
+    """Nobody asks."""
+
+
 LoraId = str | None
 """SGLang's name for one loading of an adapter, never given out again; None is the base."""
 
@@ -83,6 +88,8 @@ class Models:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-adapters")
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
         """Found of the models that are loaded now."""
+        self.known: Callable[[str, ModelId], object] = _nobody
+        """Called with each adapter whose content has become known, and the model that it makes."""
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -124,6 +131,7 @@ class Models:
         self._loaded[lora_id] = loaded = self._read(folder)
         self._invocations[lora_id] = loaded.adapter.invocation
         self._differences.clear()
+        self.known(lora_id, loaded.model_id)
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
         """Have `load` read the adapter, on all ranks or on none, and a thread find out which one it
@@ -159,6 +167,7 @@ class Models:
             if all(ranks.least([is_agreed])) and found is not None:
                 self._loaded[lora_id] = found
                 self._differences.clear()
+                self.known(lora_id, found.model_id)
 
     def drop(self, lora_id: str) -> None:
         self._loaded.pop(lora_id, None)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import requests
 
-from cachetree import CacheTreeError, ConfigError, printable
+from cachetree import CacheTreeError, ConfigError, printable, with_names
 from cachetree.cli import show
 from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.fleet.servers import ask_server
@@ -76,7 +76,7 @@ def add_parsers(commands: Any) -> None:
     guard.add_argument(
         "url", type=server_url, metavar="URL", help="of SGLang, such as http://127.0.0.1:30000"
     )
-    guard.add_argument("--reset", metavar="SENDER", help=f"a sender's model id, or `{ALL}`")
+    guard.add_argument("--reset", metavar="SENDER", help=f"a sender's name or model id, or `{ALL}`")
     add_key(guard)
     guard.add_argument("--json", action="store_true", help="one line of JSON")
     guard.set_defaults(run=_guard)
@@ -152,14 +152,15 @@ def _peers(args: argparse.Namespace) -> int:
     if not peers:
         show(f"{args.url} reads from no peer; its setting `peers` names them")
     for peer in peers:
-        line = f"{peer['address']:30} {peer['state']:12} {peer['reason']}"
-        show(printable(line.rstrip()))
+        beside = " ".join(filter(None, (peer["model"], peer["reason"])))
+        line = f"{peer['address']:30} {peer['state']:12} {beside}".rstrip()
+        show(printable(with_names(line, state[KEY]["names"])))
     return int(any(peer["state"] != "ready" for peer in peers))
 
 
 def _explain(args: argparse.Namespace) -> int:
     told = post(args, "/droidspeak/explain", _question(args))
-    tell(args, told, explanation_lines(told))
+    tell(args, told, (with_names(it, told["names"]) for it in explanation_lines(told)))
     return 0
 
 
@@ -236,7 +237,7 @@ def _measured(it: dict[str, Any]) -> str:
 def _guard(args: argparse.Namespace) -> int:
     told = post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
     state = msgspec.convert(told, GuardState)
-    tell(args, told, guard_lines(state))
+    tell(args, told, (with_names(it, state.names) for it in guard_lines(state)))
     return int(bool(state.off) or any(it.is_demoted for it in state.pairs))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from cachetree import CacheTreeError, ConfigError, ModelId, read_yaml, settings_of
+from cachetree import CacheTreeError, ConfigError, ModelId, read_yaml, settings_of, with_names
 from cachetree.cli import show
 from cachetree.disk import try_directory
 from cachetree.transport import (
@@ -169,9 +169,12 @@ def configuration(path: Path) -> Iterator[Check]:
     except CacheTreeError as exc:
         yield _check("settings", False, str(exc), f"correct {path}")
         return
-    yield _check("settings", True, f"model {server.identity.model_id}")
+    adapters = {str(model): folder.name for folder, model in (server.adapters or {}).items()}
+    served = options.get("served-model-name", Path(model).name)
+    names = adapters | {str(server.identity.model_id): served}
+    yield _check("settings", True, with_names(f"model {server.identity.model_id}", names))
     for it in server.profiles:
-        pair = f"{it.sender.model_id} to {it.receiver.model_id}"
+        pair = with_names(f"{it.sender.model_id} to {it.receiver.model_id}", names)
         said = f"{it.reason}; {it.controls or 'no controls were measured'}"
         yield _check(f"profile {pair}", it.is_usable, said, "see `droidspeak profile show`")
     settings = server.settings
@@ -248,6 +251,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
         yield _check(url, False, str(exc), "start it, or give its --api-key")
         return
     told = state[KEY]
+    names = told["names"]
     yield _check(url, True, f"SGLang serves {state.get('model_path')}")
     linker = state.get("unified_cache_external_linker_config") or {}
     try:
@@ -271,7 +275,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     restart = "see docs/operate.md; restart it where the thread is stuck"
     yield _check("memory, disk", not wrong, wrong or "well", restart)
     for it in told["peers"]:
-        found = ": ".join(filter(None, [it["state"], it["reason"]]))
+        found = ": ".join(filter(None, [it["state"], with_names(it["model"], names), it["reason"]]))
         yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)
     if told["off"]:
         yield _check("server", False, told["off"])
@@ -280,7 +284,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
         none = "none: only caches of this very model are read; `droidspeak profile` makes one"
         yield _check("profiles", True, none)
     for pair in told["pairs"]:
-        name = f"profile {pair['sender']} to {pair['receiver']}"
+        name = with_names(f"profile {pair['sender']} to {pair['receiver']}", names)
         yield _check(name, pair["usable"], pair["reason"], "see `droidspeak profile show`")
     prices = [it["price"] for it in told["pairs"] if it["usable"] and it["price"]]
     if told["peers"]:

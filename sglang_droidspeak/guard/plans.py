@@ -140,13 +140,15 @@ class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = {}
     """Shadows that came to nothing, by what became of them."""
     reset: str | None = None
-    """The id of a sender whose pairs begin anew, or `all`."""
+    """The id or name of a sender whose pairs begin anew, or `all`."""
 
 
 class GuardState(msgspec.Struct, frozen=True, kw_only=True):
     shadow_rate: float
     pairs: tuple[WatchedPair, ...]
     suspects: tuple[PlanId, ...]
+    names: dict[str, str] = {}
+    """Of models, by id."""
     off: str = ""
     """Why the server reuses nothing, and what to do; empty where it does."""
 

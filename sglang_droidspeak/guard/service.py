@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cachetree import ModelId
+from cachetree import ModelId, ModelNames, with_names
 from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.guard.plans import (
     ALL,
@@ -36,11 +36,18 @@ class PairsInService:
     """Scheduler thread only. All ranks hear and do the same; the first one keeps the record."""
 
     def __init__(
-        self, planner: Planner, metrics: Metrics, settings: Settings, *, keeps_record: bool
+        self,
+        planner: Planner,
+        metrics: Metrics,
+        settings: Settings,
+        names: ModelNames,
+        *,
+        keeps_record: bool,
     ) -> None:
         """Without a `guard_path` nothing is read or written. Raises ConfigError."""
         self._planner: Final = planner
         self._metrics: Final = metrics
+        self._names: Final = names
         self._rate: Final = settings.shadow_share
         path = None if settings.guard_path is None else Path(settings.guard_path)
         self._path: Final = path if keeps_record else None
@@ -53,7 +60,7 @@ class PairsInService:
             pair = known.pop(fresh.profile, fresh)
             self._note(pair, "as before the restart" if pair.is_demoted else "")
             if self._rate:
-                _warn_of(fresh)
+                self._warn_of(fresh)
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def answer(self, question: str) -> dict[str, Any]:
@@ -94,11 +101,15 @@ class PairsInService:
         self._keep()
 
     def _reset(self, sender: str) -> None:
-        senders = [*dict.fromkeys(it.sender for it in self._pairs.values()), ALL]
-        if sender not in senders:
-            raise LookupError(f"no pair here has the sender {sender}; give {' or '.join(senders)}")
+        names, senders = self._names.now, {it.sender for it in self._pairs.values()}
+        asked = {it for it in senders if sender in (ALL, it, names.get(it))}
+        if not asked and sender != ALL:
+            known = [names.get(it, it) for it in sorted(senders)]
+            raise LookupError(
+                f"no pair here has the sender {sender}; give {' or '.join([*known, ALL])}"
+            )
         for key, pair in self._pairs.items():
-            if sender in (ALL, pair.sender):
+            if pair.sender in asked:
                 fresh = watched(self._profiles[key])
                 self._note(fresh, "an operator has reset it" if pair.is_demoted else "")
         self._keep()
@@ -119,9 +130,12 @@ class PairsInService:
         self._metrics.tell_pairs({key: left_in_it})
         self._metrics.guard_changes.labels(*key).inc()
         left = f"{pair.num_left} of {len(pair.plans)} plans in service"
-        log.warning("droidspeak: %s to %s: %s: %s", *key, left, why)
+        log.warning("droidspeak: %s: %s: %s", self._called(pair), left, why)
         names = {"sender": pair.sender, "receiver": pair.receiver, "why": why}
         tracing.event("guard", {**names, "plans_left": pair.num_left})
+
+    def _called(self, pair: WatchedPair) -> str:
+        return with_names(f"{pair.sender} to {pair.receiver}", self._names.now)
 
     def _keep(self) -> None:
         if self._path is not None:
@@ -130,15 +144,13 @@ class PairsInService:
             except OSError as exc:
                 log.warning("droidspeak: guard_path %s is not written: %s", self._path, exc)
 
-
-def _warn_of(pair: WatchedPair) -> None:
-    silent = [it.layers for it in pair.plans if it.allowed == NOISE]
-    if silent:
-        log.warning(
-            "droidspeak: %s to %s: the profile does not say how far %s may be from full prefill; "
-            "the drift guard allows %.2f, until `droidspeak profile calibrate` has measured it",
-            pair.sender,
-            pair.receiver,
-            ", ".join(silent),
-            NOISE,
-        )
+    def _warn_of(self, pair: WatchedPair) -> None:
+        silent = [it.layers for it in pair.plans if it.allowed == NOISE]
+        if silent:
+            log.warning(
+                "droidspeak: %s: the profile does not say how far %s may be from full prefill; "
+                "the drift guard allows %.2f, until `droidspeak profile calibrate` has measured it",
+                self._called(pair),
+                ", ".join(silent),
+                NOISE,
+            )

@@ -168,12 +168,13 @@ class Answers:
 
     def _answer(self, page: str, asked: str, scheduler: Scheduler) -> dict[str, Any]:
         try:
+            names = {"names": {**self._cache.names.now}}
             if not page:
-                return msgspec.to_builtins(self._state())
+                return msgspec.to_builtins(self._state()) | names
             if page == asking.GUARD:
-                return {**self._guard(asked), "off": self._off}
+                return self._guard(asked) | {"off": self._off} | names
             question = msgspec.json.decode(asked, type=Question)
-            return msgspec.to_builtins(self._explain(question, scheduler), str_keys=True)
+            return msgspec.to_builtins(self._explain(question, scheduler), str_keys=True) | names
         except (msgspec.MsgspecError, LookupError) as exc:
             return {"error": str(exc.args[0])}
         except Exception as exc:

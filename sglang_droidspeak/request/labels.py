@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from cachetree import printable
+from cachetree import ModelNames, printable, with_names
 from cachetree.planning import Considered
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_generate_req
@@ -56,8 +56,9 @@ class Labels:
     happens to the request later, its retraction too, changes nothing. Scheduler thread only.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, names: ModelNames) -> None:
         self.metrics: Final = metrics
+        self._names: Final = names
         self.told: Final[OrderedDict[str, Label]] = OrderedDict()
         """By request id, the latest last."""
         self._num_matches = 0
@@ -114,6 +115,12 @@ class Labels:
                 told = warmed
         if prefixes.is_not_invoked(req):
             told = msgspec.structs.replace(told, not_invoked=True)
+        names = self._names.now
+        told = msgspec.structs.replace(
+            told,
+            sender_name=names.get(told.sender or ""),
+            detail=told.detail and with_names(told.detail, names),
+        )
         label.provenance, label.num_tokens = told, len(req.origin_input_ids)
         if not asking.is_own(req):
             if told.not_invoked:

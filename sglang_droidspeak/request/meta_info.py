@@ -28,6 +28,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     server's own cache."""
     sender: str | None = None
     """Model id of the one whose cache was read."""
+    sender_name: str | None = None
+    """What that model is called; null if this server knows no name."""
     receiver: str | None = None
     """Model id of the one that read it and answered."""
     not_invoked: bool = False

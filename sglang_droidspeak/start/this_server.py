@@ -196,6 +196,12 @@ def read_server(
     )
 
 
+def name_of(args: ServerArgs) -> str:
+    """The base's name for a person: as it is served, or the last part of its path."""
+    served: str = args.served_model_name or args.model_path
+    return Path(served).name if served == args.model_path else served
+
+
 def folder_of(path: str, revision: str | None = None) -> Path:
     """Where a model or an adapter lies that SGLang was given by path or by repository; raises
     ConfigError."""

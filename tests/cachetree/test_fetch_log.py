@@ -36,7 +36,7 @@ def test_a_fetch_is_one_line_of_fields(caplog: pytest.LogCaptureFixture) -> None
             (counts,) = receiver.status().fetches
     (line,) = fields(caplog)
     assert line.keys() == {
-        *("outcome", "model", "location", "tokens", "pages"),
+        *("outcome", "model", "name", "location", "tokens", "pages"),
         *("layers", "bytes", "seconds", "gb_s"),
     }
     assert line["outcome"] == "ok"

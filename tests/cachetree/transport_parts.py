@@ -89,8 +89,13 @@ def content_of(family: Family, page: PageHash, step: Step) -> bytes:
     return hashlib.shake_128(seed).digest(64) * (size // 64)
 
 
-def store(tree: CacheTree, pages: Sequence[PageHash], parent: PageHash | None = None) -> None:
-    reservation = tree.reserve(MODEL, parent, pages, [E_LAYER])
+def store(
+    tree: CacheTree,
+    pages: Sequence[PageHash],
+    parent: PageHash | None = None,
+    model: ModelId = MODEL,
+) -> None:
+    reservation = tree.reserve(model, parent, pages, [E_LAYER])
     for step in reservation.steps:
         payload = b"".join(content(page, step) for page in reservation.pages)
         scatter(reservation.views(step), memoryview(payload))

@@ -34,7 +34,7 @@ from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.request.answers import Answers
 from sglang_droidspeak.request.meta_info import KEY
 
-NEAR = {"address": FAR, "state": "ready", "reason": ""}
+NEAR = {"address": FAR, "state": "ready", "reason": "", "model": ""}
 ROOT = Path(__file__).resolve().parents[2]
 
 

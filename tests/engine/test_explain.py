@@ -19,6 +19,7 @@ from test_labels import Counts, request
 from test_planner import PAGE, planned
 from test_policy import DEMAND, FAR, MEASURED, PROFILES, R, S, match
 
+from cachetree.names import ModelNames
 from cachetree.planning import Considered, Link
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.ask import explanation_lines
@@ -38,7 +39,7 @@ SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 
 def answers(labels: Labels, refusal: str = "") -> Answers:
     planner = SimpleNamespace(profiles=PROFILES, refusal=lambda _req: refusal)
-    cache = SimpleNamespace(sources=lambda: ())
+    cache = SimpleNamespace(sources=lambda: (), names=ModelNames())
 
     def guard(_question: str) -> dict[str, Any]:
         raise ArithmeticError("a test")
@@ -57,7 +58,7 @@ def ask(it: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -> di
 
 @pytest.fixture
 def labels() -> Labels:
-    return Labels(Counts())  # type: ignore[arg-type]
+    return Labels(Counts(), ModelNames())  # type: ignore[arg-type]
 
 
 def answered(labels: Labels, rid: str, told: RequestProvenance) -> Any:
@@ -213,7 +214,7 @@ def test_the_command_asks_and_prints(
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
     it = explained(Label(measured, 161, seen, is_told=True), PAGE, PROFILES)
-    server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it))
+    server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it)) | {"names": {}}
     assert main(["explain", "r1", "--url", server.url]) == 0
     out = capsys.readouterr().out
     assert server.asked == {asking.EXPLAIN: {"request_id": "r1"}}
@@ -222,6 +223,9 @@ def test_the_command_asks_and_prints(
     assert main(["explain", "r1", "--url", server.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == server.says[asking.EXPLAIN]
 
+    server.says[asking.EXPLAIN] |= {"names": {"a" * 32: "base"}, "model": "a" * 32}
+    assert main(["explain", "r1", "--url", server.url]) == 0
+    assert "\nmodel    base (aaaaaaaa)\n" in (out := capsys.readouterr().out)
     for way in server.says[asking.EXPLAIN]["ways"]:  # Peers say what their models are called.
         way["sender"] = "\x1b]0;a title\x07a\nline"
     assert main(["explain", "r1", "--url", server.url]) == 0

@@ -16,6 +16,8 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from waiting_parts import request as in_queue
 
+from cachetree.ids import ModelId
+from cachetree.names import ModelNames
 from cachetree.planning import PrefillCost
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import asking, prefixes
@@ -59,7 +61,7 @@ def counts() -> Counts:
 
 @pytest.fixture
 def labels(counts: Counts) -> Labels:
-    return Labels(counts)  # type: ignore[arg-type]
+    return Labels(counts, ModelNames())  # type: ignore[arg-type]
 
 
 def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
@@ -79,6 +81,17 @@ def test_it_waits_for_the_end_of_the_prefill(labels: Labels, counts: Counts) -> 
     chunked, retracted = request(), request(is_retracted=True)
     labels.report([chunked, retracted], chunked)
     assert (told(chunked), told(retracted), counts.outcomes) == (None, None, {})
+
+
+def test_an_answer_names_the_sender_where_the_server_knows_its_name(counts: Counts) -> None:
+    names, known, other = ModelNames(), ModelId("a" * 32), ModelId("b" * 32)
+    names.call(known, "base")
+    labels = Labels(counts, names)  # type: ignore[arg-type]
+    for sender, name, said in ((known, "base", "base (aaaaaaaa)"), (other, None, other)):
+        req = request()
+        labels.note(req, reused(sender=sender, detail=f"of {sender}"))
+        labels.report([req])
+        assert (told(req).sender_name, told(req).detail) == (name, f"of {said}")
 
 
 @pytest.mark.parametrize("is_approximate", [False, True])
@@ -108,7 +121,7 @@ def test_the_servers_own_requests_are_told_and_not_counted(
 
 def test_a_request_that_never_invokes_its_adapter_says_so_and_is_counted() -> None:
     metrics = Metrics(enabled=False)
-    labels, req, other = Labels(metrics), request(), request()
+    labels, req, other = Labels(metrics, ModelNames()), request(), request()
     prefixes.ask_base(req)
     labels.report([req, other])
     assert (told(req).not_invoked, told(other).not_invoked) == (True, False)

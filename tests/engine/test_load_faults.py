@@ -21,6 +21,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import Location, ModelId, Span, Step
 from cachetree.memory.staging import Staging
+from cachetree.names import ModelNames
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
@@ -86,7 +87,7 @@ class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, forward_wait_s: float = 10.0) -> None:
         self.rows, self.prefills = Rows(), Prefills()
         self.released: list[Staging] = []
-        self.labels = Labels(Metrics(enabled=False))
+        self.labels = Labels(Metrics(enabled=False), ModelNames())
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
         self.loader = Loader(NUM_LAYERS, Copies(None, "cpu"))
         parts: Any = (self.rows, MagicMock(), MagicMock())

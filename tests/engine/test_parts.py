@@ -29,7 +29,7 @@ from cachetree.planning.plan import Plan, Requested
 from cachetree.status import FetchCounts
 from cachetree.transport import PeerState, PeerStatus
 from sglang_droidspeak.engine import HookType, place_hooks
-from sglang_droidspeak.metrics import CacheMetrics
+from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.request import load as load_of_a_request
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.request.load import ForwardWaitExceeded, Load
@@ -240,7 +240,7 @@ def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
 def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
     registry = CollectorRegistry()
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        metrics = CacheMetrics(cache.status, registry)
+        metrics = CacheMetrics(cache.status, registry, beside=lambda: None)
         metrics.close()
         pages = [PageHash(bytes([number] * 16)) for number in range(4)]
         reservation = cache.tree.reserve(ModelId("m"), None, pages, ())
@@ -265,7 +265,7 @@ def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> Non
     there = msgspec.structs.replace(alone, peers=(ready,), fetches=fetches)
     lost = msgspec.structs.replace(ready, num_retries=5, state=PeerState.CONNECTING)
     now = [msgspec.structs.replace(there, peers=(lost,))]
-    metrics = CacheMetrics(lambda: now[-1], registry)
+    metrics = CacheMetrics(lambda: now[-1], registry, beside=lambda: None)
     metrics.close()
 
     def told(*names: str) -> list[float | None]:
@@ -286,6 +286,20 @@ def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> Non
         msgspec.structs.replace(there, peers=(msgspec.structs.replace(lost, num_retries=0),))
     )
     assert told(*names) == [6, 10, 0, 8]
+
+
+def test_each_model_of_a_pair_has_one_name_at_a_time() -> None:
+    metrics, sender, receiver = Metrics(enabled=False), "a" * 32, "b" * 32
+    metrics.tell_pairs({(sender, receiver): SimpleNamespace(is_usable=True)})  # type: ignore[dict-item]
+    for names in ({}, {sender: "base"}, {sender: "base", receiver: "expert"}):
+        metrics.tell_names(names)
+    (told,) = metrics.model_info.collect()
+    assert {(it.labels["model"][0], it.labels["name"]): it.value for it in told.samples} == {
+        ("a", "aaaaaaaa"): 0,
+        ("a", "base"): 1,
+        ("b", "bbbbbbbb"): 0,
+        ("b", "expert"): 1,
+    }
 
 
 def test_a_hook_goes_on_top_of_another_plugins() -> None:

@@ -74,17 +74,20 @@ def test_the_command_shows_states_and_errors(
     monkeypatch.delenv("NO_PROXY", raising=False)
     there = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources())}
+        info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources()), "names": {}}
         assert main(["peers", f"{info.url}/"]) == 1
         assert capsys.readouterr().out.split()[:2] == [there, "connecting"]
         with serving(there):
             assert cache.wait_ready(20)
-            info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources())}
+            info.internal_state[KEY]["peers"] = msgspec.to_builtins(cache.sources())
             assert main(["peers", info.url]) == 0
         assert capsys.readouterr().out.split()[:2] == [there, "ready"]
-    info.internal_state[KEY]["peers"][0]["reason"] = "\x1b[2Jone\nline"
+    model = "a" * 32
+    (peer,) = info.internal_state[KEY]["peers"]
+    peer |= {"reason": "\x1b[2Jone\nline", "model": model}
+    info.internal_state[KEY]["names"] = {model: "base"}
     assert main(["peers", info.url]) == 0
-    assert capsys.readouterr().out.endswith("[2Jone line\n")
+    assert capsys.readouterr().out.endswith("base (aaaaaaaa)  [2Jone line\n")
 
 
 def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsys: Any) -> None:

@@ -28,6 +28,7 @@ from waiting_parts import (
 
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Location, Step
+from cachetree.names import ModelNames
 from cachetree.planning import Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
@@ -193,7 +194,8 @@ def test_which_held_requests_a_step_could_have_taken(
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
     """Of its second reading: its first answer was on its way, as with SGLang's overlap schedule."""
     outcomes: Counter[str] = Counter()
-    labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it])))  # type: ignore[arg-type]
+    metrics = SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it]))
+    labels = Labels(metrics, ModelNames())  # type: ignore[arg-type]
     cache, taken, other = Asked(), request("taken"), request("other")
     taken.prefix_len = 0
     planner = planner_of(**WANTED | {"is_experiment": False})

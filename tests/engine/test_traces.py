@@ -26,6 +26,7 @@ from waiting_parts import (
 )
 
 from cachetree.errors import DeadlineExceeded
+from cachetree.names import ModelNames
 from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.labels import Labels
@@ -139,7 +140,7 @@ def test_who_is_admitted_without_its_load_is_told_of() -> None:
 
 @ON
 def test_what_is_known_of_a_request_marks_its_scheduler_span() -> None:
-    labels, req = Labels(SimpleNamespace()), traced_request()  # type: ignore[arg-type]
+    labels, req = Labels(SimpleNamespace(), ModelNames()), traced_request()  # type: ignore[arg-type]
     labels.note(req, RequestProvenance(outcome="reused", reused_tokens=7, sender="s"))
     assert req.time_stats.marks == {
         "droidspeak.outcome": "reused",

@@ -33,6 +33,7 @@ from waiting_parts import (
 
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import LOCAL, Location, ModelId, Span
+from cachetree.names import ModelNames
 from cachetree.planning import Costs, Link, Patience, PrefillCost
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
@@ -43,6 +44,8 @@ from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 DEADLINE_S = 0.2
+
+UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, exact: None)
 
 
 @pytest.fixture
@@ -148,7 +151,7 @@ def test_a_request_reads_approximate_kv_only_by_its_plan() -> None:
 def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     """A request that was retracted after its first tokens were sent is planned again."""
     cache, req = Asked(), request()
-    labels = Labels(SimpleNamespace(count_outcome=lambda *_, exact: None))  # type: ignore[arg-type]
+    labels = Labels(UNCOUNTED, ModelNames())
     prefixes.move(req, approximate=is_approximate)
     req.extend_end = 4 * PAGE
     labels.report([req])
@@ -163,7 +166,7 @@ def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read(found: 
     team: Any = Team()
     waiting = waiting_in(team)
     leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
-    Labels(SimpleNamespace(count_outcome=lambda *_, exact: None)).report([exact])  # type: ignore[arg-type]
+    Labels(UNCOUNTED, ModelNames()).report([exact])
     team.plan = lambda req, *_: found if req is exact else Declined("no_match")
     assert look(waiting, leader, exact, other) == {"other"}
 

@@ -31,6 +31,7 @@ from waiting_parts import (
 
 from cachetree.errors import FetchError
 from cachetree.ids import Span
+from cachetree.names import ModelNames
 from cachetree.planning import Patience
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
@@ -262,7 +263,8 @@ def test_of_those_without_memory_only_the_next_look_once_more() -> None:
 def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
     outcomes: list[Any] = []
     req = request()
-    labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.append(it)))  # type: ignore[arg-type]
+    metrics = SimpleNamespace(count_outcome=lambda it, exact: outcomes.append(it))
+    labels = Labels(metrics, ModelNames())  # type: ignore[arg-type]
     labels.report([req])
     cache = Asked(held=Held(1, 3))
     planner = planner_of(**WANTED | {"is_experiment": False})

@@ -16,6 +16,7 @@ import pytest
 from test_policy import PROFILE
 
 from cachetree import ConfigError
+from cachetree.names import ModelNames
 from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.cli.ask import guard_lines
 from sglang_droidspeak.engine import asking
@@ -150,7 +151,10 @@ class Planner:
 
 def guard_of(planner: Any, path: Path, *, keeps_record: bool = True) -> PairsInService:
     settings = Settings(shadow_rate=0.05, guard_path=str(path))
-    return PairsInService(planner, Metrics(enabled=False), settings, keeps_record=keeps_record)
+    names = ModelNames()
+    names.call(SENDER, "reader")
+    metrics = Metrics(enabled=False)
+    return PairsInService(planner, metrics, settings, names, keeps_record=keeps_record)
 
 
 def tell(guard: PairsInService, **question: Any) -> GuardState:
@@ -229,10 +233,10 @@ def test_an_operator_begins_anew(tmp_path: Path) -> None:
     guard = guard_of(planner, tmp_path / "guard.json")
     while not planner.generation:
         tell(guard, shadow=worst())
-    with pytest.raises(LookupError, match=f"sender anothr; give {SENDER} or all"):
+    with pytest.raises(LookupError, match="sender anothr; give reader or all"):
         tell(guard, reset="anothr")
     assert tell(guard).pairs[0].num_left == 2
-    (pair,) = tell(guard, reset=SENDER).pairs
+    (pair,) = tell(guard, reset="reader").pairs
     assert pair == watched(PAIR) and planner.profiles[SENDER, RECEIVER] == PAIR
     assert read_record(tmp_path / "guard.json") == (pair,)
 
@@ -256,7 +260,8 @@ def test_what_cannot_be_is_answered_with_what_is_wrong(
 ) -> None:
     guard = guard_of(Planner(), tmp_path / "guard.json")
     before = guard.answer("")
-    answers = Answers(None, None, None, {}, 16, guard.answer)  # type: ignore[arg-type]
+    cache = SimpleNamespace(names=ModelNames())
+    answers = Answers(cache, None, None, {}, 16, guard.answer)  # type: ignore[arg-type]
     asked = SimpleNamespace(rid=f"{asking.GUARD}: {json.dumps(question)}")
     answers.add(output := SimpleNamespace(), SimpleNamespace(), asked)  # type: ignore[arg-type]
     assert output.internal_state[KEY].keys() == {"error"}

@@ -1,0 +1,59 @@
+"""Names of models for a person, beside their ids by content."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from cachetree.ids import ModelId
+
+MAX_NAME: Final = 64
+"""Characters of a name that are kept."""
+MAX_HEARD: Final = 1024
+"""Models that peers may name."""
+
+_ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
+_ODD: Final = re.compile(r"[^\w./:@+-]")
+"""What a terminal, a log line or a reader could take for something else."""
+
+
+class ModelNames:
+    """The table of names of one process: its own models', and those that peers say. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_heard = 0
+        self.now: Mapping[str, str] = {}
+        """By model id. Replaced and never changed, so that a reader needs no lock."""
+
+    def call(self, model: ModelId, name: str) -> None:
+        """Name a model of this server, in place of what a peer has said."""
+        with self._lock:
+            self.now = {**self.now, model: _tidy(name)}
+
+    def hear(self, model: ModelId, name: str) -> None:
+        """Take what a peer says. The first name stays: no peer renames another's model."""
+        with self._lock:
+            if name and model not in self.now and self._num_heard < MAX_HEARD:
+                self._num_heard += 1
+                self.now = {**self.now, model: _tidy(name)}
+
+
+def with_names(text: str, names: Mapping[str, str]) -> str:
+    """A text, with `name (first eight digits)` for each model id that has a name.
+
+    >>> with_names("of " + 32 * "a", {32 * "a": "base"})
+    'of base (aaaaaaaa)'
+    """
+
+    def named(it: re.Match[str]) -> str:
+        name = names.get(it[0])
+        return f"{name} ({it[0][:8]})" if name else it[0]
+
+    return _ID.sub(named, text)
+
+
+def _tidy(name: str) -> str:
+    return _ODD.sub("_", name[:MAX_NAME])

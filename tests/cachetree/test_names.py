@@ -1,0 +1,69 @@
+"""What models are called: said by whoever runs them, and tidied by whoever hears of it."""
+
+from __future__ import annotations
+
+import time
+
+from transport_parts import FAMILY, eventually, new_tree, pages_of, store
+
+from cachetree import Cache, CacheConfig, Location, ModelId, WorkerConfig, with_names
+from cachetree.names import MAX_HEARD, MAX_NAME, ModelNames
+from cachetree.transport import wire
+from cachetree.transport.advertise import Advertiser, RemoteView
+
+BASE, OTHER = ModelId("a" * 32), ModelId("b" * 32)
+PAGES = pages_of(4)
+
+
+def test_a_text_names_each_model_that_has_a_name() -> None:
+    text = f"pages of {BASE}, none of {OTHER}, and not c{BASE}"
+    assert with_names(text, {BASE: "base"}) == f"pages of base (aaaaaaaa), none of {OTHER}, " + (
+        f"and not c{BASE}"
+    )
+
+
+def test_what_a_peer_says_is_tidied_and_bounded_and_renames_nothing() -> None:
+    names = ModelNames()
+    names.hear(BASE, "\x1b[2Ja (b)\n" + 999 * "x")
+    assert names.now[BASE] == ("__2Ja__b__" + 999 * "x")[:MAX_NAME]
+    names.hear(BASE, "thief")
+    assert "thief" not in names.now.values()
+    names.call(BASE, "mine")
+    names.hear(BASE, "thief")
+    assert names.now == {BASE: "mine"}
+    for number in range(MAX_HEARD + 5):
+        names.hear(ModelId(f"{number:032x}"), "many")
+    assert len(names.now) == MAX_HEARD
+
+
+def test_an_advert_names_a_model_once() -> None:
+    source, tree = new_tree(), new_tree()
+    advertiser = Advertiser(source, 16, lambda: None, time.monotonic)
+    view, told = RemoteView(tree, Location("tcp://worker:1")), []
+
+    def tell() -> None:
+        while (advert := advertiser.next()) is not None:
+            told.append(advert)
+            view.apply(advert)
+
+    for model, stop in ((BASE, 1), (OTHER, 1), (BASE, 2)):
+        source.names.call(BASE, "base")
+        store(source, PAGES[stop - 1 : stop], PAGES[stop - 2] if stop > 1 else None, model=model)
+        tell()
+    assert [it.names for it in told if isinstance(it, wire.Entries)] == [{BASE: "base"}, {}, {}]
+    assert tree.names.now == {BASE: "base"}
+    advertiser.close()
+
+
+def test_a_name_goes_with_a_push_and_on_to_the_workers_readers() -> None:
+    def cache(**fields: object) -> Cache:
+        return Cache(FAMILY, CacheConfig(host_bytes=1 << 20, **fields))  # type: ignore[arg-type]
+
+    with cache(worker=WorkerConfig(accepts=True)) as worker:
+        assert worker.address is not None
+        with cache(serves=False, peers=(worker.address,), stores=(worker.address,)) as sender:
+            sender.names.call(BASE, "base")
+            store(sender.tree, PAGES, model=BASE)
+            eventually(lambda: worker.names.now == {BASE: "base"})
+        with cache(serves=False, peers=(worker.address,)) as reader:
+            eventually(lambda: reader.names.now == {BASE: "base"})
