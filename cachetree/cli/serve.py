@@ -30,7 +30,6 @@ from cachetree.planning import (
     require_one_each,
 )
 from cachetree.transport import WorkerConfig, parse_http
-from cachetree.transport.crowd import MOST_DESCRIPTORS, raise_descriptor_limit
 from cachetree.transport.tracing import exported
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -131,7 +130,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    raise_descriptor_limit(MOST_DESCRIPTORS)
     profiles = _profiles(config)
     with contextlib.ExitStack() as stack:
         wait_for_end = stack.enter_context(_told_to_end())

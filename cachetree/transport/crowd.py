@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from ipaddress import IPv6Address, ip_address
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 log = logging.getLogger(__name__)
 
-LEAST_DESCRIPTORS: Final = 4096
-"""Those of a worker's process. Strangers can have 2,300: 1,000 connections of which libzmq has not
-told yet, four for each of 256 that it has told of, and 256 on the data port."""
-MOST_DESCRIPTORS: Final = 1 << 20
-"""More than any worker uses, and as many as Linux allows by default."""
+_LEAST_DESCRIPTORS: Final = 4096
+"""Descriptors that a worker's process needs. Strangers can have 1,800: 1,000 connections that
+libzmq has not reported yet, 512 that it has, and 256 on the data port."""
+_WANTED_DESCRIPTORS: Final = 65_536
 
 
-class Crowd:
-    """Connections by descriptor, oldest first: at most so many.
+def crowding(sources: Mapping[int, str]) -> int:
+    """The connection that makes room: the oldest of the source that has the most.
 
-    For one more the source with the most makes room, with its oldest. So a crowd from one address
-    keeps no other address out.
+    So a crowd from one address keeps no other address out. `sources` are by descriptor, oldest
+    first.
     """
-
-    def __init__(self, most: int) -> None:
-        self._most: Final = most
-        self._sources: dict[int, str] = {}
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(tuple(self._sources))
-
-    def add(self, descriptor: int, source: str) -> int | None:
-        """Note a connection; returns the one that has to go, which is noted no more."""
-        self._sources[descriptor] = source
-        if len(self._sources) <= self._most:
-            return None
-        ((crowded, _),) = Counter(self._sources.values()).most_common(1)
-        oldest = next(it for it, of in self._sources.items() if of == crowded)
-        del self._sources[oldest]
-        return oldest
-
-    def discard(self, descriptor: int) -> str | None:
-        """Its source; None if it is not noted."""
-        return self._sources.pop(descriptor, None)
+    ((most, _),) = Counter(sources.values()).most_common(1)
+    return next(descriptor for descriptor, source in sources.items() if source == most)
 
 
 def source_of(host: str) -> str:
@@ -63,85 +41,71 @@ def source_of(host: str) -> str:
 class Connections:
     """The TCP connections of a ZMQ socket that listens, as its monitor reports them.
 
-    libzmq bounds neither how many it keeps nor of which source. Each has a second descriptor here,
-    by which it is ended. There are at most so many that never sent a message, and as many that did.
+    libzmq bounds neither their number nor a source's. Here at most `most` may stay that never sent
+    a message, and as many that did.
     """
 
     def __init__(self, most: int) -> None:
-        self._copies: dict[int, socket.socket] = {}
-        """By libzmq's descriptor."""
-        self._silent = Crowd(most)
-        self._heard = Crowd(most)
+        self._most: Final = most
+        self._ends: dict[int, tuple[Any, Any]] = {}
+        """Both addresses of each connection, by libzmq's descriptor: the number may be another
+        socket's by now."""
+        self._silent: dict[int, str] = {}
+        """Sources, oldest first."""
+        self._heard: dict[int, str] = {}
 
     def came(self, descriptor: int, port: int) -> str:
-        """libzmq accepted a connection at `port`; returns the source of a silent one that was ended
-        for it, or nothing."""
+        """libzmq accepted a connection at `port`. Returns the source of a silent connection that
+        was ended to make room, or nothing."""
         self.went(descriptor)
-        try:
-            copy = _copy(descriptor)
-        except OSError as exc:
-            if exc.errno == errno.EMFILE:
-                self.close()
-            return ""
-        self._copies[descriptor] = copy
-        try:
-            source = source_of(copy.getpeername()[0])
-            is_ours = copy.getsockname()[1] == port  # And not what has its number by now.
-        except OSError:
-            is_ours = False
-        if not is_ours:
-            self.went(descriptor)
-            return ""
-        crowding = self._silent.add(descriptor, source)
-        self._end(crowding)
-        return source if crowding is not None else ""
+        with contextlib.suppress(OSError), _copy(descriptor) as copy:
+            own, other = copy.getsockname(), copy.getpeername()
+            if own[1] == port:
+                self._ends[descriptor] = own, other
+                self._silent[descriptor] = source_of(other[0])
+                return self._bound(self._silent)
+        return ""
 
     def heard(self, descriptor: int) -> None:
-        """A message has come over it."""
-        if (source := self._silent.discard(descriptor)) is not None:
-            self._end(self._heard.add(descriptor, source))
+        """A message has come over this connection."""
+        if (source := self._silent.pop(descriptor, None)) is not None:
+            self._heard[descriptor] = source
+            self._bound(self._heard)
 
     def went(self, descriptor: int) -> None:
-        """libzmq has closed it. The other side hears of that when the copy is closed, too."""
-        for crowd in (self._silent, self._heard):
-            crowd.discard(descriptor)
-        if (copy := self._copies.pop(descriptor, None)) is not None:
-            copy.close()
+        """libzmq has closed this connection."""
+        for known in (self._ends, self._silent, self._heard):
+            known.pop(descriptor, None)
 
-    def close(self) -> None:
-        """End all of them."""
-        for descriptor in tuple(self._copies):
-            self._end(descriptor)
-
-    def _end(self, descriptor: int | None) -> None:
-        if descriptor is not None:
-            with contextlib.suppress(OSError):  # The other side has ended it.
-                self._copies[descriptor].shutdown(socket.SHUT_RDWR)
-            self.went(descriptor)
+    def _bound(self, sources: dict[int, str]) -> str:
+        """End one connection if there are too many; returns its source."""
+        if len(sources) <= self._most:
+            return ""
+        source = sources[descriptor := crowding(sources)]
+        with contextlib.suppress(OSError), _copy(descriptor) as copy:
+            if (copy.getsockname(), copy.getpeername()) == self._ends[descriptor]:
+                copy.shutdown(socket.SHUT_RDWR)
+        self.went(descriptor)
+        return source
 
 
 def _copy(descriptor: int) -> socket.socket:
-    """Raises OSError."""
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
+    """Raises OSError. The family is one that has room for every address."""
+    return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
 
 
-def raise_descriptor_limit(wanted: int) -> None:
-    """Have this process allowed so many descriptors, or as many as its hard limit permits; logs
-    what it changes, and warns if that is too little for a worker."""
+def raise_descriptor_limit() -> None:
+    """Let this process open more files, as far as its hard limit permits. Logs the change, and
+    warns if a worker needs more."""
     _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (inf if it == resource.RLIM_INFINITY else it for it in limits)
-    if soft < (target := min(wanted, most)):
+    if soft < (target := min(_WANTED_DESCRIPTORS, most)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(target), hard))
         log.info("this process may now open %d files; it was %d", target, soft)
-    if most < LEAST_DESCRIPTORS:
+    if most < _LEAST_DESCRIPTORS:
         log.warning(
             "this process may open no more than %d files, and strangers who connect to its worker "
             "can use them up; raise its hard limit to %d (ulimit -Hn, LimitNOFILE)",
             most,
-            LEAST_DESCRIPTORS,
+            _LEAST_DESCRIPTORS,
         )

@@ -15,7 +15,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.transport.address import Address, open_port
 from cachetree.transport.channel import Channel, bound_silence, tune
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.crowd import Crowd, source_of
+from cachetree.transport.crowd import crowding, source_of
 from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
@@ -58,8 +58,8 @@ class DataPort:
         """Given out and not used yet, by whom they were given to; oldest first."""
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
         """By descriptor; oldest first."""
-        self._crowd = Crowd(_MAX_SILENT)
-        """The same."""
+        self._sources: dict[int, str] = {}
+        """Of the same."""
         self._epoll = select.epoll()
         """Of its own: in a crowd ZMQ's poller would take longer than all the rest."""
         self._epoll.register(self._listener, select.EPOLLIN)
@@ -104,8 +104,9 @@ class DataPort:
             except OSError:  # There are no descriptors: not again before another turn.
                 self._epoll.modify(self._listener, 0)
                 return
-            if (crowding := self._crowd.add(connection.fileno(), source_of(host))) is not None:
-                self._dismiss(crowding)
+            if len(self._silent) == _MAX_SILENT:
+                self._dismiss(crowding(self._sources))
+            self._sources[connection.fileno()] = source_of(host)
             connection.setblocking(False)
             deadline = Deadline.after(_SILENT_S, self._clock)
             self._silent[connection.fileno()] = connection, deadline
@@ -128,8 +129,7 @@ class DataPort:
             if token:
                 yield Refusal(host, f"{host} came to bulk_port without a ticket")
             return
-        del self._silent[descriptor]
-        self._crowd.discard(descriptor)
+        del self._silent[descriptor], self._sources[descriptor]
         self._epoll.unregister(connection)
         tune(connection)
         bound_silence(connection, self._config.silence_s)
@@ -137,7 +137,7 @@ class DataPort:
 
     def _dismiss(self, descriptor: int) -> None:
         connection, _ = self._silent.pop(descriptor)
-        self._crowd.discard(descriptor)
+        del self._sources[descriptor]
         connection.close()
 
     def _owner(self, token: bytes) -> str | None:

@@ -138,10 +138,6 @@ class Gate:
         """The connection over which it came is not silent."""
         self._connections.heard(int(message.get(zmq.SRCFD)))
 
-    def close(self) -> None:
-        """End the connections; after the context."""
-        self._connections.close()
-
     def is_admin(self, message: zmq.Frame) -> bool:
         """Whether whoever sent it may give orders."""
         return message.get("User-Id") == _ADMIN.decode()

@@ -25,7 +25,7 @@ from cachetree.transport.admin import AdminService
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel, silence_limits
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.crowd import LEAST_DESCRIPTORS, raise_descriptor_limit
+from cachetree.transport.crowd import raise_descriptor_limit
 from cachetree.transport.data_port import DataPort
 from cachetree.transport.frames import MAX_MESSAGE_BYTES
 from cachetree.transport.handshake import Refusal, check_worker
@@ -86,7 +86,7 @@ class Worker:
         self._stranger_limiter = LogLimiter(clock)
         """Of those who are not let in: whatever they make up, no other line is missed."""
         listen, self._gate = check_worker(config)
-        raise_descriptor_limit(LEAST_DESCRIPTORS)
+        raise_descriptor_limit()
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()

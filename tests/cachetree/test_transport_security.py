@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import time
 from contextlib import ExitStack
 
 import msgspec
@@ -319,6 +320,15 @@ def test_silent_strangers_hold_few_connections(us: Party, friend: Party, has_key
         assert num_open(first) == 1
 
 
+def test_worker_that_closes_ends_silent_connections() -> None:
+    with ExitStack() as stack:
+        with worker_of(new_tree()) as worker:
+            (connection,) = silent(worker, 1, stack)
+            time.sleep(0.2)  # Its thread learns of the connection.
+        eventually(lambda: num_open([connection]) == 0, 2)
+        assert worker.address, "nothing depends on when the worker is collected"
+
+
 def test_peer_holds_few_connections_over_which_it_spoke(
     us: Party, friend: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +354,7 @@ def test_worker_raises_a_low_limit_of_descriptors(caplog: pytest.LogCaptureFixtu
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
         with worker_of(new_tree()), caplog.at_level(logging.INFO):
-            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(4096, hard)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65_536, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
