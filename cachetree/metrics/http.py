@@ -66,9 +66,8 @@ def health_of(status: CacheStatus) -> Health:
             f"{status.held_bytes} of {status.host_bytes} bytes of memory cannot be evicted"
         )
     complaints += [
-        f"worker {peer.address} failed too often and is left alone for a while"
-        for peer in status.peers
-        if peer.is_resting
+        f"worker {it.address} is {it.state}: {it.reason or 'not reached yet'}"
+        for it in (peer.source for peer in status.peers if not peer.is_ready)
     ]
     return Health(
         live=live,

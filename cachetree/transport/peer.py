@@ -315,6 +315,7 @@ class Peer:
             connection.send(wire.Learned())
         if isinstance(message, wire.Synced) and self.state is not PeerState.READY:
             self._backoff.reset()
+            self._counts.unreachable_since = None
             self._set_state(PeerState.READY)
             if self._has_warned:
                 log.info("peer %s is ready", self.address)
@@ -349,6 +350,7 @@ class Peer:
             self._fetches.link.close()
             self._fetches.link = None
             self._counts.num_losses += 1
+            self._counts.unreachable_since = time.time()
         self._stores.interrupt(error)
         if self._is_closing:
             self._ends_at_s = -math.inf

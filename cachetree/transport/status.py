@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
 
 import msgspec
@@ -43,6 +44,9 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     probe_in_s: float | None = None
     """Seconds until one fetch may try a worker that failed too often; 0 from then on until that
     fetch has landed. None where all fetches may go."""
+    unreachable_since: float | None = None
+    """Seconds since 1970 at which its connection was lost; None while there is one, and before the
+    first."""
     epoch: int = 0
     """The life of the worker that was last connected; 0 before the first."""
     model: str = ""
@@ -72,6 +76,9 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     def source(self) -> verbs.Source:
         """In a few words."""
         reason = "" if self.is_ready else self.error
+        if reason and self.unreachable_since is not None:
+            since = time.strftime("%H:%M:%S", time.localtime(self.unreachable_since))
+            reason = f"the peer is unreachable since {since}: {reason}"
         if self.probe_in_s:
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
         state = self.state.value

@@ -26,7 +26,7 @@ from cachetree.planning import Reason, Strategy, recompute_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.names import UnifiedRadixCache
 from sglang_droidspeak.request.controls import name_of
-from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.request.planner import Planner, absence_of
 from sglang_droidspeak.request.request import Phase, Request
 from sglang_droidspeak.request.source import Sources
 
@@ -116,5 +116,6 @@ class Arrivals:
             staging.num_bytes,
             request.waited_s,
         )
-        request.failure = "fallback: SlowLink"
+        is_gone = absence_of(request.plan.location, self._sources.cache.sources())
+        request.failure = "fallback: FetchError" if is_gone else "fallback: SlowLink"
         return Phase.SETTLED

@@ -330,5 +330,11 @@ def not_ready(sources: Sequence[Source]) -> str:
     return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
 
 
+def absence_of(location: Location, sources: Sequence[Source]) -> str:
+    """Why nothing comes from a peer now, and since when; empty if it is ready."""
+    late = (it for it in sources if it.address == location and it.state != PeerState.READY)
+    return next((f"{it.address}: {it.reason or it.state}" for it in late), "")
+
+
 def _patience(plan: Plan, demand: Demand, costs: Costs) -> Patience:
     return patience_for(plan, demand, costs) or Patience(saving_s=UNMEASURED_S)

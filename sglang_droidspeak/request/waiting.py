@@ -30,7 +30,13 @@ from sglang_droidspeak.request.controls import name_of, parse_controls
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels, consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
-from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned, Planner
+from sglang_droidspeak.request.planner import (
+    UNMEASURED_S,
+    Declined,
+    Planned,
+    Planner,
+    absence_of,
+)
 from sglang_droidspeak.request.request import Phase, Request
 from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.start.config import at_rank
@@ -315,7 +321,10 @@ class WaitingRequests:
         if outcome != Reason.ON_DEVICE.value:
             traces.given_up(request, outcome.removeprefix("fallback: "))
         queued_ms = round(1000 * request.age_s, 3)
-        self._labels.note(request.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))
+        is_fault = outcome.startswith("fallback")
+        gone = is_fault and absence_of(request.plan.location, self._sources.cache.sources())
+        told = RequestProvenance(outcome=outcome, detail=gone or None, queued_ms=queued_ms)
+        self._labels.note(request.req, told)
 
 
 def _step_share(request: Request) -> float:

@@ -7,6 +7,7 @@ import time
 from transport_parts import FAMILY, eventually, new_tree, pages_of, store
 
 from cachetree import Cache, CacheConfig, Location, ModelId, WorkerConfig, with_names
+from cachetree.metrics import health_of
 from cachetree.names import MAX_HEARD, MAX_NAME, ModelNames
 from cachetree.transport import wire
 from cachetree.transport.advertise import Advertiser, RemoteView
@@ -67,3 +68,8 @@ def test_a_name_goes_with_a_push_and_on_to_the_workers_readers() -> None:
             eventually(lambda: worker.names.now == {BASE: "base"})
         with cache(serves=False, peers=(worker.address,)) as reader:
             eventually(lambda: reader.names.now == {BASE: "base"})
+            assert health_of(reader.status()).degraded == ()
+            worker.close()
+            eventually(lambda: reader.sources()[0].state != "ready")
+            since = f"worker {worker.address} is connecting: the peer is unreachable since "
+            assert health_of(reader.status()).degraded[0].startswith(since)

@@ -35,6 +35,7 @@ from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import LOCAL, Location, ModelId, Span
 from cachetree.names import ModelNames
 from cachetree.planning import Costs, Link, Patience, PrefillCost
+from cachetree.transport import Source
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.in_flight import InFlightPrefills
@@ -220,6 +221,19 @@ def test_a_request_waits_no_longer_than_reuse_saves(now: Now, num_landed: int) -
     assert note.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
     # It fails nobody else's: a worker may be reading its disk first.
     assert isinstance(cache.stagings[0].error, Cancelled)
+
+
+def test_a_request_given_up_because_its_peer_is_gone_says_since_when(now: Now) -> None:
+    cache, req = Asked(now), request()
+    waiting, told = waiting_with(cache, planner=OPTIONAL)
+    assert look(waiting, req) == {req.rid}
+    waiting.pass_over([req.rid])
+    now.now_s += 2 * SAVING_S
+    since = "the peer is unreachable since 14:52:15: Connection reset by peer"
+    cache.peers = (Source(address=PLAN.location, state="connecting", reason=since),)
+    assert not look(waiting, req)
+    ((_, note),) = told.notes
+    assert (note.outcome, note.detail) == ("fallback: FetchError", f"{PLAN.location}: {since}")
 
 
 def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> None:

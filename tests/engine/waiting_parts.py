@@ -74,6 +74,10 @@ class Asked:
         self.where: list[Any] = []
         self.has = held or Held(0, 0)
         self._clock = clock
+        self.peers: tuple[Any, ...] = ()
+
+    def sources(self) -> tuple[Any, ...]:
+        return self.peers
 
     def search(self, pages: Any) -> list[Search]:
         self.searched.append(list(pages))
