@@ -175,12 +175,6 @@ METRICS: Final = (
         "peers.num_dropped_pages",
         "location",
     ),
-    _counter(
-        "contested_adverts",
-        "Pages that a peer places elsewhere than others do, which is a fault of one of them",
-        "peers.num_contested_pages",
-        "location",
-    ),
     _gauge("peer_ready", "1 where a peer can be read", "peers.is_ready", "location"),
     _gauge(
         "breaker_open",

@@ -130,7 +130,6 @@ class Peer:
             bytes_per_s=self._fetches.bandwidth.bytes_per_s,
             num_pages=self._tree.remote.num_pages[self.address],
             num_dropped_pages=self._tree.remote.num_dropped[self.address],
-            num_contested_pages=self._tree.remote.num_contested[self.address],
         )
 
     @property

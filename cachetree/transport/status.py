@@ -59,8 +59,6 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     num_dropped_pages: int = 0
     """That were given up or not noted: it has more, or of more models, than is noted of one worker.
     """
-    num_contested_pages: int = 0
-    """That it places elsewhere than another peer or this server does; one of both is wrong."""
 
     @property
     def is_ready(self) -> bool:

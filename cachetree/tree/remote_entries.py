@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey
 from cachetree.tree.listeners import ChangeListeners
 from cachetree.tree.slices import SLICE, run_in_slices, spread_e
 from cachetree.tree.trie import PageTrie, Place, depth_of
-
-
-class Limits(NamedTuple):
-    """How much of one location is noted."""
-
-    num_pages: float
-    num_models: float
-
-
-_UNLIMITED: Final = Limits(inf, inf)
 
 
 class RemoteEntries:
@@ -33,28 +23,26 @@ class RemoteEntries:
         self._listeners: Final = listeners
         self._lock: Final = lock
         self._orders: dict[Location, OrderedDict[RemoteEntry, None]] = {}
-        self._limits: dict[Location, Limits] = {}
+        self._max_pages: dict[Location, float] = {}
+        self._max_models: dict[Location, float] = {}
         self._models: defaultdict[Location, Counter[ModelId]] = defaultdict(Counter)
         """Those that have entries, with how many first pages of prompts."""
         self.num_pages: Counter[Location] = Counter()
         """Counted once per model."""
         self.num_dropped: Counter[Location] = Counter()
         """Pages that were forgotten or left out because there were more than `limit`."""
-        self.num_contested: Counter[Location] = Counter()
-        """Pages that others have at another place. One of both is wrong; neither hides the other.
-        """
 
     def limit(self, location: Location, max_pages: int, max_models: float = inf) -> None:
         """Note no more pages at `location`, counted once per model, and no more models."""
-        self._limits[location] = Limits(max_pages, max_models)
+        self._max_pages[location], self._max_models[location] = max_pages, max_models
 
     def leave(self, location: Location) -> None:
         """After `forget`: its limit, and what was counted of it; nothing while it has entries."""
         with self._lock:
             if not self.num_pages[location]:
-                for known in (self._orders, self._limits, self._models):
+                for known in (self._orders, self._max_pages, self._max_models, self._models):
                     known.pop(location, None)
-                for counted in (self.num_pages, self.num_dropped, self.num_contested):
+                for counted in (self.num_pages, self.num_dropped):
                     counted.pop(location, None)
 
     def add(
@@ -80,12 +68,10 @@ class RemoteEntries:
             if parent is not None and place is None:
                 return
             models = self._models[location]
-            if model not in models and len(models) >= self._limit_of(location).num_models:
+            if model not in models and len(models) >= self._max_models.get(location, inf):
                 self.num_dropped[location] += len(pages)
                 return
             nodes = self._trie.cover(place, pages, lambda node: key in node.remote)
-            new = [node for node in nodes if key not in node.remote]
-            self.num_contested[location] += sum(map(self._trie.num_contested, new))
             had = [(it, it.e_reach) for node in nodes if (it := node.remote.get(key)) is not None]
             for node in nodes:
                 self._put(node, key, layers)
@@ -133,7 +119,7 @@ class RemoteEntries:
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
         with self._lock:
-            self._drop((location, model), pages)
+            deque(self._dropping((location, model), pages), maxlen=0)
 
     def drop_in_slices(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """As `drop`, slower, but others have the lock between: for pages with much after them."""
@@ -148,13 +134,6 @@ class RemoteEntries:
 
     def _find(self, key: RemoteKey, page: PageHash) -> Place | None:
         return self._trie.find(page, lambda node: key in node.remote)
-
-    def _limit_of(self, location: Location) -> Limits:
-        return self._limits.get(location, _UNLIMITED)
-
-    def _drop(self, key: RemoteKey, pages: Sequence[PageHash]) -> None:
-        for _ in self._dropping(key, pages):
-            pass
 
     def _dropping(self, key: RemoteKey, pages: Sequence[PageHash]) -> Iterator[None]:
         """What is noted from the first of `pages` on, node by node, children before parents; what
@@ -174,7 +153,7 @@ class RemoteEntries:
             yield
 
     def _trimming(self, location: Location) -> Iterator[None]:
-        for num_pages in self._shrinking(location, self._limit_of(location).num_pages):
+        for num_pages in self._shrinking(location, self._max_pages.get(location, inf)):
             self.num_dropped[location] += num_pages
             yield
 

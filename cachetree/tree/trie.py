@@ -98,10 +98,6 @@ class PageIndex:
             if ids[1:]:
                 self._more[page] = ids[1:]
 
-    def num_contested(self, node: Node) -> int:
-        """How many of its pages other nodes have, too."""
-        return len(self._more.keys() & node.pages) if self._more else 0
-
     def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
         """How many leading `pages`, which are those of `node` or new, are in no other node of which
         `is_own` is true."""
@@ -300,10 +296,6 @@ class PageTrie:
             offset += num
         return nodes
 
-    def num_contested(self, node: Node) -> int:
-        """Pages that are in other nodes, too."""
-        return self._index.num_contested(node)
-
     def split(self, node: Node, index: int) -> Node:
         """The node that starts at page `index` of `node`, which is cut there where it must be."""
         if index in (0, node.num_pages):
@@ -326,12 +318,9 @@ class PageTrie:
 
 def _without_repeats(pages: Sequence[PageHash]) -> tuple[PageHash, ...]:
     """The pages before the first that comes twice."""
-    seen: set[PageHash] = set()
-    for at, page in enumerate(pages):
-        if page in seen:
-            return tuple(pages[:at])
-        seen.add(page)
-    return tuple(pages)
+    return tuple(
+        page for page, new in zip(pages, dict.fromkeys(pages), strict=False) if page == new
+    )
 
 
 def depth_of(place: Place | None) -> int:

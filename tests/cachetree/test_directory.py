@@ -127,7 +127,7 @@ def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
             tree = peers.now[worker.address]._tree
             assert tree.match(PAGES)
             remote = tree.remote
-            known = remote._orders, remote._limits, remote.num_pages, remote.num_dropped
+            known = remote._orders, remote._max_pages, remote.num_pages, remote.num_dropped
             remote.num_dropped[worker.address] += 1  # As if it had more than is noted.
             assert all(worker.address in it for it in known)
         eventually(lambda: states(peers) != ["ready"])
