@@ -1,9 +1,10 @@
-"""Reading a line of entries into memory for a peer, or for nobody: waiting for room, keeping."""
+"""Who has a line of entries read into memory, waits for room there, and keeps it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from cachetree.clock import Deadline
@@ -20,6 +21,10 @@ LetGo = Callable[[], object]
 
 class Asker:
     """A thread of the tier itself: it waits for no room, and keeps nothing."""
+
+    def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """`is_over`: whether the line is no longer wanted; called from any thread."""
+        self.is_over: Final = is_over
 
     def keep(self, pages: Sequence[PageHash]) -> None:
         """Keep these consecutive pages and all before them, in place of those kept so far."""
@@ -38,21 +43,19 @@ class AskingPeer(Asker):
     def __init__(
         self, tree: CacheTree, model: ModelId, deadline: Deadline, is_wanted: Callable[[], bool]
     ) -> None:
-        self._tree: Final = tree
-        self._model: Final = model
-        self._deadline: Final = deadline
-        self._is_wanted: Final = is_wanted
+        super().__init__(lambda: deadline.has_passed or not is_wanted())
+        self._lease_of: Final = partial(
+            tree.lease, model, owner="a line read from disk", deadline=deadline, is_use=False
+        )
         self._num_looks = round(_MAX_ROOM_S / _LOOK_S)
         self._lease: Lease | None = None
 
     def keep(self, pages: Sequence[PageHash]) -> None:
-        last, owner = pages[-1:], "a line read from disk"
-        lease = self._tree.lease(self._model, last, owner, self._deadline, is_use=False)
-        lease, self._lease = self._lease, lease
+        lease, self._lease = self._lease, self._lease_of(pages=pages[-1:])
         if lease is not None:
             lease.release()
 
     def waits(self) -> bool:
         time.sleep(_LOOK_S)
         self._num_looks -= 1
-        return self._num_looks > 0 and not self._deadline.has_passed and self._is_wanted()
+        return self._num_looks > 0 and not self.is_over()

@@ -121,7 +121,8 @@ class DiskTier:
         Those that are there stay until `done`'s argument is called, or until `deadline`. A line
         waits a little for room, while `is_wanted`, which any thread may call.
         """
-        read = partial(self._promote_and_keep, model, page, deadline, is_wanted, done)
+        asker = AskingPeer(self._tree, model, deadline, is_wanted)
+        read = partial(self._promote_and_keep, model, page, asker, done)
         if self.num_free_promotions <= 0 or self.is_paused or not self._promotions.put(read):
             done(lambda: None)
 
@@ -208,16 +209,15 @@ class DiskTier:
         if staging.is_complete and self._is_warm:
             # Behind the fetches that wait.
             line = takewhile(self._has_room, self._store.index.line(model, pages[-1]))
-            self._reads.put(partial(self._promote, line, staging.deadline))
+            asker = Asker(lambda: staging.deadline.has_passed)
+            self._reads.put(partial(self._promote, line, asker))
 
-    def _promote(
-        self, line: Iterable[DiskEntry], deadline: Deadline, asker: Asker = NO_PEER
-    ) -> None:
+    def _promote(self, line: Iterable[DiskEntry], asker: Asker) -> None:
         """Until one cannot be had: below it, where its pages are in memory without their E, others
         would have that never brought."""
         for entry in line:
-            is_late = deadline.has_passed or self._behind.is_over()
-            if is_late or not self._promote_entry(entry, asker):
+            is_over = asker.is_over() or self._behind.is_over()
+            if is_over or not self._promote_entry(entry, asker):
                 return
 
     def _bring_e(self, line: Sequence[DiskEntry] = ()) -> None:
@@ -294,16 +294,16 @@ class DiskTier:
         self,
         model: ModelId,
         page: PageHash,
-        deadline: Deadline,
-        is_wanted: Callable[[], bool],
+        asker: Asker,
         done: Callable[[LetGo], object],
     ) -> None:
-        asker = AskingPeer(self._tree, model, deadline, is_wanted)
         try:
-            line = self._store.index.line(model, page)
+            line = () if asker.is_over() else self._store.index.line(model, page)
             if self._has_room_for(self._missing_bytes(line, asker), asker):
-                self._promote(line, deadline, asker)
+                self._promote(line, asker)
         finally:
+            if asker.is_over():
+                asker.keep(())  # The peer may be gone, and then lets go of nothing.
             done(partial(asker.keep, ()))
 
     def _missing_bytes(self, line: Sequence[DiskEntry], asker: Asker) -> int:

@@ -69,6 +69,8 @@ class Session:
         self._read: deque[tuple[Fetch | Store, Callable[[], None], LetGo]] = deque()
         """Those for which that is over, how each goes on, and what then lets go of its pages;
         filled by any thread."""
+        self._num_promotions = 0
+        """Lines that the disk has not answered for, those of cancelled requests too."""
         self._wake = wake
         self._last_id = 0
 
@@ -82,6 +84,7 @@ class Session:
         """With what no longer waits; raises as `take`."""
         while self._read:
             request, begin, let_go = self._read.popleft()
+            self._num_promotions -= 1
             try:
                 if self._waiting.pop(request, None) is not None:
                     begin()
@@ -225,7 +228,7 @@ class Session:
             if disk is not None and not is_here:
                 (service.counts.hits if is_on_disk else service.counts.misses)["disk"] += 1
         if disk is None or not (
-            is_on_disk and _has_share(len(self._waiting), disk.num_free_promotions)
+            is_on_disk and _has_share(self._num_promotions, disk.num_free_promotions)
         ):
             go_on()
             return
@@ -235,6 +238,7 @@ class Session:
             self._wake()
 
         self._waiting[request] = self._clock()
+        self._num_promotions += 1
         disk.promote(model, last, deadline, lambda: request in self._waiting, read)
 
     def _stop_waiting(self, requests: Sequence[Fetch | Store], outcome: str) -> None:

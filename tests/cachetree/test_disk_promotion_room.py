@@ -106,6 +106,16 @@ def test_line_that_cannot_fit_beside_readers_evicts_nothing(
         fetched(cache, address, FIRST)
 
 
+def test_what_a_peer_no_longer_wants_is_not_read(tmp_path: Path) -> None:
+    with worker_of(tmp_path) as (worker, _):
+        done = threading.Event()
+        worker._disk.promote(
+            MODEL, FIRST[-1], Deadline.after(60), lambda: False, lambda _: done.set()
+        )
+        assert done.wait(20)
+        assert num_local(worker, FIRST) == 0
+
+
 def test_what_was_read_for_a_peer_stays_until_the_fetch_begins(tmp_path: Path) -> None:
     with worker_of(tmp_path) as (worker, address):
         assert address
