@@ -158,13 +158,13 @@ class Cache:
         worker = self._worker  # Which `stop_serving` takes away.
         return worker.knowing() if worker is not None else lambda: True
 
-    def match(self, pages: Sequence[PageHash], *, is_use: bool = True) -> list[Match]:
+    def match(self, pages: Sequence[PageHash]) -> list[Match]:
         """The longest prefix per model and location: a local walk, also for what peers have.
 
-        It counts as a use of them where `is_use`.
+        It counts as a use of them.
         """
         paused = {location for location, tier in self._tiers.items() if tier.is_paused}
-        there = self.tree.match(pages, is_use=is_use)
+        there = self.tree.match(pages)
         return [it for it in there if it.location not in paused]
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:

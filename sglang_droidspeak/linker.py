@@ -21,8 +21,8 @@ import torch
 from cachetree import Cache, ConfigError, MakeTier, with_names
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
-from cachetree.metrics import Queries, StatusPage
-from cachetree.transport import Address, parse_http, serve_spans, untraced
+from cachetree.metrics import StatusPage
+from cachetree.transport import parse_http, serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
@@ -142,19 +142,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         self._metrics.tell_pairs(planner.profiles)
         if settings.http is not None and self._ranks.is_first:
-            args = engine.resolved(server_args)
-            queries = Queries(
-                cache=self._cache,
-                name=Address(args.host, args.port, "http").url,
-                usual=planner.usual(identity.model_id),
-                costs=planner.costs,
-                profiles=planner.profiles,
-                names={args.served_model_name: identity.model_id},
-            )
-            self._pool_index.is_read = True
-            page = StatusPage(parse_http(settings.http), self._cache.status, queries)
+            page = StatusPage(parse_http(settings.http), self._cache.status)
             self._until_closed.enter_context(page)
-            self._while_serving.callback(page.retire_queries)
         guard = PairsInService(
             planner,
             self._metrics,

@@ -18,17 +18,7 @@ from cachetree.checkpoint import Codec, Family, read_shape
 from cachetree.cli.show import show
 from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
-from cachetree.ids import ModelId
-from cachetree.metrics import Queries, StatusPage
-from cachetree.planning import (
-    Costs,
-    Demand,
-    Profiles,
-    index_profiles,
-    profile_files,
-    read_profile,
-    require_one_each,
-)
+from cachetree.metrics import StatusPage
 from cachetree.transport import WorkerConfig, parse_http
 from cachetree.transport.tracing import exported
 
@@ -82,11 +72,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache: ServedCache = ServedCache()
     http: str | int = ""
     """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
-    query: bool = False
-    """Whether `POST /query` there tells how much of a prompt is here, and of whom: whoever reaches
-    it can find out which prompts are cached."""
-    profiles: tuple[str, ...] = ()
-    """Pair profiles, or folders of them: by which models it names senders there."""
     traces: str = ""
     """`HOST:PORT` of a collector that takes spans (OTLP over gRPC, not encrypted): of fetches for
     requests that their server traces. Empty for none."""
@@ -101,12 +86,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"family.{field} is {given!r}; give {' or '.join(known)}")
         if self.http != "":
             parse_http(self.http)
-        elif self.query:
-            raise ConfigError("query is true and http is not set; set http, or remove query")
-        if self.profiles and not self.query:
-            raise ConfigError(
-                "profiles are named and query is not true; set query: true, or remove profiles"
-            )
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -130,15 +109,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(config: ServeConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    profiles = _profiles(config)
     with contextlib.ExitStack() as stack:
         wait_for_end = stack.enter_context(_told_to_end())
         note_served = stack.enter_context(exported(config.traces))
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
         if config.http != "":
-            queries = _queries(cache, profiles) if config.query else None
-            page = StatusPage(parse_http(config.http), cache.status, queries)
+            page = StatusPage(parse_http(config.http), cache.status)
             show(f"metrics and health at {stack.enter_context(page).url}")
         wait_for_end()
 
@@ -163,33 +140,6 @@ def _told_to_end() -> Iterator[Callable[[], object]]:
             for it, handler in before.items():
                 signal.signal(it, handler or signal.SIG_DFL)
             signal.set_wakeup_fd(woken)
-
-
-def _profiles(config: ServeConfig) -> Profiles:
-    """Raises ProfileError."""
-    files = [it for name in config.profiles for it in profile_files(Path(name))]
-    profiles = {it: read_profile(it) for it in files}
-    require_one_each(profiles)
-    return index_profiles(profiles.values())
-
-
-def _queries(cache: Cache, profiles: Profiles) -> Queries:
-    """How fast an engine is, and its link, a worker does not know."""
-    family = cache.family
-    costs = Costs(kv_page_bytes=family.kv_page_bytes, e_page_bytes=family.e_page_bytes)
-    return Queries(
-        cache=cache,
-        name=cache.address or "",
-        usual=Demand(
-            receiver=ModelId(""),
-            num_layers=family.num_layers,
-            page_size=family.page_size,
-            num_pages=0,
-            is_lossy=family.codec is not Codec.NONE,
-        ),
-        costs=lambda _locations: costs,
-        profiles=profiles,
-    )
 
 
 def _with_family(given: Any, where: str) -> Any:

@@ -2,6 +2,5 @@
 
 from cachetree.metrics.http import Health, StatusPage, health_of
 from cachetree.metrics.metrics import METRICS, StatusCollector
-from cachetree.metrics.query import Queries
 
-__all__ = ["METRICS", "Health", "Queries", "StatusCollector", "StatusPage", "health_of"]
+__all__ = ["METRICS", "Health", "StatusCollector", "StatusPage", "health_of"]

@@ -1,6 +1,5 @@
 """The page on which a cache answers monitors: /metrics, and whether it lives, can serve, and is as
-well as it should be, three questions apart, at /health; and, where that is wanted, routers, at
-/query."""
+well as it should be, three questions apart, at /health."""
 
 from __future__ import annotations
 
@@ -19,9 +18,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, MetricsHandler
 
 from cachetree.clock import Deadline
-from cachetree.errors import ConfigError
 from cachetree.metrics.metrics import StatusCollector
-from cachetree.metrics.query import MAX_BODY_BYTES, Queries
 from cachetree.status import CacheStatus
 from cachetree.transport import Address, open_port
 
@@ -77,30 +74,21 @@ def health_of(status: CacheStatus) -> Health:
 
 
 class StatusPage(ThreadingHTTPServer):
-    """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own, and with
-    `queries` POST /query.
+    """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own.
 
     It shows numbers, model ids and addresses, no content, and asks for no key: give it an address
-    that only monitors reach. Whoever reaches /query can find out which prompts are cached. Raises
-    ConfigError where it cannot be bound.
+    that only monitors reach. Raises ConfigError where it cannot be bound.
     """
 
     request_queue_size = 128
     """Connections that wait in the kernel; for one more a monitor waits a second."""
 
-    def __init__(
-        self,
-        address: Address,
-        status: Callable[[], CacheStatus],
-        queries: Queries | None = None,
-    ) -> None:
+    def __init__(self, address: Address, status: Callable[[], CacheStatus]) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()  # It speaks IPv4 alone.
         self.socket = open_port(address, field="http", backlog=self.request_queue_size)
         self.url: Final = replace(address, port=self.socket.getsockname()[1]).url
         self.status: Final = status
-        self.queries: Final = queries
-        self.is_retired = False
         self._open: dict[socket.socket, Deadline] = {}
         """Connections with a thread, oldest first."""
         self._free_threads = threading.BoundedSemaphore(_MAX_AT_ONCE)
@@ -110,10 +98,6 @@ class StatusPage(ThreadingHTTPServer):
             target=self.serve_forever, name="cachetree-http", daemon=True
         )
         self._thread.start()
-
-    def retire_queries(self) -> None:
-        """Answer 503 to those, for good; monitors see what they saw."""
-        self.is_retired = True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection, as soon as one of `_MAX_AT_ONCE` is free."""
@@ -183,28 +167,8 @@ class _Handler(MetricsHandler):
     do_HEAD = do_POST = do_GET
 
     def _answer(self, path: str) -> tuple[int, bytes]:
-        if path == "/query" and self.server.queries is not None:
-            try:
-                return self._answer_query(self.server.queries)
-            except (ConfigError, TimeoutError) as exc:
-                return 400, msgspec.json.encode({"error": str(exc)})
         if path not in ("/health", "/health/live", "/health/ready"):
             return 404, b'{"error": "try /metrics or /health"}'
         health = health_of(self.server.status())
         is_well = health.live if path == "/health/live" else health.ready
         return 200 if is_well else 503, msgspec.json.encode(health)
-
-    def _answer_query(self, queries: Queries) -> tuple[int, bytes]:
-        """A question that is too long is not kept."""
-        if self.command != "POST":
-            raise ConfigError(f"the method is {self.command}; give POST")
-        length = self.headers.get("Content-Length", "")
-        # Python converts no number of thousands of digits.
-        if not length.isdecimal() or len(length) > 9 or int(length) > MAX_BODY_BYTES:
-            raise ConfigError(
-                f"Content-Length is {length[:40]!r}; give one of at most {MAX_BODY_BYTES} bytes"
-            )
-        question = self.rfile.read(int(length))
-        if self.server.is_retired:
-            return 503, b'{"error": "nothing is read from this cache until its server restarts"}'
-        return 200, queries.answer(question)

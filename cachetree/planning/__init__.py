@@ -15,7 +15,6 @@ from cachetree.planning.plan import (
 from cachetree.planning.policy import (
     Considered,
     Weighed,
-    best_of_each,
     choose,
     patience_for,
     saving_s,
@@ -78,7 +77,6 @@ __all__ = [
     "Strategy",
     "Weighed",
     "WrittenBlock",
-    "best_of_each",
     "bytes_of",
     "choose",
     "copy_s",

@@ -107,13 +107,6 @@ def weigh(considered: Considered, profiles: Profiles) -> list[Weighed]:
     return [way for it in matches for way in _ways(it, considered, profiles, chosen)]
 
 
-def best_of_each(considered: Considered, profiles: Profiles) -> Iterator[tuple[Match, Weighed]]:
-    """What would be taken of each match if there were no other."""
-    for match in considered.matches:
-        alone = replace(considered, matches=[match])
-        yield from ((match, it) for it in weigh(alone, profiles) if it.reason == _TAKEN)
-
-
 def _ways(
     match: Match, considered: Considered, profiles: Profiles, chosen: Plan | NoReuse
 ) -> Iterator[Weighed]:

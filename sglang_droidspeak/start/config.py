@@ -98,9 +98,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
     server; they need not stand in `peers` too."""
     http: str | int | None = None
-    """`HOST:PORT` of /metrics and /health of this server's cache, and of /query, by which a router
-    asks how soon a prompt would be served; a port alone is for this machine. Whoever reaches it can
-    find out which prompts are cached. None has none of them."""
+    """`HOST:PORT` of /metrics and /health of this server's cache; a port alone is for this machine.
+    None has neither."""
     profiles: tuple[str, ...] = ()
     """Pair profiles, or folders of them; a file must name this server's model on one side, or an
     adapter on it."""

@@ -68,7 +68,7 @@ class PoolIndex:
     _places: OrderedDict[Location, None] = field(default_factory=OrderedDict, init=False)
     """Where something is noted, the one longest unused first."""
     is_read: bool = field(default=False, init=False)
-    """Whether anybody asks what the pool has, or may: a model of this server, or others."""
+    """Whether a model of this server may ask what the pool has."""
     has_approximate: bool = field(default=False, init=False)
     """Whether SGLang's tree can have approximate KV."""
 

@@ -360,3 +360,15 @@ def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serve
         with cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5)):
             assert cache.status().held_bytes == 64 * PAGE_TOTAL
     assert len(looks) == 1
+
+
+def test_who_asks_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_PATIENCE_S", 0.2)
+    with cache_of() as cache, page_of(cache) as page:
+        netloc = urlsplit(page.url)
+        with socket.create_connection((netloc.hostname, netloc.port), timeout=10) as asking:
+            asking.sendall(b"POST /nowhere HTTP/1.0\r\n\r\n")
+            deadline = Deadline.after(10)
+            with pytest.raises(ConnectionError):
+                while not deadline.has_passed:
+                    asking.sendall(bytes(1 << 16))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tree_parts import FAMILY, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
+from tree_parts import FAMILY, FAR, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
 
 from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError, PinRefused
 from cachetree.ids import PageHash
+from cachetree.transport import ask, verbs
+from cachetree.tree import join_hashes
 from cachetree.tree.eviction import Retention
 from cachetree.tree.tree import CacheTree
 
@@ -151,3 +153,22 @@ def test_sweep_of_a_crowd_takes_several_turns() -> None:
     assert 0 < tree.num_pages < 1000
     tree.sweep()
     assert tree.num_pages == 0
+
+
+def test_an_operators_question_keeps_nothing_in_memory() -> None:
+    """Of what the cache has, and of what it knows of."""
+    clock, pages = FakeTime(), path("abcdefgh")
+    with Cache(FAMILY, CacheConfig(host_bytes=100 * PAGE, ttl_s=1), clock=clock) as cache:
+        assert cache.address
+        store(cache.tree, A, "abcdefgh")
+        cache.tree.remote.limit(FAR, 2 * len(pages))
+        for far in (pages, path("ABCDEFGH")):
+            cache.tree.remote.add(FAR, A, None, far, ())
+        question = verbs.Find(pages=join_hashes(pages))
+        for is_here in (True, True, False):
+            cache.tree.sweep()
+            answer = ask(cache.address, question, verbs.Found, timeout_s=5)
+            assert len(answer.holdings) == 1 + is_here
+            clock.now_s += 0.5
+        cache.tree.remote.add(FAR, A, None, path("12345678"), ())
+        assert cache.tree.remote.reach(FAR, A, pages) == 0

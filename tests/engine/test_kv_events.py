@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import requests
 import torch
 import tree_parts
 import zmq
@@ -33,7 +32,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from cachetree import Cache, CacheConfig, ModelId, PageHash
+from cachetree import LOCAL, Cache, CacheConfig, Location, ModelId, PageHash
+from cachetree.transport import ask, verbs
+from cachetree.tree import join_hashes
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.fleet.servers import free_port, running
@@ -319,24 +320,23 @@ def test_while_nobody_takes_events_only_so_many_wait(
 @pytest.mark.server
 @pytest.mark.slow
 def test_a_server_tells_of_its_memory_beside_its_device(tmp_path: Path) -> None:
-    """The memory takes two of the prompts; what `/query` says of each is what the index has."""
+    """The memory takes two of the prompts; what it says of each is what the index has."""
     (model,) = write_models(
         tmp_path, shape("llama", layers=4, hidden=256, heads=4, kv_heads=2), ["model"]
     )
-    port, http = free_port(), free_port()
+    port, listen = free_port(), Location(f"tcp://127.0.0.1:{free_port()}")
     config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "bind": True}
     spec = ServerSpec(
         model=model,
         options={**CPU, "kv-events-config": json.dumps(config), "served-model-name": "m"},
-        droidspeak={"host_gb": 0.003, "http": str(http)},
+        droidspeak={"host_gb": 0.003, "listen": listen},
     )
     texts = [prompt(18 * PAGE + 1, seed) for seed in range(4)]
 
     def on_host(tokens: Sequence[int]) -> int:
-        question = {"model": "m", "token_ids": list(tokens)}
-        reply = requests.post(f"http://127.0.0.1:{http}/query", json=question, timeout=10).json()
-        ((found),) = reply["default"].values()
-        return int(found["CPU"])
+        question = verbs.Find(pages=join_hashes(page_hashes(tokens)))
+        holdings = ask(listen, question, verbs.Found, timeout_s=10).holdings
+        return sum(PAGE * it.num_pages for it in holdings if it.location == LOCAL)
 
     index = Index(port)  # It has joined by the time that the server is ready.
     with running(spec, folder=tmp_path, env=ENV) as (server,):
