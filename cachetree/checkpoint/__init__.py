@@ -10,6 +10,7 @@ from cachetree.checkpoint.adapters import (
     read_adapter,
     read_invocation,
 )
+from cachetree.checkpoint.digests import tensor_digests, user_cache
 from cachetree.checkpoint.family import Codec, Family, ModelIdentity, vector_bytes
 from cachetree.checkpoint.identity import (
     adapted,
@@ -19,6 +20,7 @@ from cachetree.checkpoint.identity import (
 )
 from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
+from cachetree.checkpoint.tokenizer import tokenizer_difference
 
 __all__ = [
     "NO_ADAPTER",
@@ -33,6 +35,9 @@ __all__ = [
     "read_invocation",
     "read_model_identity",
     "read_shape",
+    "tensor_digests",
+    "tokenizer_difference",
+    "user_cache",
     "varying_rope",
     "vector_bytes",
     "weight_files",

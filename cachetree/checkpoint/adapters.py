@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from cachetree.checkpoint.digests import Digests, digest_of, tensor_digests
+from cachetree.checkpoint.rope import plain
 from cachetree.checkpoint.safetensors_files import (
-    Tensor,
     layer_of,
     read_json,
     read_tensors,
     require_no_others,
-    sampled_digest,
 )
 from cachetree.errors import ConfigError
 
@@ -28,6 +27,14 @@ _NOTES = """
 in it decides what the tensors do."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Keys that change what PEFT computes and that SGLang 0.5.23 does not read."""
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "init_lora_weights": True,
+    "lora_alpha": 8,
+    "megatron_core": "megatron.core",
+    "qalora_group_size": 16,
+    "r": 8,
+}
+"""PEFT's, of the other fields that have one: releases differ in which fields they write."""
 _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
 """Targets with which SGLang applies factors of the embeddings."""
 
@@ -69,18 +76,14 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
     """Read the PEFT folder `path`, every byte of it; raises ConfigError where it is no LoRA on the
     base's own layers."""
     invocation = read_invocation(path)
-    digests: dict[int, hashlib._Hash] = {}
-    for name, tensor in sorted(_tensors(path).items()):
+    layers: dict[int, Digests] = {}
+    for name, digest in tensor_digests(_weights(path)).items():
         layer = min(layer_of(name, num_layers), num_layers)
-        if layer == num_layers:  # What follows the layers leaves no trace in KV.
-            continue
-        digest = digests.setdefault(layer, hashlib.sha256())
-        digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
-        with tensor.path.open("rb") as file:
-            digest.update(tensor.read(file, 0, tensor.num_bytes))
+        if layer < num_layers:  # What follows the layers leaves no trace in KV.
+            layers.setdefault(layer, {})[name] = digest
     return Adapter(
         applied=_applied(path),
-        layers={layer: digest.hexdigest() for layer, digest in digests.items()},
+        layers={layer: digest_of(it) for layer, it in layers.items()},
         invocation=invocation,
     )
 
@@ -94,7 +97,7 @@ def read_invocation(path: Path) -> tuple[int, ...]:
             f"{path / 'adapter_config.json'} has alora_invocation_tokens = {tokens!r}; a list of "
             "token ids is needed"
         )
-    for name in _tensors(path) if tokens else ():
+    for name in read_tensors(_weights(path)) if tokens else ():
         if "lm_head" in name.split("."):
             raise ConfigError(
                 f"{path} is an activated LoRA with {name}, which SGLang applies to whole prompts; "
@@ -115,38 +118,47 @@ def acting(path: Path) -> tuple[str, list[str]]:
 
 
 def adapter_digest(path: Path) -> str:
-    """Of the PEFT folder `path` as `sampled_digest` reads it, and of how it is applied; raises
+    """Digest of all tensors of the PEFT folder `path` and of how they are applied; raises
     ConfigError as `read_adapter` does."""
-    return sampled_digest(_tensors(path)) + _applied(path)
+    return digest_of(tensor_digests(_weights(path))) + _applied(path)
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _weights(path: Path) -> list[Path]:
     weights = path / "adapter_model.safetensors"
     if not weights.is_file():
         raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
-    tensors = read_tensors(require_no_others([weights], path.glob("*.safetensors")))
+    files = require_no_others([weights], path.glob("*.safetensors"))
     targets = read_json(path / "adapter_config.json").get("target_modules")
     if isinstance(targets, list) and _EMBEDS.isdisjoint(str(it).split(".")[-1] for it in targets):
-        for name in tensors:
+        for name in read_tensors(files):
             if "embed_tokens.lora_" in name:
                 raise ConfigError(
                     f"{weights} has {name}, which SGLang leaves out; name embed_tokens in the "
                     "config's target_modules, or save the adapter without it"
                 )
-    return tensors
+    return files
 
 
 def _applied(path: Path) -> str:
-    return hashlib.sha256(msgspec.json.encode(_applying(path), order="sorted")).hexdigest()
+    return digest_of({key: plain(value) for key, value in _applying(path).items()})
 
 
 def _applying(path: Path) -> dict[str, Any]:
     """What an adapter's config says about what its tensors do."""
     config = read_json(path / "adapter_config.json")
+    if not config.get("peft_type"):
+        raise ConfigError(
+            f'{path / "adapter_config.json"} has no peft_type; set it to "LORA" if the adapter '
+            "is a LoRA"
+        )
     for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):
         if config.get(key) != accepted:
             raise ConfigError(
                 f"{path / 'adapter_config.json'} has {key} = {config.get(key)!r}; which layers "
                 "differ is known only of LoRA on the base's own layers, so merge it into its base"
             )
-    return {key: value for key, value in config.items() if key not in _NOTES.split() and value}
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in _NOTES.split() and value and value != _DEFAULTS.get(key)
+    }

@@ -14,6 +14,10 @@ from cachetree.ids import Kind, ModelId
 
 SCALE_BYTES: Final = 2
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_REMEDIES: Final = {
+    "tokenizer": "if one of the models was trained from the other, copy one tokenizer.json into "
+    "both folders (`droidspeak profile` names a text of which they make other tokens)"
+}
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -59,9 +63,9 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Canonical JSON of every config field that changes the rotary embedding. K is stored after
     the rotation, so two models that rotate differently cannot share it."""
     tokenizer: str
-    """Hex digest of the tokenizer's vocabulary and rules."""
+    """Hex digest of the ids that it makes of text, see `checkpoint.tokenizer`."""
     weights: str
-    """Hex digest of the safetensors headers and sampled content, adapter included."""
+    """Hex digest of all tensors, adapter included, and of what the config says about them."""
 
     @property
     def model_id(self) -> ModelId:
@@ -150,10 +154,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         for field in self.__struct_fields__:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
+                remedy = _REMEDIES.get(field, "use models of one family with equal server settings")
                 raise FamilyMismatch(
                     f"{who} cannot exchange caches with this server: {field} is {theirs!r:.200} "
-                    f"there and {ours!r:.200} here; use models of one family with equal server "
-                    "settings"
+                    f"there and {ours!r:.200} here; {remedy}"
                 )
 
 

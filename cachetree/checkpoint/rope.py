@@ -61,14 +61,14 @@ def _canonical(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str
         both.setdefault("original_max_position_embeddings", original)
     if name in _USES_LENGTH:
         both["max_position_embeddings"] = length
-    return {key: _plain(value) for key, value in both.items()}
+    return {key: plain(value) for key, value in both.items()}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """10000 and 10000.0 are one number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, list)):
         return value
-    return [_plain(item) for item in value] if isinstance(value, list) else float(value)
+    return [plain(item) for item in value] if isinstance(value, list) else float(value)
 
 
 def _encode(value: dict[str, Any]) -> str:

@@ -6,21 +6,18 @@ offsets), and the tensors' bytes.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from cachetree.errors import UNREADABLE, ConfigError
 
-SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-_PIECE_BYTES = 1 << 22
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _AFTER_THE_LAYERS = re.compile(r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f)\.")
 
@@ -34,10 +31,6 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
-
-    def read(self, file: BinaryIO, start: int, stop: int) -> bytes:
-        file.seek(self.offset + start)
-        return file.read(min(stop, self.num_bytes) - start)
 
 
 class _Header(msgspec.Struct):
@@ -65,6 +58,11 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         if not single.is_file():
+            for other in sorted(folder.glob("*.safetensors")):
+                raise ConfigError(
+                    f"{folder} has {other.name} and no {index.name}, which names the shards; copy "
+                    "or download the index too"
+                )
             raise ConfigError(
                 f"{folder} has neither {single.name} nor {index.name}; only safetensors "
                 "checkpoints are supported, so save the model with safe_serialization"
@@ -125,40 +123,6 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
                 offset=8 + num_bytes + start,
                 num_bytes=stop - start,
             ),
-        )
-
-
-def sampled_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of names, dtypes and shapes, of the first, middle and last 4 KiB of every tensor of a
-    layer, and of all of every other: of embeddings some rows may be trained alone.
-
-    It does not depend on how the tensors are spread over files.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
-        starts: Iterable[int] = range(0, tensor.num_bytes, _PIECE_BYTES)
-        piece_bytes = _PIECE_BYTES
-        if _LAYER.search(name):
-            middle, last = tensor.num_bytes // 2, max(0, tensor.num_bytes - SAMPLE_BYTES)
-            starts, piece_bytes = sorted({0, middle, last}), SAMPLE_BYTES
-        with tensor.path.open("rb") as file:
-            for start in starts:
-                digest.update(tensor.read(file, start, start + piece_bytes))
-    return digest.hexdigest()
-
-
-def have_equal_content(ours: Tensor, theirs: Tensor) -> bool:
-    """Every byte, not a sample: what is called bit-exact must be. One file is not read twice."""
-    if (ours.dtype, ours.shape, ours.num_bytes) != (theirs.dtype, theirs.shape, theirs.num_bytes):
-        return False
-    if ours.offset == theirs.offset and ours.path.samefile(theirs.path):
-        return True
-    with ours.path.open("rb") as our_file, theirs.path.open("rb") as their_file:
-        return all(
-            ours.read(our_file, start, start + _PIECE_BYTES)
-            == theirs.read(their_file, start, start + _PIECE_BYTES)
-            for start in range(0, ours.num_bytes, _PIECE_BYTES)
         )
 
 

@@ -32,7 +32,13 @@ from transformers import (
 )
 
 from cachetree import ConfigError, Family, ModelIdentity
-from cachetree.checkpoint import first_difference, read_model_identity, varying_rope
+from cachetree.checkpoint import (
+    first_difference,
+    read_model_identity,
+    tokenizer_difference,
+    user_cache,
+    varying_rope,
+)
 from profiles.adapters import ADAPTER_CONFIG, read_config, read_weights, with_adapter
 from profiles.compute.layered import HOST
 from profiles.compute.quantised import Quantization, check_quantization, matrices
@@ -113,7 +119,9 @@ def load_pair(
     or they are no pair.
     """
     theirs, ours = look_at_pair(sender, receiver)
-    differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
+    differs_at = first_difference(
+        sender.path, receiver.path, sender.adapter, receiver.adapter, user_cache()
+    )
     weights = theirs.read_weights(dtype)
     sending = _build(theirs, weights, dtype, sender_device or device)
     if not receiver.path.samefile(sender.path):
@@ -160,7 +168,7 @@ def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported,
 def look_at(source: ModelSource) -> Supported:
     """Everything that can be known without reading weights; raises ConfigError."""
     _require_plain_folder(source.path)
-    identity = read_model_identity(source.path, adapter=source.adapter)
+    identity = read_model_identity(source.path, user_cache(), source.adapter)
     if identity.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model class {identity.architecture} of {source.path} is not supported; supported are "
@@ -237,6 +245,14 @@ def require_plain_layers(file: Path, config: PretrainedConfig) -> None:
 def _require_one_family(theirs: Supported, ours: Supported) -> None:
     for field in _FAMILY_FIELDS:
         their_value, our_value = (getattr(it.identity, field) for it in (theirs, ours))
+        if field == "tokenizer" and their_value != our_value:
+            one, other = theirs.source.path, ours.source.path
+            words = tokenizer_difference(one, other) or "their files differ"
+            raise ConfigError(
+                f"the tokenizers of {one} and {other} are not the same: {words}; if one of the "
+                f"models was trained from the other, copy {one / 'tokenizer.json'} to {other}, or "
+                "the other way round"
+            )
         if their_value != our_value:
             raise ConfigError(
                 f"sender {theirs.source} and receiver {ours.source} are not of one family: {field} "

@@ -23,7 +23,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cachetree import ConfigError, ModelIdentity
-from cachetree.checkpoint import read_model_identity
+from cachetree.checkpoint import read_model_identity, read_shape, user_cache
 from profiles.adapters import with_adapter
 from profiles.answerers import SAMPLE_TOKENS, ends_of
 from profiles.compute.models import (
@@ -97,7 +97,7 @@ class Distiller:
         self._dtype = getattr(torch, settings.dtype)
         self._source, self._teacher = ModelSource(path=settings.base), settings.source_of_teacher
         self._models = [
-            read_model_identity(it.path, adapter=it.adapter)
+            read_model_identity(it.path, user_cache(), it.adapter)
             for it in (self._source, self._teacher)
             if it is not None
         ]
@@ -248,7 +248,7 @@ class Distiller:
 
     def _load(self, source: ModelSource) -> PreTrainedModel:
         """A model as the profiler loads it, or, of another class, as transformers does."""
-        if read_model_identity(source.path).architecture in ARCHITECTURES:
+        if read_shape(source.path)["architecture"] in ARCHITECTURES:
             model = load_model(source, dtype=self._dtype, device=self._device)
         else:
             model = _load_other(source, self._dtype).to(self._device)

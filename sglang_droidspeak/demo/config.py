@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from cachetree import CacheTreeError, ConfigError, ModelIdentity, Span, read_profile
-from cachetree.checkpoint import read_model_identity
+from cachetree.checkpoint import read_model_identity, user_cache
 from profiles.compute.models import ModelSource, load_tokenizer, look_at
 from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import Document, make_documents
@@ -202,7 +202,8 @@ class DemoConfig:
             )
         profile = read_measured(self.profile)
         for role in ("sender", "receiver"):
-            model, expected = read_model_identity(getattr(self, role)), getattr(profile, role)
+            model = read_model_identity(getattr(self, role), user_cache())
+            expected = getattr(profile, role)
             if model.model_id != expected.model_id:
                 raise DemoFailed(
                     f"profile {self.profile} has {role} {expected.model_id}, and "

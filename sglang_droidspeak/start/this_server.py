@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import torch
-from platformdirs import user_cache_path
 
 from cachetree import ConfigError, ModelId
 from cachetree.checkpoint import (
@@ -22,6 +21,7 @@ from cachetree.checkpoint import (
     adapted,
     read_adapter,
     read_model_identity,
+    user_cache,
 )
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
@@ -171,7 +171,7 @@ def read_server(
 
         check_backend(settings.hicache_backend, settings.hicache_config)
     path = folder_of(model_path, revision)
-    identity = read_model_identity(path, user_cache_path("sglang-droidspeak"))
+    identity = read_model_identity(path, user_cache())
     refuse.model(identity, model_path)
     refuse.blocks(settings, identity)
     refuse.capture_layers(settings, identity)

@@ -208,6 +208,9 @@ def test_an_adapter_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         adapter = write_lora(tmp_path / f"a{index}", factors(UP2), **{key: value})
         with pytest.raises(ConfigError, match=f"has {key} = "):
             first_difference(base, base, adapter, adapter)
+    adapter = write_lora(tmp_path / "untyped", factors(UP2), peft_type=None)
+    with pytest.raises(ConfigError, match='has no peft_type; set it to "LORA"'):
+        first_difference(base, base, adapter)
     adapter = write_lora(tmp_path / "empty", factors(UP2))
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors are missing"):

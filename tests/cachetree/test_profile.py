@@ -160,3 +160,5 @@ def test_a_family_mismatch_names_the_field() -> None:
     for field, value in changes.items():
         with pytest.raises(FamilyMismatch, match=rf"peer .* {field} is {value!r} there"):
             ours.require_equal(family(**{field: value}), who="peer")
+    with pytest.raises(FamilyMismatch, match=r"copy one tokenizer\.json into both folders"):
+        ours.require_equal(family(tokenizer="x"), who="peer")

@@ -218,7 +218,8 @@ def test_another_architecture_or_tokenizer_is_refused(models, base, tmp_path):
         load_pair(ModelSource(path=qwen), ModelSource(path=base))
     text = (base / "tokenizer.json").read_text().replace('"w7"', '"other"')
     (base / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match="tokenizer is '"):
+    message = rf"token 7 is 'other' and 'w7'; .* copy {base}/tokenizer.json to {models[0]}"
+    with pytest.raises(ConfigError, match=message):
         load_pair(ModelSource(path=base), ModelSource(path=models[0]))
 
 
@@ -315,10 +316,13 @@ def test_missing_and_wrong_tensors_are_refused(base):
 
 def test_other_broken_folders_are_named(base, tmp_path):
     refused(tmp_path / "nowhere", "model folder .* does not exist")
+    whole = (base / "tokenizer.json").read_text()
     for broken in ("{}", '{"added_tokens": [], "model": {"type": "BPE"}}'):
         (base / "tokenizer.json").write_text(broken)
         with pytest.raises(ConfigError, match=f"tokenizer of {base} cannot be loaded"):
             load_tokenizer(ModelSource(path=base))
+        refused(base, "tokenizer.json cannot be read by tokenizers .* save it again")
+    (base / "tokenizer.json").write_text(whole)
     refused(edit_config(base, hidden_act=3), "config.json cannot be used: .*'hidden_act'")
     (base / "model.safetensors").unlink()
     refused(base, r"has neither model\.safetensors")

@@ -1,0 +1,120 @@
+"""Digests of all bytes of a checkpoint's tensors, kept from one start to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from blake3 import blake3
+from platformdirs import user_cache_path
+
+from cachetree.checkpoint.safetensors_files import Tensor, read_tensors
+from cachetree.errors import UNREADABLE, ConfigError
+
+Digests = dict[str, str]
+_VERSION: Final = 5
+"""Changes when the meaning of a kept digest does."""
+_LEAST_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 20
+_MOST_THREADS: Final = 8
+_OTHERS_WRITE: Final = 0o022
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    file: str
+    stamp: tuple[int, ...]
+    digests: Digests
+
+
+def tensor_digests(files: Sequence[Path], cache_dir: Path | None = None) -> Digests:
+    """BLAKE3 of dtype, shape and every byte of each tensor, by its name; see `kept`.
+
+    Raises ConfigError naming a file that is broken. The digests do not depend on how the tensors
+    are spread over files.
+    """
+    found: Digests = {}
+    for file in files:
+        found |= kept(cache_dir, "tensors", file, _hash_tensors)
+    return found
+
+
+def user_cache() -> Path:
+    """Folder in which this user's servers and profiler keep digests."""
+    return user_cache_path("sglang-droidspeak")
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of a JSON value; the order of keys does not count."""
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+def kept(
+    cache_dir: Path | None, kind: str, file: Path, compute: Callable[[Path], Digests]
+) -> Digests:
+    """Return `compute(file)`, or its result of an earlier call for the unchanged file.
+
+    A file is unchanged while its path, size, inode and times of modification and of change are.
+    Results are read only from files that this user owns and nobody else can write. Without a
+    cache_dir, or with one that cannot be written, and of files below 1 MiB nothing is kept.
+    """
+    path, before = str(file.resolve()), _stamp(file)
+    if cache_dir is None or before[0] < _LEAST_BYTES:
+        return compute(file)
+    cached = cache_dir / f"{hashlib.sha256(f'{_VERSION} {kind} {path}'.encode()).hexdigest()}.json"
+    with contextlib.suppress(OSError, *UNREADABLE):
+        found = msgspec.json.decode(_read_own(cached), type=_Kept)
+        if (found.file, found.stamp) == (path, before):
+            return found.digests
+    digests = compute(file)
+    if _stamp(file) == before:
+        with contextlib.suppress(OSError):
+            _write_own(cached, msgspec.json.encode(_Kept(path, before, digests)))
+    return digests
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _read_own(file: Path) -> bytes:
+    with open(file, "rb", opener=lambda it, flags: os.open(it, flags | os.O_NOFOLLOW)) as opened:
+        stat = os.fstat(opened.fileno())
+        if stat.st_uid != os.geteuid() or stat.st_mode & _OTHERS_WRITE:
+            raise PermissionError(f"others can write {file}")
+        return opened.read()
+
+
+def _write_own(file: Path, content: bytes) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as fresh:  # for its owner only
+        fresh.write(content)
+    Path(fresh.name).replace(file)
+
+
+def _hash_tensors(file: Path) -> Digests:
+    tensors = read_tensors([file])
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with file.open("rb") as opened, ThreadPoolExecutor(threads) as pool:
+        digests = pool.map(lambda it: _hash(opened.fileno(), *it), tensors.items())
+        return dict(zip(tensors, digests, strict=True))
+
+
+def _hash(descriptor: int, name: str, tensor: Tensor) -> str:
+    digest = blake3(f"{tensor.dtype}\0{tensor.shape}\0".encode())
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, tensor.num_bytes)))
+    start, stop = tensor.offset, tensor.offset + tensor.num_bytes
+    while start < stop:
+        num_bytes = os.preadv(descriptor, [buffer[: stop - start]], start)
+        if not num_bytes:
+            raise ConfigError(f"{tensor.path} ends before tensor {name}; download it again")
+        digest.update(buffer[:num_bytes])
+        start += num_bytes
+    return digest.hexdigest()
