@@ -16,7 +16,7 @@ from cachetree.errors import UNREADABLE, ProfileError, written
 from cachetree.files import replacing
 from cachetree.ids import EMPTY_SPAN, Span
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 
 
 class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
 from cachetree.transport.verbs import MAX_REASON_CHARS, Reason
 from cachetree.tree import split_hashes
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 
 MAX_REQUEST_S: Final = 60.0
 """Longest that a worker goes on with a fetch or a store."""
