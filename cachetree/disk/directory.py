@@ -56,7 +56,6 @@ class Directory:
                 self._check()  # Before there is a lock, which would make it ours.
             self._lock = _lock(path)
             self._check()
-            self._tighten()
             self.num_bytes: Final = (path / _LOCK).stat().st_size
         except OSError as exc:
             self.close()
@@ -96,7 +95,7 @@ class Directory:
             os.close(self._lock)
             self._lock = -1
 
-    def _tighten(self) -> None:
+    def tighten(self) -> None:
         """Prompts can be read out of KV: what others may read of ours they may not any more."""
         if self.path.stat().st_mode & 0o077:
             for file in self._files(".*"):
@@ -125,11 +124,9 @@ def try_directory(path: Path) -> None:
     Raises ConfigError, as `Directory`.
     """
     made = [it for it in (path, *path.parents) if not it.exists()]
-    mode = FOLDER_MODE if made else path.stat().st_mode & 0o7777
     has_lock = (path / _LOCK).exists()
     try:
         with contextlib.closing(Directory(path, None)):
-            path.chmod(mode)
             if not has_lock:
                 (path / _LOCK).unlink()
     finally:

@@ -102,6 +102,7 @@ class DiskStore:
         self._is_open = True
         self._is_failing = False
         try:
+            self._directory.tighten()
             self._recover()
         except OSError as exc:
             self._directory.close()

@@ -174,6 +174,10 @@ def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(
     there = sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*"))
     assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
     assert sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*")) == there
+    (folder / "entry-of-ours").touch(0o644)
+    folder.chmod(0o755)
+    assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
+    assert (folder / "entry-of-ours").stat().st_mode & 0o777 == 0o644
     shutil.rmtree(tmp_path / "a")
     disk.mkdir(0o755, parents=True)
     assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
