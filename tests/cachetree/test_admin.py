@@ -114,9 +114,14 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         ["architecture", "LlamaForCausalLM"],
         ["disk", "none"],
         ["reads from"],
-        ["address", "state", "reason"],
-        [other.address, "ready", "none"],
-        [nobody, "connecting", f"worker {nobody} closed the connection or cannot be reached"],
+        ["address", "state", "reason", "model"],
+        [other.address, "ready", "none", "none"],
+        [
+            nobody,
+            "connecting",
+            f"worker {nobody} closed the connection or cannot be reached",
+            "none",
+        ],
     ):
         assert line in lines, text
     assert not set("[]()='").intersection(text)

@@ -798,14 +798,14 @@ def test_unreadable_profile(model: Path, tmp_path: Path) -> None:
 
 def test_unsupported_model_class(tmp_path: Path) -> None:
     config = shape("llama", layers=2, hidden=128, heads=2, kv_heads=2)
-    (path,) = write_models(tmp_path, config, ["gemma"])
+    (path,) = write_models(tmp_path, config, ["mpt"])
     raw = json.loads((path / "config.json").read_text())
-    raw["architectures"] = ["GemmaForCausalLM"]
-    raw["model_type"] = "gemma"
+    raw["architectures"] = ["OlmoForCausalLM"]
+    raw["model_type"] = "olmo"
     (path / "config.json").write_text(json.dumps(raw))
     line = refusal(path, {})
-    assert "GemmaForCausalLM" in line
-    assert "LlamaForCausalLM" in line
+    assert "OlmoForCausalLM" in line
+    assert "LlamaForCausalLM" in line and "GraniteForCausalLM" in line
 
 
 def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
