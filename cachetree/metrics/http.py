@@ -8,7 +8,6 @@ import logging
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -34,7 +33,6 @@ _MOST_S: Final = 10.0
 _MAX_AT_ONCE: Final = 32
 """Connections, each with a thread. One more ends the oldest: an honest request takes milliseconds.
 """
-_PIECE_BYTES: Final = 1 << 16
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,14 +155,8 @@ class _Handler(MetricsHandler):
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(told + b"\n")
-        if 400 <= code < 500:
-            # While anything of the question is unread, closing takes the answer back.
-            self.connection.shutdown(socket.SHUT_WR)
-            until_s = time.monotonic() + _PATIENCE_S
-            while self.rfile.read1(_PIECE_BYTES) and time.monotonic() < until_s:
-                pass
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
 
     def _answer(self, path: str) -> tuple[int, bytes]:
         if path not in ("/health", "/health/live", "/health/ready"):
