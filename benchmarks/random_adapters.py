@@ -58,3 +58,11 @@ def write_adapter(
     }
     (folder / "adapter_config.json").write_text(json.dumps(stated))
     return folder
+
+
+def activate(adapter: Path, invocation: Sequence[int]) -> Path:
+    """Have the adapter in this folder act from these tokens on."""
+    file = adapter / "adapter_config.json"
+    stated = json.loads(file.read_text())
+    file.write_text(json.dumps({**stated, "alora_invocation_tokens": list(invocation)}))
+    return adapter

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_parts import CPU, Answer, answer, oracle, prompt, whole_pages
+import pytest
+from engine_parts import CPU, PAGE, Answer, answer, oracle, prompt, whole_pages
 
 from benchmarks.oracle import Generated
 from benchmarks.random_adapters import write_adapter
@@ -28,6 +29,14 @@ WITH_LORA = CPU | {
     "lora-target-modules": ["all"],
 }
 """Options of a server with adapters."""
+WITH_ACTIVATED = WITH_LORA | {"lora-target-modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+"""Options of a server with adapters of which some are activated ones."""
+INVOCATION = [77, 78]
+"""Tokens that no `plain_prompt` has."""
+
+
+def plain_prompt(num_tokens: int, seed: int) -> list[int]:
+    return [token if token not in INVOCATION else 5 for token in prompt(num_tokens, seed)]
 
 
 @dataclass(frozen=True)
@@ -154,3 +163,75 @@ class Team:
         assert outcomes == ["no_match", "reused"]
         for name, reply in zip(names, replies, strict=True):
             reply.result().assert_equals(self.models.expected(name, name, tokens, EMPTY_SPAN))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt to an activated LoRA, and how much of it the base has read before."""
+
+    tokens: list[int]
+    num_read: int
+    invoked_at: int | None
+
+    @property
+    def document(self) -> list[int]:
+        return self.tokens[: self.num_read]
+
+
+def questions(seed: int) -> dict[str, Question]:
+    """Prompts of an own document each, by what is special about their invocation."""
+    before = [plain_prompt(num, seed + place) for place, num in enumerate((150, 100, 191, 160))]
+    after = plain_prompt(30, seed + 10)
+    twice = [*before[1], *INVOCATION, *plain_prompt(40, seed + 11)]
+    return {
+        "once": Question([*before[0], *INVOCATION, *after], 150, 150),
+        "twice": Question([*twice, *INVOCATION, *after], len(twice), len(twice)),
+        # 96 tokens are read from the base, and the next chunk of 96 ends behind token 77.
+        "cut": Question([*before[2], *INVOCATION, *after], 100, 191),
+        "never": Question([*before[3], *after], 160, None),
+    }
+
+
+def assert_same_answers_without_reuse(
+    server: Server,
+    models: Checkpoints,
+    name: str,
+    asked: Mapping[str, Question],
+    read: Callable[[list[int]], object],
+) -> dict[str, Answer]:
+    """Ask each question streamed and alone, all as one batch, and without any reuse, after `read`
+    had the base read the documents, and compare with the oracle; returns the streamed answers."""
+
+    def begin() -> None:
+        server.flush()
+        for it in asked.values():
+            read(it.document)
+
+    options: dict[str, Any] = {"lora_path": name, "return_logprob": True, "max_new_tokens": 12}
+    params = {"ignore_eos": True}
+    begin()
+    streamed = {
+        case: Answer(server.stream(it.tokens, sampling_params=params, **options)[1])
+        for case, it in asked.items()
+    }
+    begin()
+    tokens = [it.tokens for it in asked.values()]
+    replies: Any = server.generate(tokens, sampling_params=params, **options)
+    batched = dict(zip(asked, map(Answer, replies), strict=True))
+    for case, it in asked.items():
+        server.flush()
+        alone = answer(server, it.tokens, lora_path=name, droidspeak={"mode": "off"})
+        assert alone.meta["cached_tokens"] == 0
+        for reply in (streamed[case], batched[case]):
+            assert reply.ids == alone.ids, case
+            assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4), case
+            assert reply.meta["cached_tokens"], case
+        if it.invoked_at is None:
+            alone.assert_equals(models.expected(BASE, BASE, it.tokens, EMPTY_SPAN))
+        else:
+            before = it.invoked_at
+            expected = models.expected(name, BASE, it.tokens, EMPTY_SPAN, num_reused=before)
+            alone.assert_equals(expected)
+        num_cached = streamed[case].meta["cached_tokens"]
+        assert num_cached == it.num_read // PAGE * PAGE, (case, num_cached)
+    return streamed

@@ -11,23 +11,25 @@ import msgspec
 import pytest
 import requests
 import zmq
-from engine_parts import SLOW_DEVICE, Answer, answer, eventually, prompt
+from engine_parts import SLOW_DEVICE, Answer, answer, eventually
 from forked import ServerSpec
-from lora_parts import BASE, WITH_LORA, Checkpoints
+from lora_parts import (
+    BASE,
+    INVOCATION,
+    WITH_ACTIVATED,
+    Checkpoints,
+    assert_same_answers_without_reuse,
+    plain_prompt,
+    questions,
+)
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from benchmarks.oracle import Generated
+from benchmarks.random_adapters import activate
 from cachetree.ids import EMPTY_SPAN
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
-
-INVOCATION = [77, 78]
-"""Tokens that no prompt here has otherwise."""
-
-
-def plain_prompt(num_tokens: int, seed: int) -> list[int]:
-    return [token if token not in INVOCATION else 5 for token in prompt(num_tokens, seed)]
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,12 @@ class Pair:
 def pair(tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("activated")
     models = Checkpoints.write(folder, {"judge": {"rank": 8}, "other": {"rank": 8, "seed": 5}})
-    file = models.adapters["judge"] / "adapter_config.json"
-    stated = json.loads(file.read_text())
-    file.write_text(json.dumps({**stated, "alora_invocation_tokens": INVOCATION}))
+    activate(models.adapters["judge"], INVOCATION)
     at = f"tcp://127.0.0.1:{free_port()}"
     published = json.dumps({"publisher": "zmq", "endpoint": at, "bind": True})
     spec = ServerSpec(
         model=models.whole[BASE],
-        options=WITH_LORA
-        | {
-            "max-loras-per-batch": 3,
-            "lora-target-modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-            "kv-events-config": published,
-        },
+        options=WITH_ACTIVATED | {"max-loras-per-batch": 3, "kv-events-config": published},
         adapters=models.adapters,
         droidspeak={"host_gb": 0.25},
     )
@@ -104,6 +99,21 @@ def test_the_base_reads_what_came_before(pair: Pair) -> None:
     reply = answer(pair.server, tokens)
     assert reply.provenance["reused_tokens"] == 144
     reply.assert_equals(pair.expected_of_base(tokens))
+
+
+def test_answers_are_the_same_without_reuse(pair: Pair) -> None:
+    asked = questions(seed=60)
+    answers = assert_same_answers_without_reuse(
+        pair.server,
+        pair.models,
+        "judge",
+        asked,
+        lambda it: answer(pair.server, it, max_new_tokens=1),
+    )
+    outcomes = {case: it.provenance["outcome"] for case, it in answers.items()}
+    assert outcomes.pop("never") == "on_device"
+    assert set(outcomes.values()) == {"reused"}
+    assert [case for case, it in answers.items() if it.provenance["not_invoked"]] == ["never"]
 
 
 def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) -> None:
