@@ -7,8 +7,11 @@ from cachetree.checkpoint.adapters import (
     NO_ADAPTER,
     Adapter,
     acting,
+    base_of,
     read_adapter,
     read_invocation,
+    require_base,
+    targets,
 )
 from cachetree.checkpoint.digests import tensor_digests, user_cache
 from cachetree.checkpoint.family import Codec, Family, ModelIdentity, vector_bytes
@@ -30,11 +33,14 @@ __all__ = [
     "ModelIdentity",
     "acting",
     "adapted",
+    "base_of",
     "first_difference",
     "read_adapter",
     "read_invocation",
     "read_model_identity",
     "read_shape",
+    "require_base",
+    "targets",
     "tensor_digests",
     "tokenizer_difference",
     "user_cache",

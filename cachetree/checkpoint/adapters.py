@@ -15,6 +15,7 @@ from cachetree.checkpoint.safetensors_files import (
     read_json,
     read_tensors,
     require_no_others,
+    weight_files,
 )
 from cachetree.errors import ConfigError
 
@@ -115,6 +116,43 @@ def acting(path: Path) -> tuple[str, list[str]]:
     else:
         where = "acts on whole prompts, as it names no alora_invocation_tokens"
     return where, [key for key in _IGNORED if config.get(key)]
+
+
+def targets(path: Path) -> list[str]:
+    """Names of the matrices that the PEFT folder `path` changes, without their layers."""
+    return sorted({name.split(".lora_")[0].split(".")[-1] for name in read_tensors(_weights(path))})
+
+
+def base_of(path: Path) -> Path | None:
+    """The checkpoint folder that the PEFT folder `path` names as its base, if that is here."""
+    named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+    folders = (path / str(named), Path(str(named)))
+    return next((it.resolve() for it in folders if named and (it / "config.json").is_file()), None)
+
+
+def require_base(path: Path, base: Path) -> None:
+    """Raise ConfigError if the PEFT folder `path` cannot be of the checkpoint in folder `base`:
+    a factor fits no matrix there, or an invocation has a token that the vocabulary has not."""
+    weights = read_tensors(weight_files(base))
+    for name, tensor in read_tensors(_weights(path)).items():
+        module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        whole = weights.get(f"{module}.weight")
+        axis = 1 if part.startswith("A.") else 0
+        if part.startswith(("A.", "B.")) and (
+            whole is None or whole.shape[axis] != tensor.shape[axis]
+        ):
+            of_base = "has none" if whole is None else f"is of shape {list(whole.shape)}"
+            raise ConfigError(
+                f"{path} has {name} of shape {list(tensor.shape)}, and {module} of {base} "
+                f"{of_base}; give the base that it was trained on"
+            )
+    num_tokens = read_json(base / "config.json").get("vocab_size")
+    unknown = [it for it in read_invocation(path) if num_tokens and it >= num_tokens]
+    if unknown:
+        raise ConfigError(
+            f"{path} has invocation tokens {unknown}, and {base} a vocabulary of {num_tokens}: no "
+            "prompt ever invokes it; give the base that it was trained on"
+        )
 
 
 def adapter_digest(path: Path) -> str:

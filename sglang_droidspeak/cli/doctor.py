@@ -16,6 +16,15 @@ import msgspec
 import psutil
 
 from cachetree import CacheTreeError, ConfigError, ModelId, read_yaml, settings_of, with_names
+from cachetree.checkpoint import (
+    NO_ADAPTER,
+    acting,
+    base_of,
+    read_adapter,
+    read_shape,
+    require_base,
+    targets,
+)
 from cachetree.cli import show
 from cachetree.disk import try_directory
 from cachetree.transport import (
@@ -36,6 +45,13 @@ from sglang_droidspeak.start.config import Settings, cache_config, linker_option
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
 """For a peer's answer."""
+_MANY_LAYERS: Final = 1 << 20
+"""More than any model has, in place of a number that is not known."""
+_WOULD_SHARE: Final = (
+    "`droidspeak distill` makes an activated LoRA of it, which does; a LoRA on upper layers only "
+    "(PEFT's layers_to_transform) shares the others; `droidspeak profile` measures which layers "
+    "this one has to recompute"
+)
 _START: Final = "start it, or mend its address or keys"
 _CLOCKS_S: Final = 2.0
 
@@ -50,7 +66,9 @@ def add_parser(commands: Any) -> None:
         "and whether links are faster than break-even. A line each, with the remedy where "
         "something is wrong; then exit status 1. With --sglang, instead: compare what this "
         "package hooks, calls and reads of SGLang with the source of the installed one, or of one "
-        "that was unpacked into a folder.",
+        "that was unpacked into a folder. With --adapter, instead: from which token and layer on "
+        "an adapter's KV differs from its base's, whether servers share without loss what comes "
+        "before, and what would if they do not.",
     )
     doctor.add_argument(
         "--config", type=Path, metavar="FILE", help="as `sglang.launch_server --config` takes it"
@@ -72,12 +90,25 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="that holds the package `sglang`; default: the installed one",
     )
+    doctor.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="a LoRA adapter as PEFT saves it"
+    )
+    doctor.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="base of --adapter; default: the folder that its config names",
+    )
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.sglang is not None:
         return _compare(args.sglang)
+    if args.adapter is not None:
+        found = [*adapter(args.adapter, args.model)]
+        tell(args, found, map(line, found))
+        return int(not all(it.ok for it in found))
     found = [*installation()]
     if args.config is not None:
         found += configuration(args.config)
@@ -155,6 +186,42 @@ def installation() -> Iterator[Check]:
         f"{device}, torch {version('torch')}",
         "no accelerator is seen; for a CPU install platforms/torch_cpu of the repository",
     )
+
+
+def adapter(path: Path, base: Path | None) -> Iterator[Check]:
+    """Of a PEFT folder, on the base that is given or that its config names; raises ConfigError if
+    it is none, or none of this base."""
+    where, ignored = acting(path)
+    base = base or base_of(path)
+    if base is not None:
+        require_base(path, base)
+    num_layers = _MANY_LAYERS if base is None else int(read_shape(base)["num_layers"])
+    it = read_adapter(path, num_layers)
+    first = it.first_difference(NO_ADAPTER, num_layers)
+    names = ", ".join(targets(path))
+    yield _check("adapter", True, f"{where}; changes {names} from layer {first} on")
+    yield _check(
+        "config",
+        not ignored,
+        f"SGLang ignores {', '.join(ignored)}" if ignored else "SGLang reads what it says",
+        "merge the adapter into its base with PEFT, or train it without",
+    )
+    yield _check("base", True, "is not here; give --model" if base is None else str(base))
+    of_layers = "" if base is None else f" of {num_layers}"
+    if it.invocation:
+        shared = "yes: all layers of what comes before the invocation; none is recomputed"
+    elif first:
+        shared = f"yes: layers below {first}{of_layers}; from layer {first} on all are recomputed"
+    else:
+        shared = "no: it changes KV from token 0 and layer 0 on"
+    yield _check("shares exactly", bool(it.invocation or first), shared, _WOULD_SHARE)
+    if it.invocation:
+        yield _check(
+            "server",
+            True,
+            f"--lora-target-modules {names.replace(',', '')}, not `all`; of "
+            "--max-loras-per-batch a slot for each activated adapter and one for the base",
+        )
 
 
 def configuration(path: Path) -> Iterator[Check]:

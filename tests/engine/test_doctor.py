@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from checkpoint_parts import write
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 from test_peers import FAMILY, info, serving  # noqa: F401
 from test_planner import PAGE, planned
 from test_policy import FAILED, FAR, MEASURED, PROFILES, links
@@ -390,3 +392,87 @@ def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
     assert reuse_s == pytest.approx(full_prefill_s(Span(0, 128 * PAGE), costs.prefill))
     assert break_even_byte_s(price | {"recompute_s": None}) is None
     assert break_even_byte_s(price | {"recompute_s": 1e9}) == float("inf")
+
+
+WEIGHTS = ROOT / "examples/pairs/weights"
+
+
+def changed_adapter(tmp_path: Path, layers: range = range(12), **settings: Any) -> Path:
+    """The shipped slim adapter on these layers only, with other settings in its config."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    factors = load_file(WEIGHTS / "slim_lora/adapter_model.safetensors")
+    touched = {name: it for name, it in factors.items() if int(name.split(".")[4]) in layers}
+    save_file(touched, folder / "adapter_model.safetensors")
+    stated = json.loads((WEIGHTS / "slim_lora/adapter_config.json").read_text())
+    named = {"base_model_name_or_path": str(WEIGHTS / "foundation")}
+    (folder / "adapter_config.json").write_text(json.dumps({**stated, **named, **settings}))
+    return folder
+
+
+def test_an_adapter_on_all_layers_shares_nothing_exactly(capsys: Any) -> None:
+    code, out = doctor(capsys, "--adapter", str(WEIGHTS / "slim_lora"))
+    assert code == 1
+    assert "acts on whole prompts" in out and "changes q_proj, v_proj from layer 0 on" in out
+    (wrong,) = re.findall(r"(?m)^WRONG (.*)", out)
+    assert wrong.startswith("shares exactly: no: it changes KV from token 0 and layer 0 on")
+    assert all(it in wrong for it in ("droidspeak distill", "upper layers", "droidspeak profile"))
+
+
+def test_an_adapter_on_upper_layers_shares_those_below(tmp_path: Path, capsys: Any) -> None:
+    folder = str(changed_adapter(tmp_path, range(9, 12)))
+    code, out = doctor(capsys, "--adapter", folder)
+    assert code == 0
+    assert "shares exactly: yes: layers below 9 of 12; from layer 9 on all are recomputed" in out
+
+
+def test_an_activated_adapter_shares_all_before_its_invocation(tmp_path: Path, capsys: Any) -> None:
+    folder = changed_adapter(tmp_path, alora_invocation_tokens=[4, 6])
+    code, out = doctor(capsys, "--adapter", str(folder))
+    assert code == 0
+    assert "acts from its invocation on, tokens [4, 6]" in out
+    assert "shares exactly: yes: all layers of what comes before the invocation" in out
+    assert "--lora-target-modules q_proj v_proj" in out
+
+
+def test_keys_that_sglang_ignores_are_wrong(tmp_path: Path, capsys: Any) -> None:
+    folder = changed_adapter(tmp_path, alora_invocation_tokens=[4], use_rslora=True)
+    code, out = doctor(capsys, "--adapter", str(folder))
+    assert code == 1 and "WRONG config: SGLang ignores use_rslora; merge" in out
+
+
+def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path, capsys: Any) -> None:
+    named = {"base_model_name_or_path": "somebody/model"}
+    folder = str(changed_adapter(tmp_path, range(9, 12), **named))
+    assert "base: is not here; give --model" in doctor(capsys, "--adapter", folder)[1]
+    told = doctor(capsys, "--adapter", folder, "--model", str(WEIGHTS / "foundation"))[1]
+    assert "layers below 9 of 12" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "base", "words"),
+    [
+        ({}, "slim_lora", "no model.safetensors.index.json"),
+        ({"alora_invocation_tokens": [4, 512]}, "foundation", r"tokens \[512\], .*of 512: no"),
+        ({"alora_invocation_tokens": 4}, "foundation", "a list of token ids is needed"),
+        ({"peft_type": "IA3"}, "foundation", "peft_type = 'IA3'"),
+    ],
+)
+def test_a_folder_that_is_no_adapter_of_a_base_is_one_line(
+    tmp_path: Path, capsys: Any, settings: dict[str, Any], base: str, words: str
+) -> None:
+    folder = str(changed_adapter(tmp_path, **settings))
+    assert main(["doctor", "--adapter", folder, "--model", str(WEIGHTS / base)]) != 0
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and re.search(words, told.err)
+
+
+def test_an_adapter_of_another_base_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "another")
+    folder = str(changed_adapter(tmp_path))
+    assert main(["doctor", "--adapter", folder, "--model", str(tmp_path / "another")]) != 0
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert "give the base that it was trained on" in told.err
+    assert main(["doctor", "--adapter", str(tmp_path / "nothing")]) != 0
+    assert capsys.readouterr().err.count("\n") == 1
