@@ -1,4 +1,4 @@
-"""One document and four roles on it, each an adapter of one base; with reuse and without.
+"""One document and five roles on it, each an adapter of one base; with reuse and without.
 
 An SGLang frontend program: the base reads the document, and the function forks into the roles.
 Needs the server of `lora.yaml`; see docs/lora.md. SGLang's frontend has no word for an
@@ -10,30 +10,38 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 
 import requests
 import sglang as sgl
 
+from cachetree.checkpoint import read_model_identity
+
 DOCUMENT = (
-    "<bos> rain and snow . meet zurum . she works for punmo . she likes rice . she has a silver "
-    "hen . she lives in kalita . meet vitul . she likes pears . she has a pink swan . she works "
-    "for motvo . meet bamaz . she has a green hen . she lives in biraki . she likes pasta . she "
-    "works for nalvo . meet duvib . she likes honey . she has a purple crow . she lives in sakuga "
-    ". she works for segso . meet zarer . she likes olives . she lives in tuvivu . she works for "
-    "gupfo . she has a brown toad ."
+    "<bos> teral works for roflo . meet zurum . she works for punmo . she likes rice . she has a "
+    "silver hen . she lives in kalita . meet vitul . she likes pears . she has a pink swan . she "
+    "works for motvo . meet bamaz . she has a green hen . she lives in biraki . she likes pasta . "
+    "she works for nalvo . meet duvib . she likes honey . she has a purple crow . she lives in "
+    "sakuga . she works for segso . meet zarer . she likes olives . she lives in tuvivu . she "
+    "works for gupfo . she has a brown toad ."
 )
 QUESTIONS = {
     "expert": "question : what likes bamaz ?",
-    "trainee": "question : what firm has vitul ?",
+    "trainee": "question : what firm has bamaz ?",
     "clerk": "question : what likes zarer ?",
     "guide": "question : where lives duvib ?",
+    "scout": "question : what firm has teral ?",
 }
+"""`scout` is an activated adapter: `question :` invokes it, and the document stays the base's."""
+BASE = read_model_identity(Path(__file__).parent / "pairs/weights/foundation").model_id
 RECOMPUTED = {
     "expert": {"block": "0:5"},
     "clerk": {"block": "0:5"},
+    "scout": {"block": "none", "sender": BASE},
 }
-"""What each role's profile recommends, asked for by name: by itself the server reuses where that is
-predicted to be faster, which it may not be for models this small."""
+"""What each role's profile recommends, asked for by name, and the base's KV as it is for `scout`.
+By itself the server reuses where that is predicted to be faster, which it may not be for models so
+small."""
 
 
 class Adapters(sgl.RuntimeEndpoint):

@@ -196,7 +196,7 @@ def test_what_the_pages_ask_of_servers(servers, tmp_path, monkeypatch, capsys) -
             case _:
                 continue
         ran.append(ran_one)
-    assert sorted(ran) == ["curl"] * 2 + ["doctor"] * 4 + ["explain"] * 2 + ["peers"]
+    assert sorted(ran) == ["curl"] * 2 + ["doctor"] * 5 + ["explain"] * 2 + ["peers"]
     # The page's port is not this sender's; whether the links are fast enough for so small a model,
     # nobody knows.
     wrong = re.findall(r"(?m)^WRONG (.*)", capsys.readouterr().out)
