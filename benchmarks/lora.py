@@ -1,6 +1,7 @@
 """What do adapters of one server save when they read one another's context?
 
     python -m benchmarks.lora [--adapters 2 4 8 16] [--rounds 1]
+    python -m benchmarks.lora --activated 8 [--rounds 2]
 
 One base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all random, and one document of
 2,000 tokens with a question of each adapter's own. SGLang alone keeps a tree per adapter, so each
@@ -15,6 +16,12 @@ layers in place of 12 n, 3.6 times less for 8. Decoding is the same on both side
 Contenders take turns on fresh documents. Before times are compared, outputs are: SGLang's answer
 with an oracle's full prefill of the merged weights, the extension's with the oracle's same plan;
 and in every round the first adapter's answers with each other.
+
+With `--activated`: what do n activated adapters cost beside n ordinary ones? A batch may hold
+`max_loras_per_batch` adapters. An activated one needs the base in its batch, too: with n slots one
+of n requests sent at once waits until another has answered, and with n + 1 none does. Nothing is
+recomputed for an activated adapter, so at best the time to first token is the question's forward.
+Before times are compared, all answers are compared between the two numbers of slots.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from shutil import copytree
 from statistics import median
 from typing import Any
 
@@ -34,7 +42,7 @@ import torch
 
 from benchmarks import result
 from benchmarks.oracle import generate
-from benchmarks.random_adapters import write_adapter
+from benchmarks.random_adapters import activate, write_adapter
 from benchmarks.random_servers import (
     BLOCK,
     ENV,
@@ -59,6 +67,8 @@ NUM_QUESTION = 24
 MAX_NEW = 16
 CONTENDERS = ALONE, EXTENDED = "SGLang", "extension"
 GAINS = {"later": "later_ttft_ms", "burst": "burst_ms"}
+ORDINARY, AS_MANY, ONE_MORE = "ordinary", "activated", "activated, a slot more"
+INVOCATION = [7, 8]
 
 
 @dataclass(frozen=True)
@@ -86,8 +96,8 @@ class Bench:
     """Of the document."""
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """One document with a question of each adapter's own."""
-        document = random_prompt(self.num_tokens, seed)
+        """One document, an invocation, and a question of each adapter's own."""
+        document = [*random_prompt(self.num_tokens, seed), *INVOCATION]
         questions = range(100_000 + 100 * seed, 100_000 + 100 * seed + len(self.names))
         return [[*document, *random_prompt(NUM_QUESTION, it)] for it in questions]
 
@@ -154,7 +164,6 @@ def bench(models: Models, num_tokens: int, count: int) -> Iterator[Bench]:
         max_lora_rank=RANK,
         max_loras_per_batch=count,
     )
-    settings = {"profiles": [str(models.profiles)], "host_gb": 0}
     specs = [
         ServerSpec(
             model=models.base,
@@ -163,10 +172,76 @@ def bench(models: Models, num_tokens: int, count: int) -> Iterator[Bench]:
             adapters=adapters,
             droidspeak=droidspeak,
         )
-        for name, droidspeak in (("alone", None), ("extended", settings))
+        for name, droidspeak in (("alone", None), ("extended", settings_of(models)))
     ]
     with running(*specs, env=ENV) as servers:
         yield Bench(dict(zip(CONTENDERS, servers, strict=True)), list(adapters), num_tokens)
+
+
+def settings_of(models: Models) -> dict[str, Any]:
+    return {"profiles": [str(models.profiles)], "host_gb": 0}
+
+
+@contextmanager
+def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
+    """Ordinary adapters, and copies of them that are activated, with as many slots and one more."""
+    ordinary = {it.name: it for it in models.adapters}
+    copies = {
+        name: activate(Path(copytree(it, it.with_name(f"{name}-activated"))), INVOCATION)
+        for name, it in ordinary.items()
+    }
+    count = len(ordinary)
+    contenders = {
+        ORDINARY: (ordinary, count),
+        AS_MANY: (copies, count),
+        ONE_MORE: (copies, count + 1),
+    }
+    specs = [
+        ServerSpec(
+            model=models.base,
+            name=who.replace(", ", "-").replace(" ", "-"),
+            options=options(
+                max_total_tokens=pool_tokens(num_tokens, count),
+                max_running_requests=max(8, count),
+                lora_backend="torch_native",
+                max_lora_rank=RANK,
+                max_loras_per_batch=num_slots,
+                lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            ),
+            adapters=adapters,
+            droidspeak=settings_of(models),
+        )
+        for who, (adapters, num_slots) in contenders.items()
+    ]
+    with running(*specs, env=ENV) as servers:
+        yield Bench(dict(zip(contenders, servers, strict=True)), list(ordinary), num_tokens)
+
+
+def measure_activated(it: Bench, rounds: int) -> list[dict[str, Any]]:
+    """As `measure`. The time to first token is of the burst, too: there a slot is waited for."""
+    times: dict[str, dict[str, list[float]]] = {
+        who: {"later_ttft_ms": [], "burst_ms": [], "last_ttft_ms": []} for who in it.servers
+    }
+    for index in range(rounds + 1):
+        turns = rotated([*it.servers], index)
+        one, other = it.prompts(seed=2 * index), it.prompts(seed=2 * index + 1)
+        sequences = {who: it.sequence(who, one) for who in turns}
+        bursts = {who: it.burst(who, other) for who in turns}
+        for who in turns:
+            outcomes = [sample.told["outcome"] for sample in (*sequences[who], *bursts[who][1])]
+            assert outcomes.count("no_match") == 2, (who, outcomes)
+            assert outcomes.count("reused") == len(outcomes) - 2, (who, outcomes)
+            if index:
+                burst_s, samples = bursts[who]
+                times[who]["later_ttft_ms"] += [sample.ttft_ms for sample in sequences[who][1:]]
+                times[who]["burst_ms"].append(1000 * burst_s)
+                times[who]["last_ttft_ms"].append(max(sample.ttft_ms for sample in samples))
+        answers = [[sample.ids for sample in bursts[who][1]] for who in (AS_MANY, ONE_MORE)]
+        assert answers[0] == answers[1], "slots must not change answers"
+    return [
+        {"adapters": who, **{name: median(values) for name, values in of_one.items()}}
+        for who, of_one in times.items()
+    ]
 
 
 def measure(it: Bench, rounds: int) -> dict[str, Any]:
@@ -229,10 +304,21 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=1, help="measured, after one that warms up")
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument(
+        "--activated", type=int, metavar="N", help="instead: N activated adapters beside N others"
+    )
     args = parser.parse_args()
     environment = result.here()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    if args.activated is not None:
+        with tempfile.TemporaryDirectory() as name:
+            models = write(Path(name), args.activated)
+            with activated_bench(models, args.tokens) as it:
+                rows = measure_activated(it, args.rounds)
+        found = {"tokens": args.tokens, "rounds": args.rounds, "count": args.activated}
+        result.write("lora_activated", {**found, "rows": rows}, environment, args.json)
+        return
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         models = write(Path(name), max(args.adapters))
         for count in args.adapters:

@@ -111,6 +111,18 @@ def lora(found: Any) -> str:
     )
 
 
+def lora_activated(found: Any) -> str:
+    columns = {
+        "adapters": "{adapters}",
+        "2nd to last: TTFT, ms": "{later_ttft_ms:,.0f}",
+        "all at once: latest TTFT, ms": "{last_ttft_ms:,.0f}",
+        "until the last answer, ms": "{burst_ms:,.0f}",
+    }
+    return of_rows(found["rows"], columns) + told(
+        "\n{count} adapters, {tokens:,} shared tokens, {rounds} rounds after a warm-up.\n", found
+    )
+
+
 def transport(found: Any) -> str:
     speed = "{{{0}[gb_per_s]:.2f}} ({{{0}[cpu_s_per_gb]:.2f}})"
     columns = {
@@ -268,8 +280,8 @@ SOAKS: Final = {
 
 
 _NAMED: Final = (
-    *(link_sweep, never_slower, lora, overhead, serving, transport, shared_tier, tree),
-    *(fleet_size, disk, compression, gpu),
+    *(link_sweep, never_slower, lora, lora_activated, overhead, serving, transport, shared_tier),
+    *(tree, fleet_size, disk, compression, gpu),
 )
 
 
