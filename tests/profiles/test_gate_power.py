@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from benchmarks.gate_power import TOLERANCE, WORLDS, most_false, rate
+from benchmarks.result import RESULTS
 from profiles.stats.gate import proven_after, still_open
 from profiles.stats.measured import mean_of
 
@@ -76,3 +79,11 @@ def test_a_plan_is_proven_at_every_task():
     assert still_open(full, [[[1.0]] * 144], tasks, TOLERANCE, 200) == []
     lossy = [[float(it % 2 == 0)] for it in range(60)]
     assert still_open(full, [lossy], tasks, TOLERANCE, 200) == [], "hopeless at the second"
+
+
+def test_the_kept_rates_are_as_promised():
+    found = json.loads((RESULTS / "gate_power.json").read_bytes())
+    assert {it["world"] for it in found["false_passes"]} == {*WORLDS}
+    assert all(it["passed"] <= most_false(found["runs"]) for it in found["false_passes"])
+    even = [it for it in found["power"] if it["world"] == "even" and it["loss"] == 0.023]
+    assert max(it["passed"] for it in even) > 0.9

@@ -178,7 +178,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     found = read_measured(out)
     bounds = [it.tv_bound for it in (*profile.blocks, profile.recommended)]
     calibrated = [it.tv_bound for it in (*found.blocks, found.recommended)]
-    assert calibrated == pytest.approx(bounds, abs=1e-4)
+    assert_no_looser(calibrated, bounds)
     assert journals(tmp_path) == []
 
     write_records(read_records(DATA / "held_out.jsonl")[:27], data)
@@ -188,6 +188,12 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
         before is None or it.tv_bound < before - 0.1
         for it, before in zip(tighter, bounds, strict=False)
     )
+
+
+def assert_no_looser(calibrated: list[float | None], bounds: list[float | None]) -> None:
+    """On all of the held-out contexts; a plan that was proven early was judged on some of them."""
+    for after, before in zip(calibrated, bounds, strict=True):
+        assert after is before is None or 0 < after <= before + 1e-4
 
 
 def assert_what_servers_use_is_measured_anew(out: Path, others: Path) -> None:
@@ -219,7 +225,7 @@ def assert_what_maps_were_fitted_on_judges_nothing(out: Path, fitted_on: Path, h
     assert status == 1 and "3 of 3 contexts (100%) are the profile's own" in said, said
     assert run("calibrate", *args, held_out, "--data", str(fitted_on))[0] == 0
     bounds, found = ([it.tv_bound for it in of.blocks] for of in (profile, read_measured(out)))
-    assert found == [pytest.approx(it, abs=1e-4) if it else None for it in bounds]
+    assert_no_looser(found, bounds)
 
 
 def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
