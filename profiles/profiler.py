@@ -12,8 +12,8 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -21,19 +21,16 @@ import torch
 import transformers
 from rich.console import Console
 
-from cachetree import ConfigError, Span, write_profile
+from cachetree import ConfigError, write_profile
 from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
 from profiles.answerers import answerers, measure_small, time_costs
 from profiles.compute.examination import Answerer
-from profiles.compute.fitting import fit_maps
-from profiles.compute.journal import Entry, Journal, Timed
+from profiles.compute.journal import Journal, Timed
 from profiles.compute.measuring import (
     comparing_steps,
     judging_steps,
-    measure,
     places_swept,
-    screening_steps,
     sweep_steps,
 )
 from profiles.compute.models import (
@@ -43,29 +40,29 @@ from profiles.compute.models import (
     look_at_pair,
 )
 from profiles.compute.room import Sizes, bounds_of, require_fitting
-from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step, Study
+from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.controls import measure_controls
 from profiles.data.documents import Document, by_task, first_of_each_task, key_of
 from profiles.environment import read_environment
 from profiles.evidence import Making, MeasuredProfile
 from profiles.forecast import Forecast
-from profiles.progress import shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
 from profiles.stats.artifact import Data, Findings, best_of, build, split_of
 from profiles.stats.choice import (
+    MOST_SHARE,
+    Choice,
     baselines,
     choose,
-    closest,
     default_group,
     grid,
-    qualities_of,
     sensitive_first,
     shortlist,
 )
-from profiles.stats.gate import contexts_lacking, proven, still_open
-from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
+from profiles.stats.gate import contexts_lacking, proven
+from profiles.stats.measured import Candidate, Measured
+from profiles.watched import Watched, correct, refine
 
 _DECISIVE: Final = ("dtype", "group", "pruned")
 """Settings that change what is measured, beside models, documents and devices."""
@@ -128,18 +125,20 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     candidates = shortlist(swept, settings.plans)
     if settings.e_correction:
         ends = {it.block.stop for it in candidates}
-        late = [it for it in blocks if it.start and it.stop in ends]
+        most = MOST_SHARE * pair.num_layers
+        late = [it for it in blocks if it.start and it.stop in ends and len(it) <= most]
         watched, corrected = correct(watched, train.documents, fitted_on, late, settings)
         candidates += corrected
     steps = judging_steps(train.documents, candidates, pair.num_layers)
     tried = watched.measure("choosing", TRAIN, train.documents, steps)
-    choice = choose(
-        {it: tried.candidates[it] for it in candidates},
-        tried.full_prefill,
-        [*by_task(train.documents).values()],
-        settings.tolerance,
-        settings.plans,
-    )
+    choice = chosen(candidates, tried, train.documents, settings)
+    if group > 1:
+        near = refine(watched, train.documents, choice, candidates, settings)
+        steps = judging_steps(train.documents, near, pair.num_layers)
+        candidates += near
+        more = watched.measure("refining", TRAIN, train.documents, steps)
+        tried = replace(tried, candidates=tried.candidates | more.candidates)
+        choice = chosen(candidates, tried, train.documents, settings)
     stated = settings.tolerance, settings.most_contexts
     judged = watched.judge(held_out.documents, choice.order, *stated)
     held_out = replace(held_out, documents=held_out.documents[: len(judged.full_prefill)])
@@ -196,6 +195,20 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     return profile
 
 
+def chosen(
+    plans: Sequence[Candidate], tried: Measured, documents: Sequence[Document], settings: Settings
+) -> Choice:
+    """From plans that were tried on all documents that choose."""
+    return choose(
+        {it: tried.candidates[it] for it in plans},
+        tried.full_prefill,
+        [*by_task(documents).values()],
+        settings.tolerance,
+        settings.plans,
+        settings.most_contexts,
+    )
+
+
 def in_judged_order(
     documents: Sequence[Document], journal: Journal, settings: Settings
 ) -> list[Document]:
@@ -212,103 +225,6 @@ def is_open(profile: MeasuredProfile) -> bool:
     unproven = plans[len(proven(plans, profile.tolerance)) :]
     lacking = (contexts_lacking(it, profile.held_out, profile.tolerance) for it in unproven[:1])
     return any(it is not None for it in lacking)
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A bench whose steps are forecast, and shown as they are done."""
-
-    bench: Bench
-    forecast: Forecast
-    console: Console
-
-    def measure(
-        self, title: str, split: str, documents: Sequence[Document], steps: Sequence[Step]
-    ) -> Measured:
-        journal = self.bench.journal
-        keys = [*map(key_of, documents)]
-        found = {it for it in steps if journal.get(split, keys[it.place], it.name) is not None}
-        seconds = self.forecast.steps(documents, steps, found)
-        found_s = sum(it for step, it in zip(steps, seconds, strict=True) if step in found)
-        each = iter(seconds)
-        with shown(self.console, title, sum(seconds), found_s) as done:
-
-            def tick(_: Entry, is_new: bool) -> None:
-                done(next(each) * is_new)
-
-            return measure(replace(self.bench, tick=tick), split, documents, steps)
-
-    def judge(
-        self,
-        documents: Sequence[Document],
-        plans: Sequence[Candidate],
-        tolerance: float,
-        most: int,
-    ) -> Measured:
-        """Plans in the gate's order on one document after another: each on the first, then until it
-        is proven or hopeless. Full prefill and full reuse as long as one of them is."""
-        tasks = [*by_task(documents)]
-        places = [tasks.index(it.task) for it in documents]
-        entries: list[Entry] = []
-        found: dict[Candidate, Scores] = {it: [] for it in plans}
-        seconds = [sum(self.forecast.steps([it], _each(plans))) for it in documents]
-        with shown(self.console, "judging", sum(seconds)) as done:
-            for document, document_s in zip(documents, seconds, strict=True):
-                full = [it.own for it in entries]
-                known = [qualities_of(found[it]) for it in plans]
-                still = still_open(full, known, places, tolerance, most)
-                asked = [plans[it] for it in still] if entries else plans
-                if entries and not asked:
-                    break
-                study = Study(self.bench, HELD_OUT, document, {it.block.start for it in asked})
-                first, *rest = map(study.measure, _each(asked))
-                entries.append(first)
-                for plan, entry in zip(asked, rest, strict=True):
-                    found[plan].append(entry.scores[0])
-                done(document_s)
-        return Measured(
-            sender=[it.sender for it in entries],
-            full_prefill=[it.own for it in entries],
-            candidates={FULL_REUSE: [it.scores[0] for it in entries], **found},
-        )
-
-
-def _each(plans: Sequence[Candidate]) -> list[Step]:
-    """A document's first step, and one for each plan."""
-    return [Step(0), *(Step(0, (it,)) for it in plans)]
-
-
-def correct(
-    watched: Watched,
-    documents: Sequence[Document],
-    fitted_on: Sequence[Document],
-    blocks: Sequence[Span],
-    settings: Settings,
-) -> tuple[Watched, list[Candidate]]:
-    """A bench with maps that are fitted on those documents, and of the blocks from the E that they
-    correct those that stay closest to full prefill."""
-    models = watched.bench.sender.model, watched.bench.receiver.model
-    layers = sorted({it.start for it in blocks})
-    fitting = watched.forecast.fitting(fitted_on)
-    with shown(watched.console, "fitting", sum(fitting)) as done:
-
-        def contexts() -> Iterator[DocumentPasses]:
-            for document, seconds in zip(fitted_on, fitting, strict=True):
-                yield DocumentPasses(*models, document.prefix, layers, layers)
-                done(seconds)
-
-        maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
-    bench = replace(watched.bench, corrections={name.sha256: it for name, it in maps.items()})
-    watched = replace(watched, bench=bench)
-    plans = [
-        Candidate(runs=(it,), e_map=e_map)
-        for e_map in maps
-        for it in sorted(blocks)
-        if it.start == e_map.layer
-    ]
-    steps = screening_steps(documents, plans, pruned=settings.pruned)
-    screened = watched.measure("screening", TRAIN, documents, steps)
-    return watched, closest({it: screened.candidates[it] for it in plans}, settings.plans)
 
 
 def require_place(out: Path) -> None:

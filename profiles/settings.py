@@ -15,6 +15,7 @@ from cachetree import ConfigError
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
 from profiles.stats.choice import MOST_TRIED
+from profiles.stats.gate import MOST_CONTEXTS
 
 if TYPE_CHECKING:
     import argparse
@@ -103,7 +104,7 @@ class Settings:
     plans: int = _choice(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
     """And half as many more that may be worth it all the same."""
     most_contexts: int = _choice(
-        300,
+        MOST_CONTEXTS,
         "held-out contexts of each task that judge, at most; plans end earlier once proven",
         "N",
     )

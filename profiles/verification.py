@@ -23,7 +23,7 @@ from profiles.controls import measure_controls
 from profiles.data.documents import Document, by_task, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
-from profiles.profiler import Watched, open_journal, open_pair, require_place
+from profiles.profiler import open_journal, open_pair, require_place
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents
 from profiles.stats.artifact import (
@@ -37,6 +37,7 @@ from profiles.stats.artifact import (
 from profiles.stats.choice import qualities_of
 from profiles.stats.gate import contexts_lacking, is_within, nothing_to_lose, reason_of
 from profiles.stats.measured import Candidate, Measured
+from profiles.watched import Watched
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ plans that are as good as is asked for, closer to full prefill is better.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Final
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cachetree import Span
 from profiles.evidence import BaselineKind
+from profiles.stats.gate import MOST_CONTEXTS, contexts_needed
 from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
@@ -24,6 +25,9 @@ MOST_STARTS: Final = 16
 blocks are as the square of them."""
 MOST_TRIED: Final = 12
 """Plans of a kind that are decoded, and that the gate tries, at most."""
+MOST_SHARE: Final = 0.9
+"""Of all layers, that a plan worth trying recomputes at most. By predicted time, noise of the clock
+would decide what is tried."""
 NUM_SPLITS: Final = 3
 """Numbers of runs that the recommended block is split into."""
 
@@ -65,11 +69,31 @@ class Choice:
     """By size: where no other of at most that size is as good by the metric, or where none stays
     as close to full prefill."""
     order: tuple[Candidate, ...]
-    """What the gate will try, from most work to least: plans that are good enough, none of which
-    another at as little work or less stays closer than; then smaller ones that are not, in case
-    that was bad luck. Every one stays closer to full prefill than those after it in its part."""
+    """What the gate will try, from most work to least: plans that it is expected to prove, none of
+    which another at as little work or less stays closer than; then smaller ones, in case that was
+    bad luck. Every one stays closer to full prefill than those after it in its part."""
     expected: Candidate | None
     """What it will recommend, if held-out data are like these."""
+
+    @property
+    def best(self) -> tuple[Candidate, ...]:
+        """The expected plan, and the one before it in the order; if none is expected, the first
+        two."""
+        last = 2 if self.expected is None else self.order.index(self.expected) + 1
+        return self.order[max(0, last - 2) : last]
+
+
+def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
+    """Plans whose block begins or ends a layer beside one of these, by start and stop. A map
+    corrects E at its own layer alone."""
+    found = {}
+    for it in plans:
+        start, stop = it.block.start, it.block.stop
+        for block in ((start - 1, stop), (start + 1, stop), (start, stop - 1), (start, stop + 1)):
+            is_mapped = it.e_map is None or block[0] == start
+            if is_mapped and 0 <= block[0] < block[1] <= num_layers:
+                found[block, it.map_sha256] = replace(it, runs=(Span(*block),))
+    return [found[it] for it in sorted(found)]
 
 
 def sensitive_first(layers: Sequence[Scores]) -> list[int]:
@@ -78,9 +102,9 @@ def sensitive_first(layers: Sequence[Scores]) -> list[int]:
 
 
 def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Candidate]:
-    """Blocks that may be worth their work, by work; all layers are no plan."""
-    num_layers = len(swept.layers)
-    smaller = {it: of for it, of in swept.candidates.items() if 0 < len(it) < num_layers}
+    """Blocks that may be worth their work, by work; nearly all layers are no plan."""
+    most_layers = MOST_SHARE * len(swept.layers)
+    smaller = {it: of for it, of in swept.candidates.items() if 0 < len(it) <= most_layers}
     return closest(smaller, most)
 
 
@@ -96,17 +120,21 @@ def choose(
     tasks: Sequence[Sequence[int]],
     tolerance: float,
     most: int = MOST_TRIED,
+    most_contexts: int = MOST_CONTEXTS,
 ) -> Choice:
     """From plans smaller than all layers, whose answers to all training questions are known.
 
     `tasks` has the places of each task's contexts. As for the gate, a plan is as good as it is at
-    its worst task.
+    its worst task, and it has to be proven there with so many contexts.
     """
     quality = {it: _kept(qualities_of(of), full_prefill, tasks) for it, of in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     closeness = {it: -value for it, value in kl.items()}
     shown = [it for values in (quality, closeness) for it in frontier(values, kl)]
-    good = {it: closeness[it] for it in plans if quality[it] >= 1 - tolerance}
+    needed = {
+        it: _needed(qualities_of(of), full_prefill, tasks, tolerance) for it, of in plans.items()
+    }
+    good = {it: closeness[it] for it in plans if needed[it] <= most_contexts}
     near = spread(frontier(good, kl), most)
     least = len(near[0]) if near else inf
     below = {it: closeness[it] for it in plans if len(it) < least}
@@ -122,6 +150,15 @@ def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> f
     """Share of full prefill's quality that a plan keeps, at the task at which that is least."""
     means = [[mean_of([of[it] for it in places]) for of in (plan, full)] for places in tasks]
     return round(min(ours / own if own else 1.0 for ours, own in means), 6)
+
+
+def _needed(
+    plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]], tolerance: float
+) -> float:
+    """Contexts of the task that needs most of them to prove the plan, if all are like these."""
+    of_tasks = ([(full[it], plan[it]) for it in places] for places in tasks)
+    both = [([own for own, _ in it], [ours for _, ours in it]) for it in of_tasks]
+    return max(contexts_needed(own, ours, tolerance) or inf for own, ours in both)
 
 
 def kl_of(scores: Scores) -> float:

@@ -53,6 +53,8 @@ _STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
 _STEPS: Final = 1_000_000
 """Bounds are shares in so many steps."""
 
+MOST_CONTEXTS: Final = 300
+"""Contexts of a task that judge, at most, if nothing else is asked for."""
 MOST_CONTEXTS_NAMED: Final = 3_000
 """Contexts beyond which no number is said."""
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from profiles.stats.choice import (
     closest,
     frontier,
     grid,
+    neighbours,
     sensitive_first,
     shortlist,
 )
@@ -90,12 +92,34 @@ def test_a_plan_that_loses_much_of_a_small_task_waits_until_the_others_have_pass
 
 
 def test_a_context_with_many_questions_counts_as_one():
-    own = [[1.0] * 40, *[[1.0]] * 39]
+    own = [[1.0] * 40, *[[1.0]] * 119]
     found = {
-        plan(0, 4): mixed(0.1, (1, 40, 0.0), (39, 1, 1.0)),
-        plan(1, 4): mixed(0.2, (1, 40, 1.0), (39, 1, 0.9)),
+        plan(0, 4): mixed(0.1, (1, 40, 0.0), (119, 1, 1.0)),
+        plan(1, 4): mixed(0.2, (1, 40, 1.0), (119, 1, 0.9)),
     }
-    assert choose(found, own, [range(40)], 0.05).expected == plan(0, 4)
+    assert choose(found, own, [range(120)], 0.05).expected == plan(0, 4)
+
+
+def test_a_plan_that_more_contexts_than_there_will_be_could_prove_is_not_expected_to_pass():
+    """It loses 4 % in whole contexts, which is within the tolerance."""
+    own, lossy, sound = [[1.0]] * 100, plan(2, 6), plan(0, 8)
+    found = {
+        lossy: mixed(0.02, (4, 1, 0.0), (96, 1, 1.0)),
+        sound: mixed(0.01, (100, 1, 1.0)),
+    }
+    choice = choose(found, own, [range(100)], 0.05)
+    assert choice.expected == sound and choice.order == (sound, lossy)
+    assert choose(found, own, [range(100)], 0.05, most_contexts=9000).expected == lossy
+
+
+def test_blocks_of_more_than_nine_layers_in_ten_are_not_tried():
+    layers = {Candidate(alone=i): scores(0.01) for i in range(10)}
+    blocks = {plan(0, 10): scores(0.0), plan(0, 9): scores(0.1), plan(2, 6): scores(0.2)}
+    swept = Measured(sender=[], full_prefill=[], candidates=layers | blocks)
+    assert shortlist(swept) == [plan(2, 6), plan(0, 9)]
+    wide = {Candidate(alone=i): scores(0.01) for i in range(30)}
+    swept = Measured(sender=[], full_prefill=[], candidates=wide | {plan(0, 28): scores(0.1)})
+    assert shortlist(swept) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -144,6 +168,21 @@ def test_of_plans_at_a_size_the_closest_is_tried_and_none_that_a_smaller_one_is_
     found = {plan(*it): scores(value) for it, value in kl.items()}
     assert closest(found) == [plan(3, 5), plan(2, 5), plan(0, 5)]
     assert closest(found, 2) == [plan(3, 5), plan(0, 5)]
+
+
+def test_neighbours_begin_or_end_one_layer_beside_a_plan():
+    blocks = [(it.block.start, it.block.stop) for it in neighbours([plan(0, 2), plan(2, 4)], 4)]
+    assert blocks == [(0, 1), (0, 3), (1, 2), (1, 4), (2, 3), (3, 4)]
+    mapped = replace(plan(1, 2), e_map=EMap(layer=1, dtype="float32", sha256="ab"))
+    assert [it.block for it in neighbours([mapped], 4)] == [Span(1, 3)], "its map is of layer 1"
+
+
+def test_the_best_two_are_the_expected_plan_and_the_one_before_it():
+    measured = {(0, 6): (0.1, FULL), (1, 5): (0.2, FULL), (2, 4): (0.3, FULL), (3, 4): (0.4, 0.1)}
+    best = choose(plans_of(measured), OWN, TASK, 0.05).best
+    assert best == (plan(1, 5), plan(2, 4))
+    bad = {it: (kl, 0.1) for it, (kl, _) in measured.items()}
+    assert choose(plans_of(bad), OWN, TASK, 0.05).best == (plan(0, 6), plan(1, 5))
 
 
 def test_layers_are_ranked_by_their_kl():

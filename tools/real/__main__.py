@@ -91,7 +91,7 @@ def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
     asked = ["--chat", "--template", TEMPLATE, "--metric", METRICS[skill].value]
     command = [
         *("droidspeak", "profile", *models, "--dtype", "float32", "--timing-seconds", "10", *asked),
-        *("--plans", "4", "--e-correction"),
+        "--e-correction",
         *("--max-new", str(MAX_NEW[skill]), "--data", str(data / "choose.jsonl")),
         *("--held-out", str(data / "held_out.jsonl"), "--out", str(SHIPPED / name)),
     ]

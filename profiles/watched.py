@@ -1,0 +1,138 @@
+"""A bench whose steps are forecast and shown: the stages of a run, as the profiler calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rich.console import Console
+
+from cachetree import Span
+from profiles.compute.fitting import fit_maps
+from profiles.compute.journal import Entry
+from profiles.compute.measuring import measure, screening_steps
+from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step, Study
+from profiles.data.documents import Document, by_task, key_of
+from profiles.forecast import Forecast
+from profiles.progress import shown
+from profiles.settings import Settings
+from profiles.stats.choice import Choice, closest, neighbours, qualities_of
+from profiles.stats.gate import still_open
+from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
+
+MOST_REFINED: Final = 4
+"""Plans beside the best two of a coarse grid that are decoded, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A bench whose steps are forecast, and shown as they are done."""
+
+    bench: Bench
+    forecast: Forecast
+    console: Console
+
+    def measure(
+        self, title: str, split: str, documents: Sequence[Document], steps: Sequence[Step]
+    ) -> Measured:
+        journal = self.bench.journal
+        keys = [*map(key_of, documents)]
+        found = {it for it in steps if journal.get(split, keys[it.place], it.name) is not None}
+        seconds = self.forecast.steps(documents, steps, found)
+        found_s = sum(it for step, it in zip(steps, seconds, strict=True) if step in found)
+        each = iter(seconds)
+        with shown(self.console, title, sum(seconds), found_s) as done:
+
+            def tick(_: Entry, is_new: bool) -> None:
+                done(next(each) * is_new)
+
+            return measure(replace(self.bench, tick=tick), split, documents, steps)
+
+    def judge(
+        self,
+        documents: Sequence[Document],
+        plans: Sequence[Candidate],
+        tolerance: float,
+        most: int,
+    ) -> Measured:
+        """Plans in the gate's order on one document after another: each on the first, then until it
+        is proven or hopeless. Full prefill and full reuse as long as one of them is."""
+        tasks = [*by_task(documents)]
+        places = [tasks.index(it.task) for it in documents]
+        entries: list[Entry] = []
+        found: dict[Candidate, Scores] = {it: [] for it in plans}
+        seconds = [sum(self.forecast.steps([it], _each(plans))) for it in documents]
+        with shown(self.console, "judging", sum(seconds)) as done:
+            for document, document_s in zip(documents, seconds, strict=True):
+                full = [it.own for it in entries]
+                known = [qualities_of(found[it]) for it in plans]
+                still = still_open(full, known, places, tolerance, most)
+                asked = [plans[it] for it in still] if entries else plans
+                if entries and not asked:
+                    break
+                study = Study(self.bench, HELD_OUT, document, {it.block.start for it in asked})
+                first, *rest = map(study.measure, _each(asked))
+                entries.append(first)
+                for plan, entry in zip(asked, rest, strict=True):
+                    found[plan].append(entry.scores[0])
+                done(document_s)
+        return Measured(
+            sender=[it.sender for it in entries],
+            full_prefill=[it.own for it in entries],
+            candidates={FULL_REUSE: [it.scores[0] for it in entries], **found},
+        )
+
+
+def _each(plans: Sequence[Candidate]) -> list[Step]:
+    """A document's first step, and one for each plan."""
+    return [Step(0), *(Step(0, (it,)) for it in plans)]
+
+
+def correct(
+    watched: Watched,
+    documents: Sequence[Document],
+    fitted_on: Sequence[Document],
+    blocks: Sequence[Span],
+    settings: Settings,
+) -> tuple[Watched, list[Candidate]]:
+    """A bench with maps that are fitted on those documents, and of the blocks from the E that they
+    correct those that stay closest to full prefill."""
+    models = watched.bench.sender.model, watched.bench.receiver.model
+    layers = sorted({it.start for it in blocks})
+    fitting = watched.forecast.fitting(fitted_on)
+    with shown(watched.console, "fitting", sum(fitting)) as done:
+
+        def contexts() -> Iterator[DocumentPasses]:
+            for document, seconds in zip(fitted_on, fitting, strict=True):
+                yield DocumentPasses(*models, document.prefix, layers, layers)
+                done(seconds)
+
+        maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
+    bench = replace(watched.bench, corrections={name.sha256: it for name, it in maps.items()})
+    watched = replace(watched, bench=bench)
+    plans = [
+        Candidate(runs=(it,), e_map=e_map)
+        for e_map in maps
+        for it in sorted(blocks)
+        if it.start == e_map.layer
+    ]
+    steps = screening_steps(documents, plans, pruned=settings.pruned)
+    screened = watched.measure("screening", TRAIN, documents, steps)
+    return watched, closest({it: screened.candidates[it] for it in plans}, settings.plans)
+
+
+def refine(
+    watched: Watched,
+    documents: Sequence[Document],
+    choice: Choice,
+    known: Sequence[Candidate],
+    settings: Settings,
+) -> list[Candidate]:
+    """Plans one layer beside the best two of a coarse grid: those that stay closest to full
+    prefill."""
+    near = neighbours(choice.best, watched.bench.num_layers)
+    new = [it for it in near if it not in known]
+    steps = screening_steps(documents, new, pruned=settings.pruned)
+    screened = watched.measure("neighbours", TRAIN, documents, steps)
+    return closest({it: screened.candidates[it] for it in new}, MOST_REFINED)
