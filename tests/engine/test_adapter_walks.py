@@ -144,6 +144,7 @@ class Walk:
         self.num_loads = self.num_hits = self.num_local_hits = self.num_with_e = 0
         for name, of in (("num_held", self._num_held), ("use", self._use)):
             monkeypatch.setattr(pool_module.prefixes, name, of)
+        monkeypatch.setattr(models_module, "acting", lambda _folder: ("acts", []))
         monkeypatch.setattr(
             models_module,
             "read_adapter",

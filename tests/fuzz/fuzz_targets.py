@@ -36,6 +36,7 @@ from cachetree.transport.frames import KEY_BYTES, Frame, Seals, Unsealed
 from cachetree.transport.receiver import FetchReceiver
 from cachetree.tree import join_hashes
 from cachetree.tree.tree import CacheTree
+from profiles.environment import memory_bytes
 from profiles.evidence import read_measured
 from sglang_droidspeak.fleet.fleet import read_fleet
 from sglang_droidspeak.request.controls import parse_controls
@@ -252,6 +253,10 @@ def _use(profile: Any) -> None:
 
 def serve_config(data: bytes) -> None:
     read_config(_file(data, "serve.yaml"))
+
+
+memory_bytes()
+"""Defaults ask for it, and it brings torch: no input's memory."""
 
 
 def settings(data: bytes) -> None:

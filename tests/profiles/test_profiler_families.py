@@ -183,7 +183,8 @@ def case(request, tmp_path_factory) -> Case:
 def test_a_whole_profile(case: Case, dtype: str, device: str, tmp_path: Path) -> None:
     settings = make_settings(case, tmp_path / "pair.json", dtype, device)
     profile = make_profile(settings)
-    assert list(tmp_path.iterdir()) == [settings.out], "something is left over"
+    left = [it for it in tmp_path.iterdir() if it.suffix != ".jsonl"]  # A journal, if undecided.
+    assert left == [settings.out], "something is left over"
     assert read_measured(settings.out) == profile
     assert (profile.made.dtype, profile.made.device.partition(":")[0]) == (dtype, device)
     assert_every_block_is_measured(profile)
