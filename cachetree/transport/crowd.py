@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 import socket
 from collections import Counter
@@ -90,8 +91,16 @@ class Connections:
 
 
 def _copy(descriptor: int) -> socket.socket:
-    """Raises OSError. The family is one that has room for every address."""
-    return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
+    """Raises OSError. The family is one that has room for every address.
+
+    `socket.fromfd` would leave its copy open if the number is no socket's by now.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def raise_descriptor_limit() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import socket
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -38,7 +40,7 @@ from cachetree import (
 )
 from cachetree.transport import keys, wire
 from cachetree.transport.backoff import LogLimiter
-from cachetree.transport.crowd import source_of
+from cachetree.transport.crowd import Connections, source_of
 from cachetree.transport.handshake import Gate, Refusal
 
 pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
@@ -405,3 +407,13 @@ def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) ->
     ):
         assert "has another one or none" in refused(peer)
         assert impostor.received == []
+
+
+def test_a_descriptor_that_is_no_socket_by_now_leaves_none_open() -> None:
+    """libzmq reuses the number of a connection that ended before its event was read."""
+    another, connections = os.eventfd(0), Connections(4)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for port in range(8):
+        connections.came(another, port)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    os.close(another)
