@@ -270,6 +270,9 @@ class Planner:
         usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
         requested, target_ms = controls.requested(usual.num_layers), controls.ttft_target_ms
         held = self._pool.held(req, num_pages, tree)
+        differences = self._models.first_differences(owner.lora_id)
+        if not self._server.has_blocks:
+            differences = {it: at for it, at in differences.items() if at == usual.num_layers}
         # An experiment goes on from exact KV, and leaves nothing behind.
         is_experiment = requested.block is not None and self._server.settings.gate == "none"
         return replace(
@@ -280,11 +283,7 @@ class Planner:
             num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * usual.page_size,
             ttft_target_s=target_ms / 1000 if target_ms else usual.ttft_target_s,
             requested=requested,
-            first_differences={
-                model: layer
-                for model, layer in self._models.first_differences(owner.lora_id).items()
-                if self._server.has_blocks or layer == usual.num_layers
-            },
+            first_differences=differences,
         )
 
     def usual(self, model: ModelId) -> Demand:

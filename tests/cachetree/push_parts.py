@@ -66,3 +66,11 @@ def new_store(pages: Sequence[PageHash] = PAGES[:2], **other: object) -> wire.St
         **other,
     }
     return wire.Store(**fields)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def reader_of(address: Location) -> Iterator[Cache]:
+    """A cache that stores nothing and is connected to one worker."""
+    with cache_of(peers=(address,), serves=False) as cache:
+        assert cache.wait_ready(20)
+        yield cache

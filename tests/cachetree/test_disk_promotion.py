@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import data_files
-from push_parts import PAGE_TOTAL, cache_of, fetched, new_store
+from push_parts import PAGE_TOTAL, cache_of, fetched, new_store, reader_of
 from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
@@ -69,13 +69,6 @@ def on_disk_only(folder: Path, **config: object) -> Iterator[tuple[Cache, Locati
         assert worker.tree.num_pages == 0
         assert worker.address
         yield worker, worker.address
-
-
-@contextlib.contextmanager
-def reader_of(address: Location) -> Iterator[Cache]:
-    with cache_of(peers=(address,), serves=False) as cache:
-        assert cache.wait_ready(20)
-        yield cache
 
 
 def seen(cache: Cache, location: Location) -> list[tuple[int, dict[int, int]]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from push_parts import PAGE_TOTAL, cache_of, fetched
+from push_parts import PAGE_TOTAL, cache_of, fetched, reader_of
 from transport_parts import MODEL, eventually, pages_of, store
 
 from cachetree import Cache, Deadline, Location, PageHash, StaleEntry
@@ -29,13 +29,6 @@ def worker_of(folder: Path) -> Iterator[tuple[Cache, Location]]:
         worker.tree.evict()
         assert worker.address
         yield worker, worker.address
-
-
-@contextlib.contextmanager
-def reader_of(address: Location) -> Iterator[Cache]:
-    with cache_of(peers=(address,), serves=False) as cache:
-        assert cache.wait_ready(20)
-        yield cache
 
 
 def settle(worker: Cache, num_pages: int) -> None:

@@ -59,6 +59,7 @@ def planned(
             page_size=PAGE,
             profiles=[PROFILE],
             transition_layers=range(10),
+            has_blocks=True,
         ),
         cache=SimpleNamespace(
             match=lambda _pages: [found],
@@ -127,7 +128,7 @@ def test_a_requests_own_target_counts() -> None:
 
 
 def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
-    planner, _ = planned()
+    planner, _ = planned(10)
     before, after = (SimpleNamespace(extra_key=None, lora_id=None) for _ in range(2))
     planner.meet(before)
     planner.put_in_service(PROFILE)
@@ -136,7 +137,7 @@ def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() 
 
 
 def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
-    planner, _ = planned()
+    planner, _ = planned(10)
     req = request()
     assert planner.refusal(req) == ""
     planner.off = "weights_updated"
@@ -233,7 +234,7 @@ def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measur
     measured_tokens: int, is_covered: bool
 ) -> None:
     """They are 160. Once the first 96 were there, nothing would be read."""
-    planner, _ = planned()
+    planner, _ = planned(10)
     profile = msgspec.structs.replace(PROFILE, measured_tokens=measured_tokens)
     planner.put_in_service(profile)
     assert (would_save_s(planner) > 0) == is_covered
@@ -252,7 +253,7 @@ def would_save_s(planner: Any, num_there: int = 6) -> float:
 def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> None:
     """Two layers in ten of what it reads are computed anew: of all, or of what is not approximate
     yet."""
-    planner, _ = planned()
+    planner, _ = planned(10)
     planner._pool.held = lambda *_: held
     assert would_save_s(planner, 10) == pytest.approx(saved_s)
 
@@ -303,7 +304,7 @@ def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
 
 def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
     """SGLang had evicted the pages: the next best place is read, if there is one."""
-    planner, _ = planned()
+    planner, _ = planned(10)
     here, there = pool_of("a"), FAR
     notes = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (here, there)]
     planner._cache.match = lambda _pages: list(notes)
@@ -311,3 +312,15 @@ def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
     planner._pool.has = lambda *_: not notes.pop(0)
     assert planner.plan(planner.asked, PAGES, TREE, 0).plan.location == there
     assert not notes[1:]
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_a_class_without_blocks_is_offered_no_sender_that_differs_at_a_layer(
+    has_blocks: bool,
+) -> None:
+    planner, _ = planned(10)
+    planner._server.has_blocks = has_blocks
+    planner._models.first_differences = lambda _lora_id: {"differs": 3, "is the same": 10}
+    asked = planner.demand(planner.asked, Owner(R, None, None), 10, TREE)
+    assert ("differs" in asked.first_differences) == has_blocks
+    assert asked.first_differences["is the same"] == 10
