@@ -7,14 +7,14 @@
 # make docs    the documentation, into build/docs
 # make gpu     what the CUDA path does on this device, where there is one
 # make newest  what the newest SGLang of the package index has changed of what this hooks and calls
-# make pairs   train the small model pairs again, from a seed;  make profiles   profile them
+# make profiles profile the small model pairs again
 # make real    a real model, its skills and what they are asked, into build/real
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo quick test test-all mutants check docs bench tables gpu newest soak pairs profiles real install
+.PHONY: demo quick test test-all mutants check docs bench tables gpu newest soak profiles real install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -87,9 +87,6 @@ soak: $(INSTALLED)
 	$(BIN)/python tests/engine/soak.py --minutes 10
 	$(BIN)/python tests/cachetree/soak_memory.py --minutes 30
 	$(BIN)/python tests/fuzz/fuzz.py
-
-pairs: $(INSTALLED)
-	$(BIN)/python -m tools.pairs.train
 
 # The small pairs' prompts, answers and data: 24 documents choose a block and 96 judge it; on 400, with
 # those 96, the drift guard's bound is measured. Exit status 3 would say that a pair did not pass, and

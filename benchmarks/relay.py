@@ -72,10 +72,6 @@ class Setup:
     sends: Mapping[str, Any] = field(default_factory=dict)
     """More settings of the sender, and of the receiver."""
     reads: Mapping[str, Any] = field(default_factory=dict)
-    models: Sequence[Path] = ()
-    """Sender and receiver, in place of random ones."""
-    documents: Sequence[Sequence[int]] = ()
-    """In place of random ones."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +100,9 @@ class Bench:
 
 
 @contextmanager
-def bench(
-    folder: Path, setup: Setup, prepare: Callable[[Sequence[Path]], None] = lambda models: None
-) -> Iterator[Bench]:
-    """`prepare` is given the models before their servers start."""
+def bench(folder: Path, setup: Setup) -> Iterator[Bench]:
     names = ["model"] if setup.is_one_model else ["sender", "receiver"]
-    paths = setup.models or write_random(folder, names)
-    prepare(paths)
+    paths = write_random(folder, names)
     direct, relayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     sends = {"listen": direct, "host_gb": 4, "codec": setup.codec, **setup.sends}
     reads = {
@@ -130,9 +122,7 @@ def bench(
         )
     ]
     family = family_of(paths[-1], setup.dtype, setup.codec)
-    documents = setup.documents or [
-        random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)
-    ]
+    documents = [random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)]
     with (
         running(*specs, folder=folder / "logs", env=ENV) as (s, r),
         Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
@@ -150,19 +140,14 @@ def publish(it: Bench) -> None:
     time.sleep(0.2)
 
 
-def compare_outputs(
-    it: Bench,
-    controls: Mapping[str, str],
-    block: Span,
-    correct: Callable[[torch.Tensor], torch.Tensor] = lambda e: e,
-) -> list[int]:
+def compare_outputs(it: Bench, controls: Mapping[str, str], block: Span) -> list[int]:
     """Before times are compared: what the receiver answers about the first document, in float32
     without a codec, against an oracle, whose tokens are returned."""
     sender, receiver = (
         load_model(ModelSource(path=each.spec.model)) for each in (it.sender, it.receiver)
     )
     ids, num_shared = torch.tensor([it.prompt(0)]), len(it.documents[0]) // PAGE * PAGE
-    prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block, correct=correct)
+    prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block)
     wanted = decode(receiver, prefix, ids[:, num_shared:], NUM_COMPARED)
     it.receiver.flush()
     reply = it.receiver.generate(

@@ -6,9 +6,6 @@
 
     studies    Poisson arrivals and bursts, and what each contender does alone
     streams    the sender's requests in the same stream, and a trace
-    links      two receivers on one link, and short documents
-    agents     two agents which call one another
-    quality    quality against delay
     rig        real servers: a worker that holds what a sender has read, replicas with the extension
                and without
     arrivals   when requests come
@@ -16,6 +13,6 @@
     measures   percentiles, goodput, and the queue that theory expects
 
 Contenders get the same requests at the same times; but in S15b each has documents of its own, as
-they have to be new, and in S16 a prompt holds the answers before it. In S15 and S21 answers are
-compared with those of an idle server before times are. Elsewhere outcomes are counted.
+they have to be new. In S15 and S21 answers are compared with those of an idle server before times
+are. Elsewhere outcomes are counted.
 """

@@ -13,9 +13,6 @@ from rich.console import Console
 from benchmarks import result
 
 from . import rig
-from .agents import coder_and_tester
-from .links import LINKS, relayed
-from .quality import quality_and_delay
 from .streams import conversations, replayed
 from .studies import ALONE, SERVED, Found, bursts, measure_idle, poisson_arrivals
 
@@ -25,16 +22,13 @@ STUDIES = {
     "s15b": (conversations, (ALONE,)),
     "trace": (replayed, (ALONE,)),
 }
-"""Those of streams of requests, and who has to be measured alone for them."""
-OTHERS = {"s14": quality_and_delay, "s16": coder_and_tester}
-"""Those with models of their own."""
-NAMES = (*STUDIES, *LINKS, *OTHERS)
+"""Each with the contenders that it needs measured alone."""
 KEPT = result.RESULTS / "serving_study"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_study", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--only", nargs="+", choices=STUDIES, default=[*STUDIES])
     parser.add_argument("--quick", action="store_true", help="tiny models and few requests")
     parser.add_argument("--requests", type=int, help="of each contender at each rate")
     parser.add_argument("--out", type=Path, default=KEPT)
@@ -47,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -> None:
-    """One after the other; each is kept as soon as it is done. Those of links come last, as they
-    end the worker."""
+    """One after the other; each is kept as soon as it is done."""
     environment = result.here()
 
     def keep(name: str, found: Found) -> None:
@@ -58,24 +51,14 @@ def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -
         lines = [msgspec.json.encode(it) + b"\n" for it in found.requests]
         (out / f"{name}_requests.jsonl").write_bytes(b"".join(lines))
 
-    with tempfile.TemporaryDirectory() as folder:
-        for name in OTHERS:
-            if name in names:
-                keep(name, OTHERS[name](size, Path(folder) / name, console.log))
-        streams = [name for name in STUDIES if name in names]
-        links = [name for name in LINKS if name in names]
-        if not streams and not links:
-            return
-        with rig.rig(Path(folder), size, console.log) as it:
-            if streams:
-                alone = {each for name in streams for each in STUDIES[name][1]}
-                idle = measure_idle(it, alone, console.log)
-                for name in streams:
-                    keep(name, STUDIES[name][0](idle, console.log))
-            if links:
-                with relayed(it) as bench:
-                    for name in links:
-                        keep(name, LINKS[name](it, bench, console.log))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        rig.rig(Path(folder), size, console.log) as it,
+    ):
+        alone = {each for name in names for each in STUDIES[name][1]}
+        idle = measure_idle(it, alone, console.log)
+        for name in names:
+            keep(name, STUDIES[name][0](idle, console.log))
 
 
 if __name__ == "__main__":

@@ -67,17 +67,12 @@ def run(asks: Sequence[Ask]) -> list[Answer]:
     return asyncio.run(_run(asks))
 
 
-def session() -> aiohttp.ClientSession:
-    """That sends as many at once as are due."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+async def _run(asks: Sequence[Ask]) -> list[Answer]:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),  # As many at once as are due.
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         raise_for_status=True,
-    )
-
-
-async def _run(asks: Sequence[Ask]) -> list[Answer]:
-    async with session() as http:
+    ) as http:
         started_s = time.perf_counter()
         return await asyncio.gather(*(send(http, ask, started_s) for ask in asks))
 

@@ -34,8 +34,6 @@ from sglang_droidspeak.fleet.servers import (
 from .client import Ask
 
 STORED_S = 60.0
-SETTINGS = {"gate": "none", "fetch_deadline_s": 60}
-"""Of servers with the extension."""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,19 +58,6 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """Further ones for contenders that reuse."""
     burst_loads: tuple[float, ...]
     """Of runs whose rate doubles or comes in bursts."""
-    num_problems: int
-    """That two agents work on."""
-    num_rounds: int
-    """Of coder and tester, for each of them."""
-    turn_tokens: int
-    """That an agent says."""
-    num_asked: int
-    """Documents that are asked about over a link."""
-    problem_loads: tuple[float, ...]
-    """Rates of problems, as shares of what the agents can do without reuse."""
-    num_judged: int
-    """Documents whose answers are judged, of each pair."""
-    judged_pairs: tuple[str, ...] = ("small pair", "base → questions")
 
     @property
     def pool_tokens(self) -> int:
@@ -102,12 +87,6 @@ FULL = Size(
     loads=(0.5, 0.9, 1.1),
     more_loads=(2.0, 3.5),
     burst_loads=(0.5, 0.8),
-    num_problems=16,
-    num_rounds=2,
-    turn_tokens=12,
-    num_asked=10,
-    problem_loads=(0.5, 0.9),
-    num_judged=30,
 )
 QUICK = Size(
     layers=6,
@@ -124,13 +103,6 @@ QUICK = Size(
     loads=(0.9,),
     more_loads=(),
     burst_loads=(0.9,),
-    num_problems=4,
-    num_rounds=2,
-    turn_tokens=8,
-    num_asked=4,
-    problem_loads=(0.6,),
-    num_judged=3,
-    judged_pairs=("small pair",),
 )
 
 
@@ -143,12 +115,8 @@ class Rig:
     alone: Sequence[Server]
     """SGLang without the extension."""
     reusing: Sequence[Server]
-    prefixes: Sequence[Sequence[int]]
-    """The documents."""
     documents: Sequence[Sequence[int]]
     """Each with its question."""
-    receiver: Path
-    """Its checkpoint."""
     family: Family
 
     def ask(
@@ -199,7 +167,12 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
     sender, receiver = size.write(folder, ["sender", "receiver"])
     profile = write_profile_of(sender, receiver, size)
     small = options(max_total_tokens=max(1024, size.pool_tokens))
-    settings = {**SETTINGS, "host_gb": 0, "profiles": [str(profile)]}
+    settings: dict[str, Any] = {
+        "gate": "none",
+        "fetch_deadline_s": 60,
+        "host_gb": 0,
+        "profiles": [str(profile)],
+    }
     listen = f"tcp://127.0.0.1:{free_port()}"
     e_layers = sorted({size.block[0], size.wide_block[0]})
     holding = WorkerSpec(config=_worker(receiver, size, listen))
@@ -231,9 +204,7 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
             sender=server,
             alone=others[: size.num_replicas],
             reusing=others[size.num_replicas :],
-            prefixes=prefixes,
             documents=[[*of, *asked] for of, asked in zip(prefixes, questions, strict=True)],
-            receiver=receiver,
             family=family_of(receiver),
         )
         say("the sender reads every document")

@@ -11,11 +11,10 @@ import pytest
 from engine_parts import ENV
 from forked import ServerSpec
 
-from benchmarks.serving_study import agents, quality, rig
-from benchmarks.serving_study.__main__ import KEPT, main
+from benchmarks.serving_study import rig
+from benchmarks.serving_study.__main__ import main
 from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
 from benchmarks.serving_study.client import Answer
-from benchmarks.serving_study.links import fair_link
 from benchmarks.serving_study.measures import mean_wait_s, summary, trimmed
 from benchmarks.serving_study.streams import prompt_of, read_trace
 from tools.tables.study import gain, in_time
@@ -135,16 +134,6 @@ def test_intervals_hold_the_median_as_often_as_they_say() -> None:
     assert 0.87 < held / 150 <= 1, "95 % of them, of 150"
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "gap", "landed"),
-    [(4, 4, 4, (4, 8)), (4, 4, 0, (8, 8)), (2, 6, 1, (3, 8)), (6, 2, 1, (8, 5))],
-)
-def test_a_link_that_two_share_evenly(
-    first: float, second: float, gap: float, landed: tuple[float, float]
-) -> None:
-    assert fair_link(first, second, gap) == landed
-
-
 def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
     lines = read_trace()
     first, second, other = map(prompt_of, lines[:3])
@@ -154,19 +143,11 @@ def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
     assert other[:16] != first[:16]
 
 
-def test_ways_are_called_by_what_was_served() -> None:
-    """A server corrects E of the plans that its profile proved, and of no others."""
-    requests = (KEPT / "s14_requests.jsonl").open()
-    for it in map(json.loads, requests):
-        assert it["e_corrected"] == it["way"].endswith(quality.CORRECTED), it["way"]
-
-
 def study(out: Path, *names: str) -> None:
     """The command in this process, on servers that are forks of one that has imported SGLang."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(rig, "ENV", ENV)
-        for it in (rig, agents):
-            patched.setattr(it, "ServerSpec", ServerSpec)
+        patched.setattr(rig, "ServerSpec", ServerSpec)
         main(["--quick", "--out", str(out), "--only", *names])
 
 
@@ -176,7 +157,7 @@ def found(out: Path, name: str) -> Any:
 
 @pytest.mark.server
 def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
-    study(tmp_path, "s15", "s21", "s15b", "trace", "s13", "short")
+    study(tmp_path, "s15", "s21", "s15b", "trace")
     expected = {"SGLang alone": "none", "full reuse": "reused", "block": "reused"}
     for name, rows in found(tmp_path, "s15")["rows"].items():
         for row in rows:
@@ -193,26 +174,3 @@ def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
     for name in ("s15b", "trace"):
         for row in found(tmp_path, name)["rows"]["block"]:
             assert row["late"] + row["outcomes"].get("reused", 0) == row["completed"], name
-
-    strategies = found(tmp_path, "s13")["rows"]
-    assert [row["in_the_paper"] for row in strategies] == [47, 30, 17]
-    lengths = [row["tokens"] for row in found(tmp_path, "short")["rows"]]
-    assert lengths == [16, 32, 64, 128, 256]
-
-
-@pytest.mark.slow
-@pytest.mark.server
-def test_ways_of_the_small_pair_on_servers(tmp_path: Path) -> None:
-    study(tmp_path, "s14")
-    ways = found(tmp_path, "s14")["rows"]["small pair"]
-    blocks = ("block [2, 5)", "block [3, 5)", "block [4, 5)")
-    assert set(ways) == {"full prefill", "full reuse", *blocks}
-
-
-@pytest.mark.slow
-@pytest.mark.server
-def test_agents_on_tiny_servers(tmp_path: Path) -> None:
-    study(tmp_path, "s16")
-    rows = found(tmp_path, "s16")["rows"]
-    assert rows["SGLang alone"][0]["reused_tokens"] == 0
-    assert rows["block"][0]["reused_tokens"] > 0

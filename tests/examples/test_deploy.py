@@ -28,17 +28,35 @@ from cachetree.metrics import StatusPage
 from cachetree.transport import check_worker, is_directory, parse_http, write_key_pair
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.cli.serve import options_of
-from tools import dashboard, reference
+from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
-PANELS = [it for it in json.loads(dashboard.PATH.read_text())["panels"] if it["type"] != "row"]
+DASHBOARD = json.loads((DEPLOY / "grafana/droidspeak.json").read_text())
+PANELS = [it for it in DASHBOARD["panels"] if it["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_the_dashboard_is_as_it_is_made() -> None:
-    assert dashboard.PATH.read_text() == dashboard.made(), "run `python -m tools.dashboard`"
+def test_every_panel_has_a_title_a_place_and_the_source_that_a_user_chooses() -> None:
+    (source,) = DASHBOARD["templating"]["list"]
+    assert (source["name"], source["type"], source["query"]) == (
+        "source",
+        "datasource",
+        "prometheus",
+    )
+    titles = [it["title"] for it in DASHBOARD["panels"]]
+    assert len({*titles}) == len(titles) and all(titles)
+    taken = set()
+    for it in DASHBOARD["panels"]:
+        at = it["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert cells and max(x for x, _ in cells) < 24 and not cells & taken, it["title"]
+        taken |= cells
+    for it in PANELS:
+        assert it["datasource"] == {"type": "prometheus", "uid": "${source}"}
+        refs = [target["refId"] for target in it["targets"]]
+        assert refs and len({*refs}) == len(refs), it["title"]
 
 
 @pytest.mark.parametrize("expression", [*QUERIES, *(it["expr"] for it in RULES)])

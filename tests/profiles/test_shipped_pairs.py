@@ -16,10 +16,19 @@ from profiles.data.records import read_records, write_records
 from profiles.evidence import DataFile, read_measured
 from profiles.stats.artifact import longest_used
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
-from tools.pairs.train import RECIPE
 from tools.pairs.words import BOS_ID, VOCABULARY
 
 PAGE_SIZE = 16
+CHECKPOINTS = ("foundation", "sender", "receiver")
+RANKS = {
+    "sender_lora": 8,
+    "sender_alora": 8,
+    "receiver_lora": 8,
+    "slim_lora": 4,
+    "tables_lora": 16,
+}
+"""Of the adapters."""
+MATRICES = {f"{it}_proj" for it in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 def test_the_weights_fit_the_repository():
@@ -27,14 +36,13 @@ def test_the_weights_fit_the_repository():
     assert total < 20_000_000
 
 
-def test_every_fine_tune_is_shipped_as_the_recipe_says():
-    made = {"foundation", *(it.name for it in RECIPE), "sender_alora"}  # A copy, activated.
-    assert {path.name for path in WEIGHTS.iterdir()} == made
-    for it in RECIPE:
-        if it.lora is not None:
-            config = json.loads((WEIGHTS / it.name / "adapter_config.json").read_text())
-            assert (config["r"], config["lora_alpha"]) == (it.lora.rank, it.lora.alpha)
-            assert config["target_modules"] == list(it.lora.targets)
+def test_every_fine_tune_is_shipped_as_its_page_says():
+    assert {path.name for path in WEIGHTS.iterdir()} == {*CHECKPOINTS, *RANKS}
+    for name, rank in RANKS.items():
+        config = json.loads((WEIGHTS / name / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"]) == (rank, 2 * rank)
+        targets = {"q_proj", "v_proj"} if name == "slim_lora" else MATRICES
+        assert {*config["target_modules"]} == targets
 
 
 @pytest.mark.parametrize("name", SEEDS)

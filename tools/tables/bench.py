@@ -285,67 +285,9 @@ _NAMED: Final = (
 )
 
 
-def beside(log: Any) -> str:
-    """Of each number the latest run that has it, in turns with a commit before: medians of both."""
-    rows = []
-    for script, wanted in _BESIDE.items():
-        for said, key in wanted.items():
-            runs = [it for it in log if it["script"][0] == script and key in it["before_and_now"]]
-            for run in runs[-1:]:
-                before, now = run["before_and_now"][key]
-                found = {"before": before, "now": now, "ratio": now / before}
-                commits = told("{before!c} → {environment[commit]!c}", run)
-                name = script.removesuffix(".py")
-                rows.append({"said": said, "script": name, "commits": commits, **found})
-    columns = {
-        "script": "`{script}`",
-        "": "{said}",
-        "commits": "{commits}",
-        "before": "{before:.3g}",
-        "now": "{now:.3g}",
-        "now / before": "{ratio:.2f}",
-    }
-    return of_rows(rows, columns)
-
-
-_TREE: Final = "tree / runs 0 / times"
-_KEPT: Final = "how much of raw TCP's speed does the transport keep"
-_IN_PLACE: Final = "how much of memcpy's speed does a fetch in place keep"
-_BESIDE: Final[dict[str, dict[str, str]]] = {
-    "tree.py": {
-        **{
-            f"{key}, CPU µs, {pct}": f"{_TREE} / {key} / cachetree, value / {pct}_us"
-            for key in ("match full", "match partial", "insert", "evict")
-            for pct in ("p50", "p99")
-        },
-        "bytes a page": "tree / runs 0 / bytes_per_page_and_model / cachetree, value",
-    },
-    "transport.py": {
-        "frames of 1 MiB, GB/s": f"{_KEPT} / gb_per_s / 1024 / transport",
-        "of raw TCP": f"{_KEPT} / ratio_by_frame_kib / 1024",
-        "frames of 4 MiB, GB/s": f"{_KEPT} / gb_per_s / 4096 / transport",
-        "of raw TCP, 4 MiB": f"{_KEPT} / ratio_by_frame_kib / 4096",
-        "CPU s/GB": f"{_KEPT} / cpu_s_per_gb / 4096 / transport",
-        "in place, 4 MiB, GB/s": f"{_IN_PLACE} / gb_per_s / 4096 / in place",
-        "of memcpy": f"{_IN_PLACE} / ratio_by_frame_kib / 4096",
-        "in place, CPU s/GB": f"{_IN_PLACE} / cpu_s_per_gb / 4096 / in place",
-    },
-    "disk.py": {
-        f"{what}, {name}": f"disk / rows {what} / {key}"
-        for what in ("write", "read, warm", "read, cold")
-        for name, key in (
-            ("GB/s", "store / gb_per_s"),
-            ("of a plain file", "of_plain"),
-            ("CPU s/GB", "store / cpu_s_per_gb"),
-        )
-    },
-}
-
-
 PARTS: Final[dict[str, tuple[str, Part]]] = {
     **{it.__name__: (it.__name__, it) for it in _NAMED},
     "partial_prefill": ("partial_prefill", partial_prefill),
     "paced": ("partial_prefill", paced),
     "soaks": ("endurance", soaks),
-    "beside": ("beside", beside),
 }

@@ -1,4 +1,4 @@
-"""Of quality: the drift guard, corrected E, and refreshed layers."""
+"""Of quality: the drift guard, and corrected E."""
 
 from __future__ import annotations
 
@@ -159,31 +159,6 @@ def e_cost(found: Any) -> str:
     return of_rows(rows, columns)
 
 
-def refreshed_layers(found: Any) -> str:
-    """Of each block the plan that stays closest to full prefill by refreshed layers beside it."""
-    columns = {
-        "sender → receiver": "{pair}",
-        "contexts": "{contexts}",
-        "F1 of full prefill": "{full_prefill:.3f}",
-        "block": "{said}",
-        "alone: KL, F1": "{alone[kl]:.4f}, {alone[quality]:.3f}",
-        "layers refreshed": "{num}",
-        "with them: KL, F1": "{best[kl]:.4f}, {best[quality]:.3f}",
-    }
-    rows = []
-    for pair in found["pairs"]:
-        for start, stop in sorted({tuple(it["block"]) for it in pair["plans"]}):
-            plans = [it for it in pair["plans"] if it["block"] == [start, stop]]
-            alone = [it for it in plans if not it["refreshed"]]
-            beside = [it for it in plans if it["refreshed"]]
-            if alone and beside:
-                best = min(beside, key=lambda it: it["kl"] or 0.0)
-                said = f"[{start}, {stop})" if stop else "none"
-                shown = {"said": said, "alone": alone[0], "best": best}
-                rows.append({**pair, **shown, "num": len(best["refreshed"])})
-    return of_rows(rows, columns)
-
-
 PARTS: Final = {
     "guard_drift": ("guard_drift", guard_drift),
     "gate_power": ("gate_power", gate_power),
@@ -192,5 +167,4 @@ PARTS: Final = {
     "e_kinds": ("e_correction", e_kinds),
     "e_maps": ("e_correction", e_maps),
     "e_cost": ("e_correction_cost", e_cost),
-    "refreshed_layers": ("refreshed_layers", refreshed_layers),
 }
