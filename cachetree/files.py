@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from cachetree.errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -24,3 +28,17 @@ def replacing(path: Path) -> Iterator[Path]:
         fresh.replace(target)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def claim(file: BinaryIO, work: str) -> None:
+    """Keep other processes out of `work` while `file` is open.
+
+    Raises ConfigError if another process does the work already.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{work} already runs in another process, which has locked {file.name}; "
+            "wait for it, or name another --out"
+        ) from None

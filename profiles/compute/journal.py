@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from cachetree.files import claim
 from profiles.data.documents import Tokens
 from profiles.evidence import CostModel
 from profiles.stats.measured import Score
@@ -45,16 +46,16 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
 
 
 class Journal:
-    """Entries by key, kept in a file. Two runs must not share one."""
+    """Entries by key, kept in a file that one run has alone. Raises ConfigError if another has."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[tuple[str, str, str], Entry] = {}
         self.costs: CostModel | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        self._read()
         self._file = path.open("ab")
+        claim(self._file, "this measurement")
+        self._read()
 
     @classmethod
     def beside(cls, out: Path, *decisive: object) -> Journal:

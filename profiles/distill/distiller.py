@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from cachetree import ConfigError, ModelIdentity
 from cachetree.checkpoint import read_model_identity, read_shape, user_cache
+from cachetree.files import claim
 from profiles.adapters import with_adapter
 from profiles.answerers import SAMPLE_TOKENS, ends_of
 from profiles.compute.models import (
@@ -121,7 +122,15 @@ class Distiller:
         return folder
 
     def run(self) -> Distilled:
-        """Train and judge, and write the adapter's folder with what is known of the adapter."""
+        """Train and judge, and write the adapter's folder with what is known of the adapter.
+
+        Raises ConfigError if another process makes the same adapter.
+        """
+        with (self.state / "lock").open("wb") as lock:
+            claim(lock, "this training")
+            return self._run()
+
+    def _run(self) -> Distilled:
         settings, prompts, num_steps = self._settings, self.prompts, self._settings.steps
         steps = draw_steps(prompts.train, num_steps, settings.questions, settings.seed)
         answered = self._ask_teacher(sorted({it.place for it in steps}))

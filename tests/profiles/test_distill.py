@@ -140,9 +140,11 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     run(*given)
     monkeypatch.setattr(training, "SAVE_EVERY_S", 0.0)
     take = training.Trainer.step
+    beside: list[tuple[int, str]] = []
 
     def stopping(self: training.Trainer, *args: object) -> float:
         if self.num_done == 3:
+            beside.append(run(*given))
             raise KeyboardInterrupt
         return take(self, *args)
 
@@ -151,6 +153,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         patched.setattr(training.Trainer, "step", stopping)
         status, said = run(*given)
     assert (status, "continues from here" in said) == (130, True)
+    [(refused, why)] = beside
+    assert refused and "this training already runs in another process" in why
     assert not (tmp_path / "stopped").exists()
     run(*given)
     whole, stopped = (load_file(tmp_path / it / WEIGHTS) for it in ("whole", "stopped"))

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 import torch
 from shipped import DATA, SHIPPED
 
+from cachetree import ConfigError
 from profiles.compute.fitting import NUM_FITTED
 from profiles.compute.journal import Entry, Journal
 from profiles.compute.models import load_tokenizer
@@ -75,6 +77,15 @@ def test_a_finished_run_leaves_nothing(tmp_path):
     journal.put(entry("0", "references"))
     journal.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_beside_the_first_is_refused(tmp_path):
+    first = Journal(tmp_path / "journal")
+    first.put(entry("0", "references"))
+    with pytest.raises(ConfigError, match="already runs in another process"):
+        Journal(tmp_path / "journal")
+    first.close()
+    assert Journal(tmp_path / "journal").get("train", "0", "references") is not None
 
 
 def test_scores_whose_fields_were_others_are_not_read(tmp_path):
