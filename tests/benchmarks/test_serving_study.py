@@ -17,7 +17,7 @@ from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_
 from benchmarks.serving_study.client import Answer
 from benchmarks.serving_study.measures import mean_wait_s, summary, trimmed
 from benchmarks.serving_study.streams import prompt_of, read_trace
-from tools.tables.study import gain, in_time
+from tools.tables import in_time, shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +90,9 @@ def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time() -> None:
     assert in_time(rows[:1]) == ({}, rows[0])
     assert in_time([*rows, {"request_rate": 1.5, "attainment": 0.5}])[0] == rows[1]
     found = {"rows": {"block": rows, "SGLang alone": rows[:1]}, "size": {}}
-    assert "95% of 44 requests at 2.00 a second; SGLang alone in 85% at 4.00" in gain(found)
+    assert "95% of 44 requests at 2.00 a second; SGLang alone in 85% at 4.00" in next(
+        shown("serving_study/s15", found)
+    )
 
 
 def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
