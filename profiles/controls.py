@@ -4,6 +4,8 @@ Questions that need no document prove nothing: whatever KV is loaded, their answ
 
     no document       the prompt without its context
     other document    the context of the task's next document in its place
+    in two parts      if answers are compared with full prefill's own: the same prompt, cut at
+                      another place. Sums are rounded otherwise, which turns near ties
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Final
 from rich.console import Console
 
 from profiles.compute.examination import Answerer
+from profiles.compute.study import HELD_OUT, Bench
 from profiles.data.documents import Document, by_task
+from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
 from profiles.evidence import Controls, CostModel
 from profiles.progress import shown
@@ -26,30 +30,35 @@ NUM_CONTROLLED: Final = 24
 
 
 def measure_controls(
-    receiver: Answerer,
+    bench: Bench,
     documents: Sequence[Document],
     full_prefill: Qualities,
     costs: CostModel,
     console: Console,
 ) -> dict[Task, Controls]:
-    """Both controls of each task that has two documents or more, on its first ones."""
+    """Controls of each task that has two documents or more, on its first ones. If the metric
+    compares with full prefill's own answers, the bench has measured the documents."""
+    receiver = bench.receiver
     tasks = {task: places for task, places in by_task(documents).items() if len(places) > 1}
     sampled = [it for places in tasks.values() for it in places[:NUM_CONTROLLED]]
     seconds = {it: costs.full_prefill_s(len(documents[it].prefix), 0) for it in sampled}
     found = {}
     with shown(console, "controls", sum(seconds.values())) as done:
         for task, places in tasks.items():
-            sample, bare, swapped = places[:NUM_CONTROLLED], [], []
+            sample, bare, swapped, cut = places[:NUM_CONTROLLED], [], [], []
             for place, other in zip(sample, [*places[1:], places[0]], strict=False):
-                asked = documents[place]
+                asked = bench.judged(HELD_OUT, documents[place])
                 bare.append([of for it in without(asked) for of in _qualities(receiver, it)])
                 swapped.append(_qualities(receiver, with_context_of(documents[other], asked)))
+                if task.metric is Metric.SAME:
+                    cut.append(_qualities(receiver, in_two_parts(asked)))
                 done(seconds[place])
             found[task] = Controls(
                 num_contexts=len(sample),
                 full_prefill=mean_of([full_prefill[it] for it in sample]),
                 no_document=mean_of(bare),
                 other_document=mean_of(swapped),
+                in_two_parts=mean_of(cut) if cut else None,
             )
     return found
 
@@ -68,6 +77,13 @@ def with_context_of(other: Document, document: Document) -> Document:
     end = other.questions[0].suffix[: other.tail]
     questions = (replace(it, suffix=end + it.suffix[document.tail :]) for it in document.questions)
     return replace(document, prefix=other.prefix, questions=tuple(questions))
+
+
+def in_two_parts(document: Document) -> Document:
+    """The first question, with the second half of the prefix in its suffix."""
+    half, first = len(document.prefix) // 2, document.questions[0]
+    question = replace(first, suffix=document.prefix[half:] + first.suffix)
+    return replace(document, prefix=document.prefix[:half], questions=(question,))
 
 
 def _qualities(receiver: Answerer, document: Document) -> list[float]:

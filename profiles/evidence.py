@@ -58,6 +58,9 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """With the document, on these contexts."""
     no_document: float
     other_document: float
+    in_two_parts: float | None = None
+    """Of the first question of each context, computed in two parts; None if the metric does not
+    compare with full prefill's own answers."""
 
 
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):

@@ -149,7 +149,9 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
 
 
 def _longest(document: Document) -> int:
-    return max(len(it.draft) for it in document.questions)
+    """Tokens of the longest answer; without an accepted one, as many as it may have."""
+    most = document.task.max_new
+    return max(len(it.draft) if it.answers else most for it in document.questions)
 
 
 def _longest_suffix(document: Document) -> int:

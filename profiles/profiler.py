@@ -48,7 +48,13 @@ from profiles.evidence import Making, MeasuredProfile
 from profiles.forecast import Forecast
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
-from profiles.splits import hardly_enough, load_fitted_on, load_held_out_of_small, load_splits
+from profiles.splits import (
+    hardly_enough,
+    load_fitted_on,
+    load_held_out_of_small,
+    load_splits,
+    with_answers_of,
+)
 from profiles.stats.artifact import Data, Findings, best_of, build, split_of
 from profiles.stats.choice import (
     MOST_SHARE,
@@ -80,7 +86,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     _, ours = look_at_pair(*settings.pair)
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
     train, held_out = load_splits(settings, tokenizer, positions)
-    for line in hardly_enough(held_out, settings.tolerance):
+    for line in (*train.notes, *hardly_enough(held_out, settings.tolerance)):
         console.print(line, highlight=False, soft_wrap=True)
     fitted_on = load_fitted_on(settings, train, held_out, tokenizer, positions)
     asked_of_small = load_held_out_of_small(settings, held_out)
@@ -150,12 +156,14 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     steps = comparing_steps(held_out.documents, others, pair.num_layers)
     compared = watched.measure("comparing", HELD_OUT, held_out.documents, steps)
     judged = replace(judged, candidates=compared.candidates | judged.candidates)
-    small = None
+    bench, small = watched.bench, None
     if settings.small is not None:
+        judged_by = [bench.judged(HELD_OUT, it) for it in held_out.documents]
+        asked_of_small = with_answers_of(judged_by, asked_of_small)
         small = measure_small(settings, held_out, asked_of_small, journal.costs, console)
-    corrections = watched.bench.corrections
+    corrections = bench.corrections
     controls = measure_controls(
-        receiver, held_out.documents, judged.full_prefill, journal.costs, console
+        bench, held_out.documents, judged.full_prefill, journal.costs, console
     )
     found = Findings(
         sender=pair.sender_identity,

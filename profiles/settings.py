@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 """Names of torch's."""
+LOG: Final = "log:"
+"""What data begin with that are a server's request log."""
 _TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
@@ -69,9 +71,20 @@ class Settings:
 
     data: tuple[str, ...] = _data(
         (),
-        "JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k or gsm8k:FILE; may be given "
-        "several times",
+        "JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k, gsm8k:FILE or log:FILE; may "
+        "be given several times",
         "DATA",
+    )
+    from_log: tuple[str, ...] = _data(
+        (),
+        "the same as --data log:FILE: prompts of a server's request log, compared by --metric same",
+        "FILE",
+        dest="data",
+        type=f"{LOG}{{}}".format,
+    )
+    """A flag alone: its values are of `data`."""
+    asked_of: str | None = _data(
+        None, "of a log only prompts that this model was asked, as the log names it", "NAME"
     )
     data_dir: Path | None = _data(None, "where longbench:NAME is looked for first", "DIR")
     template: str | None = _data(
@@ -202,7 +215,7 @@ def add_flags(parser: argparse.ArgumentParser, *groups: str, of: type[Any] = Set
                 if "default" not in how["help"] and it.default is not None:
                     shown = f"{it.default:g}" if kind == "float" else it.default
                     how["help"] += f"; default: {shown}"
-            titled.add_argument(option, dest=name, **how)
+            titled.add_argument(option, **{"dest": name, **how})
 
 
 def require(holds: bool, flag: str, value: object, need: str) -> None:

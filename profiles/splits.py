@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +21,10 @@ from profiles.data.documents import (
     make_documents,
     split_documents,
 )
-from profiles.settings import Settings
+from profiles.data.logs import documents_of, read_log
+from profiles.data.metrics import Metric
+from profiles.data.tasks import Task, TaskOptions
+from profiles.settings import LOG, Settings
 from profiles.stats.artifact import Data
 from profiles.stats.gate import contexts_needed
 
@@ -29,7 +34,7 @@ def load_splits(
 ) -> tuple[Data, Data]:
     """What the plans are chosen on, and what they are judged on. They share no context."""
     sources, train = load_documents(settings, settings.data, tokenizer, positions)
-    judged_sources = sources
+    judged_sources, notes = sources, {it.note for it in sources}
     if settings.held_out:
         judged_sources, held_out = load_documents(settings, settings.held_out, tokenizer, positions)
     else:
@@ -42,8 +47,9 @@ def load_splits(
         raise ConfigError(
             f"no held-out context is of {', '.join(sorted(unjudged))}; give some of each task"
         )
+    notes |= {it.note for it in judged_sources}
     return (
-        Data(files=data_files(sources, train), documents=train),
+        Data(files=data_files(sources, train), documents=train, notes=sorted(notes - {""})),
         Data(files=data_files(judged_sources, held_out), documents=held_out),
     )
 
@@ -77,6 +83,15 @@ def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]
     return [it for it in documents if it.questions[0].name in names]
 
 
+def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -> list[Document]:
+    """The same questions in other tokens, with the answers that the first ones are judged by."""
+    answers = {question.name: question.answers for it in judged for question in it.questions}
+    return [
+        replace(it, questions=tuple(replace(of, answers=answers[of.name]) for of in it.questions))
+        for it in documents
+    ]
+
+
 def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
     """A line for each task at which too few contexts judge even a plan that loses nothing."""
     needed = contexts_needed([[1.0]], [[1.0]], tolerance) or 0
@@ -93,18 +108,36 @@ def load_documents(
     settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[list[Source], list[Document]]:
     """Prompts are cut to what is asked for, and to what the model's positions leave for them."""
-    sources = load_sources(specs, settings.options, data_dir=settings.data_dir)
-    longest = max(it.task.max_new for source in sources for it in source.records)
+    logs = [it.removeprefix(LOG) for it in specs if it.startswith(LOG)]
+    others = [it for it in specs if not it.startswith(LOG)]
+    sources = load_sources(others, settings.options, data_dir=settings.data_dir)
+    tasks = {it.task for source in sources for it in source.records}
+    if logs:
+        tasks.add(asked := _task_of_log(settings.options))
+    longest = max(it.max_new for it in tasks)
     if longest >= positions:
         raise ConfigError(
             f"answers of {longest} tokens leave no room for prompts in the model's {positions} "
             "positions; give a smaller --max-new"
         )
     most = min(settings.max_prompt_tokens or positions, positions - longest)
-    documents = make_documents(
-        sources, tokenizer, page_size=settings.page_size, max_prompt_tokens=most
-    )
+    cut = {"page_size": settings.page_size, "max_prompt_tokens": most}
+    documents = make_documents(sources, tokenizer, **cut)
+    for path in map(Path, logs):
+        log = read_log(path, tokenizer)
+        source, found = documents_of(log, asked, settings.asked_of, tokenizer, **cut)
+        sources, documents = [*sources, source], [*documents, *found]
     return sources, documents
+
+
+def _task_of_log(options: TaskOptions) -> Task:
+    """How prompts of a log are judged: they are whole, and have no gold answers."""
+    if options.metric not in (None, Metric.SAME) or options.template or options.chat:
+        raise ConfigError(
+            "a request log has whole prompts without gold answers; leave out --template, --chat "
+            "and any --metric but same"
+        )
+    return replace(options, template="{context}{input}", metric=Metric.SAME).task_for("")
 
 
 def _require_apart(documents: Sequence[Document], judging: Sequence[Document], where: str) -> None:

@@ -103,7 +103,7 @@ class Again:
             bench = self._bench(journal, *self._answerers(documents))
             judged = self._judge("judging", documents, [*plans], bench)
             costs, own = profile.costs, judged.full_prefill
-            controls = measure_controls(bench.receiver, documents, own, costs, self._console)
+            controls = measure_controls(bench, documents, own, costs, self._console)
         split = split_of(data, judged, controls)
         if (unjudged := nothing_to_lose(split)) is not None:
             raise ProfileError(unjudged)

@@ -10,7 +10,7 @@ exact   the answer is decoded, and judged by the data set's metric. Where every 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -22,7 +22,8 @@ from profiles.compute.layered import LayeredModel, PrefixKV
 from profiles.compute.mixtures import Asked, Mixture, decode, forced
 from profiles.compute.room import Room
 from profiles.data.documents import Document, Tokens
-from profiles.data.tasks import score
+from profiles.data.metrics import Metric
+from profiles.data.tasks import judged_part, score
 from profiles.stats.measured import Score
 
 DIGITS: Final = 4
@@ -54,10 +55,23 @@ class Answerer:
 
     def quality(self, document: Document, question: int, answer: Tokens) -> float:
         """What the data set's metric says of an answer, in as many digits as profiles keep."""
-        ids = [token for token in answer if token not in self.ends]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
         asked = document.questions[question]
+        text = self.text(answer)
         return round(score(document.task, text, asked.answers, asked.classes), DIGITS)
+
+    def text(self, answer: Tokens) -> str:
+        ids = [token for token in answer if token not in self.ends]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def judged_by(self, answers: Sequence[Tokens], document: Document) -> Document:
+        """The document with these answers as the accepted ones, if its metric compares with full
+        prefill's own."""
+        if document.task.metric is not Metric.SAME:
+            return document
+        texts = [judged_part(document.task, self.text(it)) for it in answers]
+        pairs = zip(document.questions, texts, strict=True)
+        questions = tuple(replace(it, answers=(text,)) for it, text in pairs)
+        return replace(document, questions=questions)
 
 
 class Examination:
@@ -69,7 +83,8 @@ class Examination:
     def __init__(
         self, answerer: Answerer, document: Document, own: PrefixKV, answers: Sequence[Tokens]
     ) -> None:
-        self._answerer, self._document, self._answers = answerer, document, answers
+        self._answerer, self._answers = answerer, answers
+        self.document = answerer.judged_by(answers, document)
         suffixes = [it.suffix for it in document.questions]
         # The last token of an answer predicts nothing that counts.
         self._given = [(*it, *of[:-1]) for it, of in zip(suffixes, answers, strict=True)]
@@ -81,7 +96,7 @@ class Examination:
         self._place_in = torch.cat([torch.arange(it) for it in self._lengths])
         before = torch.tensor([len(it) - 1 for it in suffixes])
         self._place_of = before[self._question_of] + self._place_in
-        self.qualities = [answerer.quality(document, i, it) for i, it in enumerate(answers)]
+        self.qualities = [answerer.quality(self.document, i, it) for i, it in enumerate(answers)]
         """Of the own answers."""
         self._own = self._streams([own], [(0,) * answerer.model.num_layers])[0]
 
@@ -96,11 +111,11 @@ class Examination:
         if not found.isfinite().all():
             raise ConfigError(
                 f"logits are not finite in {self._answerer.model.dtype} (question "
-                f"{self._document.questions[0].name}); use --dtype bfloat16, and where that does "
+                f"{self.document.questions[0].name}); use --dtype bfloat16, and where that does "
                 "not help look for broken weights"
             )
         measured = found.tolist()
-        questions = self._document.questions
+        questions = self.document.questions
         missing = [
             (i, question)
             for i, (*_, differs) in enumerate(measured)
@@ -111,9 +126,9 @@ class Examination:
             Asked(mixtures[i], questions[question].suffix, self._answers[question])
             for i, question in missing
         ]
-        answers = self._answerer.answer_all(self._document, sources, asked) if asked else []
+        answers = self._answerer.answer_all(self.document, sources, asked) if asked else []
         qualities = {
-            (i, question): self._answerer.quality(self._document, question, answer)
+            (i, question): self._answerer.quality(self.document, question, answer)
             for (i, question), answer in zip(missing, answers, strict=True)
         }
         return [

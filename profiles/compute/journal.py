@@ -53,6 +53,7 @@ class Journal:
         self._entries: dict[tuple[str, str, str], Entry] = {}
         self.costs: CostModel | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)  # It has answers to a user's prompts.
         self._file = path.open("ab")
         claim(self._file, "this measurement")
         self._read()

@@ -54,6 +54,15 @@ class Bench:
     def num_layers(self) -> int:
         return self.receiver.model.num_layers
 
+    def judged(self, split: str, document: Document) -> Document:
+        """A document that was measured, with the answers that it is judged by."""
+        references = self.journal.get(split, key_of(document), REFERENCES)
+        return (
+            document
+            if references is None
+            else self.receiver.judged_by(references.answers, document)
+        )
+
 
 @dataclass
 class DocumentPasses:
@@ -182,7 +191,9 @@ class Study:
         return {
             "answers": tuple(answers),
             "own": tuple(examination.qualities),
-            "sender": tuple(sender.quality(document, i, it) for i, it in enumerate(theirs)),
+            "sender": tuple(
+                sender.quality(examination.document, i, it) for i, it in enumerate(theirs)
+            ),
             "scores": tuple(examination.examine([self._passes.theirs], reuse, is_decoded=True)),
         }
 

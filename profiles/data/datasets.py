@@ -4,6 +4,7 @@ data.jsonl            records in LongBench's fields
 directory             of LongBench's files: hotpotqa.jsonl, …
 longbench:hotpotqa    from the user's folder of data sets, or else from the Hugging Face hub
 gsm8k, gsm8k:FILE     the same; lines with `question` and `answer`
+log:FILE              a server's request log (`profiles.data.logs`)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final, Generic
 import msgspec
 
 from cachetree import ConfigError
-from profiles.data.metrics import problem_with
+from profiles.data.metrics import Metric, problem_with
 from profiles.data.records import Line, Record, RecordError, read_lines
 from profiles.data.tasks import TASKS, Task, TaskOptions
 
@@ -44,6 +45,8 @@ class Source:
     name: str
     """A file's name, or the data set as it was given: `longbench:hotpotqa`."""
     records: tuple[SourcedRecord, ...]
+    note: str = ""
+    """What is to be known about it, in a sentence."""
 
 
 class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,8 +226,11 @@ def _sourced(place: str, record: Record, options: TaskOptions) -> SourcedRecord:
         task = options.task_for(record.dataset)
     except ConfigError as exc:
         raise RecordError(f"{place}: {exc}") from exc
-    if not record.answers:
-        raise RecordError(f"{place} has no answers, so nothing can be judged by it")
+    if not record.answers and task.metric is not Metric.SAME:
+        raise RecordError(
+            f"{place} has no answers, so nothing can be judged by it; give some, or compare with "
+            "full prefill's own by --metric same"
+        )
     for answer in record.answers:
         if problem := problem_with(task.metric, answer, record.all_classes or ()):
             raise RecordError(f"{place} has {problem}")

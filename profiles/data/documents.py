@@ -13,8 +13,8 @@ the start of the question, so what prompts share is found in tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from random import Random
 from statistics import fmean
@@ -179,16 +179,17 @@ class Encoder:
 
     def text(self, prompt: str) -> str:
         """What a server tokenises for a prompt; raises ConfigError."""
-        if not self.chat:
-            return prompt
-        message = {"role": "user", "content": prompt}
+        return self.of_chat([{"role": "user", "content": prompt}]) if self.chat else prompt
+
+    def of_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """What the chat endpoint makes of messages; raises ConfigError."""
         try:
             return self.tokenizer.apply_chat_template(
-                [message], tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as exc:  # A template is a program.
             raise ConfigError(
-                f"--chat cannot be used with the tokenizer of {self.tokenizer.name_or_path}: {exc}"
+                f"the chat template of {self.tokenizer.name_or_path} cannot be used: {exc}"
             ) from exc
 
     def shared(self, it: SourcedRecord) -> tuple[str, str]:
@@ -227,37 +228,51 @@ def _document(
     texts = [encode.text(task.prompt(context, it.record.input)) for it in records]
     opening, shared = map(encode.ids, encode.shared(first))
     prompts = [encode.ids(it) for it in texts]
-    num_shared = len(_common_start([shared, *prompts]))
-    num_opening = len(_common_start([opening, shared]))
-    kept = prompts
-    if max_prompt_tokens is not None:
-        movable = range(num_opening, num_shared)
-        cut = _cut(max(map(len, prompts)), movable, max_prompt_tokens, first.place)
-        kept = [ids[: cut.start] + ids[cut.stop :] for ids in prompts]
-        num_shared -= len(cut)
-    num_reused = min(num_shared, min(map(len, kept)) - 1) // page_size * page_size
-    if num_reused <= 0:
-        raise RecordError(
-            f"{first.place}: the context and what precedes it are {num_shared} tokens, less than a "
-            f"page of {page_size}, so nothing can be reused; leave the record out or take smaller "
-            "pages"
-        )
     questions = tuple(
         Question(
-            suffix=short[num_reused:],
+            suffix=prompt,
             draft=_draft(it, text, encode),
             answers=it.record.answers,
             classes=it.record.all_classes or (),
             name=it.name,
         )
-        for it, text, short in zip(records, texts, kept, strict=True)
+        for it, text, prompt in zip(records, texts, prompts, strict=True)
     )
-    return Document(
+    whole = Document(
         context=context_digest(context),
-        prefix=kept[0][:num_reused],
+        prefix=(),
         questions=questions,
         task=task,
-        opening=min(num_opening, num_reused),
+        opening=len(common_start([opening, shared])),
+        tail=len(common_start([shared, *prompts])),
+    )
+    return in_pages(whole, page_size, max_prompt_tokens, first.place)
+
+
+def in_pages(
+    whole: Document, page_size: int, max_prompt_tokens: int | None, place: str
+) -> Document:
+    """A document with all whole pages of its context in the prefix, from one with none there: each
+    suffix is a whole prompt, and `tail` says how many tokens all of them share."""
+    prompts, num_shared = [it.suffix for it in whole.questions], whole.tail
+    if max_prompt_tokens is not None:
+        movable = range(whole.opening, num_shared)
+        cut = _cut(max(map(len, prompts)), movable, max_prompt_tokens, place)
+        prompts = [ids[: cut.start] + ids[cut.stop :] for ids in prompts]
+        num_shared -= len(cut)
+    num_reused = min(num_shared, min(map(len, prompts)) - 1) // page_size * page_size
+    if num_reused <= 0:
+        raise RecordError(
+            f"{place}: the context and what precedes it are {num_shared} tokens, less than a "
+            f"page of {page_size}, so nothing can be reused; leave the record out or take smaller "
+            "pages"
+        )
+    pairs = zip(whole.questions, prompts, strict=True)
+    return replace(
+        whole,
+        prefix=prompts[0][:num_reused],
+        questions=tuple(replace(it, suffix=ids[num_reused:]) for it, ids in pairs),
+        opening=min(whole.opening, num_reused),
         tail=num_shared - num_reused,
     )
 
@@ -289,7 +304,7 @@ def _draft(it: SourcedRecord, prompt: str, encode: Encoder) -> Tokens:
     return (*ids, *([] if eos is None else [eos]))[: it.task.max_new]
 
 
-def _common_start(prompts: Sequence[Tokens]) -> Tokens:
+def common_start(prompts: Iterable[Tokens]) -> Tokens:
     """The tokens with which all of them begin."""
     columns = takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
     return tuple(ids[0] for ids in columns)

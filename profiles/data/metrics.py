@@ -9,6 +9,8 @@
     count            all numbers                             count_score
     retrieval        all numbers, and "Paragraph 3"          retrieval_score
     exact_number     the final number of each                not in LongBench
+    same             the whole texts, white space aside      not in LongBench; the accepted answer
+                                                             is full prefill's own
 
 Where the numbers differ from LongBench's is said at each function.
 """
@@ -48,6 +50,7 @@ class Metric(StrEnum):
     CLASSIFICATION = "classification"
     COUNT = "count"
     RETRIEVAL = "retrieval"
+    SAME = "same"
 
 
 def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
@@ -167,6 +170,15 @@ def retrieval(prediction: str, answer: str) -> float:
     return count(prediction, found[1]) if found else 0.0
 
 
+def same(prediction: str, answer: str) -> float:
+    """1 if two answers of one model have the same text, white space aside.
+
+    Case, articles and punctuation count: one model has one style, and "1.5" is not "15". Partial
+    agreement counts nothing: a long answer with one wrong number has nearly all words of the right.
+    """
+    return float(prediction.split() == answer.split())
+
+
 def final_number(text: str) -> Decimal | None:
     """The number after the first `####`, or else the last one; None where there is none.
 
@@ -200,4 +212,5 @@ _SCORES: Final[Mapping[Metric, Callable[[str, str], float]]] = {
     Metric.EXACT_NUMBER: exact_number,
     Metric.COUNT: count,
     Metric.RETRIEVAL: retrieval,
+    Metric.SAME: same,
 }

@@ -36,18 +36,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     input: str
     context: str
-    answers: tuple[str, ...]
+    answers: tuple[str, ...] = ()
     length: int = 0
     dataset: str = ""
     language: str = "en"
     all_classes: tuple[str, ...] | None = None
     id: str = msgspec.field(name="_id", default="")
-
-
-class Prompt(Record, frozen=True, kw_only=True):
-    """A record that may have no answers."""
-
-    answers: tuple[str, ...] = ()
 
 
 class RecordError(CacheTreeError):

@@ -75,7 +75,11 @@ class Task:
 
 def score(task: Task, text: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
     """Quality of what a model wrote, 0 to 1; `classes` are those that the data set knows."""
-    return quality(task.metric, _PARTS[task.answer_part](text), answers, classes)
+    return quality(task.metric, judged_part(task, text), answers, classes)
+
+
+def judged_part(task: Task, text: str) -> str:
+    return _PARTS[task.answer_part](text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from cachetree import ConfigError
 from profiles.data.datasets import Source, SourcedRecord
 from profiles.data.documents import Document, Encoder, Tokens, make_documents
 from profiles.data.metrics import problem_with
-from profiles.data.records import Prompt, RecordError, read_lines
+from profiles.data.records import Record, RecordError, read_lines
 from profiles.data.tasks import Task, TaskOptions
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def load_prompts(paths: Sequence[str], options: TaskOptions) -> list[Source]:
     sources = []
     for path in map(Path, paths):
         records = []
-        for place, it in read_lines(path, Prompt, "prompt with context and input"):
+        for place, it in read_lines(path, Record, "prompt with context and input"):
             task = options.task_for(it.dataset)
             for answer in it.answers:
                 if problem := problem_with(task.metric, answer, it.all_classes or ()):

@@ -65,6 +65,8 @@ class Data:
 
     files: tuple[DataFile, ...]
     documents: Sequence[Document]
+    notes: Sequence[str] = ()
+    """What is to be known about the files, of both splits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,11 +221,18 @@ def controls_of(split: Split) -> str:
     """Of each task that has controls, what they keep, in a sentence."""
     said = (
         f"{' and '.join(f'{arm} {kept:.0%}' for arm, kept in arms)} of full prefill's quality is "
-        f"left{_of(it, split)}"
+        f"left{_of(it, split)}{_repeated(it)}"
         for it in split.tasks
         if (arms := _arms(it))
     )
     return "; ".join(said)
+
+
+def _repeated(task: TaskScores) -> str:
+    """What rounding does to a comparison of answers."""
+    if task.controls is None or (share := task.controls.in_two_parts) is None:
+        return ""
+    return f", and full prefill in two parts gives {share:.0%} of its own answers"
 
 
 def _arms(task: TaskScores) -> list[tuple[str, float]]:

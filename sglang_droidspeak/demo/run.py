@@ -224,7 +224,7 @@ def _sample(
         timeout_s=600,
     )
     quality = None
-    if question.answers:
+    if question.answers and document.task.metric is not Metric.SAME:
         quality = score(document.task, reply["text"], question.answers, question.classes)
     (provenance,) = reply["meta_info"][KEY]
     return Sample(

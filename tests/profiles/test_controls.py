@@ -61,11 +61,11 @@ def test_another_document_is_asked_about_in_whole(pair, documents):
 def test_biographies_are_not_answered_without_them(pair, documents):
     full = [[1.0] * 3] * len(documents)
     with bench_of(pair, documents) as bench:
-        found = measure_controls(bench.receiver, documents, full, COSTS, Console(quiet=True))
+        found = measure_controls(bench, documents, full, COSTS, Console(quiet=True))
         (it,) = found.values()
         assert it.num_contexts == NUM_CONTROLLED
         assert it.no_document < 0.3 and it.other_document < 0.3
-        alone = measure_controls(bench.receiver, documents[:1], full, COSTS, Console(quiet=True))
+        alone = measure_controls(bench, documents[:1], full, COSTS, Console(quiet=True))
         assert not alone, "there is no other one"
 
 

@@ -323,16 +323,18 @@ def test_a_cut_of_a_chat_is_in_the_context(chatting):
 def test_a_chat_needs_a_template_that_keeps_what_is_said(byte_pairs, chatting):
     task = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4, chat=True)
     chatting.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ConfigError, match=r"--chat cannot be used .*roles must alternate"):
+    with pytest.raises(
+        ConfigError, match=r"the chat template of .* cannot be used.*roles must alternate"
+    ):
         make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
     chatting.chat_template = "{{ 'rain' + 1 }}"
-    with pytest.raises(ConfigError, match=r"--chat cannot be used .*: \w"):
+    with pytest.raises(ConfigError, match=r"the chat template of .* cannot be used.*: \w"):
         make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
     chatting.chat_template = "{{ messages[0]['content'] | upper }}"
     with pytest.raises(ConfigError, match=r"changes the text of messages \(words\.jsonl:1\)"):
         make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
     chatting.chat_template = None
-    with pytest.raises(ConfigError, match="--chat cannot be used"):
+    with pytest.raises(ConfigError, match=r"the chat template of .*cannot be used"):
         make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
 
 

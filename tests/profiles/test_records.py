@@ -29,8 +29,8 @@ def test_unknown_fields_are_ignored_and_missing_ones_are_not(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(LINE + LINE.replace(b'"_id"', b'"extra":1,"_id"'))
     assert len(read_records(path)) == 2
-    path.write_bytes(LINE + LINE.replace(b'"answers"', b'"replies"'))
-    with pytest.raises(RecordError, match=r"data\.jsonl:2 .*answers"):
+    path.write_bytes(LINE + LINE.replace(b'"input"', b'"query"'))
+    with pytest.raises(RecordError, match=r"data\.jsonl:2 .*input"):
         read_records(path)
 
 

@@ -1,0 +1,254 @@
+"""Prompts of a server's request log, as documents that several prompts share.
+
+    SGLang     --log-requests --log-requests-level 3 --log-requests-format json; of its events only
+               `request.received` is read: it has the text, or the tokens that an OpenAI request
+               became
+    a JSONL    requests of the OpenAI API, with `messages` or `prompt`, bare or as a batch's `body`
+
+Prompts belong to one context if most of them share no more with any other prompt than with all of
+the context's: a few tokens that two questions begin with make no context of their own, and a
+system prompt that hundreds of documents follow is none either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from profiles.data.datasets import Source, SourcedRecord
+from profiles.data.documents import Document, Encoder, Question, Tokens, common_start, in_pages
+from profiles.data.records import Record, RecordError
+from profiles.data.tasks import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BASE: Final = "base"
+"""Name of a model that a log leaves unnamed: the base of a server's adapters."""
+_RECEIVED: Final = "request.received"
+_CUT: Final = 2048
+"""Characters, or tokens, of which SGLang keeps half at both ends at level 2."""
+_REMEDY: Final = "serve with --log-requests-level 3 --log-requests-format json"
+_AS_TEXT: Final = "is logged in SGLang's text format"
+_NO_TEXT: Final = "has no text at this --log-requests-level"
+_IS_CUT: Final = "is cut in the middle at this --log-requests-level"
+_BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
+"""Of a request, what changes the prompt beside its messages."""
+_NO_PROMPT: Final = "is no prompt of text alone"
+SLACK: Final = 8
+"""Share of a context, one in so many, that prompts may share beyond it and still be about it."""
+
+
+class _Unusable(Exception):
+    """Why a line has no prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One prompt of a log, in the log's order."""
+
+    ids: Tokens
+    model: str
+    place: str
+    """`file:line`, and which of the line's prompts if it has several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What was read of a log, and what was not."""
+
+    name: str
+    asked: tuple[Asked, ...]
+    unusable: Counter[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Prompts that begin alike."""
+
+    num_shared: int
+    """Tokens."""
+    asked: tuple[Asked, ...]
+    """By their tokens; one for each prompt and model that asked it, the first."""
+
+
+def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
+    """All prompts of a log; raises RecordError if there is none, with the reason."""
+    found, unusable = list[Asked](), Counter[str]()
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    found += _asked_in(line, f"{path.name}:{number}", tokenizer)
+                except _Unusable as exc:
+                    unusable[str(exc)] += 1
+    except OSError as exc:
+        raise RecordError(f"request log {path} cannot be read: {exc.strerror}") from exc
+    if not found:
+        why = max(unusable, key=unusable.__getitem__, default="")
+        what = f"each request {why}" if why else "no line is a request"
+        raise RecordError(f"request log {path} has no prompt, as {what}; {_REMEDY}")
+    return Log(name=path.name, asked=tuple(found), unusable=unusable)
+
+
+def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
+    """What several prompts share, in the order of its tokens; prompts that share less than a page
+    are left out, and those that a model was asked before."""
+    first = {(it.ids, it.model): it for it in reversed([*asked])}
+    ordered = [first[it] for it in sorted(first)]
+    shares = [0, *(_num_shared(*pair) for pair in pairwise(ordered)), 0]
+    found, rest = list[Context](), [(0, len(ordered))]
+    while rest:
+        start, stop = rest.pop()
+        if stop - start < 2:
+            continue
+        inside = shares[start + 1 : stop]
+        shared = min(inside)
+        near = shared + max(page_size, shared // SLACK)
+        most = [max(pair) for pair in pairwise([0, *inside, 0])]
+        if shared >= page_size and 2 * sum(it <= near for it in most) >= stop - start:
+            found.append(Context(num_shared=shared, asked=tuple(ordered[start:stop])))
+        else:
+            cuts = [start, *(it for it in range(start + 1, stop) if shares[it] == shared), stop]
+            rest += reversed([*pairwise(cuts)])
+    return found
+
+
+def _num_shared(one: Asked, other: Asked) -> int:
+    """Tokens with which two prompts begin; at least one token of each is asked."""
+    return min(len(common_start([one.ids, other.ids])), len(one.ids) - 1, len(other.ids) - 1)
+
+
+def documents_of(
+    log: Log,
+    task: Task,
+    asked_of: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    page_size: int,
+    max_prompt_tokens: int | None,
+) -> tuple[Source, list[Document]]:
+    """The log's contexts with the prompts that one model was asked, or all; raises RecordError."""
+    contexts = contexts_of(log.asked, page_size)
+    opening = len(common_start(it.asked[0].ids[: it.num_shared] for it in contexts))
+    encode = Encoder(tokenizer, chat=True)
+    records, documents = list[SourcedRecord](), list[Document]()
+    for it in contexts:
+        chosen = {of.ids: of for of in it.asked if asked_of in (None, of.model)}
+        if not chosen:
+            continue
+        first = it.asked[0]
+        shared = first.ids[: it.num_shared]
+        digest = hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
+        questions = tuple(
+            Question(suffix=ids, draft=(), answers=(), name=of.place) for ids, of in chosen.items()
+        )
+        whole = Document(
+            context=digest,
+            prefix=(),
+            questions=questions,
+            task=task,
+            opening=opening if len(contexts) > 1 else 0,
+            tail=it.num_shared,
+        )
+        documents.append(in_pages(whole, page_size, max_prompt_tokens, first.place))
+        context = encode.text_of(shared)
+        records += [
+            SourcedRecord(
+                record=Record(context=context, input=encode.text_of(of.ids[it.num_shared :])),
+                task=task,
+                place=of.place,
+                name=of.place,
+            )
+            for of in chosen.values()
+        ]
+    found = Source(name=log.name, records=tuple(records), note=said_of(log, contexts, documents))
+    if len(documents) < 2:
+        raise RecordError(f"{found.note}: too few contexts to choose on one and judge on another")
+    return found, documents
+
+
+def said_of(log: Log, contexts: Sequence[Context], documents: Sequence[Document]) -> str:
+    """How many prompts share what, in a sentence."""
+    num_sharing = sum(len(it.asked) for it in contexts)
+    said = [f"{log.name}: {len(log.asked)} prompts"]
+    if documents:
+        sizes = sorted(len(it.questions) for it in documents)
+        lengths = sorted(len(it.prefix) + it.tail for it in documents)
+        said.append(
+            f"{len(documents)} contexts of {lengths[0]} to {lengths[-1]} tokens "
+            f"({round(median(lengths))} in the median) with {sizes[0]} to {sizes[-1]} prompts each"
+        )
+    else:
+        said.append("no context that is shared by two different ones")
+    if alone := len(log.asked) - num_sharing:
+        said.append(f"{alone} repeat another or share less than a page, and are left out")
+    said += [f"{number} of which each {why}" for why, number in log.unusable.items()]
+    return "; ".join(said)
+
+
+def _asked_in(line: str, place: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Asked]:
+    if "Receive: obj=" in line:
+        raise _Unusable(_AS_TEXT)
+    with suppress(msgspec.DecodeError):
+        found = msgspec.json.decode(line[max(0, line.find("{")) :].strip())
+        if isinstance(found, dict) and found.get("event", _RECEIVED) == _RECEIVED:
+            request = found.get("obj" if "event" in found else "body", found)
+            yield from _asked_of(request, place, tokenizer)
+
+
+def _asked_of(
+    request: Mapping[str, Any], place: str, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Asked]:
+    stated = [request[it] for it in ("text", "input_ids", "prompt", "messages") if request.get(it)]
+    if not stated:
+        if "rid" in request:
+            raise _Unusable(_NO_TEXT)
+        return
+    (prompts, *_), is_chat = stated, "messages" in request
+    if is_chat or isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    adapters = request.get("lora_path")
+    for number, it in enumerate(prompts):
+        adapter = adapters[number] if isinstance(adapters, list) else adapters
+        model = adapter or str(request.get("model") or BASE).rpartition(":")[2]
+        yield Asked(
+            ids=_ids_of(request, it, tokenizer),
+            model=model,
+            place=place if number == 0 else f"{place}:{number + 1}",
+        )
+
+
+def _ids_of(request: Mapping[str, Any], prompt: Any, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    if isinstance(prompt, str):
+        if len(prompt) == _CUT + 3 and prompt[_CUT // 2 :].startswith("..."):
+            raise _Unusable(_IS_CUT)
+        return Encoder(tokenizer, chat=False).ids(prompt)
+    if "messages" in request:
+        encode = Encoder(tokenizer, chat=True)
+        return encode.ids(encode.of_chat(_messages_of(request, prompt)))
+    if "..." in prompt:
+        raise _Unusable(_IS_CUT)
+    if max(prompt) >= len(tokenizer):
+        raise _Unusable(f"has the token {max(prompt)}, which the receiver's tokenizer lacks")
+    return tuple(prompt)
+
+
+def _messages_of(request: Mapping[str, Any], messages: Any) -> list[dict[str, str]]:
+    """Messages of text, their parts joined as SGLang does it."""
+    found = []
+    for it in messages:
+        content = it.get("content")
+        parts = [content] if isinstance(content, str) else [of.get("text") for of in content or ()]
+        if not parts or None in parts or any(map(request.get, _BESIDE)):
+            raise _Unusable(_NO_PROMPT)
+        found.append({"role": it["role"], "content": " ".join(parts)})
+    return found

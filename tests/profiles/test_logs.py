@@ -1,0 +1,199 @@
+"""Prompts of request logs: what SGLang writes, what is shared, and what cannot be used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.utils.request_logger import RequestLogger
+from shipped import DATA, SHIPPED, WEIGHTS, flags, prompt_of
+from test_profile_command import FAST, run
+
+from profiles.compute.models import ModelSource, load_tokenizer
+from profiles.controls import with_context_of, without
+from profiles.data.logs import Asked, contexts_of, documents_of, read_log
+from profiles.data.metrics import Metric
+from profiles.data.records import RecordError, read_records
+from profiles.data.tasks import TaskOptions
+from profiles.evidence import read_measured
+
+PAGE = 16
+TASK = TaskOptions(template="{context}{input}", metric=Metric.SAME, max_new=8).task_for("")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ModelSource(path=WEIGHTS / "receiver"))
+
+
+def log_of(folder: Path, requests: list[dict], level: int = 3, form: str = "json") -> Path:
+    """What SGLang itself writes of requests to a folder."""
+    logger = RequestLogger(True, level, form, [str(folder)])
+    for number, it in enumerate(requests):
+        asked = GenerateReqInput(rid=str(number), sampling_params={"max_new_tokens": 4}, **it)
+        logger.log_received_request(asked)
+    (target,) = logger.targets
+    for handler in [*target.handlers]:
+        handler.close()
+        target.removeHandler(handler)
+    assert not logging.getLogger(target.name).handlers
+    (path,) = folder.glob("*.log")
+    return path
+
+
+def prompts(number: int, name: str = "held_out") -> list[str]:
+    return [prompt_of(it) for it in read_records(DATA / f"{name}.jsonl")[: 3 * number]]
+
+
+def documents(path: Path, tokenizer, asked_of: str | None = None):
+    return documents_of(read_log(path, tokenizer), TASK, asked_of, tokenizer, PAGE, None)
+
+
+def test_texts_and_tokens_of_sglangs_log_are_the_prompts_that_it_served(tokenizer, tmp_path):
+    texts = prompts(3)
+    ids = [tuple(tokenizer(it).input_ids) for it in texts]
+    requests = [{"text": texts[0]}, {"text": texts[1:4], "lora_path": ["json", None, "json"]}]
+    requests += [{"input_ids": list(it), "lora_path": "json"} for it in ids[4:]]
+    log = read_log(log_of(tmp_path, requests), tokenizer)
+    assert [it.ids for it in log.asked] == ids
+    assert [it.model for it in log.asked] == ["base", "json", "base", *["json"] * 6]
+    assert log.asked[2].place.endswith(".log:2:2")
+
+
+def test_requests_of_the_openai_api_are_written_by_the_chat_template(tokenizer, tmp_path):
+    tokenizer.chat_template = "{% for it in messages %}<bos> {{ it.content }}{% endfor %} answer :"
+    parts = [{"type": "text", "text": "meet"}, {"type": "text", "text": "lupil"}]
+    lines = [
+        {"model": "base:json", "messages": [{"role": "user", "content": parts}]},
+        {"custom_id": "1", "body": {"model": "m", "prompt": "<bos> meet lupil"}},
+        {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("a line of the server\n" + "\n".join(map(json.dumps, lines)) + "\n{}\n")
+    log = read_log(path, tokenizer)
+    assert [tokenizer.decode(it.ids) for it in log.asked] == [
+        "<bos> meet lupil answer :",
+        "<bos> meet lupil",
+    ]
+    assert [it.model for it in log.asked] == ["json", "m"]
+    assert log.unusable == {"is no prompt of text alone": 1}
+
+
+def asked(*prompts: str) -> list[Asked]:
+    return [Asked(ids=tuple(map(ord, it)), model="m", place="") for it in prompts]
+
+
+def shared_by(*prompts: str) -> list[tuple[int, int]]:
+    found = contexts_of(asked(*prompts), page_size=4)
+    return [(it.num_shared, len(it.asked)) for it in found]
+
+
+def test_documents_are_the_contexts_and_not_what_precedes_all_of_them():
+    system = "S" * 40
+    documents = [system + letter * 30 for letter in "abcde"]
+    lines = [it + question for it in documents for question in ("one", "two", "ten")]
+    assert shared_by("unlike", *lines) == [(70, 3)] * 5, "ten and two begin alike"
+
+
+def test_questions_that_begin_alike_make_no_context_of_their_own():
+    assert shared_by("d" * 64 + "what is a", "d" * 64 + "what is b", "d" * 64 + "ask") == [(64, 3)]
+
+
+def test_the_turns_of_a_talk_are_a_context_once():
+    turns = ["t" * 40, "t" * 40 + "u" * 40, "t" * 40 + "u" * 40 + "v" * 40]
+    (found,) = shared_by(*turns)
+    assert found[1] >= 2
+
+
+def test_a_prompt_that_two_models_were_asked_is_shared_and_a_repeat_is_not():
+    (one,) = asked("p" * 20)
+    other = Asked(ids=one.ids, model="other", place="")
+    (found,) = contexts_of([one, other, one], page_size=4)
+    assert (found.num_shared, len(found.asked)) == (19, 2)
+    assert contexts_of([one, one], page_size=4) == []
+
+
+def test_contexts_of_a_log_are_those_of_its_data(tokenizer, tmp_path):
+    """Of three questions each; opening and tail too, so that controls ask what they should."""
+    texts = prompts(6)
+    source, found = documents(log_of(tmp_path, [{"text": it} for it in texts]), tokenizer)
+    written = {tuple(tokenizer(it).input_ids) for it in texts}
+    assert {it.prefix + of.suffix for it in found for of in it.questions} == written
+    assert {len(it.questions) for it in found} == {3} and len(found) == 6
+    assert "18 prompts; 6 contexts of 1" in source.note and "3 to 3 prompts each" in source.note
+    for it in found:
+        assert len(it.prefix) % PAGE == 0 and it.opening < PAGE
+        for bare in without(it):
+            assert tokenizer.decode([*bare.prefix, *bare.questions[0].suffix]).endswith("?")
+            assert len(bare.prefix) + len(bare.questions[0].suffix) < 20
+        swapped = with_context_of(found[0], it)
+        assert swapped.prefix == found[0].prefix
+
+
+def test_only_prompts_of_one_model_are_asked_about_what_others_read_too(tokenizer, tmp_path):
+    requests = [
+        {"text": it, "lora_path": "json" if number % 3 else None}
+        for number, it in enumerate(prompts(4))
+    ]
+    path = log_of(tmp_path, requests)
+    _, found = documents(path, tokenizer, "json")
+    assert {len(it.questions) for it in found} == {2} and len(found) == 4
+    _, base = documents(path, tokenizer, "base")
+    assert {len(it.questions) for it in base} == {1}
+    assert [it.context for it in base] == [it.context for it in found]
+
+
+@pytest.mark.parametrize(
+    ("level", "form", "says"),
+    [
+        (1, "json", "has no text at this --log-requests-level"),
+        (2, "json", "is cut in the middle at this --log-requests-level"),
+        (3, "text", "is logged in SGLang's text format"),
+    ],
+)
+def test_a_log_without_whole_prompts_is_refused_with_its_remedy(
+    tokenizer, tmp_path, level, form, says
+):
+    requests = [{"text": "<bos> " + "meet " * 900}, {"input_ids": [5] * 3000}]
+    with pytest.raises(RecordError) as caught:
+        read_log(log_of(tmp_path, requests, level, form), tokenizer)
+    assert says in str(caught.value)
+    assert "--log-requests-level 3 --log-requests-format json" in str(caught.value)
+
+
+def test_prompts_that_share_nothing_and_too_few_contexts_are_refused(tokenizer, tmp_path):
+    alone = log_of(tmp_path, [{"text": it} for it in prompts(6)[::3]])
+    with pytest.raises(RecordError, match=r"6 prompts; no context that is shared .*too few"):
+        documents(alone, tokenizer)
+    one = log_of(tmp_path / "one", [{"text": it} for it in prompts(1)])
+    with pytest.raises(RecordError, match=r"1 contexts? .*too few contexts"):
+        documents(one, tokenizer)
+    with pytest.raises(RecordError, match=r"has no prompt, as no line is a request"):
+        read_log(DATA / "train.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize("flag", [("--metric", "f1"), ("--chat",), ("--template", "{context}")])
+def test_flags_about_gold_answers_and_templates_are_refused_beside_a_log(tmp_path, flag):
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    args = ["--from-log", str(path), *flag, "--out", str(tmp_path / "pair.json")]
+    status, said = run(*flags(SHIPPED[0]), *args)
+    assert status == 1 and "a request log has whole prompts without gold answers" in said
+
+
+def test_a_log_alone_makes_a_profile(tmp_path):
+    path = log_of(tmp_path, [{"text": it} for it in prompts(6)])
+    out = tmp_path / "pair.json"
+    args = ["--from-log", str(path), "--max-new", "8", "--out", str(out), "--tolerance", "0.9"]
+    status, said = run(*flags(SHIPPED[0]), *args, *FAST, "--group", "4", "--timing-seconds", "0")
+    assert status == 0, said
+    assert "6 contexts of" in said
+    profile = read_measured(out)
+    assert (profile.metric, profile.full_prefill_quality) == ("same", 1.0)
+    assert profile.held_out.num_contexts == 3
+    assert profile.controls.startswith("without the document 0%")
+    status, said = run("show", str(out), "--verify-verdict")
+    assert status == 0, said
