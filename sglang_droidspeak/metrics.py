@@ -9,13 +9,15 @@ from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from cachetree import ModelId
 from cachetree.metrics import METRICS
 
 if TYPE_CHECKING:
     from cachetree import CacheStatus
-    from cachetree.planning import Profiles
+    from cachetree.planning import Plan, Profiles
     from sglang_droidspeak.guard.plans import WatchedPair
     from sglang_droidspeak.request.request import Request
 
@@ -24,6 +26,15 @@ log = logging.getLogger(__name__)
 _PERIOD_S: Final = 2.0
 """Between two looks at the cache's own counters."""
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class Saving(msgspec.Struct, kw_only=True):
+    """Seconds of prefill that reuse by a pair has saved and lost since the start."""
+
+    sender: ModelId
+    receiver: ModelId
+    saved_s: float = 0.0
+    lost_s: float = 0.0
 
 
 class Metrics:
@@ -71,8 +82,29 @@ class Metrics:
             "retired: weights were updated, or its loader failed",
         )
         self.reused_tokens: Final[Counter] = counter(
-            "droidspeak:reused_tokens", "Prompt tokens not prefilled in full"
+            "droidspeak:reused_tokens",
+            "Prompt tokens not prefilled in full, by whether their KV is exact or approximate",
+            ["kind"],
         )
+        self.approximate_tokens: Final[Counter] = counter(
+            "droidspeak:approximate_tokens",
+            "Prompt tokens of answers whose KV was made from another model's, or from encoded KV, "
+            "now or for an earlier request",
+        )
+        self.saved_s: Final[Counter] = counter(
+            "droidspeak:saved_seconds",
+            "Seconds by which reuse was faster than the full prefill that was predicted for the "
+            "same tokens",
+            pair,
+        )
+        self.lost_s: Final[Counter] = counter(
+            "droidspeak:lost_seconds",
+            "Seconds by which reuse was slower than the full prefill that was predicted for the "
+            "same tokens, waits for what did not come included",
+            pair,
+        )
+        self.savings: Final[dict[tuple[ModelId, ModelId], Saving]] = {}
+        """By (sender, receiver)."""
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes",
             "Bytes of E and KV staged for requests by when they were admitted; "
@@ -132,11 +164,12 @@ class Metrics:
         """Any thread."""
         self.hicache_objects.labels(result).inc(num)
 
-    def count_outcome(self, outcome: str, *, exact: bool = True) -> None:
-        """A request, once; `outcome` and `exact` as in its meta_info."""
+    def count_outcome(self, outcome: str, *, exact: bool = True, num_approximate: int = 0) -> None:
+        """A request, once; `outcome`, `exact` and its approximate tokens as in its meta_info."""
         kind, _, cause = outcome.partition(": ")
         self.requests.labels(kind).inc()
         self.approximate.inc(not exact)
+        self.approximate_tokens.inc(num_approximate)
         if cause:
             self.fallbacks.labels(cause).inc()
 
@@ -168,7 +201,20 @@ class Metrics:
         self.fetched_bytes.inc(request.source.staging.num_landed_bytes)
         self.queued_s.observe(request.queued_s)
         if is_good and not request.load.cause:
-            self.reused_tokens.inc(len(request.load.at))
+            kind = "exact" if request.plan.is_exact else "approximate"
+            self.reused_tokens.labels(kind).inc(len(request.load.at))
+
+    def count_saving(self, plan: Plan, seconds: float) -> None:
+        """What one request has saved by a plan; less than 0 if it took longer."""
+        models = plan.sender, plan.receiver
+        saved, lost = self.saved_s.labels(*models), self.lost_s.labels(*models)
+        total = self.savings.setdefault(models, Saving(sender=plan.sender, receiver=plan.receiver))
+        if seconds > 0:
+            saved.inc(seconds)
+            total.saved_s += seconds
+        else:
+            lost.inc(-seconds)
+            total.lost_s -= seconds
 
 
 class CacheMetrics:

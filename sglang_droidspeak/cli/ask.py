@@ -30,9 +30,10 @@ class NoAnswer(CacheTreeError):
 def add_parsers(commands: Any) -> None:
     peers = commands.add_parser(
         "peers",
-        help="show how the peers of a running server are doing",
+        help="show how the peers of a running server are doing, and what reuse has saved",
         description="Ask a running SGLang server which workers it reads from and how they are "
-        "doing. Exit status 1 where one of them is not ready.",
+        "doing, and how many seconds of prefill each pair has saved. Exit status 1 where a peer is "
+        "not ready.",
     )
     peers.add_argument(
         "url", type=server_url, metavar="URL", help="of SGLang, such as http://127.0.0.1:30000"
@@ -155,6 +156,10 @@ def _peers(args: argparse.Namespace) -> int:
         beside = " ".join(filter(None, (peer["model"], peer["reason"])))
         line = f"{peer['address']:30} {peer['state']:12} {beside}".rstrip()
         show(printable(with_names(line, state[KEY]["names"])))
+    for it in state[KEY]["savings"]:
+        pair = f"{it['sender']} for {it['receiver']}"
+        times = f"saved {it['saved_s']:,.1f} s of prefill and lost {it['lost_s']:,.1f} s"
+        show(printable(with_names(f"{times} since the start: {pair}", state[KEY]["names"])))
     return int(any(peer["state"] != "ready" for peer in peers))
 
 

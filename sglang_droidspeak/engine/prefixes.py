@@ -40,6 +40,7 @@ _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
 _WITHOUT_E: Final = "droidspeak_without_e"
+_NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
 _ID_CHARS: Final = 32
 """Of an adapter's id, SGLang's hexadecimal UUID."""
@@ -175,6 +176,16 @@ def num_without_e(req: Req) -> int:
 def note_without_e(req: Req, num_tokens: int) -> None:
     """So many of its first tokens are there, and those that were loaded have no E."""
     setattr(req, _WITHOUT_E, num_tokens)
+
+
+def num_approximate(req: Req) -> int:
+    """How many tokens of the prompt have KV that was made from another model's."""
+    return getattr(req, _NUM_APPROXIMATE, 0)
+
+
+def note_approximate(req: Req, num_tokens: int) -> None:
+    """So many are read or loaded; what the request computes after them is not counted."""
+    setattr(req, _NUM_APPROXIMATE, num_tokens)
 
 
 def _note(req: Req, name: str, value: object) -> None:

@@ -18,6 +18,7 @@ from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weig
 from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import LoRARef, Scheduler
+from sglang_droidspeak.metrics import Saving
 from sglang_droidspeak.request.labels import Label, Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance, outcome_of
 from sglang_droidspeak.request.outcomes import advice_on
@@ -105,6 +106,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     links: Mapping[str, float]
     """Measured of late, by peer: bytes per second."""
     pairs: Sequence[Pair]
+    savings: Sequence[Saving]
     health: Health
     off: str
     """Why it reuses nothing, and what to do; empty where it does."""
@@ -137,6 +139,7 @@ class Answers:
             peers=self._cache.sources(),
             links={it.address: it.bytes_per_s for it in status.peers if it.bytes_per_s},
             pairs=[self._pair(it) for it in self._planner.profiles.values()],
+            savings=[*self._labels.metrics.savings.values()],
             health=health_of(status),
             off=self._off,
         )

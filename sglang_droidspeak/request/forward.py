@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from cachetree import Deadline, FetchError, Span
+from cachetree.planning import full_prefill_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode, Req, ScheduleBatch
@@ -25,6 +27,22 @@ from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.capture import Attachment
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one loading request is of its batch."""
+
+    request: Request
+    tokens: Span
+    """Of its prompt, which the device has with this batch and had not before."""
+    share: float
+    """Of the batch's work."""
+    delay_s: float
+    """As of the request when the batch began,"""
+    began_s: float
+    """which is this moment, on monotonic time."""
+
 
 NO_CONSUMER = -1
 """Index at which the KV pool waits for no load: a partial prefill reads what it wrote itself."""
@@ -46,6 +64,8 @@ class ForwardPass:
         self._prefill = PartialPrefill(attachment, meter.step_tokens, ranks)
         self._loading: dict[int, Sequence[Request]] = {}
         """Of each batch that has not ended, by the index that it waits on."""
+        self._parts: dict[int, Sequence[_Part]] = {}
+        """The same requests, since their batch runs."""
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
         """At start, on the stream of forwards: whatever a recompute needs is loaded then."""
@@ -58,8 +78,10 @@ class ForwardPass:
     def done(self, index: int) -> bool:
         """The batch has run; whether what it read was what it should have read, on all ranks:
         SGLang aborts its requests where it was not."""
-        requests = self._loading.pop(index, ())
+        requests, parts = self._loading.pop(index, ()), self._parts.pop(index, ())
         is_good = all(self._ranks.least([it.load.is_good for it in requests]))
+        for part in parts if is_good else ():
+            self._count_saving(part)
         for request in requests:
             self._meter.loaded(request.load.copied_bytes, request.load.copy_s)
             self._labels.metrics.count_load(request, is_good=is_good)
@@ -74,8 +96,10 @@ class ForwardPass:
         """Bring the batch's loaded prefixes into place, then run SGLang's own forward."""
         if batch is None or batch.forward_mode.is_idle():
             return original(worker, batch, *args, **kw)
-        requests = self._loading.get(batch.hicache_consumer_index, ())
-        recompute = self._before(batch, requests) if requests else (0.0, 0.0)
+        requests, recompute = self._loading.get(batch.hicache_consumer_index, ()), (0.0, 0.0)
+        if requests:
+            self._parts[batch.hicache_consumer_index] = _parts_of(batch, requests)
+            recompute = self._before(batch, requests)
         if batch.forward_mode.is_extend():
             for req, num_read in zip(batch.reqs, batch.prefix_lens, strict=True):
                 if not num_read:
@@ -89,6 +113,14 @@ class ForwardPass:
             self._labels.note(request.req, provenance_of(request, recompute, forward_s))
             traces.loaded(request, recompute)
         return result
+
+    def _count_saving(self, part: _Part) -> None:
+        """Once the batch has ended on the device, too."""
+        request = part.request
+        full_s = full_prefill_s(part.tokens, self._meter.prefill)
+        if full_s is not None:
+            took_s = part.delay_s + part.share * (time.monotonic() - part.began_s)
+            self._labels.metrics.count_saving(request.plan, full_s - took_s)
 
     def _before(self, batch: ScheduleBatch, requests: Sequence[Request]) -> tuple[float, float]:
         """Recompute every block, then have every loaded layer on its way into its slots. Returns
@@ -193,8 +225,29 @@ class ForwardPass:
         if not req.retracted_stain:  # It counts what comes first alone.
             req.cached_tokens -= len(load.at)
             req.cached_tokens_host -= len(load.at)
+        if not load.plan.is_exact:
+            prefixes.note_approximate(req, prefixes.num_approximate(req) - len(load.at))
         if not load.at.start:
             prefixes.move(req, approximate=False)
+
+
+def _parts_of(batch: ScheduleBatch, requests: Sequence[Request]) -> list[_Part]:
+    """Work is counted as SGLang's tokens of a step are: `Planned.step_share` for a loaded one."""
+    began_s, rows = time.monotonic(), {req.rid: row for row, req in enumerate(batch.reqs)}
+    work: list[float] = [*batch.extend_lens]
+    for it in requests:
+        work[rows[it.req.rid]] += it.planned.step_share * len(it.load.at)
+    return [
+        _Part(
+            request=it,
+            tokens=Span(it.load.at.start, batch.prefix_lens[row] + batch.extend_lens[row]),
+            share=work[row] / sum(work),
+            delay_s=it.delay_s,
+            began_s=began_s,
+        )
+        for it in requests
+        for row in (rows[it.req.rid],)
+    ]
 
 
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:

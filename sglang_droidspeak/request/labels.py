@@ -99,9 +99,11 @@ class Labels:
         # Where nothing was read it is exact, too; who is in the queue has read nothing yet.
         is_admitted, told = req.extend_end is not None, label.provenance
         is_exact = told.exact and not (is_admitted and prefixes.is_approximate(req))
-        told = label.provenance = msgspec.structs.replace(told, exact=is_exact)
+        num_approximate = 0 if is_exact else prefixes.num_approximate(req)
+        read = {"exact": is_exact, "approximate_tokens": num_approximate}
+        told = label.provenance = msgspec.structs.replace(told, **read)
         if is_aborted and not told.reused_tokens:
-            told = RequestProvenance(outcome="aborted", exact=is_exact)
+            told = RequestProvenance(outcome="aborted", **read)
         elif params.n > 1:
             if params.max_new_tokens == 0:
                 self._warmed[_prompt(req)] = told
@@ -125,7 +127,10 @@ class Labels:
         if not asking.is_own(req):
             if told.not_invoked:
                 self.metrics.not_invoked.inc()
-            self.metrics.count_outcome(told.outcome, exact=told.exact or is_aborted)
+            num_approximate = 0 if is_aborted else told.approximate_tokens
+            self.metrics.count_outcome(
+                told.outcome, exact=told.exact or is_aborted, num_approximate=num_approximate
+            )
             self._keep(req.rid, label)
             _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}

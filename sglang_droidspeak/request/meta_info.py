@@ -26,6 +26,9 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = True
     """False where prompt KV descends from another model's or from encoded KV, also through this
     server's own cache."""
+    approximate_tokens: int = 0
+    """Prompt tokens whose KV was made from another model's, or was encoded, for this request or an
+    earlier one; what was computed after them is not counted. 0 if `exact`."""
     sender: str | None = None
     """Model id of the one whose cache was read."""
     sender_name: str | None = None

@@ -113,6 +113,15 @@ class Request:
     def waited_s(self) -> float:
         return 0.0 if self.runnable_s is None else time.monotonic() - self.runnable_s
 
+    @property
+    def delay_s(self) -> float:
+        """Seconds by which its plan has put off its batch until now. The wait for a request that
+        computes the same pages is not among them: without reuse the device is as busy."""
+        planned_s = self.seen_s + self.match_s
+        could_run_s = math.inf if self.runnable_s is None else max(planned_s, self.runnable_s)
+        held_s = max(0.0, time.monotonic() - could_run_s)
+        return held_s if self.has_followed else self.match_s + held_s
+
     def left_s(self, num_landed_bytes: int = 0) -> float:
         """How much longer it waits while no more than that comes; negative once it gives up."""
         return self.patience.limit_s(num_landed_bytes) - self.waited_s

@@ -103,6 +103,8 @@ class WaitingRequests:
                 cause = "no_slots" if request.source else "staging_full"
                 self._give_up(request, Reason.ON_DEVICE.value if is_on_device else cause)
             request.settle()
+            if prefixes.is_approximate(request.req):
+                self._note_approximate(request, request.req.prefix_len // self._page_size)
 
     def pass_over(self, rids: Iterable[str]) -> None:
         """The step that was just made could have taken these, had they not been held back."""
@@ -145,10 +147,15 @@ class WaitingRequests:
         if request.phase < Phase.ARRIVING or not request.source.admit():
             return False
         planned = request.planned
-        self._pool_index.has_approximate |= planned.is_approximate
         request.req.skip_radix_cache_insert |= planned.is_experiment and not planned.plan.is_exact
-        start = request.own_pages.index(prefixes.page_hash(keys[0])) * self._page_size
-        request.begin_load(Span(start, start + len(keys) * self._page_size), slots)
+        first = request.own_pages.index(prefixes.page_hash(keys[0]))
+        pages = Span(first, first + len(keys))
+        at = Span(pages.start * self._page_size, pages.stop * self._page_size)
+        request.begin_load(at, slots)
+        self._note_approximate(request, first, 0 if planned.plan.is_exact else len(at))
+        if planned.is_approximate:
+            where = prefixes.approximate_of(request.req)
+            self._pool_index.note_loaded(where, request.pages[pages.start : pages.stop])
         return True
 
     def cancel(self, rid: str) -> bool:
@@ -172,6 +179,15 @@ class WaitingRequests:
             request.settle()
         self._requests.clear()
         self._in_flight.clear()
+
+    def _note_approximate(self, request: Request, num_read: int, num_loaded: int = 0) -> None:
+        """It reads so many pages of the device, and loads so many approximate tokens."""
+        req = request.req
+        if prefixes.is_approximate(req):
+            pages = request.pages[:num_read]
+            num_pages = self._pool_index.num_loaded(prefixes.approximate_of(req), pages)
+            num_loaded += num_pages * self._page_size
+        prefixes.note_approximate(req, num_loaded)
 
     def _is_held(self, request: Request) -> bool:
         """Whether SGLang may not admit the request yet.
@@ -320,6 +336,7 @@ class WaitingRequests:
         """It was planned, and reads nothing by its plan."""
         if outcome != Reason.ON_DEVICE.value:
             traces.given_up(request, outcome.removeprefix("fallback: "))
+            self._labels.metrics.count_saving(request.plan, -request.delay_s)
         queued_ms = round(1000 * request.age_s, 3)
         is_fault = outcome.startswith("fallback")
         gone = is_fault and absence_of(request.plan.location, self._sources.cache.sources())

@@ -67,6 +67,10 @@ class PoolIndex:
     _ranks: Ranks
     _places: OrderedDict[Location, None] = field(default_factory=OrderedDict, init=False)
     """Where something is noted, the one longest unused first."""
+    _loaded: OrderedDict[tuple[str, PageHash], None] = field(
+        default_factory=OrderedDict, init=False
+    )
+    """Approximate pages that were loaded, not computed after such ones; by namespace."""
     is_read: bool = field(default=False, init=False)
     """Whether a model of this server may ask what the pool has."""
     has_approximate: bool = field(default=False, init=False)
@@ -114,6 +118,7 @@ class PoolIndex:
     def clear(self) -> None:
         """Nothing is in the pool any more."""
         self._leave(list(self._places))
+        self._loaded.clear()
         self.has_approximate = False
 
     def _leave(self, places: Iterable[Location]) -> None:
@@ -121,6 +126,19 @@ class PoolIndex:
             self._tree.remote.forget(location)
             self._tree.remote.leave(location)
             del self._places[location]
+
+    def note_loaded(self, namespace: str, pages: Iterable[PageHash]) -> None:
+        """These pages of a namespace are made from another model's KV. What SGLang evicts stays
+        noted, up to a few times what the pool can hold."""
+        self.has_approximate = True
+        for page in pages:
+            self._loaded[namespace, page] = None
+            self._loaded.move_to_end((namespace, page))
+        while len(self._loaded) > _MAX_POOLS * self._num_slots // self._page_size:
+            self._loaded.popitem(last=False)
+
+    def num_loaded(self, namespace: str, pages: Iterable[PageHash]) -> int:
+        return sum((namespace, page) in self._loaded for page in pages)
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
         """What SGLang would find of the request's first pages in either namespace."""

@@ -33,7 +33,9 @@ from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.doctor import Check, break_even_byte_s
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import free_port
+from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.answers import Answers
+from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY
 
 NEAR = {"address": FAR, "state": "ready", "reason": "", "model": ""}
@@ -276,7 +278,8 @@ def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any
     asked, _ = planned(**planner)
     asked.profiles, asked.off = profiles, off
     output = SimpleNamespace(internal_state={"model_path": "m"})
-    answers = Answers(cache, asked, None, {}, PAGE, None)  # type: ignore[arg-type]
+    labels: Any = Labels(Metrics(enabled=False), cache.names)
+    answers = Answers(cache, asked, labels, {}, PAGE, None)  # type: ignore[arg-type]
     answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
     return output.internal_state
 

@@ -34,11 +34,12 @@ class Counts:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
-        self.num_approximate = 0
+        self.num_approximate = self.num_approximate_tokens = 0
 
-    def count_outcome(self, outcome: str, *, exact: bool) -> None:
+    def count_outcome(self, outcome: str, *, exact: bool, num_approximate: int) -> None:
         self.outcomes[outcome] += 1
         self.num_approximate += not exact
+        self.num_approximate_tokens += num_approximate
 
 
 request = partial(in_queue, extend_end=3)

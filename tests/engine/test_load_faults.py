@@ -108,6 +108,7 @@ class Rig:
                 stack=None,
             ),
             loader=self.loader,
+            meter=MagicMock(prefill=None),
             labels=self.labels,
             ranks=Ranks(None),
         )
@@ -122,6 +123,7 @@ class Rig:
         staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
         source = Staged(PLAN, self.pool, staging)
         prefixes.move(self.req, approximate=True)
+        prefixes.note_approximate(self.req, NUM_TOKENS)
         at = Span(num_there, NUM_TOKENS)
         return loading(PLAN, source, at, SLOTS[num_there:], self.req)
 
@@ -138,7 +140,7 @@ class Rig:
     def num_reused(self) -> float:
         """As metrics have it."""
         (metric,) = self.labels.metrics.reused_tokens.collect()
-        return metric.samples[0].value
+        return sum(it.value for it in metric.samples if it.name.endswith("_total"))
 
     def is_told_exact(self) -> bool:
         return self.told()["exact"]

@@ -74,7 +74,8 @@ def test_the_command_shows_states_and_errors(
     monkeypatch.delenv("NO_PROXY", raising=False)
     there = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources()), "names": {}}
+        peers = msgspec.to_builtins(cache.sources())
+        info.internal_state[KEY] = {"peers": peers, "names": {}, "savings": []}
         assert main(["peers", f"{info.url}/"]) == 1
         assert capsys.readouterr().out.split()[:2] == [there, "connecting"]
         with serving(there):
@@ -88,6 +89,11 @@ def test_the_command_shows_states_and_errors(
     info.internal_state[KEY]["names"] = {model: "base"}
     assert main(["peers", info.url]) == 0
     assert capsys.readouterr().out.endswith("base (aaaaaaaa)  [2Jone line\n")
+    saving = {"sender": model, "receiver": "b" * 32, "saved_s": 1234.56, "lost_s": 0.04}
+    info.internal_state[KEY]["savings"] = [saving]
+    assert main(["peers", info.url]) == 0
+    told = "saved 1,234.6 s of prefill and lost 0.0 s since the start: base (aaaaaaaa) for bbbb"
+    assert told in capsys.readouterr().out.splitlines()[1]
 
 
 def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsys: Any) -> None:
@@ -119,7 +125,7 @@ def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() ->
 
 
 def test_a_server_without_peers_says_so(info: SimpleNamespace, capsys: Any) -> None:
-    info.internal_state = {KEY: {"peers": []}}
+    info.internal_state = {KEY: {"peers": [], "savings": []}}
     assert main(["peers", info.url]) == 0
     assert "reads from no peer" in capsys.readouterr().out
 

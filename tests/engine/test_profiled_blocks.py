@@ -32,7 +32,9 @@ from profiles.data.datasets import load_sources
 from profiles.data.documents import Document, Question, Tokens, make_documents
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
+from sglang_droidspeak.cli.ask import state_of
 from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.request.meta_info import KEY
 
 pytestmark = pytest.mark.server
 
@@ -135,6 +137,25 @@ def receiver(drawn: Drawn, tmp_path_factory) -> Iterator[Server]:
         finally:
             watcher.close()
         yield ours
+
+
+def test_the_seconds_saved_are_those_that_a_client_measures(receiver: Server, drawn: Drawn) -> None:
+    """A busy machine makes single times noise, so that a part of all of them is allowed."""
+    controls = {"reuse": {"block": literal(drawn.blocks[1])}, "full": {"mode": "off"}}
+    seconds = dict.fromkeys(controls, 0.0)
+    tokens, before_s = [*drawn.documents[0].prefix, 5, 6, 7], counted_s(receiver)
+    for _ in range(8):
+        for name, asked in controls.items():
+            receiver.flush()
+            seconds[name] += receiver.stream(tokens, droidspeak=asked, max_new_tokens=1)[0]
+    saved_s = counted_s(receiver) - before_s
+    print(f"{seconds} by a client; {saved_s} s saved as the server counts")
+    assert saved_s == pytest.approx(seconds["full"] - seconds["reuse"], abs=0.25 * seconds["full"])
+
+
+def counted_s(server: Server) -> float:
+    state, _ = state_of(server.url, None)
+    return sum(it["saved_s"] - it["lost_s"] for it in state[KEY]["savings"])
 
 
 def literal(block: Span) -> str:

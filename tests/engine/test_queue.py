@@ -194,7 +194,9 @@ def test_which_held_requests_a_step_could_have_taken(
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
     """Of its second reading: its first answer was on its way, as with SGLang's overlap schedule."""
     outcomes: Counter[str] = Counter()
-    metrics = SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it]))
+    metrics = SimpleNamespace(
+        count_outcome=lambda it, **_: outcomes.update([it]), count_saving=lambda *_: None
+    )
     labels = Labels(metrics, ModelNames())  # type: ignore[arg-type]
     cache, taken, other = Asked(), request("taken"), request("other")
     taken.prefix_len = 0
@@ -231,7 +233,8 @@ def test_what_the_pool_has_no_more_takes_no_slots() -> None:
     """SGLang may evict it while the request waits, until its slots are given."""
     in_pool = replace(PLAN, location=Location("pool:another"))
     locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
-    pool = SimpleNamespace(has_approximate=False, find=lambda *_: True, lock=lambda *_: next(locks))
+    pool = Asked()
+    pool.lock = lambda *_: next(locks)  # type: ignore[attr-defined]
     planner = planner_of(plan=in_pool, patience=Patience(saving_s=1e3))
     waiting, _ = waiting_with(Asked(), planner=planner, pool=pool)
     req = request()

@@ -46,7 +46,7 @@ from sglang_droidspeak.request.waiting import WaitingRequests
 
 DEADLINE_S = 0.2
 
-UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, exact: None)
+UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, **__: None)
 
 
 @pytest.fixture

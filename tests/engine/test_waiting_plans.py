@@ -263,7 +263,7 @@ def test_of_those_without_memory_only_the_next_look_once_more() -> None:
 def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
     outcomes: list[Any] = []
     req = request()
-    metrics = SimpleNamespace(count_outcome=lambda it, exact: outcomes.append(it))
+    metrics = SimpleNamespace(count_outcome=lambda it, **_: outcomes.append(it))
     labels = Labels(metrics, ModelNames())  # type: ignore[arg-type]
     labels.report([req])
     cache = Asked(held=Held(1, 3))

@@ -48,9 +48,17 @@ WANTED = {"is_experiment": True, "patience": Patience(saving_s=math.inf), "step_
 
 @dataclass
 class Told:
-    """Labels: what requests were told."""
+    """Labels: what requests were told. Its metrics: what each plan has saved."""
 
     notes: list[tuple[str, RequestProvenance]] = field(default_factory=list)
+    savings: list[float] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> Any:
+        return self
+
+    def count_saving(self, _plan: Plan, seconds: float) -> None:
+        self.savings.append(seconds)
 
     def note(self, req: Any, told: RequestProvenance) -> None:
         self.notes.append((req.rid, told))
@@ -74,6 +82,8 @@ class Asked:
         self.where: list[Any] = []
         self.has = held or Held(0, 0)
         self._clock = clock
+        self.loaded: list[Any] = []
+        """Approximate pages."""
         self.peers: tuple[Any, ...] = ()
 
     def sources(self) -> tuple[Any, ...]:
@@ -93,6 +103,13 @@ class Asked:
     def held(self, req: Any, num_pages: int, tree: Any) -> Held:
         self.where.append((req.rid, num_pages, tree))
         return self.has
+
+    def note_loaded(self, namespace: str, pages: Any) -> None:
+        self.loaded += pages
+        self.has_approximate = True
+
+    def num_loaded(self, namespace: str, pages: Any) -> int:
+        return sum(it in self.loaded for it in pages)
 
     def land(self, number: int | None = None) -> None:
         """All that is still missing of that fetch, or of each."""

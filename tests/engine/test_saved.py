@@ -1,0 +1,213 @@
+"""Seconds that reuse saved and lost, beside what a client would have measured."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from permissive import made
+from request_parts import loading
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from waiting_parts import (
+    NUM_PAGES,
+    PAGE,
+    PLAN,
+    Asked,
+    Now,
+    keys_of,
+    look,
+    planner_of,
+    request,
+    waiting_with,
+)
+from waiting_parts import loading as loading_of
+
+from cachetree.ids import Span
+from cachetree.names import ModelNames
+from cachetree.planning import Patience, PrefillCost
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import ForwardMode
+from sglang_droidspeak.metrics import Metrics, Saving
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import forward
+from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.request.planner import Declined
+from sglang_droidspeak.request.request import Request
+from sglang_droidspeak.store.pool import Held
+
+NUM_TOKENS, NUM_NEW = NUM_PAGES * PAGE, 16
+TOKEN_S = 0.01
+OWN = replace(PLAN, sender=PLAN.receiver)
+PAIR = PLAN.sender, PLAN.receiver
+
+
+class Rig:
+    """A server on whose clock a token of full prefill takes `TOKEN_S`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = Now(monkeypatch)
+        monkeypatch.setattr(forward, "time", SimpleNamespace(monotonic=self.now))
+        monkeypatch.setattr(forward, "PartialPrefill", lambda *_: None)
+        self.metrics = Metrics(enabled=False)
+        meter = SimpleNamespace(
+            step_tokens=64,
+            prefill=PrefillCost(token_s=TOKEN_S, context_s=0.0),
+            loaded=lambda *_: None,
+            forward=nullcontext,
+        )
+        self.forward = made(
+            ForwardPass,
+            meter=meter,
+            labels=Labels(self.metrics, ModelNames()),
+            ranks=Ranks(None),
+        )
+        self.forward._before = lambda *_: (0.0, 0.0)  # type: ignore[method-assign]
+
+    def loading(self, rid: str = "r1") -> Request:
+        source: Any = SimpleNamespace(
+            release=lambda: None,
+            staging=SimpleNamespace(
+                num_landed_bytes=0, num_bytes=0, started_s=0.0, completed_s=0.0
+            ),
+        )
+        at, slots = Span(0, NUM_TOKENS), torch.arange(NUM_TOKENS)
+        return loading(PLAN, source, at, slots, request(rid))
+
+    def run(self, *loads: Request, takes_s: float, num_others: int = 0) -> None:
+        """One batch, from its start to its end on the device."""
+        reqs = [it.req for it in loads] + [request(f"other{i}") for i in range(num_others)]
+        batch = SimpleNamespace(
+            reqs=reqs,
+            prefix_lens=[NUM_TOKENS if i < len(loads) else 0 for i in range(len(reqs))],
+            extend_lens=[NUM_NEW] * len(reqs),
+            forward_mode=ForwardMode.EXTEND,
+            hicache_consumer_index=0,
+        )
+        self.forward.expect(0, loads)
+        self.forward.run_batch(lambda *_: None, None, batch)
+        self.now.now_s += takes_s
+        assert self.forward.done(0)
+
+    @property
+    def saved_s(self) -> tuple[float, float]:
+        it = self.metrics.savings.get(PAIR, Saving(sender=PLAN.sender, receiver=PLAN.receiver))
+        for metric, value in ((self.metrics.saved_s, it.saved_s), (self.metrics.lost_s, it.lost_s)):
+            assert metric.labels(*PAIR)._value.get() == pytest.approx(value)
+        return pytest.approx(it.saved_s), pytest.approx(it.lost_s)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+FULL_S = TOKEN_S * (NUM_TOKENS + NUM_NEW)
+"""What a client waits for without reuse."""
+
+
+def test_one_request_saves_what_its_client_would_have_waited_for(rig: Rig) -> None:
+    it = rig.loading()
+    it.match_s = 0.02
+    rig.now.now_s += 0.02
+    it.pass_over()
+    rig.now.now_s += 0.1  # Its fetch.
+    rig.run(it, takes_s=0.3)
+    assert rig.saved_s == (FULL_S - 0.42, 0)
+
+
+def test_a_wait_in_which_no_step_could_have_taken_it_costs_nothing(rig: Rig) -> None:
+    it = rig.loading()
+    rig.now.now_s += 10.0
+    rig.run(it, takes_s=0.3)
+    assert rig.saved_s == (FULL_S - 0.3, 0)
+
+
+def test_a_wait_for_another_request_that_computes_the_same_costs_nothing(rig: Rig) -> None:
+    it = rig.loading()
+    it.pass_over()
+    rig.now.now_s += 5.0
+    it.has_followed, it.match_s = True, 5.0
+    rig.now.now_s += 0.1
+    rig.run(it, takes_s=0.3)
+    assert rig.saved_s == (FULL_S - 0.4, 0)
+
+
+def test_requests_of_a_batch_share_its_time_by_their_work(rig: Rig) -> None:
+    """With a third that loads nothing: of 48 new tokens each has 16, and loaded ones cost none."""
+    rig.run(rig.loading(), rig.loading("r2"), takes_s=0.6, num_others=1)
+    assert rig.saved_s == (2 * FULL_S - 0.4, 0)
+
+
+def test_a_slow_reuse_is_a_loss(rig: Rig) -> None:
+    rig.run(rig.loading(), takes_s=2 * FULL_S)
+    rig.run(rig.loading(), takes_s=0.5 * FULL_S)
+    assert rig.saved_s == (0.5 * FULL_S, FULL_S)
+
+
+def test_nothing_is_counted_while_the_devices_speed_is_unknown(rig: Rig) -> None:
+    rig.forward._meter.prefill = None
+    rig.run(rig.loading(), takes_s=0.3)
+    assert rig.saved_s == (0, 0)
+
+
+def test_a_request_that_waited_in_vain_has_lost_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Now(monkeypatch)
+    cache, req = Asked(now), request()
+    planner = planner_of(is_experiment=False, patience=Patience(saving_s=1.0))
+    waiting, told = waiting_with(cache, planner=planner)
+    assert look(waiting, req) == {req.rid}
+    waiting.pass_over([req.rid])
+    now.now_s += 1.5
+    assert not look(waiting, req)
+    assert told.by_rid[req.rid].outcome.startswith("fallback")
+    assert told.savings == [pytest.approx(-1.5)]
+
+
+def test_tokens_are_counted_as_exact_or_approximate(rig: Rig) -> None:
+    rig.run(rig.loading(), takes_s=0.3)
+    assert rig.metrics.reused_tokens.labels("approximate")._value.get() == NUM_TOKENS
+
+
+def test_an_answer_counts_tokens_that_were_loaded_and_none_that_were_computed() -> None:
+    """The first request loads two pages of four; the second finds all four on the device."""
+    plan = replace(PLAN, pages=Span(0, 2))
+    cache, planner = Asked(), planner_of(plan=plan, patience=Patience(saving_s=1.0))
+    waiting, _ = waiting_with(cache, planner=planner)
+    first, second = request(), request("r2", prefix_len=NUM_TOKENS)
+    assert look(waiting, first)
+    loading_of(waiting, cache, first, *keys_of(first)[:2])
+    assert prefixes.num_approximate(first) == 2 * PAGE
+    cache.has = Held(0, NUM_PAGES)
+    waiting._planner.plan = lambda *_: Declined("on_device")
+    look(waiting, second)
+    waiting.admitted([second])
+    assert prefixes.num_approximate(second) == 2 * PAGE
+
+
+def test_an_exact_load_counts_none() -> None:
+    cache, planner = Asked(), planner_of(plan=OWN, patience=Patience(saving_s=1.0))
+    waiting, _ = waiting_with(cache, planner=planner)
+    req = request()
+    assert look(waiting, req)
+    loading_of(waiting, cache, req)
+    assert (prefixes.num_approximate(req), cache.loaded) == (0, [])
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_answer_and_a_counter_say_how_many_tokens_are_approximate(is_aborted: bool) -> None:
+    metrics = Metrics(enabled=False)
+    labels = Labels(metrics, ModelNames())
+    for is_approximate in (True, False):
+        req = request(extend_end=3, finished_reason=FINISH_ABORT() if is_aborted else None)
+        prefixes.note_approximate(req, 32)
+        prefixes.move(req, approximate=is_approximate)
+        labels.report([req])
+        (told,) = req.customized_info[KEY]
+        assert told["approximate_tokens"] == 32 * is_approximate
+    assert metrics.approximate_tokens._value.get() == 32 * (not is_aborted)
