@@ -7,6 +7,8 @@ of the same size; they take turns, their content is compared first, and CPU seco
 all threads of both processes.
 
 raw TCP           `sendall`, `recv_into`, without checksums, with the system's buffers
+ZMQ frames        a message a frame, sent without a copy; ZMQ copies once, into the buffer
+ZMQ, CURVE        the same, sealed by ZMQ's I/O threads (XSalsa20-Poly1305)
 memcpy            within the receiver
 transport         a fetch over TCP into memory of an earlier fetch, as `Cache` does
 transport, keys   the same from a worker with keys: AES-256-GCM, for which CPUs have instructions,
@@ -37,6 +39,7 @@ from typing import Any
 import numpy as np
 import psutil
 import xxhash
+import zmq
 
 from benchmarks import result
 from benchmarks.races import E_LAYER, FAMILY, MODEL, STEPS, pages_in, race, sizes_of
@@ -53,7 +56,9 @@ from cachetree import (
 from cachetree.memory import Arena, Blocks, staged
 from cachetree.transport import write_key_pair
 
-KEYED = "transport, keys"
+KEYED, FRAMES, CURVE = "transport, keys", "ZMQ frames", "ZMQ, CURVE"
+MOST_QUEUED = 16
+"""Messages of a ZMQ socket on either side: that one and the network work at once."""
 REST_S = 0.05
 """In which a peer's thread lets go of the last fetch: else the next one is lent new memory."""
 
@@ -82,7 +87,8 @@ def serve(pages: list[PageHash], directory: Path, teller: Connection) -> None:
     workers = [Worker(tree, WorkerConfig()), Worker(tree, WorkerConfig(**keys))]
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_socket, args=(payload.data, listener), daemon=True).start()
-    teller.send(([worker.address for worker in workers], listener.getsockname()))
+    queues = [_serve_frames(payload.data, keys) for keys in ((b"", b""), zmq.curve_keypair())]
+    teller.send(([worker.address for worker in workers], listener.getsockname(), queues))
     teller.poll(None)
 
 
@@ -92,6 +98,29 @@ def _serve_socket(payload: memoryview, listener: socket.socket) -> None:
     while request := connection.recv(8, socket.MSG_WAITALL):
         for frame in _frames(payload, int.from_bytes(request, "big")):
             connection.sendall(frame)
+
+
+def _queue(public: bytes, secret: bytes) -> zmq.Socket[bytes]:
+    queue = zmq.Context.instance().socket(zmq.PAIR)
+    queue.set_hwm(MOST_QUEUED)
+    if public:
+        queue.curve_publickey, queue.curve_secretkey = public, secret
+    return queue
+
+
+def _serve_frames(payload: memoryview, keys: tuple[bytes, bytes]) -> tuple[str, bytes]:
+    """Where a thread serves them over ZMQ, and its public key."""
+    queue = _queue(*keys)
+    queue.curve_server = bool(keys[0])
+    queue.bind("tcp://127.0.0.1:*")
+
+    def send() -> None:
+        while True:
+            for frame in _frames(payload, int.from_bytes(queue.recv(), "big")):
+                queue.send(frame, copy=False)
+
+    threading.Thread(target=send, daemon=True).start()
+    return queue.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0"), keys[0]
 
 
 def _frames(payload: memoryview, frame_bytes: int) -> Iterator[memoryview]:
@@ -111,6 +140,8 @@ class Sender:
     """Without keys, and with them."""
     address: tuple[str, int]
     """Of raw TCP."""
+    queues: Sequence[tuple[str, bytes]]
+    """Of ZMQ: without keys, and with CURVE; each with its public key."""
     directory: Path
 
     def cpu_s(self) -> float:
@@ -132,6 +163,14 @@ class Receiver:
         self._tree = CacheTree(FAMILY, host_bytes=0)
         self._socket = socket.create_connection(sender.address)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._queues = [self._connected(*it) for it in sender.queues]
+
+    def _connected(self, address: str, server_key: bytes) -> zmq.Socket[bytes]:
+        queue = _queue(*(zmq.curve_keypair() if server_key else (b"", b"")))
+        if server_key:
+            queue.curve_serverkey = server_key
+        queue.connect(address)
+        return queue
 
     @contextlib.contextmanager
     def contenders(self, frame_bytes: int) -> Iterator[Runs]:
@@ -147,6 +186,10 @@ class Receiver:
             runs: Runs = {
                 "memcpy": partial(self._copy, frame_bytes),
                 "raw TCP": partial(self._receive, frame_bytes),
+                **{
+                    name: partial(self._receive_frames, queue, frame_bytes)
+                    for name, queue in zip((FRAMES, CURVE), self._queues, strict=True)
+                },
             }
             for name, (address, settings) in peers.items():
                 config = PeerConfig(frame_bytes=frame_bytes, **settings)
@@ -171,6 +214,12 @@ class Receiver:
             at = 0
             while at < frame.nbytes:
                 at += self._socket.recv_into(frame[at:])
+        return [self._baseline]
+
+    def _receive_frames(self, queue: zmq.Socket[bytes], frame_bytes: int) -> list[memoryview]:
+        queue.send(frame_bytes.to_bytes(8, "big"))
+        for frame in _frames(self._baseline, frame_bytes):
+            assert queue.recv_into(frame) == frame.nbytes
         return [self._baseline]
 
     def _fetch(self, peer: Peer) -> list[memoryview]:
@@ -199,6 +248,8 @@ class Receiver:
             "of_raw_tcp": found["transport"].of(found["raw TCP"]),
             "of_memcpy": found["in place"].of(found["memcpy"]),
             "keys_of_plain": found[KEYED].of(found["transport"]),
+            "zmq_of_raw_tcp": found[FRAMES].of(found["raw TCP"]),
+            "curve_of_keys": found[CURVE].of(found[KEYED]),
         }
 
 

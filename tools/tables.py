@@ -173,6 +173,11 @@ def parts_on_a_gpu(found: Any) -> Iterator[Row]:
                 yield {**row, "what": what, "found": shown}
 
 
+def sizes_of_frames(found: Any) -> Iterator[Row]:
+    """One row: the results by the size of a frame."""
+    yield {f"{it['frame_mib']} MiB": it for it in found["rows"]}
+
+
 def latest_soaks(found: Any) -> Iterator[Row]:
     """One row: the latest line of the log of each kind, by the first word of its question."""
     yield {it["question"].split()[0]: {"harms": {}, "broken": (), **it} for it in found}
@@ -268,8 +273,8 @@ def strategies(found: Any) -> Iterator[Row]:
 ROWS: Final[dict[str, Callable[[Any], Iterable[Row]]]] = {
     it.__name__: it
     for it in (
-        *(devices, codecs, parts_on_a_gpu, latest_soaks, strategies, layers_of_maps),
-        *(sets_of_contexts, corrected_blocks, kinds_of_maps),
+        *(devices, codecs, sizes_of_frames, parts_on_a_gpu, latest_soaks, strategies),
+        *(sets_of_contexts, corrected_blocks, kinds_of_maps, layers_of_maps),
         *(rates_in_time, the_gain, beside_theory, uneven_streams),
     )
 }
