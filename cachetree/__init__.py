@@ -59,7 +59,7 @@ from cachetree.transport import (
     PeerConfig,
     PeerState,
     PeerStatus,
-    PusherStatus,
+    PullStatus,
     Worker,
     WorkerConfig,
 )
@@ -110,7 +110,7 @@ __all__ = [
     "Plan",
     "ProfileError",
     "ProtocolError",
-    "PusherStatus",
+    "PullStatus",
     "Register",
     "Reservation",
     "Retention",

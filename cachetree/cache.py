@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from cachetree.names import ModelNames
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
-from cachetree.transport import Peers, Worker, is_directory, verbs
+from cachetree.transport import Keeper, Peers, Worker, is_directory, verbs
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.tracing import NoteServed, untraced
 from cachetree.tree import CacheTree
@@ -74,7 +75,6 @@ class Cache:
         self._disk: DiskTier | None = None
         self._tiers: dict[Location, Tier] = {}
         self._peers = Peers(self.tree, None, clock)
-        self._stores = tuple(map(Location, config.stores))
         try:
             if config.disk_path:
                 path, num_bytes = config.disk_of(family.tp_rank, family.tp_size), config.disk_bytes
@@ -92,14 +92,14 @@ class Cache:
                     clock=clock,
                     note_served=note_served,
                 )
-            self._peers = Peers(self.tree, self._worker, clock)
+            cap = (config.max_pull_mb_s or inf) * 1e6
+            keeper = Keeper(self.tree, cap, clock) if config.keeps else None
+            self._peers = Peers(self.tree, self._worker, clock, keeper)
             # A directory may name workers that are listed too, and these stay.
-            for address in map(Location, config.peers):
+            for address in map(Location, config.sources):
                 if not is_directory(address):
                     self._peers.add(address, config.peer_at(address))
-            for address in self._stores:
-                self._peers.now[address].push()
-            for url in filter(is_directory, config.peers):
+            for url in filter(is_directory, config.sources):
                 self._peers.watch(url, config.peer_at(url))
         except BaseException:
             self.close()
@@ -297,7 +297,6 @@ class Cache:
             staging_bytes=self._staging_bytes,
             fetches=self._fetch_log.counts({LOCAL, *self._tiers, *peers}),
             peers=tuple(peer.status for peer in peers.values()),
-            stores=tuple(peers[address].push_status for address in self._stores),
             worker=of_worker,
             worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,
@@ -308,8 +307,7 @@ class Cache:
     def close(self) -> None:
         """Stop serving and fetching; fetches under way fail. Idempotent.
 
-        What a store has not been given or a tier has not written yet still is, for a few seconds
-        at most.
+        What a tier has not written yet still is, for a few seconds at most.
         """
         self._is_closed = True
         self._peers.close()

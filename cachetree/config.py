@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from enum import EnumType
+from math import inf
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
@@ -43,9 +44,13 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Address of a peer to its public key, or to the file that holds it. A peer that is named here
     is spoken to in cipher, with `peer.key_file` as own key; the others in clear. Those that are
     found have to prove the key of where they are found."""
-    stores: tuple[str, ...] = ()
-    """Which of the peers also keep what comes into this cache, so that it outlives it; they must
-    accept that (`worker.accepts` there)."""
+    keeps: tuple[str, ...] = ()
+    """Addresses as in `peers`, in place of these: all that is in the memory of these servers is
+    fetched into this cache as they advertise it, and outlives them here. They have to let this
+    server read, and each is trusted as in `peers`."""
+    max_pull_mb_s: float | None = None
+    """Cap on what `keeps` fetches from all of them together, 10^6 bytes per second; None for no
+    cap."""
     serves: bool = True
     """Whether other servers may read from this one."""
     worker: WorkerConfig = WorkerConfig()
@@ -63,32 +68,37 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"disk_path is {self.disk_path!r} and disk_bytes {self.disk_bytes}; "
                 "give both, or neither"
             )
-        for field, named in (("peers", self.peers), ("stores", self.stores)):
-            for address in (it for it in named if named.count(it) > 1):
-                raise ConfigError(
-                    f"{field} has {without_password(address)} twice; name each worker once"
-                )
+        if self.peers and self.keeps:
+            raise ConfigError(
+                "peers and keeps are both set, and what a server keeps copies of it reads here; "
+                "move all of them to keeps, or to peers if this server runs a model"
+            )
+        if self.max_pull_mb_s is not None and not (self.keeps and 0 < self.max_pull_mb_s < inf):
+            raise ConfigError(
+                f"max_pull_mb_s is {self.max_pull_mb_s}; give a finite number above 0, and keeps, "
+                "or leave it out"
+            )
+        field = "keeps" if self.keeps else "peers"
+        for address in (it for it in self.sources if self.sources.count(it) > 1):
+            raise ConfigError(
+                f"{field} has {without_password(address)} twice; name each worker once"
+            )
         own = parse_address(self.worker.listen, field="listen")
-        for address in self.peers if self.serves and own.port else ():
-            if not is_directory(address) and parse_remote(address, field="peers") == own:
+        for address in self.sources if self.serves and own.port else ():
+            if not is_directory(address) and parse_remote(address, field=field) == own:
                 raise ConfigError(
-                    f"peers has {address}, where this server itself listens; remove it"
+                    f"{field} has {address}, where this server itself listens; remove it"
                 )
-        for address in filter(is_directory, self.stores):
+        for address in self.peer_keys.keys() - set(self.sources):
             raise ConfigError(
-                f"stores has {without_password(address)}, which names no single worker; list the "
-                "worker"
-            )
-        for address in set(self.stores) - set(self.peers):
-            raise ConfigError(
-                f"stores has {without_password(address)}, which is not in peers, so that nothing "
-                "stored there would be read; add it to peers"
-            )
-        for address in self.peer_keys.keys() - set(self.peers):
-            raise ConfigError(
-                f"peer_keys has {without_password(address)}, which is not in peers; write the "
+                f"peer_keys has {without_password(address)}, which is not in {field}; write the "
                 "address alike in both"
             )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Addresses that it reads from, for its requests or to keep copies."""
+        return self.keeps or self.peers
 
     def peer_at(self, address: str) -> PeerConfig:
         """How it reads from this one."""

@@ -17,7 +17,7 @@ from cachetree.ids import Location
 from cachetree.memory import Staging
 from cachetree.names import ModelNames
 from cachetree.planning import Plan
-from cachetree.transport import PeerStatus, PusherStatus, Status
+from cachetree.transport import PeerStatus, Status
 
 log = logging.getLogger("cachetree.fetch")
 
@@ -49,7 +49,6 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     fetches: tuple[FetchCounts, ...]
     """By this process, from here, its tiers and its peers."""
     peers: tuple[PeerStatus, ...]
-    stores: tuple[PusherStatus, ...]
     worker: Status | None
     """None where this cache does not serve."""
     worker_turn_age_s: float

@@ -1,6 +1,6 @@
 """Real servers: replicas of a receiver, with the extension and without, and a worker beside them.
 
-A sender reads every document once and stores it in the worker; then it waits for more. Replicas of
+A sender reads every document once and the worker copies it; then it waits for more. Replicas of
 the receiver with the extension read from the worker; as many run SGLang alone. Each computes with
 one thread. Requests go to the replicas of one kind in turns.
 """
@@ -173,10 +173,10 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
         "host_gb": 0,
         "profiles": [str(profile)],
     }
-    listen = f"tcp://127.0.0.1:{free_port()}"
+    listen, senders = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     e_layers = sorted({size.block[0], size.wide_block[0]})
-    holding = WorkerSpec(config=_worker(receiver, size, listen))
-    sends = {"push_to": [listen], "capture_layers": e_layers, "host_gb": 1}
+    holding = WorkerSpec(config=_worker(receiver, size, listen, senders))
+    sends = {"listen": senders, "capture_layers": e_layers, "host_gb": 1}
     replicas = {
         name: [
             ServerSpec(model=receiver, name=f"{name}-{i}", options=small, droidspeak=droidspeak)
@@ -212,7 +212,7 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
         yield it
 
 
-def _worker(model: Path, size: Size, listen: str) -> dict[str, Any]:
+def _worker(model: Path, size: Size, listen: str, senders: str) -> dict[str, Any]:
     row_bytes = size.hidden * 4
     token_bytes = row_bytes * (2 * size.layers + 2)
     return {
@@ -220,6 +220,7 @@ def _worker(model: Path, size: Size, listen: str) -> dict[str, Any]:
         "cache": {
             "host_bytes": int(1.3 * token_bytes * size.num_documents * size.document_tokens),
             "worker": {"listen": listen},
+            "keeps": [senders],
         },
     }
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 
 import msgspec
 
@@ -16,12 +14,10 @@ from cachetree.cli.ask import add_worker, answer_to, positive
 from cachetree.cli.show import show, show_json
 from cachetree.clock import Deadline
 from cachetree.errors import ConfigError, DeadlineExceeded
-from cachetree.ids import PAGE_HASH_BYTES, Kind, Location, ModelId, PageHash, Step
+from cachetree.ids import Kind, Location, Step
 from cachetree.memory import Staging
 from cachetree.transport import Peer, PeerConfig, verbs
 from cachetree.tree import CacheTree
-
-SYNTHETIC = ModelId("bench")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +43,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_worker(bench)
     bench.add_argument("--mib", type=positive, default=64.0, help="most of one fetch")
     bench.add_argument("--num", type=int, default=20, metavar="N", help="fetches to measure")
-    bench.add_argument(
-        "--store",
-        action="store_true",
-        help="store random pages first, under the model `bench`; they stay until they are evicted",
-    )
     bench.set_defaults(run=run)
 
 
@@ -75,16 +66,12 @@ def measure(args: argparse.Namespace) -> Result:
     num_pages = max(1, most_bytes // (family.num_layers * family.kv_page_bytes))
     tree = CacheTree(family, host_bytes=2 * most_bytes + (1 << 20))
     config = PeerConfig(key_file=args.key_file, server_key=args.server_key)
-    new_peer = partial(Peer, tree, Location(args.address), config)
-    if args.store:
-        with closing(new_peer()) as peer:
-            _store(tree, peer, num_pages, args.timeout)
-    with closing(new_peer()) as peer:
+    with closing(Peer(tree, Location(args.address), config)) as peer:
         if not peer.wait_ready(args.timeout):
             raise peer.error or DeadlineExceeded(f"{args.address} was not ready in time")
         longest = tree.remote.longest(peer.address)
         if longest is None:
-            raise ConfigError(f"{args.address} holds nothing to read; store something with --store")
+            raise ConfigError(f"{args.address} holds nothing to read; send an engine a prompt")
         model, pages = longest.model, longest.pages[:num_pages]
 
         def seconds(num_pages: int, num_layers: int) -> float:
@@ -112,25 +99,6 @@ def measure(args: argparse.Namespace) -> Result:
         round_trip_ms=_percentiles(small, (50, 90, 99)),
         gb_per_s=_percentiles([num_bytes / it / 1e9 for it in large], (10, 50, 90)),
     )
-
-
-def _store(tree: CacheTree, peer: Peer, num_pages: int, most_s: float) -> None:
-    """Push random pages."""
-    pages = [PageHash(os.urandom(PAGE_HASH_BYTES)) for _ in range(num_pages)]
-    reservation = tree.reserve(SYNTHETIC, None, pages, ())
-    if reservation is None:
-        raise ConfigError("mib is too small for a page; give more")
-    for step in reservation.steps:
-        for view in reservation.views(step):
-            view[:] = os.urandom(view.nbytes)
-    reservation.commit()
-    peer.push()
-    deadline = Deadline.after(most_s)
-    while not peer.push_status.num_stored:
-        if deadline.has_passed or peer.push_status.num_refused:
-            why = peer.push_status.error or "not in time; raise --timeout"
-            raise DeadlineExceeded(f"{peer.address} did not store what was to be read: {why}")
-        time.sleep(0.01)
 
 
 def _percentiles(values: Sequence[float], wanted: Sequence[int]) -> dict[str, float]:

@@ -51,9 +51,8 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ServedWorker(WorkerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One that runs alone is there to be given entries, and to be looked after."""
+    """One that runs alone is there to be looked after."""
 
-    accepts: bool = True
     admin: tuple[str, ...] | None = ()
 
 

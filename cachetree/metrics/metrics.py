@@ -107,7 +107,7 @@ _IN_USE: Final = {
 }
 _BUDGETS: Final = {"memory": "host_bytes", "staging": "staging_bytes", "disk": "disk.budget_bytes"}
 _EVICTIONS: Final = {"memory": "num_evictions", "disk": "disk.counts.num_evicted_entries"}
-_PUSHES: Final = {it: f"stores.num_{it}" for it in ("stored", "known", "gone", "refused")}
+_PULLS: Final = {it: f"peers.pulls.num_{it}" for it in ("fetched", "gone", "failed")}
 
 METRICS: Final = (
     _gauge("bytes", "Bytes in use", _IN_USE, "tier"),
@@ -133,13 +133,8 @@ METRICS: Final = (
         "outcome",
     ),
     _counter("sent_bytes", "Payload sent to peers", "worker.num_sent_bytes"),
-    _counter("received_bytes", "Payload that peers stored here", "worker.num_received_bytes"),
     _gauge("streams", "Fetches being served", "worker.num_streams"),
     _gauge("sessions", "Peers connected", "worker.num_peers"),
-    _gauge("open_stores", "Stores being received", "worker.num_open_stores"),
-    _counter(
-        "stores", "Stores of peers, by what became of them", "worker.stores_by_outcome", "outcome"
-    ),
     _counter("protocol_errors", "Messages that broke the protocol", "worker.num_protocol_errors"),
     _counter(
         "refused_peers", "Hellos of peers of another family or release", "worker.num_refused_peers"
@@ -183,14 +178,15 @@ METRICS: Final = (
         "location",
     ),
     _counter(
-        "pushes",
-        "Stores offered to a worker, by what became of them",
-        _PUSHES,
-        "location",
-        "outcome",
+        "pulls", "Copies of what a peer has, by what became of them", _PULLS, "location", "outcome"
     ),
-    _counter("pushed_bytes", "Payload stored at a worker", "stores.num_pushed_bytes", "location"),
-    _gauge("waiting_pushes", "Entries that wait to be offered", "stores.num_waiting", "location"),
+    _counter("pulled_bytes", "Payload copied from a peer", "peers.pulls.num_bytes", "location"),
+    _gauge(
+        "waiting_pulls",
+        "Entries of a peer that wait to be copied",
+        "peers.pulls.num_waiting",
+        "location",
+    ),
     _gauge(
         "tier_paused",
         "1 where a disk or storage fails or hangs, and is not read for now",

@@ -19,7 +19,7 @@ from cachetree.transport import frames
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame, Ticket, Unsealed
 from cachetree.transport.receiver import FetchReceiver
-from cachetree.transport.send_queue import MOST_BATCH_BYTES, SendQueue
+from cachetree.transport.send_queue import SendQueue
 
 _MAX_READS: Final = 64
 """In one turn."""
@@ -27,8 +27,6 @@ _WAKE_BYTES: Final = 1 << 20
 """Within a frame the receiver is woken for no less: a wakeup costs both sides."""
 _UNSENT_BYTES: Final = 256 << 10
 """The kernel takes so much that it cannot send yet: more would leave the processor's caches."""
-_PEERS_BATCH_BYTES: Final = 8 << 20
-"""Behind two of these, of stores, waits what a peer asks for meanwhile."""
 _KEEPALIVE_PROBES: Final = 3
 
 
@@ -44,16 +42,12 @@ class Channel:
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        seals: Unsealed,
-        wake: Callable[[], None],
-        most_batch_bytes: int = MOST_BATCH_BYTES,
+        self, connection: socket.socket, seals: Unsealed, wake: Callable[[], None]
     ) -> None:
         """Owns `connection`; the rest is as in `SendQueue`."""
         self._socket = connection
         self._seals = seals
-        self.send_queue: Final = SendQueue(connection, seals, wake, most_batch_bytes)
+        self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self.served_bytes = 0
         """The scheduler's: as in `Stream`, of all streams of this channel."""
@@ -211,7 +205,7 @@ def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]
     connection = socket.socket(socket.AF_INET6 if to.is_ipv6 else socket.AF_INET)
     connection.setblocking(False)
     tune(connection)
-    channel = Channel(connection, seals, wake, _PEERS_BATCH_BYTES)
+    channel = Channel(connection, seals, wake)
     code = connection.connect_ex((to.host, to.port))
     if code in (0, errno.EINPROGRESS):
         channel.send_queue.put_raw(ticket.token)

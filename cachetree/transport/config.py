@@ -43,8 +43,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_streams: int = 256
     """Fetches served at once; more are refused. One peer has three times as many as stay free, at
     most."""
-    accepts: bool = False
-    """Whether peers may store entries here. `cachetree serve` does unless told otherwise."""
     max_peers: int = 256
     """Sessions held at once; more are turned away."""
     max_pending_changes: int = 4096

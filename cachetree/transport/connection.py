@@ -94,7 +94,7 @@ class Connection:
         seals = credentials.seals(ticket.key)
         self.channel: Final = channel.connect(to.host, ticket, seals, wakeup.wake)
         self.last_id = NOT_ASKED
-        """Of the newest fetch or store."""
+        """Id of the newest fetch."""
         self.owed: Final[dict[int, int]] = {}
         """By fetch that ended early, the most bytes that may still come in its frames."""
         self.arena: ArenaReader | None = None

@@ -2,7 +2,7 @@
 
 Frames are headers of one size, each followed by its payload.
 
-    bytes [0, 8)      id of the fetch or store; 0 where the payload is a message of `wire`
+    bytes [0, 8)      id of the fetch; 0 where the payload is a message of `wire`
     bytes [8, 16)     where it begins, in all steps of that side by side
     bytes [16, 24)    XXH3-64 of the payload
     bytes [24, 28)    size of the payload
@@ -64,7 +64,7 @@ below a core's cache."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the payload behind it: the next `size` bytes of a fetch or a store."""
+    """Describes the payload behind it: the next `size` bytes of a fetch."""
 
     id: int
     offset: int

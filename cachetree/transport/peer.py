@@ -1,9 +1,8 @@
-"""One remote worker as seen from here: one thread and one session, to read and to store."""
+"""One remote worker as seen from here: one thread and one session."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -35,8 +34,8 @@ from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection, answer_of, poll
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
-from cachetree.transport.pending_stores import PendingStores
-from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
+from cachetree.transport.pulls import Keeper, Pulls
+from cachetree.transport.status import PeerState, PeerStatus
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
@@ -47,9 +46,6 @@ NO_WORKER: Final = 0
 """In place of an epoch."""
 _REFUSED_S: Final = 60.0
 """Until a worker that refused is tried again: another may have its address by then."""
-_MAX_STORE_S: Final = 5.0
-"""How long what waits to be stored may still take when the peer is closed."""
-MAX_CLOSE_S: Final = _MAX_STORE_S + CLOSE_S
 
 
 class Peer:
@@ -57,9 +53,8 @@ class Peer:
 
     While `ready`, `tree` holds what the worker advertises at location `address`; when the worker
     is lost, all of it is forgotten before anything else happens. Every staging given to `fetch`
-    completes or fails, by its deadline at the latest. After `push` the worker is given every entry
-    that comes into `tree`, parents first; what it does not take is missed by nobody. Raises
-    ConfigError for a bad address or key.
+    completes or fails, by its deadline at the latest. With a `keeper` all that the worker
+    advertises is fetched into `tree`. Raises ConfigError for a bad address or key.
     """
 
     def __init__(
@@ -69,6 +64,7 @@ class Peer:
         config: PeerConfig,
         *,
         own_epoch: int = NO_WORKER,
+        keeper: Keeper | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`own_epoch` is that of this server's own worker, which is nobody's peer here."""
@@ -103,10 +99,8 @@ class Peer:
         self._attempt_at_s = clock()
         self._backoff = Backoff(config.reconnect_s)
         self._is_closing = False
-        self._ends_at_s = math.inf
-        """When the thread ends at the latest."""
         self._wakeup = Wakeup()
-        self._stores = PendingStores(address, tree, self._wakeup.wake, clock)
+        self._pulls = Pulls(address, keeper, self._fetches, clock)
         self._thread = threading.Thread(
             target=self._run, name=f"cachetree-peer {address}", daemon=True
         )
@@ -119,7 +113,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
-        """Of what is read from the worker; from any thread."""
+        """The worker in numbers; from any thread."""
         connection = self._fetches.link
         return msgspec.structs.replace(
             self._counts,
@@ -130,12 +124,8 @@ class Peer:
             bytes_per_s=self._fetches.bandwidth.bytes_per_s,
             num_pages=self._tree.remote.num_pages[self.address],
             num_dropped_pages=self._tree.remote.num_dropped[self.address],
+            pulls=self._pulls.status,
         )
-
-    @property
-    def push_status(self) -> PusherStatus:
-        """Of what is stored at the worker; from any thread."""
-        return self._stores.status
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until the peer is ready, or cannot become it; whether it is."""
@@ -156,19 +146,10 @@ class Peer:
                 return
         staging.fail(self._absence)
 
-    def push(self) -> None:
-        """From now on, store there what is in the tree and what comes into it. Returns at once."""
-        self._stores.begin()
-
-    def close(self, most_s: float = MAX_CLOSE_S) -> None:
-        """Fail what is fetched, forget the worker's entries; waits for it so long. Idempotent.
-
-        What waits to be stored still is, for a few seconds at most and by a worker that answers.
-        """
-        self._stores.close()
+    def close(self, most_s: float = CLOSE_S) -> None:
+        """Fail what is fetched, forget the worker's entries; waits for it so long. Idempotent."""
         with self._changed:
             self._is_closing = True
-            self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_STORE_S)
             self._wakeup.wake()
         self._thread.join(most_s)
 
@@ -184,7 +165,7 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            while not self._is_over:
+            while not self._is_closing:
                 try:
                     self._live()
                 except (FamilyMismatch, ConfigError) as exc:
@@ -202,15 +183,7 @@ class Peer:
         finally:
             self._finish()
 
-    @property
-    def _is_over(self) -> bool:
-        is_done = self._is_closing and not self._stores.has_work
-        return is_done or self._clock() >= self._ends_at_s
-
     def _finish(self) -> None:
-        self._stores.close()
-        if num_waiting := self._stores.status.num_waiting:
-            log.info("%d entries were not pushed to %s", num_waiting, self.address)
         with self._changed:
             self._is_closing = True
             self._wakeup.close()
@@ -224,8 +197,7 @@ class Peer:
 
     def _live(self) -> None:
         """One connection, from the pause before it on; ends by an error, or as the peer does."""
-        # For what waits to be stored there is no time to lose.
-        while (pause_s := self._attempt_at_s - self._clock()) > 0 and not self._is_closing:
+        while (pause_s := self._attempt_at_s - self._clock()) > 0:
             self._wait(zmq.Poller(), pause_s)
         if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
@@ -234,7 +206,7 @@ class Peer:
         deadline = Deadline.after(self.config.connect_s, self._clock)
         answer = answer_of(to, self._credentials, hello, deadline, until_up=False, wait=self._wait)
         connection = self._fetches.link = self._greeted(to, answer)
-        while not self._is_over:
+        while not self._is_closing:
             self._turn(connection)
 
     def _wait(self, poller: zmq.Poller, most_s: float) -> None:
@@ -243,7 +215,7 @@ class Peer:
         poll(poller, min(most_s, self._fetches.timeout_s()))
         self._wakeup.drain()
         self._look_after_fetches()
-        if self._is_over:
+        if self._is_closing:
             raise FetchError(f"{self._who} is closed here")
 
     def _greeted(self, to: Address, hello: wire.ToPeer) -> Connection:
@@ -256,12 +228,10 @@ class Peer:
             case _:
                 raise ProtocolError(f"{self._who} did not say hello first")
         if hello.epoch == self._own_epoch:
-            raise ConfigError(f"{self._who} is this server's own; remove it from peers")
+            raise ConfigError(f"{self._who} is this server's own; remove it from peers or keeps")
         wire.require_family(hello, self._tree.family, who=self._who)
         if hello.ticket is None:
             raise ProtocolError(f"{self._who} gave no ticket for a data connection")
-        if self._counts.epoch not in (NO_WORKER, hello.epoch):
-            self._stores.restart()
         self._counts.epoch, self._counts.model = hello.epoch, hello.model
         self._view.limit(hello.budget_bytes)
         connection = Connection(to, self._credentials, hello.ticket, self._wakeup, self._clock)
@@ -273,8 +243,8 @@ class Peer:
     def _turn(self, connection: Connection) -> None:
         most_s = min(self.config.heartbeat_s, self.config.connect_s, self._fetches.timeout_s())
         if self.state is PeerState.READY:
-            most_s = min(most_s, self._stores.timeout_s())
-        connection.wait(max(0.0, min(most_s, self._ends_at_s - self._clock())))
+            most_s = min(most_s, self._pulls.timeout_s())
+        connection.wait(most_s)
         for message in connection.channel.receive(self._fetches.receiver_of):
             self._handle(connection, wire.decode_to_peer(message))
         self._look_after_fetches()
@@ -284,7 +254,7 @@ class Peer:
         is_ready = self.state is PeerState.READY
         if is_ready:
             self._fetches.resume()
-            self._stores.turn(connection)
+            self._pulls.turn()
         patience_s = self.config.silence_s if is_ready else self.config.connect_s
         connection.beat(self.config.heartbeat_s, patience_s)
 
@@ -296,10 +266,8 @@ class Peer:
                 raise error
             case wire.Located():
                 self._fetches.read(message)
-            case wire.Wanted() | wire.Stored() | wire.Ended():
-                if isinstance(message, wire.Ended):
-                    self._fetches.ended(message)
-                self._stores.answered(message)
+            case wire.Ended():
+                self._fetches.ended(message)
             case wire.Reset() | wire.Entries() | wire.Synced():
                 self._learn(connection, message)
             case wire.Pong():
@@ -309,6 +277,7 @@ class Peer:
 
     def _learn(self, connection: Connection, message: Advert) -> None:
         self._view.apply(message)
+        self._pulls.hear(message)
         self._counts.num_resyncs += isinstance(message, wire.Reset)
         if isinstance(message, wire.Entries):
             connection.send(wire.Learned())
@@ -350,9 +319,7 @@ class Peer:
             self._fetches.link = None
             self._counts.num_losses += 1
             self._counts.unreachable_since = time.time()
-        self._stores.interrupt(error)
-        if self._is_closing:
-            self._ends_at_s = -math.inf
+        self._pulls.interrupt()
         self.error = without_frames(error)
         self._set_state(state)
         failure = error if isinstance(error, FetchError) else FetchError(str(error))

@@ -22,8 +22,10 @@ from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.directory import Look, Rounds, is_directory, parse_directory, resolved
 from cachetree.transport.handshake import credentials_of
-from cachetree.transport.peer import MAX_CLOSE_S, NO_WORKER, Peer
+from cachetree.transport.peer import NO_WORKER, Peer
+from cachetree.transport.pulls import Keeper
 from cachetree.transport.status import PeerState
+from cachetree.transport.wakeup import CLOSE_S
 from cachetree.transport.worker import Worker
 from cachetree.tree import CacheTree
 
@@ -41,11 +43,15 @@ class Peers:
     something else, and a worker that it no longer names is read for as long as that answers.
     """
 
-    def __init__(self, tree: CacheTree, own: Worker | None, clock: Clock) -> None:
-        """`own` is this server's worker, which is nobody's peer here."""
+    def __init__(
+        self, tree: CacheTree, own: Worker | None, clock: Clock, keeper: Keeper | None = None
+    ) -> None:
+        """`own` is this server's worker, which is no peer here. With a `keeper` each peer's
+        entries are copied."""
         self._tree = tree
         self._clock = clock
         self._own = own
+        self._keeper = keeper
         self._own_epoch: Final = own.epoch if own else NO_WORKER
         self._lock = threading.Lock()
         """Held by the thread of a directory that changes anything of this."""
@@ -60,7 +66,14 @@ class Peers:
 
     def add(self, address: Location, config: PeerConfig) -> None:
         """A worker that stays; before any `watch`. Raises ConfigError."""
-        peer = Peer(self._tree, address, config, own_epoch=self._own_epoch, clock=self._clock)
+        peer = Peer(
+            self._tree,
+            address,
+            config,
+            own_epoch=self._own_epoch,
+            keeper=self._keeper,
+            clock=self._clock,
+        )
         self.now = {**self.now, address: peer}
 
     def watch(self, url: str, config: PeerConfig) -> None:
@@ -79,13 +92,13 @@ class Peers:
         return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
 
     def close(self) -> None:
-        """Idempotent. All end at once; who does not in `MAX_CLOSE_S` is left to itself."""
+        """Idempotent. All end at once; who does not in `CLOSE_S` is left to itself."""
         self._is_closed = True
         for rounds in self._rounds:
             rounds.close(0.0)
         for peer in self.now.values():
             peer.close(0.0)
-        until = Deadline.after(MAX_CLOSE_S)
+        until = Deadline.after(CLOSE_S)
         for rounds in self._rounds:
             rounds.close(until.remaining_s())
         for peer in self.now.values():  # With those that a directory found meanwhile.

@@ -55,6 +55,8 @@ class PendingFetches:
         self._clock = clock
         self.link: Connection | None = None
         """While there is one: its owner sets it."""
+        self.as_copies = False
+        """As in a `Fetch`, of all of them: its owner sets it."""
         self._asked: dict[int, FetchReceiver] = {}
         """By the request that is under way for it."""
         self._broken: list[FetchReceiver] = []
@@ -192,6 +194,7 @@ class PendingFetches:
                 frame_bytes=self._config.frame_bytes,
                 reads_arena=link.arena is not None,
                 timeout_ms=int(1000 * min(staging.deadline.remaining_s(), wire.MAX_REQUEST_S)),
+                as_copy=self.as_copies,
                 traceparent=staging.traceparent,
             )
             link.send(fetch)

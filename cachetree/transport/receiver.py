@@ -18,8 +18,8 @@ NOT_ASKED: Final = 0
 
 
 class FetchReceiver:
-    """Places the frames of one fetch, over one request or several, or of one store. Used by one
-    thread, which alone lands anything in `staging`.
+    """Places the frames of one fetch, over one request or several. Used by one thread, which alone
+    lands anything in `staging`.
 
     What has landed was verified and stays; the next request begins behind it.
     """

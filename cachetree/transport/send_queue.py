@@ -59,11 +59,9 @@ class SendQueue:
         connection: socket.socket,
         seals: Unsealed,
         wake: Callable[[], None],
-        most_batch_bytes: int = MOST_BATCH_BYTES,
     ) -> None:
         """`wake` is called from another thread: when all is written, when there is room for who
         found none, and at the end."""
-        self._most_batch_bytes = most_batch_bytes
         self.queued_bytes = 0
         """Put so far: headers and payloads, in clear."""
         self.error: OSError | None = None
@@ -222,6 +220,6 @@ class SendQueue:
 
     def _adapt(self, num_bytes: int, seconds: float) -> None:
         if num_bytes >= self._batch_bytes and seconds < _BATCH_S / 2:
-            self._batch_bytes = min(2 * self._batch_bytes, self._most_batch_bytes)
+            self._batch_bytes = min(2 * self._batch_bytes, MOST_BATCH_BYTES)
         elif seconds > 2 * _BATCH_S:
             self._batch_bytes = max(self._batch_bytes // 2, _LEAST_BATCH_BYTES)

@@ -1,4 +1,4 @@
-"""Sending pages: one stream per fetch or store, and who sends next."""
+"""Sending pages: one stream per fetch, and who sends next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import ProtocolError
-from cachetree.ids import Span, Step
+from cachetree.ids import Step
 from cachetree.memory import Pool, Slab, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
@@ -43,15 +43,14 @@ def payloads_of(
     steps: Sequence[Step],
     most_bytes: int,
     *,
-    pages: Span | None = None,
     first_byte: int = 0,
 ) -> Iterator[Payload]:
-    """All that a stream sends from `first_byte` on, of these pages of a lease, or of all: a long
-    view alone, at most `most_bytes` of it, or as many short ones as make a long one.
+    """All that a stream sends of a lease from `first_byte` on: a long view alone, at most
+    `most_bytes` of it, or as many short ones as make a long one.
 
     Raises StaleEntry where a page lacks E of a layer, ProtocolError where nothing begins there.
     """
-    runs = [lease.runs(step, pages) for step in steps]
+    runs = [lease.runs(step) for step in steps]
     num_bytes = sum(view.nbytes for run in runs for _, view in run)
     if not 0 <= first_byte < num_bytes:
         raise ProtocolError(f"a fetch begins at byte {first_byte} of {num_bytes}")

@@ -27,6 +27,23 @@ class PeerState(StrEnum):
     CLOSED = "closed"
 
 
+class PullStatus(msgspec.Struct, kw_only=True):
+    """Copies of what one peer has, in numbers; in one of them the peer's own thread counts."""
+
+    num_fetched: int = 0
+    """Fetches that ended well; one entry may take several."""
+    num_bytes: int = 0
+    """Payload of these fetches."""
+    num_gone: int = 0
+    """Entries that had left the peer's memory before their turn."""
+    num_failed: int = 0
+    """Entries that were left out: for want of room, after a fault, or because too many waited."""
+    num_waiting: int = 0
+    """Entries that wait for their turn."""
+    error: str = ""
+    """Why the last entry was left out; empty once another one is here."""
+
+
 class PeerStatus(msgspec.Struct, kw_only=True):
     """A peer in numbers; in one of them its own thread counts."""
 
@@ -59,6 +76,8 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     num_dropped_pages: int = 0
     """That were given up or not noted: it has more, or of more models, than is noted of one worker.
     """
+    pulls: PullStatus | None = None
+    """None unless this cache keeps copies of what it has."""
 
     @property
     def is_ready(self) -> bool:
@@ -74,6 +93,8 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     def source(self) -> verbs.Source:
         """In a few words."""
         reason = "" if self.is_ready else self.error
+        if self.is_ready and self.pulls is not None:
+            reason = self.pulls.error
         if reason and self.unreachable_since is not None:
             since = time.strftime("%H:%M:%S", time.localtime(self.unreachable_since))
             reason = f"the peer is unreachable since {since}: {reason}"
@@ -81,23 +102,3 @@ class PeerStatus(msgspec.Struct, kw_only=True):
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
         state = self.state.value
         return verbs.Source(address=self.address, state=state, reason=reason, model=self.model)
-
-
-class PusherStatus(msgspec.Struct, kw_only=True):
-    """What was pushed to one worker, in numbers; in one of them the peer's thread counts."""
-
-    num_pushed_bytes: int = 0
-    num_stored: int = 0
-    """Stores that ended well; one entry may take several."""
-    num_known: int = 0
-    """Stores of what the worker had already."""
-    num_gone: int = 0
-    """Entries that had left memory before their turn."""
-    num_refused: int = 0
-    """Stores that the worker had no room for, or does not accept."""
-    num_restarts: int = 0
-    """Times that everything in memory was offered again: too many waited, or the worker is new."""
-    address: str
-    error: str = ""
-    """Why the last attempt ended early; empty where it did not."""
-    num_waiting: int = 0

@@ -27,7 +27,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     state: str
     reason: str
-    """Why it is not ready; empty where it is."""
+    """Why it is not ready, or why a copy of what it has failed; empty where all is well."""
     model: str = ""
     """Model id of the worker's own; empty if it has none, or was never reached."""
 
@@ -57,12 +57,8 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     num_refused_peers: int = 0
     num_failed_handshakes: int = 0
     """Connections that ended before a message passed: no key, an unknown key, another server's."""
-    num_open_stores: int = 0
-    num_received_bytes: int = 0
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
     """Those that ended: `ok`, a value of `wire.Why`, or `lost` with their peer."""
-    stores_by_outcome: ByName = msgspec.field(default_factory=Counter)
-    """`stored`, `known`, or a value of `wire.Why`."""
     hits: ByName = msgspec.field(default_factory=Counter)
     """Fetches whose pages were all there, by tier."""
     misses: ByName = msgspec.field(default_factory=Counter)

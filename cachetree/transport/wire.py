@@ -14,12 +14,8 @@ A message ends with a checksum: without it a flipped bit could name another laye
                               ◄══         frame + payload ...
                               ◄══         or Located ...              on the same host
                               ◄══         or Ended                    early
-    Store                     ══►
-                              ◄══         Wanted                      or Ended
-    frame + payload ...       ══►
-                              ◄══         Stored                      or Ended
-    Cancel                    ══►                                     of a fetch or a store; and
-                              ◄══         Ended                       where all was copied
+    Cancel                    ══►                                     of a fetch; and where all
+                              ◄══         Ended                       was copied
     Ping                      ══►                                     both notice silence, and what
                               ◄══         Pong                        was lost at the very end
     Bye                       ◄══►        Bye                         the session is over
@@ -33,7 +29,6 @@ socket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Final, TypeVar
 
@@ -50,17 +45,17 @@ from cachetree.errors import (
     StaleEntry,
     printable,
 )
-from cachetree.ids import MAX_LAYERS, Kind, PageHash, Step, entry_steps
+from cachetree.ids import MAX_LAYERS, Kind, PageHash, Step
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
 from cachetree.transport.verbs import MAX_REASON_CHARS, Reason
 from cachetree.tree import split_hashes
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 
 MAX_REQUEST_S: Final = 60.0
-"""Longest that a worker goes on with a fetch or a store."""
+"""Longest that a worker serves one fetch."""
 
 MAX_ENTRIES: Final = 256
 """In one `Entries`."""
@@ -69,7 +64,7 @@ MAX_PLACES: Final = 256
 """In one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
-"""An id: whoever stores under one has all peers told of it."""
+"""A model's id. A worker that advertises it tells all its peers."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """Of a model, for a person."""
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
@@ -129,7 +124,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Stream these steps of these pages, in this order."""
 
     id: int
-    """Rises with every fetch and store of one session."""
+    """Rises with every fetch of one session."""
     model: Model
     pages: bytes
     steps: Steps
@@ -142,39 +137,11 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Whether the peer copies from the worker's arena itself."""
     timeout_ms: int
     """What was left of the deadline when this was sent; clocks are not compared."""
+    as_copy: bool = False
+    """Whether a cache fetches copies to keep: then it is no use of the pages, and none is read from
+    disk."""
     traceparent: Traceparent = ""
     """As in W3C's Trace Context, of the request that it is for; empty where that is not traced."""
-
-
-class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
-    """Keep these pages after `parent` (empty at the root): KV of all layers, E of `e_layers`."""
-
-    id: int
-    """Rises with every fetch and store of one session."""
-    model: Model
-    parent: bytes
-    pages: bytes
-    e_layers: Layers
-    """Rising."""
-    timeout_ms: int
-    name: Name = ""
-    """Name of the model; empty if it has none."""
-
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):
-    """There is room: send the steps of a store, of all pages but the first `skipped`.
-
-    Where all of them are there already nothing follows.
-    """
-
-    id: int
-    skipped: int
-
-
-class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
-    """All pages of a store can be read here."""
-
-    id: int
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
@@ -196,7 +163,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Nothing more comes of a fetch; of a store nothing is kept, whether it had begun or not."""
+    """A fetch is over."""
 
     id: int
     error: str
@@ -218,23 +185,18 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: Reason
 
 
-StoreAnswer = Wanted | Ended | Stored
-ToWorker = Hello | Learned | Fetch | Store | Cancel | Ping | Bye | verbs.ToWorker
-ToPeer = Hello | Reset | Entries | Synced | Located | StoreAnswer | Pong | Bye | verbs.ToPeer
+ToWorker = Hello | Learned | Fetch | Cancel | Ping | Bye | verbs.ToWorker
+ToPeer = Hello | Reset | Entries | Synced | Located | Ended | Pong | Bye | verbs.ToPeer
 
 
 class Why(StrEnum):
-    """Why a fetch or a store ended."""
+    """Why a fetch ended."""
 
     CANCELLED = "cancelled"
     STALE = "stale"
     DEADLINE = "deadline"
     PROTOCOL = "protocol"
     FAILED = "failed"
-    CLOSED = "closed"
-    """This worker accepts no stores."""
-    NO_ROOM = "no_room"
-    UNKNOWN_PARENT = "unknown_parent"
 
 
 _ERRORS: Final = {
@@ -364,7 +326,7 @@ def pages_of(named: bytes) -> tuple[PageHash, ...]:
         raise ProtocolError(str(exc)) from exc
 
 
-def deadline_of(message: Fetch | Store, clock: Clock) -> Deadline:
+def deadline_of(message: Fetch, clock: Clock) -> Deadline:
     """When it is over, by this side's clock."""
     return Deadline.after(min(max(message.timeout_ms, 0) / 1000, MAX_REQUEST_S), clock)
 
@@ -378,12 +340,3 @@ def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
         if not 0 <= step.layer < num_layers:
             raise ProtocolError(f"a fetch names layer {step.layer} of {num_layers}")
     return steps
-
-
-def steps_of_store(num_layers: int, e_layers: Sequence[int]) -> tuple[Step, ...]:
-    """What a Store moves, in order, if such layers can be."""
-    if tuple(e_layers) != tuple(sorted(set(e_layers))):
-        raise ProtocolError(f"a store names E of layers {list(e_layers)}, which do not rise")
-    if any(not 0 <= layer < num_layers for layer in e_layers):
-        raise ProtocolError(f"a store names E of layers {list(e_layers)} of {num_layers}")
-    return entry_steps(num_layers, e_layers)

@@ -124,6 +124,14 @@ class Entry(ABC):
             e_layers=self.e_layers,
         )
 
+    def line(self) -> list[Change]:
+        """Entries of its model from the root to its node, as additions in order."""
+        line, entry = [self.change(added=True)], self.parent
+        while entry is not None:
+            line.append(entry.change(added=True))
+            entry = entry.parent
+        return line[::-1]
+
     @property
     def parent(self: _Entry) -> _Entry | None:
         above = self.node.parent

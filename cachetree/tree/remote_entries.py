@@ -87,6 +87,13 @@ class RemoteEntries:
         with self._lock:
             return self._find((location, model), page) is not None
 
+    def line(self, location: Location, model: ModelId, page: PageHash) -> list[Change]:
+        """Entries noted there from the root to the one with `page`, as additions in order."""
+        key = (location, model)
+        with self._lock:
+            place = self._find(key, page)
+            return place.node.remote[key].line() if place else []
+
     def reach(
         self,
         location: Location,

@@ -207,12 +207,7 @@ class CacheTree:
         """What the model has from the root to the entry with `page`, as additions in order."""
         with self._lock:
             place = self._trie.find_local(model, page)
-            entry = place.node.local[model] if place else None
-            found: list[Change] = []
-            while entry is not None:
-                found.append(entry.change(added=True))
-                entry = entry.parent
-            return found[::-1]
+            return place.node.local[model].line() if place else []
 
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None

@@ -246,7 +246,7 @@ def configuration(path: Path) -> Iterator[Check]:
         yield _check(f"profile {pair}", it.is_usable, said, "see `droidspeak profile show`")
     settings = server.settings
     yield from _room(settings, server.identity.model_id, own_of(flags).tp)
-    for address in dict.fromkeys((*settings.peers, *settings.push_to)):
+    for address in settings.peers:
         yield _peer(address, settings)
 
 

@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
     )
     for name, text in (
         ("peer", "server whose cache it may read, tcp://HOST:PORT"),
-        ("push-to", "worker that keeps what it stores, tcp://HOST:PORT"),
         ("profile", "profile of a pair, or a folder of them"),
     ):
         value = "PATH" if name == "profile" else "ADDRESS"
@@ -75,7 +74,6 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     flags = {
         "listen": args.listen,
         "peers": args.peer,
-        "push_to": args.push_to,
         "profiles": args.profile,
     }
     settings = {name: it for name, it in flags.items() if it} | dict(map(_named, args.set))

@@ -31,7 +31,7 @@ _LOOK_S = 0.1
 _SERVING = "serving at "
 """What `cachetree serve` says before its address."""
 STOP_TIMEOUT_S = 20.0
-"""A cache stores and writes what waits, for ten seconds at most. Only what hangs takes longer."""
+"""A cache writes what waits for its disk, for ten seconds at most. Only what hangs takes longer."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 """Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
 _LAST_LINES = 30

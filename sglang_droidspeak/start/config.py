@@ -37,14 +37,13 @@ _MOST = 1e6
 _NEEDS = (
     # a setting, the one without which it does nothing, and why
     ("disk_path", "host_gb", "nothing is ever stored"),
-    ("push_to", "host_gb", "nothing is ever stored"),
     ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
     ("shadow_deadline_s", "guard_path", "no answer is compared"),
     ("shadow_busy_share", "guard_path", "no answer is compared"),
     ("hicache_config", "hicache_backend", "there is no backend to make with it"),
     ("allowed_peers", "listen", "nobody reads from this server"),
     ("bulk_port", "listen", "nobody reads from this server"),
-    ("max_link_mb_s", "listen", "nobody reads from this server, and pushes have no cap"),
+    ("max_link_mb_s", "listen", "nobody reads from this server"),
     ("insecure", "listen", "there is no address to allow"),
 )
 
@@ -89,14 +88,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     this device: no CPU runs them, so no other test has. A checkpoint in one that is not named is
     refused."""
     listen: str | None = None
-    """Where others may read this server's cache, `tcp://host:port`; none serves nobody."""
+    """Address at which others may read this server's cache, `tcp://host:port`, and workers of their
+    own keep copies of it. None serves no other server."""
     peers: tuple[str, ...] = ()
     """Servers whose caches this one may read, `tcp://host:port`, or where they are found:
     `dns://name:port`, all addresses of a name. Each is trusted to have computed what it serves, for
     all tenants."""
-    push_to: tuple[str, ...] = ()
-    """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
-    server; they need not stand in `peers` too."""
     http: str | int | None = None
     """`HOST:PORT` of /metrics and /health of this server's cache; a port alone is for this machine.
     None has neither."""
@@ -174,7 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     user's alone; a pair that is out of service stays so after a restart. None turns it off."""
     max_link_mb_s: float | None = None
     """Cap on what this server sends to those that read its cache, 10^6 bytes per second; none does
-    not cap it. What it pushes to `push_to` has no cap."""
+    not cap it."""
     shared_memory: bool = True
     """Between servers of one host, pages are copied from memory to memory; elsewhere they always
     come over the connection."""
@@ -285,10 +282,7 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
         disk_bytes=int(settings.disk_gb * GIB),
         serves=settings.listen is not None,
         worker=worker,
-        peers=tuple(
-            at_rank(it, tp_rank) for it in dict.fromkeys((*settings.peers, *settings.push_to))
-        ),
-        stores=tuple(at_rank(it, tp_rank) for it in settings.push_to),
+        peers=tuple(at_rank(it, tp_rank) for it in settings.peers),
         peer_keys={at_rank(it, tp_rank): key for it, key in settings.peer_keys.items()},
         peer=PeerConfig(
             key_file=settings.key_file,
@@ -311,7 +305,7 @@ def is_configured(args: Any) -> bool:
 
 def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") -> Settings:
     """Settings as they stand in `where`; raises ConfigError naming it, the key and the remedy."""
-    settings = settings_of(extra, Settings, where)
+    settings = _settings(extra, where)
     if settings.config is None:
         return settings
     if len(extra) > 1:
@@ -320,10 +314,19 @@ def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") ->
             f"{where} has config: {settings.config} and also {others}; move them into that file"
         )
     path = Path(settings.config)
-    nested = settings_of(read_yaml(path, "config") or {}, Settings, f"config {path}")
+    nested = _settings(read_yaml(path, "config") or {}, f"config {path}")
     if nested.config is not None:
         raise ConfigError(f"config {path} names another config {nested.config}; give one file")
     return nested
+
+
+def _settings(content: Any, where: str) -> Settings:
+    if isinstance(content, dict) and "push_to" in content:
+        raise ConfigError(
+            f"{where}: there is no push_to any more, because workers fetch what they keep; remove "
+            "it, set listen, and name that address under cache.keeps in the worker's file"
+        )
+    return settings_of(content, Settings, where)
 
 
 def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:

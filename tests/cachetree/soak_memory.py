@@ -2,7 +2,7 @@
 
     python tests/cachetree/soak_memory.py [--minutes 30] [--seed 1]
 
-    client ──push──► worker ──fetch──► client      every document differs; some share a beginning
+    client ──copy──► worker ──fetch──► client      every document differs; some share a beginning
 
 At first both are filled once. Then entries live for a fixed time after their last use and come at
 a fixed rate, so that three quarters of the worker's budget are in use, and renewed all the time.
@@ -51,6 +51,7 @@ from cachetree import (
     Plan,
     Span,
     Step,
+    WorkerConfig,
 )
 from cachetree.memory.staging import Staging
 from sglang_droidspeak.fleet.servers import WorkerSpec, free_port, running
@@ -98,7 +99,7 @@ def document(index: int) -> list[PageHash]:
     return beginning + pages_of(NUM_PAGES - NUM_SHARED, f"document {index} ")
 
 
-def be_client(address: str, seed: int) -> None:
+def be_client(address: str, listen: str, seed: int) -> None:
     """Store and fetch for ever; prints the number of fetches that ended well, and of the others."""
     chance = random.Random(seed)
     config = CacheConfig(
@@ -106,8 +107,7 @@ def be_client(address: str, seed: int) -> None:
         staging_bytes=64 << 20,
         ttl_s=TTL_S,
         peers=(address,),
-        stores=(address,),
-        serves=False,
+        worker=WorkerConfig(listen=listen),
     )
     counts = {"fetched": 0, "cancelled": 0, "gone": 0, "refused": 0}
     said_at_s = time.monotonic()
@@ -115,7 +115,7 @@ def be_client(address: str, seed: int) -> None:
         assert cache.wait_ready(20)
         for index in range(-NUM_FILLING, 0):
             put(cache, document(index))
-            time.sleep(0.05)  # For the push of it.
+            time.sleep(0.05)  # For the copy of it.
             take(cache, document(index), chance)
         fill_staging(cache, document(-1))
         begun_at_s, index = time.monotonic(), 0
@@ -206,12 +206,13 @@ def _slope(points: Sequence[tuple[float, int]]) -> float:
 
 
 def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address, listen = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    cache = {"host_bytes": BUDGET_BYTES, "ttl_s": TTL_S, "keeps": [listen]}
     config = {
         "family": msgspec.to_builtins(FAMILY),
-        "cache": {"host_bytes": BUDGET_BYTES, "ttl_s": TTL_S, "worker": {"listen": address}},
+        "cache": {**cache, "worker": {"listen": address}},
     }
-    command = [sys.executable, __file__, "--client", address, "--seed", str(seed)]
+    command = [sys.executable, __file__, "--client", address, listen, "--seed", str(seed)]
     with running(WorkerSpec(config=config), folder=folder) as (worker,):
         client = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -265,10 +266,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
-    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--client", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
-        be_client(args.client, args.seed)
+        be_client(*args.client, args.seed)
     print(f"soak: seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         found = soak(args.minutes, args.seed, Path(folder))

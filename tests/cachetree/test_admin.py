@@ -13,7 +13,7 @@ from subprocess import PIPE, Popen
 import msgspec
 import pytest
 from disk_parts import files_bytes
-from push_parts import PAGE_TOTAL, cache_of
+from kept_parts import PAGE_TOTAL, cache_of
 from security_parts import new_party
 from transport_parts import (
     E_LAYER,
@@ -295,11 +295,10 @@ def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
     given: dict[str, object] = {"family": msgspec.to_builtins(FAMILY)}
     file.write_text(json.dumps(given))
     worker = read_config(file).cache.worker
-    assert (worker.admin, worker.accepts) == ((), True)
-    given["cache"] = {"worker": {"admin": None, "accepts": False}}
+    assert worker.admin == ()
+    given["cache"] = {"worker": {"admin": None}}
     file.write_text(json.dumps(given))
-    worker = read_config(file).cache.worker
-    assert (worker.admin, worker.accepts) == (None, False)
+    assert read_config(file).cache.worker.admin is None
 
 
 @pytest.mark.parametrize(
@@ -367,7 +366,7 @@ def test_an_order_with_half_a_page_is_refused() -> None:
         assert ask_status(worker.address, timeout_s=5).num_protocol_errors == 0
 
 
-def test_bench_measures_what_is_there_and_what_it_stored(run: Run) -> None:
+def test_bench_measures_what_is_there(run: Run) -> None:
     with cache_of() as cache:
         store(cache.tree, PAGES)
         result = run("bench", cache.address, "--num", "3")
@@ -375,9 +374,6 @@ def test_bench_measures_what_is_there_and_what_it_stored(run: Run) -> None:
         assert result["fetch_bytes"] == 64 * 4 * 2048
         assert set(result["round_trip_ms"]) == {"p50", "p90", "p99"}  # type: ignore[call-overload]
         assert result["gb_per_s"]["p50"] > 0  # type: ignore[index]
-    with cache_of(worker=WorkerConfig(accepts=True)) as cache:
-        result = run("bench", cache.address, "--num", "3", "--mib", "1", "--store")
-        assert (result["model"], result["fetch_bytes"]) == ("bench", 1 << 20)
 
 
 def test_nobody_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -306,11 +306,12 @@ def test_who_found_no_room_is_told_when_there_is_some() -> None:
         eventually(lambda: send_queue.has_room)
 
 
-def test_a_batch_does_not_outgrow_its_bound() -> None:
+def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast it went before: what is put next waits for what waits already."""
     near, far = socket.socketpair()
     payload, most_bytes = payload_of(1 << 20)[: 1 << 20], 8 << 20
-    send_queue = SendQueue(near, Unsealed(), unheard, most_bytes)
+    monkeypatch.setattr("cachetree.transport.send_queue.MOST_BATCH_BYTES", most_bytes)
+    send_queue = SendQueue(near, Unsealed(), unheard)
 
     def read(num_bytes: int) -> None:
         while num_bytes:

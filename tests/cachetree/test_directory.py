@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from push_parts import cache_of, fetched
+from kept_parts import cache_of, fetched
 from security_parts import Party, new_party
 from transport_parts import (
     FAMILY,
@@ -178,7 +178,7 @@ def test_all_peers_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(peers_module, "MAX_CLOSE_S", 0.5)
+    monkeypatch.setattr(peers_module, "CLOSE_S", 0.5)
     with peers_of() as (peers, _):
         for number in range(4):
             peers.add(Location(f"tcp://worker-{number}.test:1"), FAST)
@@ -202,15 +202,13 @@ def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
 
 
 def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None:
-    """One peer, to read and to store, also once both the worker and its name are gone."""
+    """One peer, also once both the worker and its name are gone."""
     clock = Clock()
     with worker_of(new_tree(PAGES)) as worker:
         at, url = worker.address, worker.address.replace("tcp:", "dns:")
         # Adding those takes longer than the answer of a resolver.
         others = [f"tcp://127.0.0.1:{port}" for port in (9, 10, 11)]
-        config = CacheConfig(
-            host_bytes=1 << 20, peer=FAST, serves=False, peers=(url, *others, at), stores=(at,)
-        )
+        config = CacheConfig(host_bytes=1 << 20, peer=FAST, serves=False, peers=(url, *others, at))
         with Cache(FAMILY, config, clock=clock) as cache:
             peers = cache._peers
             assert peers._rounds[0].has_gone_well.wait(20)
@@ -222,7 +220,6 @@ def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None
                 peers.look(url, list, FAST)
                 clock.ahead_s += GONE_S
             assert peers.now[at] is peer
-            assert cache.status().stores == (peer.push_status,)
     assert f"cachetree-peer {at}" not in [it.name for it in threading.enumerate()]
 
 
@@ -344,17 +341,14 @@ def test_a_name_that_does_not_resolve_is_told_of(
         ({"peers": ("Redis://:secret@x:7",)}, "is 'Redis://x:7', which is not an address"),
         ({"peers": ("redis:/:secret@x:7",)}, "is 'redis:/x:7', which is not an address"),
         ({"peers": ("reids://:secret#y@x:7",)}, "is 'reids://x:7', which is not an address"),
-        ({"stores": ("Redis://:secret@x:7",)}, "stores has Redis://x:7, which is not in peers"),
+        ({"keeps": ("Redis://:secret@x:7",)}, "is 'Redis://x:7', which is not an address"),
         ({"peers": 2 * ("dns://:secret@x:7",)}, "peers has dns://x:7 twice"),
         (
             {"peers": ("dns://x:7",), "peer_keys": {"dns://:secret@x:7": "k"}},
             "peer_keys has dns://x:7, which is not in peers",
         ),
-        (
-            {"peers": ("dns://:secret@x:7",), "stores": ("dns://:secret@x:7",)},
-            "stores has dns://x:7, which names no single worker",
-        ),
-        ({"peers": ("dns://x:7",), "stores": ("dns://x:7",)}, "names no single worker"),
+        ({"keeps": 2 * ("dns://:secret@x:7",)}, "keeps has dns://x:7 twice"),
+        ({"keeps": ("dns://x:7",), "peers": ("tcp://x:7",)}, "peers and keeps are both set"),
     ],
 )
 def test_what_cannot_be_a_directory_is_refused(settings: dict[str, object], words: str) -> None:

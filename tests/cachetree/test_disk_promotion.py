@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import data_files
-from push_parts import PAGE_TOTAL, cache_of, fetched, new_store, reader_of
+from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of
 from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
@@ -29,13 +29,10 @@ from cachetree import (
     Cache,
     Deadline,
     FetchError,
-    Kind,
     Location,
     ModelId,
     PageHash,
     StaleEntry,
-    Step,
-    WorkerConfig,
 )
 from cachetree.disk import DiskTier
 from cachetree.ids import Span
@@ -214,25 +211,6 @@ def test_what_fails_once_it_was_read_ends_no_session_but_its_own(tmp_path: Path)
         assert (status.state, status.num_losses) == ("ready", 0)
 
 
-def test_a_store_and_a_fetch_of_one_number_wait_for_the_disk_each_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accepts = {"worker": WorkerConfig(accepts=True), "host_bytes": 2 * ROOM}
-    with on_disk_only(tmp_path, **accepts) as (worker, _):
-        goes_on = slow(worker, monkeypatch)
-        with RawPeer(worker._worker.address) as peer:
-            peer.send(A_FETCH)
-            next_page = new_store(pages_of(1, "next"), parent=PAGES[-1], timeout_ms=10_000)
-            assert next_page.id == A_FETCH.id
-            peer.send(next_page)
-            assert isinstance(peer.ask(wire.Ping()), wire.Pong)
-            goes_on.set()
-            assert isinstance(peer.receive(), wire.Wanted)
-            assert peer.fetched(64 * PAGE_BYTES) == b"".join(
-                content(page, Step(Kind.KV, 0)) for page in PAGES
-            )
-
-
 def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path) -> None:
     with on_disk_only(tmp_path) as (worker, _):
         fetched(worker, DISK, PAGES)
@@ -368,16 +346,3 @@ def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
         # One of the two threads may not have said yet what it does.
         assert calls.index("_promote") >= 3
         assert all(it is not None and it.is_complete for it in stagings)
-
-
-def test_pages_can_be_stored_after_what_is_only_on_disk(tmp_path: Path) -> None:
-    with (
-        on_disk_only(tmp_path, worker=WorkerConfig(accepts=True), host_bytes=2 * ROOM) as (
-            worker,
-            _,
-        ),
-        RawPeer(worker._worker.address) as peer,
-    ):
-        page = pages_of(1, "next")
-        wanted = peer.ask(new_store(page, parent=PAGES[-1], id=1))
-        assert isinstance(wanted, wire.Wanted), wanted

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from push_parts import PAGE_TOTAL, cache_of, fetched, reader_of
+from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of
 from transport_parts import MODEL, eventually, pages_of, store
 
 from cachetree import Cache, Deadline, Location, PageHash, StaleEntry

@@ -296,8 +296,6 @@ TO_PEER = (
     wire.hello(FAMILY, MODEL, 1, ArenaFile(pid=1 << 15, fd=9, num_bytes=1 << 40, nonce=bytes(16))),
     wire.Located(frame=FRAME, places=((4096, 6144), (0, 2048))),
     wire.Ended(id=3, error="stale", reason="192 pages are no longer here"),
-    wire.Wanted(id=3, skipped=2),
-    wire.Stored(id=3),
     wire.Pong(),
     wire.Bye(reason="the worker is closing"),
 )

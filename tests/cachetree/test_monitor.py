@@ -20,9 +20,9 @@ import msgspec
 import pytest
 from disk_parts import files_bytes
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
+from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
 from serve_parts import serving
 from test_security_settings import has_ipv6
 from transport_parts import FAST, MODEL, PAGE_BYTES, eventually, pages_of, store
@@ -35,7 +35,6 @@ from cachetree import (
     ConfigError,
     Deadline,
     ModelId,
-    WorkerConfig,
 )
 from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, http
 from cachetree.transport import parse_http
@@ -73,11 +72,12 @@ def get(url: str) -> tuple[int, bytes]:
 def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 << 20}
     with (
-        cache_of(worker=WorkerConfig(accepts=True), **disk) as worker,
-        at_worker(worker.address) as cache,
+        cache_of() as engine,
+        cache_of(keeps=(engine.address,), **disk) as worker,
+        reader_of(worker.address) as cache,
     ):
-        store(cache.tree, PAGES)
-        eventually(num_pushed(cache, stored=1))
+        store(engine.tree, PAGES)
+        eventually(lambda: cache.match(PAGES))
         fetched(cache, worker.address, PAGES)
         eventually(lambda: worker.status().disk.num_pages == 64)  # type: ignore[union-attr]
         # The receiver may have the last frame before the worker has counted it.
@@ -92,8 +92,10 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
         ("cachetree:hits_total", "memory"): 1,
         ("cachetree:served_fetches_total", "ok"): 1,
         ("cachetree:sent_bytes_total",): sent,
-        ("cachetree:received_bytes_total",): 64 * PAGE_TOTAL,
-        ("cachetree:stores_total", "stored"): 1,
+        ("cachetree:pulls_total", engine.address, "fetched"): 1,
+        ("cachetree:pulls_total", engine.address, "failed"): 0,
+        ("cachetree:pulled_bytes_total", engine.address): 64 * PAGE_TOTAL,
+        ("cachetree:waiting_pulls", engine.address): 0,
         ("cachetree:streams",): 0,
     }
     assert {key: there.get(key) for key in expected} == expected
@@ -103,8 +105,7 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
     assert here["cachetree:fetched_bytes_total", worker.address] == sent
     assert here["cachetree:peer_ready", worker.address] == 1
     assert here["cachetree:breaker_open", worker.address] == 0
-    assert here["cachetree:pushes_total", worker.address, "stored"] == 1
-    assert here["cachetree:pushed_bytes_total", worker.address] == 64 * PAGE_TOTAL
+    assert ("cachetree:pulls_total", worker.address, "fetched") not in here
     assert files_bytes(tmp_path / "disk")
 
 

@@ -6,7 +6,7 @@ import time
 
 from transport_parts import FAMILY, eventually, new_tree, pages_of, store
 
-from cachetree import Cache, CacheConfig, Location, ModelId, WorkerConfig, with_names
+from cachetree import Cache, CacheConfig, Location, ModelId, with_names
 from cachetree.metrics import health_of
 from cachetree.names import MAX_HEARD, MAX_NAME, ModelNames
 from cachetree.transport import wire
@@ -56,16 +56,17 @@ def test_an_advert_names_a_model_once() -> None:
     advertiser.close()
 
 
-def test_a_name_goes_with_a_push_and_on_to_the_workers_readers() -> None:
+def test_a_name_goes_with_a_copy_and_on_to_the_workers_readers() -> None:
     def cache(**fields: object) -> Cache:
         return Cache(FAMILY, CacheConfig(host_bytes=1 << 20, **fields))  # type: ignore[arg-type]
 
-    with cache(worker=WorkerConfig(accepts=True)) as worker:
+    with cache() as sender, cache(keeps=(sender.address,)) as worker:
         assert worker.address is not None
-        with cache(serves=False, peers=(worker.address,), stores=(worker.address,)) as sender:
-            sender.names.call(BASE, "base")
-            store(sender.tree, PAGES, model=BASE)
-            eventually(lambda: worker.names.now == {BASE: "base"})
+        sender.names.call(BASE, "base")
+        store(sender.tree, PAGES, model=BASE)
+        eventually(lambda: worker.names.now == {BASE: "base"})
+        eventually(lambda: worker.tree.num_pages == len(PAGES))
+        sender.close()
         with cache(serves=False, peers=(worker.address,)) as reader:
             eventually(lambda: reader.names.now == {BASE: "base"})
             assert health_of(reader.status()).degraded == ()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from push_parts import cache_of
+from kept_parts import cache_of
 from security_parts import new_party
 from transport_parts import (
     FAMILY,
@@ -145,5 +145,6 @@ def test_or_when_they_shake_hands(told: list[str]) -> None:
     with cache_of(worker=worker, peers=(address,)) as cache:
         eventually(lambda: cache.status().peers[0].state == "refused")
     assert told == [
-        f"peer {address} is refused: worker {address} is this server's own; remove it from peers"
+        f"peer {address} is refused: worker {address} is this server's own; remove it from peers "
+        "or keeps"
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from push_parts import cache_of
+from kept_parts import cache_of
 
 from cachetree.transport import Peer
 

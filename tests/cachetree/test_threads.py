@@ -71,7 +71,7 @@ def test_a_connection_whose_sender_ends_is_over(monkeypatch: pytest.MonkeyPatch)
         queue.close()
 
 
-@pytest.mark.parametrize("part", ["_view.forget", "_stores.interrupt", "_breaker.failed"])
+@pytest.mark.parametrize("part", ["_view.forget", "_pulls.interrupt", "_breaker.failed"])
 def test_a_peer_whose_thread_ends_fails_its_fetches(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,7 +115,7 @@ def serving_with(tmp_path: Path, **settings: object) -> Iterator[Location]:
         "import sys; from cachetree.cli import main; main(); "
         "print('opentelemetry' in sys.modules, flush=True)"
     )
-    with serving(tmp_path, ("-c", program), cache={"host_bytes": 64 << 20}, **settings) as process:
+    with serving(tmp_path, ("-c", program), **settings) as process:
         yield Location(process.stdout.readline().split()[-1])
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read().split()[-1] == str("traces" in settings)
@@ -125,8 +125,8 @@ def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_name
     tmp_path: Path,
 ) -> None:
     with collecting() as collector:
-        with serving_with(tmp_path, traces=collector.endpoint) as address:
-            store_and_fetch(address)
+        with kept_by(tmp_path, traces=collector.endpoint) as address:
+            fetch(address, CONTEXT)
         (span,) = collector.spans
     assert (span.service, span.name) == ("cachetree", "cachetree.serve")
     assert span.trace_id == TRACE_ID.to_bytes(16, "big")
@@ -135,15 +135,20 @@ def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_name
 
 
 def test_without_tracing_opentelemetry_is_not_loaded(tmp_path: Path) -> None:
-    with serving_with(tmp_path) as address:
-        store_and_fetch(address)
+    with kept_by(tmp_path) as address:
+        fetch(address, CONTEXT)
 
 
-def store_and_fetch(address: Location) -> None:
-    with cache_of(stores=(address,), peers=(address,), serves=False) as sender:
+@contextlib.contextmanager
+def kept_by(tmp_path: Path, **settings: object) -> Iterator[Location]:
+    """A worker of its own that has a copy of what a sender had."""
+    with cache_of() as sender:
         assert fill(sender, PAGES)
-        eventually(lambda: sender.status().stores[0].num_stored)
-    fetch(address, CONTEXT)
+        cache = {"host_bytes": 64 << 20, "keeps": [sender.address]}
+        with serving_with(tmp_path, cache=cache, **settings) as address:
+            with cache_of(peers=(address,), serves=False) as reader:
+                eventually(lambda: reader.match(PAGES))
+            yield address
 
 
 def test_a_worker_says_what_it_needs_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:

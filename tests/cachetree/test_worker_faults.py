@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import zmq
-from push_parts import PAGE_TOTAL, new_store
+from kept_parts import PAGE_TOTAL
 from transport_parts import (
     HOST_BYTES,
     MODEL,
@@ -20,7 +20,6 @@ from transport_parts import (
     RawPeer,
     ask_status,
     begun,
-    content,
     eventually,
     eventually_free,
     fetch_all,
@@ -35,18 +34,17 @@ from transport_parts import (
 
 from cachetree import (
     FetchError,
-    Kind,
     Location,
     ModelId,
     OrderDenied,
     Peer,
     PeerState,
     ProtocolError,
-    Step,
 )
 from cachetree.memory.arena import Arena
 from cachetree.transport import ask as ask_worker
 from cachetree.transport import verbs, wire
+from cachetree.transport.frames import Frame
 from cachetree.transport.sender import SendScheduler
 from cachetree.tree import join_hashes
 
@@ -145,20 +143,12 @@ def test_what_nobody_asked_for_may_be_cancelled_and_what_is_over_is_not_counted_
         assert worker.status().num_protocol_errors == 0
 
 
-def test_what_others_are_told_of_a_store_fits_into_a_message() -> None:
-    """Else the worker could tell nobody anything any more."""
-    steps = [*(Step(Kind.KV, layer) for layer in range(4)), STEPS[0]]
-    with worker_of(new_tree(), accepts=True) as worker, peer_of(worker.address, new_tree()) as peer:
-        for letter in "ab":
-            with RawPeer(worker.address) as rude:
-                rude.send(new_store(PAGES[:1], model=letter * 600_000))
-                with contextlib.suppress(AssertionError):  # It is cut off.
-                    assert isinstance(rude.receive(), wire.Wanted)
-                    for number, step in enumerate(steps[:-1]):
-                        rude.part(number * PAGE_BYTES, content(PAGES[0], step))
-                    rude.frame(4 * PAGE_BYTES, content(PAGES[0], steps[-1]))
-        with peer_of(worker.address, new_tree()):
-            assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
+def test_a_peer_that_sends_a_payload_is_cut_off() -> None:
+    with worker_of(new_tree()) as worker, RawPeer(worker.address) as rude:
+        rude.send_frame(Frame(id=1, offset=0, size=4, checksum=0), b"1234")
+        bye = rude.receive()
+        assert isinstance(bye, wire.Bye) and "sent a frame of 4 bytes" in bye.reason
+        assert worker.status().num_protocol_errors == 1
 
 
 def test_an_answer_that_is_too_long_for_a_message_ends_no_session() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -37,9 +38,9 @@ from cachetree import (
 )
 from cachetree.clock import Clock
 from cachetree.memory.arena import Arena
-from cachetree.memory.copying import checksum, scatter
+from cachetree.memory.copying import scatter
 from cachetree.memory.slab import ArenaFile, Blocks, Loan, Pool
-from cachetree.transport import Credentials, ask, channel, verbs, wire
+from cachetree.transport import Credentials, Keeper, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
 from cachetree.transport.data_port import DataPort
@@ -212,6 +213,10 @@ def worker_of(tree: CacheTree, **config: object) -> Iterator[Worker]:
         worker.close()
 
 
+def new_keeper(tree: CacheTree, max_bytes_per_s: float = inf) -> Keeper:
+    return Keeper(tree, max_bytes_per_s, time.monotonic)
+
+
 @contextlib.contextmanager
 def peer_of(
     address: Location,
@@ -219,9 +224,10 @@ def peer_of(
     config: PeerConfig = FAST,
     *,
     is_ready: bool = True,
+    keeper: Keeper | None = None,
     clock: Clock = time.monotonic,
 ) -> Iterator[Peer]:
-    peer = Peer(tree, address, config, clock=clock)
+    peer = Peer(tree, address, config, keeper=keeper, clock=clock)
     try:
         if is_ready:
             assert peer.wait_ready(20), peer.error
@@ -304,21 +310,6 @@ class RawPeer:
     def ask(self, message: wire.ToWorker) -> wire.ToPeer:
         self.send(message)
         return self.receive()
-
-    def ask_frame(self, frame: Frame, payload: bytes) -> wire.ToPeer:
-        self.send_frame(frame, payload)
-        return self.receive()
-
-    def frame(self, offset: int, payload: bytes, id: int = 1) -> wire.ToPeer:
-        header = Frame(id=id, offset=offset, size=len(payload), checksum=checksum(payload))
-        return self.ask_frame(header, payload)
-
-    def part(self, offset: int, payload: bytes) -> None:
-        """A frame that is not the last of its store: nothing answers it."""
-        self.send_frame(
-            Frame(id=1, offset=offset, size=len(payload), checksum=checksum(payload)), payload
-        )
-        assert self.ask(wire.Ping()) == wire.Pong()
 
     def fetched(self, num_bytes: int) -> bytes:
         """The payloads of so many bytes that come next, in the order in which they come."""

@@ -2,7 +2,7 @@
 
     python tests/engine/soak.py [--minutes 10] [--seed 1]
 
-    author ──push──► worker (memory, disk) ◄── fault proxy ◄── reader
+    author ──copy──► worker (memory, disk) ◄── fault proxy ◄── reader
 
 Both engines run one model, so that reuse and full prefill must answer alike. The reader is asked
 about documents that the worker has, while frames are delayed, dropped, doubled, cut, flipped or
@@ -67,13 +67,16 @@ class Record:
     seconds: list[float] = field(default_factory=list)
 
 
-def worker_config(model: Path, address: Location, disk: Path, life: int) -> dict[str, Any]:
+def worker_config(
+    model: Path, address: Location, author: Location, disk: Path, life: int
+) -> dict[str, Any]:
     return {
         "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
         "cache": {
             "host_bytes": 256 << 20,
             "disk_path": str(disk),
             "disk_bytes": 512 << 20,
+            "keeps": [author],
             "worker": {
                 "listen": address,
                 "shared_memory": bool(life % 2),
@@ -187,14 +190,14 @@ def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
     documents = [prompt(NUM_TOKENS, seed=100 + index) for index in range(NUM_DOCUMENTS)]
     record = Record()
     chance = random.Random(seed)
-    address = Location(f"tcp://127.0.0.1:{free_port()}")
-    shelf = Shelf(partial(worker_config, model, address, folder / "disk"), folder)
+    address, listen = (Location(f"tcp://127.0.0.1:{free_port()}") for _ in range(2))
+    shelf = Shelf(partial(worker_config, model, address, listen, folder / "disk"), folder)
     with FaultProxy(address, seed=seed) as proxy:
         author = ServerSpec(
             model=model,
             name="author",
             options=CPU,
-            droidspeak={"push_to": [address], "capture_layers": [2], "host_gb": 0.25},
+            droidspeak={"listen": listen, "capture_layers": [2], "host_gb": 0.25},
         )
         reader = ServerSpec(
             model=model,

@@ -1,6 +1,6 @@
 """Three real processes with a fault proxy between two of them, and what they hold.
 
-    author ──push──► worker (memory, disk) ◄── fault proxy ◄── reader
+    author ──copy──► worker (memory, disk) ◄── fault proxy ◄── reader
 
 Both engines run one model, so that the author's full prefill says what the reader must answer. The
 author serves its own cache too, behind a proxy of its own that is there only where a test asks for
@@ -180,7 +180,7 @@ class Rig:
         senders = [scraped(url) for url in (f"{self.author.url}/metrics", *pages)]
         found = {
             name: sum(it[f"cachetree:{name}",] for it in senders)
-            for name in ("held_bytes", "streams", "open_stores")
+            for name in ("held_bytes", "streams")
         }
         found["staged"] = self.told()["cachetree:bytes", "staging"]
         for name, pid in self.pids().items():
@@ -222,6 +222,7 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
                 "host_bytes": HOST_BYTES,
                 "disk_path": str(folder / "disk"),
                 "disk_bytes": 4 * HOST_BYTES,
+                "keeps": [author_address],
                 "worker": {
                     "listen": address,
                     "max_bytes_per_s": LINK_MB_S * 1e6,
@@ -234,7 +235,6 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
         name="author",
         options={**CPU, "enable-metrics": True, "chunked-prefill-size": AT_ONCE * NUM_TOKENS},
         droidspeak={
-            "push_to": [address],
             "listen": author_address,
             "capture_layers": [2],
             "max_link_mb_s": LINK_MB_S,

@@ -43,6 +43,7 @@ from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
 from cachetree.ids import Location, Span
+from cachetree.transport import WorkerConfig
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, free_port, running
@@ -92,13 +93,14 @@ class Silent:
 
 @contextmanager
 def silent_in(folder: Path, family: Family, model: Path, tokens: list[int]) -> Iterator[Silent]:
-    address = Location(f"tcp://127.0.0.1:{free_port()}")
+    address, authors = (Location(f"tcp://127.0.0.1:{free_port()}") for _ in range(2))
     told = {
         "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
         "cache": {
             "host_bytes": 64 << 20,
             "disk_path": str(folder / "disk"),
             "disk_bytes": 64 << 20,
+            "keeps": [authors],
             "worker": {"listen": address, "shared_memory": False},
         },
     }
@@ -107,7 +109,7 @@ def silent_in(folder: Path, family: Family, model: Path, tokens: list[int]) -> I
         eventually(shelf.process.is_ready)
         pages = page_hashes(tokens)
         kv = [memoryview(bytes(len(pages) * family.kv_page_bytes))] * family.num_layers
-        author = CacheConfig(stores=(address,), peers=(address,), serves=False)
+        author = CacheConfig(peers=(address,), worker=WorkerConfig(listen=authors))
         with Cache(family, author) as cache, FaultProxy(address, seed=1) as proxy:
             assert cache.wait_ready(20)
             cache.store(read_model_identity(model).model_id, None, pages, kv, {})

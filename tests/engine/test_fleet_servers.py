@@ -36,7 +36,7 @@ class Cluster:
     network: Namespaces
     processes: Mapping[str, Process]
     addresses: Mapping[str, str]
-    """Of workers."""
+    """Addresses of workers, and of engines that listen, by name."""
     parties: Mapping[str, Party]
 
     def server(self, name: str) -> Server:
@@ -88,10 +88,19 @@ def networked(
     """The example's specifications, where every process is another machine, and has keys."""
     fleet = read_fleet(ROOT / "examples" / "fleet.yaml")
     parties = {name: new_party(folder / "keys", name) for name in network.names}
-    moved = {}
-    for name, config in fleet.workers.items():
-        shown = config["cache"]["worker"]["listen"]
-        moved[shown] = (name, shown.replace("127.0.0.1", network.address(name)))
+    shown = {name: it["cache"]["worker"]["listen"] for name, it in fleet.workers.items()}
+    engines = {name: it["droidspeak"].get("listen") for name, it in fleet.engines.items()}
+    moved = {
+        listen: (name, listen.replace("127.0.0.1", network.address(name)))
+        for name, listen in (shown | engines).items()
+        if listen is not None
+    }
+
+    def reached(addresses: Sequence[str]) -> dict[str, str]:
+        """Their addresses in the network, with the public key of each."""
+        found = (moved[it] for it in addresses)
+        return {address: parties[name].pair.public for name, address in found}
+
     everyone = [party.pair.public for party in parties.values()]
     found = []
     for spec in specs(fleet, {"device": "cpu"}):
@@ -105,18 +114,20 @@ def networked(
                 "key_file": own.key_file,
                 "allowed_peers": everyone,
             }
+            cache["peer_keys"] = reached(cache["keeps"])
+            cache["keeps"] = list(cache["peer_keys"])
+            cache["peer"] = {"key_file": own.key_file}
             changed = {"config": {**spec.config, "cache": cache}}
             found.append(WorkerElsewhere(**vars(spec) | changed, wrapper=wrapper))
             continue
         assert isinstance(spec, ServerSpec)
         settings = dict(spec.droidspeak)
-        peer_keys = {}
-        for field in ("peers", "push_to"):
-            for shown in settings.get(field, ()):
-                worker, address = moved[shown]
-                peer_keys[address] = parties[worker].pair.public
-            settings[field] = [moved[shown][1] for shown in settings.get(field, ())]
-        if not settings["push_to"]:
+        peer_keys = reached(settings["peers"])
+        settings["peers"] = list(peer_keys)
+        if "listen" in settings:
+            settings["listen"] = moved[settings["listen"]][1]
+            settings["allowed_peers"] = everyone
+        else:
             settings["host_gb"] = 0  # What it computed itself would be nearer than any worker.
         settings |= {
             "key_file": own.key_file,

@@ -25,7 +25,7 @@ from hicache_parts import (
     store_and_wait,
     store_without_e,
 )
-from push_parts import PAGE_TOTAL
+from kept_parts import PAGE_TOTAL
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of, store
 

@@ -19,7 +19,7 @@ from hicache_parts import (
     store_without_e,
     tier_of,
 )
-from push_parts import PAGE_TOTAL
+from kept_parts import PAGE_TOTAL
 from tier_parts import fetch_too_late
 from transport_parts import FAMILY, MODEL, eventually, store
 

@@ -74,12 +74,12 @@ def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, ca
 
 
 def test_only_what_is_given_is_set(capsys: Any) -> None:
-    listen = ["--listen", "tcp://127.0.0.1:0", "--push-to", "tcp://127.0.0.1:7002"]
+    listen = ["--listen", "tcp://127.0.0.1:0", "--peer", "tcp://127.0.0.1:7002"]
     assert main([*MODEL, *listen, "--dry-run", "--", "--page-size", "32"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["page-size"] == 32
     extra = shown["unified-cache-external-linker-config"]["linker_extra_config"]
-    assert extra == {"listen": "tcp://127.0.0.1:0", "push_to": ["tcp://127.0.0.1:7002"]}
+    assert extra == {"listen": "tcp://127.0.0.1:0", "peers": ["tcp://127.0.0.1:7002"]}
 
 
 def test_adapters_are_read_too(capsys: Any) -> None:

@@ -182,13 +182,13 @@ def test_memory_that_is_not_set_is_a_share_of_the_hosts(
     assert parse_settings({"host_gb": 0}).host_gb == 0
 
 
-def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
-    there = "tcp://127.0.0.1:7009"
-    server = load_this_server(server_args(model, {"peers": [HERE], "push_to": [HERE, there]}))
-    config = cache_config(server.settings, server.identity.model_id)
-    assert config.peers == config.stores == (HERE, there)
-    assert "push_to" in refusal(model, {"push_to": [there], "host_gb": 0})
-    assert "nonsense" in refusal(model, {"push_to": ["nonsense"]})
+def test_push_to_is_refused_with_what_took_its_place(model: Path, tmp_path: Path) -> None:
+    old = {"push_to": ["tcp://127.0.0.1:7009"]}
+    file = tmp_path / "old.yaml"
+    file.write_text(json.dumps(old))
+    for given in (old, {"config": str(file)}):
+        line = refusal(model, given)
+        assert "no push_to any more" in line and "under cache.keeps in the worker's file" in line
 
 
 def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
@@ -524,13 +524,11 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
         "listen": "tcp://127.0.0.1:7001",
         "bulk_port": 7003,
         "peers": ["tcp://127.0.0.1:7101", "tcp://[::1]:7201"],
-        "push_to": ["tcp://127.0.0.1:7301"],
     }
     server = load_this_server(server_args(model, extra, "--tp-size", "2"))
     config = cache_config(server.settings, server.identity.model_id, tp_rank=1)
     assert (config.worker.listen, config.worker.bulk_port) == ("tcp://127.0.0.1:7002", 7004)
-    assert config.peers == ("tcp://127.0.0.1:7102", "tcp://[::1]:7202", "tcp://127.0.0.1:7302")
-    assert config.stores == ("tcp://127.0.0.1:7302",)
+    assert config.peers == ("tcp://127.0.0.1:7102", "tcp://[::1]:7202")
     line = refusal(model, {**extra, "bulk_port": 7002}, "--tp-size", "2")
     assert "bulk_port is 7002" in line
     assert "leave 2 between them" in line

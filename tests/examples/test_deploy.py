@@ -200,12 +200,18 @@ def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
         assert {it["name"] for it in container["volumeMounts"]} == {
             it["name"] for it in spec["volumes"]
         }
-        ports[labels["app"]] = {it["name"]: it["containerPort"] for it in container["ports"]}
+        ports[frozenset(labels.items())] = {
+            it["name"]: it["containerPort"] for it in container["ports"]
+        }
         probes = [it["httpGet"]["port"] for name, it in container.items() if name.endswith("Probe")]
         assert set(probes) == {"http"}
     for service in of_kind("Service"):
-        there = ports[service["spec"]["selector"]["app"]]
-        assert {it["name"]: it["port"] for it in service["spec"]["ports"]}.items() <= there.items()
+        wanted = service["spec"]["selector"].items()
+        led_to = [of for labels, of in ports.items() if wanted <= labels]
+        assert led_to
+        for there in led_to:
+            told = {it["name"]: it["port"] for it in service["spec"]["ports"]}
+            assert told.items() <= there.items()
     numbers = {number for of in ports.values() for number in of.values()}
     for policy in of_kind("NetworkPolicy"):
         for way in policy["spec"]["ingress"]:
@@ -232,15 +238,16 @@ def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert ports == {*told, str(worker.bulk_port)}
             assert cachetree().parse_args(words).config.name in settings["data"]
             continue
-        assert {it.removeprefix("--port=") for it in words if it.startswith("--port=")} == ports
         args = droidspeak().parse_args(words)
-        options_of(args)
-        assert {it.split("/")[2] for it in (*args.peer, *args.push_to)} == {
-            "cachetree:30020",
-            "cachetree-here:30020",
-        }
-        assert {it.split("/")[2].partition(":")[0] for it in (*args.peer, *args.push_to)} <= names
-        assert is_directory(args.peer[0])
+        linker = options_of(args)["unified-cache-external-linker-config"]
+        extra = linker["linker_extra_config"]
+        told = {it.removeprefix("--port=") for it in words if it.startswith("--port=")}
+        assert ports == {*told, args.listen.rpartition(":")[2], str(extra["bulk_port"])}
+        assert args.peer == ["dns://cachetree:30020"]
+        assert config.cache.keeps == (f"dns://engines:{args.listen.rpartition(':')[2]}",)
+        assert {"cachetree", "engines"} <= names
+        for address in (*args.peer, *config.cache.keeps):
+            assert is_directory(address)
 
 
 def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

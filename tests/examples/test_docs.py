@@ -101,7 +101,9 @@ def test_the_example_worker_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = read_config(Path("examples/worker.yaml"))
     assert config.family.page_size == 16
-    assert config.cache.worker.accepts
+    sender = yaml.safe_load((ROOT / "examples/sender.yaml").read_text())
+    extra = sender["unified-cache-external-linker-config"]["linker_extra_config"]
+    assert config.cache.keeps == (extra["listen"],)
 
 
 @pytest.mark.parametrize("page", PAGES)

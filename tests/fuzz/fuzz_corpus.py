@@ -57,9 +57,6 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
             frame_bytes=4096,
             timeout_ms=10,
         ),
-        wire.Store(
-            id=1, model=MODEL, parent=PAGES[0], pages=blob, e_layers=(E_LAYER,), timeout_ms=9
-        ),
         wire.Cancel(id=3),
         wire.Ping(),
         wire.Learned(),
@@ -81,8 +78,6 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.Synced(),
         wire.Located(frame=Frame(id=3, offset=0, size=9, checksum=1), places=((0, 4), (8, 13))),
         wire.Ended(id=3, error="stale", reason="gone"),
-        wire.Wanted(id=1, skipped=2),
-        wire.Stored(id=1),
         wire.Pong(),
         wire.Bye(reason="closing"),
         verbs.Found(holdings=(Match(model=MODEL, location=LOCAL, num_pages=2, e_pages={2: 1}),)),

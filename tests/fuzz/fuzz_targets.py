@@ -85,10 +85,6 @@ def to_worker(data: bytes) -> None:
         case wire.Fetch():
             wire.steps_of(message, FAMILY.num_layers)
             wire.pages_of(message.pages)
-        case wire.Store():
-            wire.steps_of_store(FAMILY.num_layers, message.e_layers)
-            wire.pages_of(message.pages)
-            wire.pages_of(message.parent)
         case verbs.Find() | verbs.Evict() | verbs.Pin() | verbs.Unpin():
             answers: list[verbs.ToPeer] = []
             service = AdminService(new_tree(PAGES[:4]), None, _no_status, time.monotonic)

@@ -1,0 +1,259 @@
+"""Copies of peers' entries: each entry that a peer advertises is fetched, parents first.
+
+    hear   an advert names entries, which wait, oldest first
+    turn   takes the oldest one, and the entries above it that are missing here:
+           tree.remote       says that the peer still has it
+           tree.reserve      makes room here for the pages that are new
+           pending_fetches   fetches into that room, as any fetch
+           commit            makes the pages readable here, and advertises them
+
+A snapshot names old entries too. It brings no entry back that this cache has evicted; an advert
+outside of a snapshot does. A copy never has the peer read its disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Iterator
+from itertools import chain
+from math import inf
+from typing import Final
+
+import msgspec
+
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import FetchError, StaleEntry
+from cachetree.ids import DISK, PAGE_HASH_BYTES, Location, ModelId, PageHash
+from cachetree.memory import Layout, NoRoom, Staging
+from cachetree.transport.advertise import Advert
+from cachetree.transport.backoff import Backoff, LogLimiter
+from cachetree.transport.frames import MAX_MESSAGE_BYTES
+from cachetree.transport.pace import Cap
+from cachetree.transport.pending_fetches import PendingFetches
+from cachetree.transport.status import PullStatus
+from cachetree.transport.wire import MAX_REQUEST_S, Entries, Entry, Reset, Synced
+from cachetree.tree import CacheTree, Change, Reservation
+
+log = logging.getLogger("cachetree.peer")
+
+_Key = tuple[ModelId, PageHash]
+_Steps = Generator[float, None, None]
+"""Yields the seconds until it has to go on at the latest."""
+
+_MAX_WAITING: Final = 1 << 16
+"""Entries of one peer that wait."""
+_MAX_GIVEN_UP: Final = 1 << 16
+"""Pages that this cache had, and remembers for so long."""
+_PART_BYTES: Final = 64 << 20
+"""Larger entries take several fetches, each of which can be read when it is there."""
+_PART_S: Final = 0.25
+"""Time that a fetch takes under a cap at most, unless one page takes longer."""
+_MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
+"""Pages of one fetch, which names them in one message."""
+_FETCH_S: Final = MAX_REQUEST_S
+"""A link that brings a part in less time is fast enough."""
+_PAUSE_S: Final = 0.5
+"""Pause after a fetch that failed. It doubles up to ten times this."""
+_CLAIMED_S: Final = 0.01
+"""Pause before it asks again whether another peer's thread has fetched the same pages."""
+_BURST: Final = 64
+"""Entries looked at before the peer's thread does something else."""
+
+
+class Keeper:
+    """State that all peers share of a cache that keeps copies. Used by their threads."""
+
+    def __init__(self, tree: CacheTree, max_bytes_per_s: float, clock: Clock) -> None:
+        self.tree: Final = tree
+        self.part_bytes: Final = min(_PART_BYTES, max_bytes_per_s * _PART_S)
+        self._lock = threading.Lock()
+        """Taken under the tree's lock, and not the other way round."""
+        self._cap = Cap(max_bytes_per_s, clock)
+        self._claimed: set[_Key] = set()
+        self._given_up: dict[_Key, None] = {}
+        """Pages that left this cache, memory and disk; the oldest go first."""
+        tree.subscribe_kept(self._note)
+
+    def has_given_up(self, key: _Key) -> bool:
+        return key in self._given_up
+
+    def claim(self, key: _Key) -> bool:
+        """Whether the caller may fetch pages from this one on; False if another thread does."""
+        with self._lock:
+            is_free = key not in self._claimed
+            self._claimed.add(key)
+            return is_free
+
+    def release(self, key: _Key) -> None:
+        with self._lock:
+            self._claimed.discard(key)
+
+    def delay_s(self) -> float:
+        """Seconds until the next fetch may begin."""
+        return self._cap.delay_s()
+
+    def spend(self, num_bytes: int) -> None:
+        with self._lock:
+            self._cap.spend(num_bytes)
+
+    def _note(self, change: Change) -> None:
+        with self._lock:
+            for page in change.pages:
+                self._given_up.pop((change.model, page), None)
+                if not change.added:
+                    self._given_up[change.model, page] = None
+            while len(self._given_up) > _MAX_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
+
+
+class Pulls:
+    """Fetches what one peer advertises, one entry after another. Used by the peer's thread, but
+    for `status`.
+
+    An entry that cannot be fetched is left out. When the session ends, all that waits is
+    forgotten: the snapshot of the next session names what the peer has then.
+    """
+
+    def __init__(
+        self, address: Location, keeper: Keeper | None, fetches: PendingFetches, clock: Clock
+    ) -> None:
+        """Without a `keeper` it fetches nothing."""
+        self._address: Final = address
+        self._keeper = keeper
+        self._fetches = fetches
+        fetches.as_copies = keeper is not None
+        self._clock = clock
+        self._counts = PullStatus()
+        self._log_limiter = LogLimiter(clock)
+        self._backoff = Backoff(_PAUSE_S)
+        self._waiting: dict[_Key, None] = {}
+        """The last page of each entry, oldest first."""
+        self._is_snapshot = True
+        self._work: _Steps | None = None
+        self._look_at_s = inf
+        """Time at which `_work` has to go on at the latest."""
+
+    @property
+    def status(self) -> PullStatus | None:
+        if self._keeper is None:
+            return None
+        return msgspec.structs.replace(self._counts, num_waiting=len(self._waiting))
+
+    def timeout_s(self) -> float:
+        """Seconds until there is work; infinity if there is none."""
+        if self._work is None:
+            return 0.0 if self._waiting else inf
+        return max(0.0, self._look_at_s - self._clock())
+
+    def hear(self, message: Advert) -> None:
+        """Note what the peer has; `tree.remote` knows it already."""
+        match message:
+            case Reset():
+                self._is_snapshot = True
+            case Synced():
+                self._is_snapshot = False
+            case Entries() if self._keeper is not None:
+                for entry in message.entries:
+                    self._hear(entry, self._keeper)
+
+    def turn(self) -> None:
+        """Go on as far as that needs no waiting."""
+        for _ in range(_BURST):
+            if self._work is None:
+                if self._keeper is None or not self._waiting:
+                    return
+                key = next(iter(self._waiting))
+                del self._waiting[key]
+                self._work = self._pull(self._keeper, key)
+            pause_s = next(self._work, None)
+            if pause_s is not None:
+                self._look_at_s = self._clock() + pause_s
+                return
+            self._work = None
+
+    def interrupt(self) -> None:
+        """The session is over."""
+        self._waiting.clear()
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+
+    def _hear(self, entry: Entry, keeper: Keeper) -> None:
+        key = ModelId(entry.model), PageHash(entry.pages[-PAGE_HASH_BYTES:])
+        if not entry.added or (self._is_snapshot and keeper.has_given_up(key)):
+            return
+        self._waiting[key] = None
+        if len(self._waiting) > _MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+            self._failed(f"more than {_MAX_WAITING} entries wait to be copied; the oldest go")
+
+    def _pull(self, keeper: Keeper, key: _Key) -> _Steps:
+        """Fetch an entry, with what is missing here above it."""
+        line = keeper.tree.remote.line(self._address, *key)
+        on_disk = keeper.tree.remote.line(DISK, *key)
+        if line and on_disk and set(line[-1].e_layers) <= set(on_disk[-1].e_layers):
+            return
+        try:
+            if not line:
+                raise StaleEntry("the peer does not advertise it any more")
+            for part in chain.from_iterable(self._parts(keeper, change) for change in line):
+                yield from self._fetch(keeper, part)
+            self._counts.error = ""
+            self._backoff.reset()
+            return
+        except StaleEntry:
+            self._counts.num_gone += 1
+            return
+        except (FetchError, NoRoom) as exc:
+            self._failed(str(exc))
+        yield self._backoff.next_s()
+
+    def _parts(self, keeper: Keeper, change: Change) -> Iterator[Change]:
+        page_bytes = Layout.of(keeper.tree.family, 1, change.e_layers).page_bytes
+        return change.parts(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
+
+    def _fetch(self, keeper: Keeper, part: Change) -> _Steps:
+        """Fetch what is missing here of some pages; raises NoRoom, or what ended the fetch."""
+        tree = keeper.tree
+        while not keeper.claim(claim := _first_new(tree, part)):
+            yield _CLAIMED_S
+        try:
+            while (pause_s := keeper.delay_s()) > 0:
+                yield pause_s
+            reservation = tree.reserve(part.model, part.parent, part.pages, part.e_layers)
+            if reservation is None:
+                raise NoRoom(f"there is no room here for {len(part.pages)} pages of {part.model}")
+            with reservation:
+                if reservation.pages:
+                    yield from self._fill(keeper, reservation)
+        finally:
+            keeper.release(claim)
+
+    def _fill(self, keeper: Keeper, reservation: Reservation) -> _Steps:
+        page_bytes, num_pages = keeper.tree.family.page_bytes, len(reservation.pages)
+        sizes = {step: num_pages * page_bytes(step.kind) for step in reservation.steps}
+        views = {step: reservation.views(step) for step in reservation.steps}
+        deadline = Deadline.after(_FETCH_S, self._clock)
+        with Staging(sizes, deadline, views) as staging:
+            keeper.spend(staging.num_bytes)
+            model = reservation.change.model
+            self._fetches.begin(model, reservation.pages, staging)
+            while not staging.is_complete:
+                staging.check()
+                yield inf
+            reservation.commit()
+        self._counts.num_fetched += 1
+        self._counts.num_bytes += staging.num_bytes
+
+    def _failed(self, error: str) -> None:
+        self._counts.num_failed += 1
+        self._counts.error = error
+        if self._log_limiter.may("pull"):
+            log.warning("not all of peer %s is copied: %s", self._address, error)
+
+
+def _first_new(tree: CacheTree, part: Change) -> _Key:
+    """The first page that is missing here; of pages that only gain E, the first."""
+    new = (page for page in part.pages if not tree.has(part.model, page))
+    return part.model, next(new, part.pages[0])

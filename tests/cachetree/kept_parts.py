@@ -1,0 +1,46 @@
+"""Caches, one that reads from a worker, and fetches that compare every byte."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from tier_parts import fetch
+from transport_parts import (
+    FAMILY,
+    FAST,
+    PAGE_BYTES,
+    pages_of,
+)
+
+from cachetree import (
+    Cache,
+    CacheConfig,
+    Location,
+    PageHash,
+    Span,
+)
+
+PAGES = pages_of(64)
+PAGE_TOTAL = (FAMILY.num_layers + 1) * PAGE_BYTES
+
+
+@contextlib.contextmanager
+def cache_of(**config: object) -> Iterator[Cache]:
+    settings = {"host_bytes": 64 << 20, "peer": FAST, **config}
+    with Cache(FAMILY, msgspec.convert(settings, CacheConfig)) as cache:
+        yield cache
+
+
+def fetched(cache: Cache, location: Location, pages: Sequence[PageHash]) -> None:
+    """Fetch all of them from there and compare every byte."""
+    fetch(cache, location, pages, Span(0, len(pages)))
+
+
+@contextlib.contextmanager
+def reader_of(address: Location) -> Iterator[Cache]:
+    """A cache that stores nothing and is connected to one worker."""
+    with cache_of(peers=(address,), serves=False) as cache:
+        assert cache.wait_ready(20)
+        yield cache
