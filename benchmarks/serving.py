@@ -37,7 +37,8 @@ from benchmarks.relay import fetched
 from cachetree import Cache, CacheConfig, PeerConfig
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt
-from sglang_droidspeak.fleet.servers import Server, ServerSpec, ask_server, free_port, running
+from sglang_droidspeak.fleet.client import ask_server
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 DOCUMENT = random_prompt(2000, seed=1)
 QUESTION = random_prompt(64, seed=2)

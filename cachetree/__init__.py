@@ -24,6 +24,7 @@ from cachetree.errors import (
     StaleEntry,
     printable,
 )
+from cachetree.files import claim
 from cachetree.ids import (
     DISK,
     EMPTY_SPAN,
@@ -124,6 +125,7 @@ __all__ = [
     "Worker",
     "WorkerConfig",
     "WriteBehind",
+    "claim",
     "entry_steps",
     "give_way",
     "is_pool",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from cachetree.files import claim
+from cachetree import claim
 from profiles.data.documents import Tokens
 from profiles.evidence import CostModel
 from profiles.stats.measured import Score

@@ -22,9 +22,8 @@ import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cachetree import ConfigError, ModelIdentity
+from cachetree import ConfigError, ModelIdentity, claim
 from cachetree.checkpoint import read_model_identity, read_shape, user_cache
-from cachetree.files import claim
 from profiles.adapters import with_adapter
 from profiles.answerers import SAMPLE_TOKENS, ends_of
 from profiles.compute.models import (

@@ -15,7 +15,7 @@ from cachetree.checkpoint import read_model_identity
 from cachetree.cli import complain, escape_output, show, status_of
 from profiles import cli as profiler
 from profiles.distill import cli as distiller
-from sglang_droidspeak.cli import ask, demo, doctor, serve
+from sglang_droidspeak.cli import ask, demo, doctor, serve, verify
 from sglang_droidspeak.cli.terminal import add_start_timeout, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerSpec, running
@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     up.set_defaults(run=_up)
     ask.add_parsers(commands)
     doctor.add_parser(commands)
+    verify.add_parser(commands)
     profiler.add_commands(commands)
     distiller.add_command(commands)
     return top

@@ -15,7 +15,7 @@ import requests
 from cachetree import CacheTreeError, ConfigError, printable, with_names
 from cachetree.cli import show
 from sglang_droidspeak.cli.terminal import tell
-from sglang_droidspeak.fleet.servers import ask_server
+from sglang_droidspeak.fleet.client import ask_server
 from sglang_droidspeak.guard.detector import strength
 from sglang_droidspeak.guard.plans import ALL, GuardState
 from sglang_droidspeak.request.meta_info import KEY
@@ -111,7 +111,8 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
     if "Date" not in reply.headers:
         return state, 0.0
     told_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
-    return state, max(0.0, told_s - after_s) + min(0.0, told_s + 1 - before_s)
+    # A whole second, which may be one second old.
+    return state, max(0.0, told_s - after_s) + min(0.0, told_s + 2 - before_s)
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:

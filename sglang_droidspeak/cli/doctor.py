@@ -12,7 +12,6 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import psutil
 
 from cachetree import CacheTreeError, ConfigError, ModelId, read_yaml, settings_of, with_names
@@ -41,6 +40,7 @@ from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.fleet.fleet import check_flags
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import Settings, cache_config, linker_options, parse_settings
+from sglang_droidspeak.verify.check import Check, line
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
@@ -134,20 +134,6 @@ def _compare(folder: str) -> int:
         f"{len(release.USED)} functions and classes, and the fields of {len(release.FIELDS)}"
     )
     return int(bool(lacking or changed))
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One line."""
-
-    name: str
-    ok: bool
-    found: str
-    remedy: str = ""
-
-
-def line(it: Check) -> str:
-    remedy = f"; {it.remedy}" if it.remedy else ""
-    return f"{'ok   ' if it.ok else 'WRONG'} {it.name}: {it.found}{remedy}"
 
 
 def _check(name: str, ok: bool, found: str, remedy: str = "") -> Check:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import requests
 import yaml
 
 from sglang_droidspeak.fleet import ServerFailed
+from sglang_droidspeak.fleet.client import Client, ask_server
 from sglang_droidspeak.fleet.ports import check_port, free_port
 from sglang_droidspeak.fleet.signals import terminable, uninterrupted
 from sglang_droidspeak.start.config import linker_options
@@ -168,11 +168,6 @@ class ProgramSpec(Spec):
         check_port(self.name, "127.0.0.1", self.port)
 
 
-def ask_server(method: str, url: str, **options: Any) -> requests.Response:
-    """By no proxy, which the environment may name: it knows neither this machine nor a fleet's."""
-    return requests.request(method, url, proxies={"no_proxy": "*"}, **options)
-
-
 def _written(path: Path, options: Mapping[str, Any]) -> str:
     with _new_file(path) as file:
         yaml.safe_dump(dict(options), file, sort_keys=False, encoding="utf-8")
@@ -254,82 +249,19 @@ class Process:
         self.kill()
 
 
-class Server(Process):
+class Server(Process, Client):
     """A started SGLang server."""
 
     def __init__(self, spec: ServerSpec, folder: Path, env: Mapping[str, str]) -> None:
-        super().__init__(spec, folder, {**_FORKED_START, **env})
-        self.url = self.address
+        Process.__init__(self, spec, folder, {**_FORKED_START, **env})
+        Client.__init__(self, self.address)
 
     def stop(self) -> None:
-        """End it at once.
+        """End the server at once.
 
         SIGTERM ends its scheduler as abruptly; the rest takes that for a crash and waits 5 s.
         """
         self.kill()
-
-    def generate(
-        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
-    ) -> dict[str, Any]:
-        """Greedy completion through `/generate`, of which `asked` says what `_body` takes; raises
-        requests.HTTPError on an error status."""
-        return self.post("/generate", timeout_s, **_body(prompt, **asked))
-
-    def replies(
-        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
-    ) -> Iterator[dict[str, Any]]:
-        """As `generate`, but what there is of the reply at each token, when it comes."""
-        body = _body(prompt, **{"stream": True, **asked})
-        url = f"{self.url}/generate"
-        with ask_server("POST", url, json=body, timeout=timeout_s, stream=True) as reply:
-            reply.raise_for_status()
-            for line in reply.iter_lines():
-                if line.startswith(b"data: {"):
-                    yield json.loads(line.removeprefix(b"data: "))
-
-    def stream(self, prompt: str | Sequence[int], **asked: Any) -> tuple[float, dict[str, Any]]:
-        """The reply of `generate`, and the seconds until its first token was here."""
-        begun_s = time.perf_counter()
-        replies = self.replies(prompt, **asked)
-        last = next(replies, None)
-        ttft_s = time.perf_counter() - begun_s
-        if last is None:
-            raise ServerFailed(f"{self.name} ended a stream without a token")
-        for reply in replies:
-            last = reply
-        return ttft_s, last
-
-    def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
-        """Any JSON endpoint; raises requests.HTTPError on an error status."""
-        reply = ask_server("POST", f"{self.url}{path}", json=body, timeout=timeout_s)
-        reply.raise_for_status()
-        return reply.json()
-
-    def flush(self) -> None:
-        """Empty the server's own radix cache; retried while it is busy."""
-        for _ in range(100):
-            if ask_server("POST", f"{self.url}/flush_cache", timeout=10).status_code == 200:
-                return
-            time.sleep(0.05)
-        raise ServerFailed(f"{self.name} did not flush its cache within 5 s")
-
-
-def _body(
-    prompt: str | Sequence[int],
-    *,
-    max_new_tokens: int = 16,
-    droidspeak: Mapping[str, Any] | None = None,
-    **payload: Any,
-) -> dict[str, Any]:
-    """What `/generate` is sent; `payload` are other fields of it."""
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    if droidspeak is not None:
-        params["custom_params"] = {"droidspeak": dict(droidspeak)}
-    return {
-        "text" if isinstance(prompt, str) else "input_ids": prompt,
-        **payload,
-        "sampling_params": params | payload.get("sampling_params", {}),
-    }
 
 
 @contextlib.contextmanager

@@ -97,6 +97,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """The recommended one."""
     price: Price | None
     """Of that, for a prompt of usual length."""
+    measured_tokens: int | None
+    """Longest prefix that the profile covers; null if it covers every length."""
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +169,7 @@ class Answers:
             reason=off or profile.reason,
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),
+            measured_tokens=None if profile.lossless else profile.measured_tokens,
         )
 
     def _answer(self, page: str, asked: str, scheduler: Scheduler) -> dict[str, Any]:

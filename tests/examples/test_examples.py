@@ -203,6 +203,18 @@ def test_what_the_pages_ask_of_servers(servers, tmp_path, monkeypatch, capsys) -
     assert [it for it in wrong if not it.startswith(("link ", "peer tcp://127.0.0.1:30010"))] == []
 
 
+def test_verify_finds_nothing_wrong(servers, capsys) -> None:
+    """Whether reuse is faster is left to `benchmarks`: these models are small."""
+    urls = [it.url for it in servers]
+    data = str(EXAMPLES / "pairs/data/held_out.jsonl")
+    main(["verify", *urls, "--num", "3", "--data", data, "--template", "<bos> {context} {input}"])
+    lines = capsys.readouterr().out.splitlines()
+    wrong = [it for it in lines if it.startswith("WRONG")]
+    assert [it for it in wrong if not re.match("WRONG (link|first token)", it)] == []
+    for name in ("reuse: 3 reused", "distance: 0.0", "receiver: cancel", "another tenant: 0"):
+        assert any(it.startswith(f"ok    {name}") for it in lines), lines
+
+
 def test_openai_client(servers) -> None:
     answered, cached = script("openai_client.py", *flags(servers))
     assert answered.endswith("? doctor")

@@ -1,0 +1,149 @@
+"""`droidspeak verify`: whether two running servers share as they should."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from cachetree import CacheTreeError, ConfigError, printable
+from cachetree.cli import show, show_json
+from profiles.cli import settings_of
+from profiles.settings import Settings, add_flags
+from sglang_droidspeak.cli import doctor
+from sglang_droidspeak.cli.ask import add_key, server_url, state_of
+from sglang_droidspeak.fleet.client import Client
+from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.verify.answer import new_salt
+from sglang_droidspeak.verify.check import Check, line
+from sglang_droidspeak.verify.checks import Run, all_checks
+from sglang_droidspeak.verify.prompts import Prompt, made, of_data
+
+_NUM: Final = 6
+_TOKENS: Final = 2000
+_SPARE: Final = 128
+"""Tokens of a question and its answer."""
+
+
+def add_parser(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check with requests that two running servers share as they should",
+        description="Have a running server read documents and another one answer about them, and "
+        "check what comes: hits, answers, labels, tenants, distance from full prefill, and the "
+        "time to the first token. Changes no setting; every request has a salt of its own. Takes "
+        "a minute or two where models are small or on a GPU. A line each, with what was expected "
+        "where something is wrong; then exit status 1.",
+        allow_abbrev=False,
+    )
+    verify.add_argument("sender", type=server_url, metavar="SENDER_URL", help="reads first")
+    verify.add_argument(
+        "receiver",
+        type=server_url,
+        nargs="?",
+        metavar="RECEIVER_URL",
+        help="answers; default: the sender, where adapters of one server share",
+    )
+    verify.add_argument("--sender-adapter", metavar="NAME", help="LoRA adapter; default: the base")
+    verify.add_argument("--receiver-adapter", metavar="NAME", help="likewise")
+    verify.add_argument(
+        "--num", type=int, default=_NUM, metavar="N", help=f"documents; default: {_NUM}"
+    )
+    verify.add_argument(
+        "--tokens",
+        type=int,
+        default=_TOKENS,
+        metavar="N",
+        help=f"of a document; default: {_TOKENS}, or what the profile covers",
+    )
+    verify.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="for --data; default: the receiver's"
+    )
+    verify.add_argument(
+        "--flush",
+        action="store_true",
+        help="also empty both radix caches, which are others' too, and read from host memory",
+    )
+    add_key(verify)
+    verify.add_argument("--json", action="store_true", help="one line of JSON")
+    add_flags(verify, "data")
+    verify.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    if args.num < 2:
+        raise ConfigError(f"--num is {args.num}; it has to be at least 2, to compare documents")
+    begun_s, found = time.monotonic(), list[Check]()
+    for it in checks(args):
+        found.append(it)
+        if not args.json:
+            show(printable(line(it)))
+    num, seconds = sum(it.ok for it in found), time.monotonic() - begun_s
+    if args.json:
+        show_json({"passed": num == len(found), "seconds": round(seconds, 1), "checks": found})
+    else:
+        show(f"{num} of {len(found)} checks hold; {seconds:.0f} s")
+    return int(num < len(found))
+
+
+def checks(args: argparse.Namespace) -> Iterator[Check]:
+    """What the servers say of themselves, then what requests show."""
+    sender = Client(args.sender, args.api_key, args.sender_adapter)
+    receiver = Client(args.receiver or args.sender, args.api_key, args.receiver_adapter)
+    for url in dict.fromkeys((sender.url, receiver.url)):
+        yield from doctor.running(url, args.api_key)
+    try:
+        states = [state_of(it.url, args.api_key)[0] for it in (sender, receiver)]
+    except CacheTreeError:
+        return  # A line above says so.
+    yield from _settings(states)
+    run = Run(
+        sender=sender,
+        receiver=receiver,
+        prompts=_prompts(args, states[1], receiver),
+        page=states[1]["page_size"],
+        is_own_data=bool(args.data),
+        flushes=args.flush,
+        block=_block(states[1]),
+    )
+    yield from all_checks(run)
+
+
+def _settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    pages = [it["page_size"] for it in states]
+    yield Check(
+        name="page size",
+        ok=len({*pages}) == 1,
+        found=" and ".join(map(str, dict.fromkeys(pages))),
+        remedy="give both servers the same --page-size",
+    )
+    linker = states[1].get("unified_cache_external_linker_config") or {}
+    gate = (linker.get("linker_extra_config") or {}).get("gate")
+    yield Check(
+        name="gate",
+        ok=gate != "none",
+        found="off: any block that a request names is served, proven or not" if gate else "on",
+        remedy="leave `gate` out of the receiver's settings; `none` is for measurements",
+    )
+
+
+def _block(state: Mapping[str, Any]) -> str | None:
+    """The plan of the only pair that can be meant; None if there are several, or none."""
+    blocks = {tuple(it["block"]) for it in state[KEY]["pairs"] if it["usable"] and it["block"]}
+    return "{}:{}".format(*blocks.pop()) if len(blocks) == 1 else None
+
+
+def _prompts(
+    args: argparse.Namespace, state: Mapping[str, Any], receiver: Client
+) -> Sequence[Prompt]:
+    page = int(state["page_size"])
+    if args.data:
+        settings = settings_of(args, {"page_size": page}, Settings)
+        tokenizer = str(args.tokenizer or state["tokenizer_path"])
+        return of_data(settings, tokenizer, args.num, args.max_prompt_tokens)
+    covered = [it["measured_tokens"] for it in state[KEY]["pairs"] if it["usable"]]
+    longest = receiver.post("/tokenize", prompt="")["max_model_len"] - _SPARE
+    length = min(args.tokens, longest, *(it for it in covered if it is not None))
+    return [*made(receiver, args.num, length, page, new_salt())]

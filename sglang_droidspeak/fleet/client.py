@@ -1,0 +1,95 @@
+"""Asking a running SGLang server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import requests
+
+from sglang_droidspeak.fleet import ServerFailed
+
+_FLUSH_S: Final = 5.0
+_LOOK_S: Final = 0.05
+
+
+def ask_server(method: str, url: str, **options: Any) -> requests.Response:
+    """Ask by no proxy, which the environment may name: none knows this machine or a fleet's."""
+    return requests.request(method, url, proxies={"no_proxy": "*"}, **options)
+
+
+class Client:
+    """One server at its URL, and the adapter that its prompts name."""
+
+    def __init__(self, url: str, key: str | None = None, adapter: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._named = {"lora_path": adapter} if adapter else {}
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
+    ) -> dict[str, Any]:
+        """Greedy completion through `/generate`, of which `asked` says what `_body` takes; raises
+        requests.HTTPError on an error status."""
+        return self.post("/generate", timeout_s, **self._named, **_body(prompt, **asked))
+
+    def replies(
+        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
+    ) -> Iterator[dict[str, Any]]:
+        """As `generate`, but what there is of the reply at each token, when it comes."""
+        body = self._named | _body(prompt, **{"stream": True, **asked})
+        options: dict[str, Any] = {"json": body, "timeout": timeout_s, "stream": True}
+        with self._ask("POST", "/generate", **options) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def stream(self, prompt: str | Sequence[int], **asked: Any) -> tuple[float, dict[str, Any]]:
+        """The reply of `generate`, and the seconds until its first token was here."""
+        begun_s = time.perf_counter()
+        replies = self.replies(prompt, **asked)
+        last = next(replies, None)
+        ttft_s = time.perf_counter() - begun_s
+        if last is None:
+            raise ServerFailed(f"{self.url} ended a stream without a token")
+        for reply in replies:
+            last = reply
+        return ttft_s, last
+
+    def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
+        """Any JSON endpoint; raises requests.HTTPError on an error status."""
+        reply = self._ask("POST", path, json=body, timeout=timeout_s)
+        reply.raise_for_status()
+        return reply.json()
+
+    def flush(self) -> None:
+        """Empty the server's own radix cache; retried while it is busy."""
+        deadline_s = time.monotonic() + _FLUSH_S
+        while self._ask("POST", "/flush_cache", timeout=10).status_code != 200:
+            if time.monotonic() > deadline_s:
+                raise ServerFailed(f"{self.url} did not flush its cache within {_FLUSH_S:.0f} s")
+            time.sleep(_LOOK_S)
+
+    def _ask(self, method: str, path: str, **options: Any) -> requests.Response:
+        return ask_server(method, f"{self.url}{path}", headers=self._headers, **options)
+
+
+def _body(
+    prompt: str | Sequence[int],
+    *,
+    max_new_tokens: int = 16,
+    droidspeak: Mapping[str, Any] | None = None,
+    **payload: Any,
+) -> dict[str, Any]:
+    """What `/generate` is sent; `payload` are other fields of it."""
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    if droidspeak is not None:
+        params["custom_params"] = {"droidspeak": dict(droidspeak)}
+    return {
+        "text" if isinstance(prompt, str) else "input_ids": prompt,
+        **payload,
+        "sampling_params": params | payload.get("sampling_params", {}),
+    }

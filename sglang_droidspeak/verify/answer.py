@@ -1,0 +1,109 @@
+"""One answer of a server, and how two of them differ. Pure, but for `ask`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Final
+
+import msgspec
+
+from sglang_droidspeak.fleet import ServerFailed
+from sglang_droidspeak.fleet.client import Client
+from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+
+CLOSE: Final = 0.05
+"""Log-probabilities that differ by less are the same: other batches round otherwise."""
+_PATIENCE_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Greedy, of at most `POSITIONS` tokens."""
+
+    ttft_s: float
+    tokens: tuple[int, ...]
+    likely: tuple[LogProbs, ...]
+    """The most likely tokens of each position, with the answer's own."""
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    label: RequestProvenance
+
+
+def ask(client: Client, ids: Sequence[int], salt: str, **controls: str) -> Answer:
+    """Raises requests.RequestException and ServerFailed."""
+    begun_s = time.perf_counter()
+    arrived_s, parts = begun_s, list[Mapping[str, Any]]()
+    for reply in client.replies(
+        list(ids),
+        max_new_tokens=POSITIONS,
+        droidspeak=controls,
+        cache_salt=salt,
+        return_logprob=True,
+        top_logprobs_num=TOP,
+        timeout_s=_PATIENCE_S,
+    ):
+        arrived_s = arrived_s if parts else time.perf_counter()
+        parts.append(reply["meta_info"])
+    if not parts:
+        raise ServerFailed(f"{client.url} ended a stream without a token")
+    return answer_of(arrived_s - begun_s, parts)
+
+
+def answer_of(ttft_s: float, parts: Sequence[Mapping[str, Any]]) -> Answer:
+    """From each `meta_info` of a stream: the last has all, or each has what was new."""
+    meta = {**parts[0], **parts[-1]}
+    own, top = (_whole(parts, f"output_{it}_logprobs") for it in ("token", "top"))
+    likely = [{token: value for value, token, _ in it} for it in top]
+    (label,) = meta[KEY]
+    return Answer(
+        ttft_s=ttft_s,
+        tokens=tuple(token for _, token, _ in own),
+        likely=tuple(
+            it | {token: value} for it, (value, token, _) in zip(likely, own, strict=True)
+        ),
+        id=meta["id"],
+        prompt_tokens=meta["prompt_tokens"],
+        cached_tokens=meta["cached_tokens"],
+        label=msgspec.convert(label, RequestProvenance),
+    )
+
+
+def _whole(parts: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:
+    last = parts[-1]
+    if len(last[name]) == last["completion_tokens"]:
+        return last[name]
+    return [it for part in parts for it in part[name]]
+
+
+def new_salt() -> str:
+    """A tenant that nobody else is."""
+    return f"verify-{uuid.uuid4().hex}"
+
+
+def difference(one: Answer, other: Answer) -> str:
+    """How two answers differ that should be the same; empty if they do not.
+
+    Where two tokens are equally likely in one of them, either is right, and what follows is not
+    compared.
+    """
+    for i, (ours, theirs) in enumerate(zip(one.likely, other.likely, strict=False)):
+        token, instead = one.tokens[i], other.tokens[i]
+        if token != instead:
+            gap = ours[token] - ours.get(instead, float("-inf"))
+            return "" if gap < CLOSE else f"token {i} is {instead} instead of {token}"
+        if (gap := abs(ours[token] - theirs[token])) >= CLOSE:
+            return f"the log-probability of token {i} differs by {gap:.2f}"
+    return ""
+
+
+def distance_of(served: Answer, exact: Answer) -> float:
+    """Mean total variation, 0 to 1, up to the first position at which the tokens differ."""
+    pairs = zip(served.tokens, exact.tokens, strict=False)
+    num = 1 + sum(1 for _ in takewhile(lambda it: it[0] == it[1], pairs))
+    return distance(served.likely[:num], exact.likely[:num])

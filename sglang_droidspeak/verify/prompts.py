@@ -1,0 +1,89 @@
+"""What the servers are asked: a user's own data, or documents that nobody has seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from sglang_droidspeak.fleet.client import Client
+
+if TYPE_CHECKING:
+    from profiles.settings import Settings
+
+NUM_SUFFIXES: Final = 4
+"""Questions about each made document."""
+_NAMES: Final = ("Ada", "Boris", "Chidi", "Dana", "Emre", "Farah", "Goran", "Hana")
+_THINGS: Final = ("lamps", "crates", "maps", "bells", "ropes", "chairs", "books", "tents")
+_PLACES: Final = ("Oslo", "Lima", "Accra", "Turin", "Busan", "Quito", "Perth", "Fez")
+_TOKENS_PER_SENTENCE: Final = 8
+"""At least, of any tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A document, as token ids in whole pages, and what may follow it."""
+
+    prefix: tuple[int, ...]
+    suffixes: tuple[tuple[int, ...], ...]
+    """At least one, none empty."""
+
+
+def made(client: Client, num: int, num_tokens: int, page: int, seed: str) -> Iterator[Prompt]:
+    """Documents of at most `num_tokens` tokens, tokenised by the server."""
+    for number in range(num):
+        random = Random(f"{seed} {number}")
+        drawn = (_sentence(random) for _ in range(num_tokens // _TOKENS_PER_SENTENCE))
+        ids = tokenize(client, " ".join(drawn))[:num_tokens]
+        asked = (f" Question: {_question(random)} Answer:" for _ in range(NUM_SUFFIXES))
+        suffixes = tuple(tokenize(client, it) for it in asked)
+        yield Prompt(ids[: len(ids) // page * page], suffixes)
+
+
+def of_data(settings: Settings, tokenizer: str, num: int, longest: int | None) -> list[Prompt]:
+    """The first prompts of a user's data, as the profiler makes them; raises ConfigError."""
+    from pathlib import Path
+
+    from profiles.compute.models import ModelSource, load_tokenizer
+    from profiles.data.datasets import load_sources
+    from profiles.data.documents import make_documents
+    from profiles.data.metrics import Metric
+    from profiles.data.tasks import TaskOptions
+
+    options = TaskOptions(
+        template=settings.template or "{context}\n\n{input}",
+        metric=Metric(settings.metric or Metric.F1),
+        max_new=settings.max_new,
+        chat=settings.chat,
+    )
+    sources = [
+        replace(it, records=it.records[: num * NUM_SUFFIXES])
+        for it in load_sources(list(settings.data), options, data_dir=settings.data_dir)
+    ]
+    documents = make_documents(
+        sources,
+        load_tokenizer(ModelSource(path=Path(tokenizer))),
+        page_size=settings.page_size,
+        max_prompt_tokens=longest,
+    )
+    return [
+        Prompt(it.prefix, tuple(question.suffix for question in it.questions))
+        for it in documents[:num]
+    ]
+
+
+def tokenize(client: Client, text: str) -> tuple[int, ...]:
+    """Token ids by the server's own tokenizer, special tokens left out."""
+    return tuple(client.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"])
+
+
+def _sentence(random: Random) -> str:
+    name, thing, place = (random.choice(it) for it in (_NAMES, _THINGS, _PLACES))
+    return (
+        f"On day {random.randrange(1000)} {name} moved {random.randrange(100)} {thing} to {place}."
+    )
+
+
+def _question(random: Random) -> str:
+    return f"how many {random.choice(_THINGS)} came to {random.choice(_PLACES)}?"
