@@ -138,7 +138,8 @@ class Pulls:
     def status(self) -> PullStatus | None:
         if self._keeper is None:
             return None
-        return msgspec.structs.replace(self._counts, num_waiting=len(self._waiting))
+        num_waiting = len(self._waiting) + (self._work is not None)
+        return msgspec.structs.replace(self._counts, num_waiting=num_waiting)
 
     def timeout_s(self) -> float:
         """Seconds until there is work; infinity if there is none."""

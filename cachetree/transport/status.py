@@ -39,7 +39,7 @@ class PullStatus(msgspec.Struct, kw_only=True):
     num_failed: int = 0
     """Entries that were left out: for want of room, after a fault, or because too many waited."""
     num_waiting: int = 0
-    """Entries that wait for their turn."""
+    """Entries that wait, with the one that is being fetched."""
     error: str = ""
     """Why the last entry was left out; empty once another one is here."""
 

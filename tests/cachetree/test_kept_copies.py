@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fault_proxy import FaultProxy
 from kept_parts import PAGE_TOTAL, PAGES, cache_of, fetched, reader_of
 from security_parts import Party, new_party
 from serve_parts import serving
@@ -111,9 +111,11 @@ def test_a_full_worker_gives_up_what_was_used_least_recently() -> None:
 def test_a_worker_without_room_keeps_nothing() -> None:
     with fleet(host_bytes=10 * PAGE_TOTAL) as (worker, (engine,)):
         store(engine.tree, PAGES[:20])
+        eventually(lambda: "no room here for 20 pages" in worker.sources()[0].reason)
         store(engine.tree, OTHERS[:5])
         eventually(lambda: num_kept(worker, OTHERS) == 5)
         assert num_kept(worker) == 0
+        eventually(lambda: worker.sources()[0].reason == "")
 
 
 def moved_bytes(worker: Cache) -> int:
@@ -135,13 +137,22 @@ def settled(worker: Cache) -> bool:
     return worker.wait_ready(0) and pulls(worker).num_waiting == 0
 
 
-def again(worker: Cache) -> None:
-    """Have its session end; the snapshot of the next names everything again."""
-    (peer,) = worker._peers.now.values()
-    num_losses = worker.status().peers[0].num_losses
-    peer._fetches.link.channel._socket.shutdown(socket.SHUT_RDWR)
-    eventually(lambda: worker.status().peers[0].num_losses > num_losses)
-    eventually(lambda: settled(worker))
+@contextlib.contextmanager
+def cut_off(engine: Cache, **settings: object) -> Iterator[tuple[Cache, Callable[[], None]]]:
+    """A worker that keeps copies of one engine, and a function that ends its session: the snapshot
+    of the next one names everything again."""
+    with (
+        FaultProxy(engine.address, seed=0) as proxy,
+        cache_of(keeps=(proxy.address,), **settings) as worker,
+    ):
+
+        def cut() -> None:
+            (before,) = worker.status().peers
+            proxy.cut()
+            eventually(lambda: worker.status().peers[0].num_losses > before.num_losses)
+            eventually(lambda: settled(worker))
+
+        yield worker, cut
 
 
 def test_a_worker_that_comes_later_gets_what_is_there() -> None:
@@ -208,13 +219,14 @@ def test_a_copy_is_no_use_of_the_engines_pages() -> None:
 
 
 def test_what_a_full_worker_gave_up_comes_back_only_once_it_is_used_again() -> None:
-    with cache_of() as engine, keep(engine, host_bytes=100 * PAGE_TOTAL) as worker:
+    budget = {"host_bytes": 100 * PAGE_TOTAL}
+    with cache_of() as engine, cut_off(engine, **budget) as (worker, cut):
         store(engine.tree, PAGES)
         eventually(lambda: num_kept(worker) == 64)
         store(engine.tree, OTHERS)
         eventually(lambda: num_kept(worker, OTHERS) == 64)
         for _ in range(2):
-            again(worker)
+            cut()
         assert moved_bytes(worker) == 128 * PAGE_TOTAL
         assert num_kept(worker, OTHERS) == 64
         engine.tree.evict()
@@ -224,11 +236,11 @@ def test_what_a_full_worker_gave_up_comes_back_only_once_it_is_used_again() -> N
 
 def test_what_a_worker_has_on_disk_alone_is_not_fetched_again(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
-    with cache_of() as engine, keep(engine, **disk) as worker:
+    with cache_of() as engine, cut_off(engine, **disk) as (worker, cut):
         store(engine.tree, PAGES)
         eventually(lambda: worker.status().disk.num_pages == 64)
         worker.tree.evict()
-        again(worker)
+        cut()
         assert moved_bytes(worker) == 64 * PAGE_TOTAL
         store(engine.tree, [*PAGES, *OTHERS[:6]])
         eventually(lambda: num_kept(worker, [*PAGES, *OTHERS[:6]]) == 70)
@@ -308,7 +320,7 @@ def test_a_peer_that_advertises_endlessly_costs_a_bounded_list(
     monkeypatch.setattr("cachetree.transport.pulls._MAX_WAITING", 4)
     with Engine(50, lambda *_: None) as engine, keep(engine) as worker:
         eventually(lambda: pulls(worker).num_failed >= 45)
-        assert pulls(worker).num_waiting == 4
+        assert pulls(worker).num_waiting == 1 + 4
         assert "wait to be copied" in worker.sources()[0].reason
     assert sum("not all of peer" in it for it in caplog.messages) == 1
 
