@@ -50,7 +50,7 @@ def read_model_identity(
     identity = ModelIdentity(
         **_shape(path, config, cache_dir),
         num_attention_heads=_number(config, "num_attention_heads", path),
-        weights=digest_of([_loaded(path, config, cache_dir), _computing(config)]),
+        weights=digest_of([_loaded(path, cache_dir), _computing(config)]),
     )
     return identity if adapter is None else adapted(identity, adapter)
 
@@ -89,9 +89,8 @@ def first_difference(
         raise ConfigError(f"{a} and {b} have different num_hidden_layers; they are no pair")
     if canonical_rope(ours) != canonical_rope(theirs) or _computing(ours) != _computing(theirs):
         return 0
-    of_a, of_b = _loaded(a, ours, cache_dir), _loaded(b, theirs, cache_dir)
-    has_head = _HEAD in of_a or _HEAD in of_b
-    is_tied = bool(ours.get("tie_word_embeddings")) or not has_head
+    of_a, of_b = _loaded(a, cache_dir), _loaded(b, cache_dir)
+    is_tied = bool(ours.get("tie_word_embeddings"))
     of_bases = min(
         (
             0 if is_tied and "lm_head" in name.split(".") else layer_of(name, num_layers)
@@ -133,12 +132,12 @@ def _tokenizer(path: Path, cache_dir: Path | None) -> str:
     return kept(cache_dir, "tokenizer", file, lambda _: {"": tokenizer_digest(path)})[""]
 
 
-def _loaded(path: Path, config: Config, cache_dir: Path | None) -> Digests:
-    """Digests of the tensors that a server loads: tables of rotations are none of them, and a head
-    that is tied to the embeddings is not loaded a second time."""
+def _loaded(path: Path, cache_dir: Path | None) -> Digests:
+    """Digests of the tensors that make a model: no tables of rotations, which servers skip, and no
+    head that equals the embeddings, as a tied one does."""
     digests = tensor_digests(weight_files(path), cache_dir)
     loaded = {name: it for name, it in digests.items() if ".rotary_emb." not in name}
-    if config.get("tie_word_embeddings") and loaded.get(_HEAD) == loaded.get(_EMBEDDINGS):
+    if loaded.get(_HEAD) == loaded.get(_EMBEDDINGS):
         loaded.pop(_HEAD, None)
     return loaded
 

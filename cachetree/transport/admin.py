@@ -67,6 +67,8 @@ class AdminService:
     _status: Callable[[], verbs.Status]
     _clock: Clock
     _evictions: deque[Iterator[int]] = field(default_factory=deque, init=False)
+    _told: verbs.Status | None = field(default=None, init=False)
+    """The worker in numbers, for all who ask in one turn: anybody may, without a limit."""
 
     @property
     def has_work(self) -> bool:
@@ -74,7 +76,8 @@ class AdminService:
         return bool(self._evictions)
 
     def go_on(self) -> None:
-        """Evict a little more for the oldest order."""
+        """Evict a little more for the oldest order; called once a turn."""
+        self._told = None
         if self.has_work and len(tuple(islice(self._evictions[0], _NODES))) < _NODES:
             del self._evictions[0]
 
@@ -93,7 +96,9 @@ class AdminService:
     def _serve(self, asked: verbs.ToWorker, answer: Answer) -> None:
         match asked:
             case verbs.StatusRequest():
-                answer(self._status())
+                if self._told is None:
+                    self._told = self._status()
+                answer(self._told)
             case verbs.Find():
                 pages = pages_of(asked.pages)
                 found = self._tree.match(pages[: self._tree.num_there(pages)], is_use=False)

@@ -54,6 +54,13 @@ class Connections:
         self._silent: dict[int, str] = {}
         """Sources, oldest first."""
         self._heard: dict[int, str] = {}
+        self._ending: set[int] = set()
+        """Ended here, and not yet reported as closed."""
+
+    @property
+    def are_ending(self) -> bool:
+        """Whether libzmq has yet to report the end of a connection that was ended here."""
+        return bool(self._ending)
 
     def came(self, descriptor: int, port: int) -> str:
         """libzmq accepted a connection at `port`. Returns the source of a silent connection that
@@ -75,6 +82,7 @@ class Connections:
 
     def went(self, descriptor: int) -> None:
         """libzmq has closed this connection."""
+        self._ending.discard(descriptor)
         for known in (self._ends, self._silent, self._heard):
             known.pop(descriptor, None)
 
@@ -87,6 +95,7 @@ class Connections:
             if (copy.getsockname(), copy.getpeername()) == self._ends[descriptor]:
                 copy.shutdown(socket.SHUT_RDWR)
         self.went(descriptor)
+        self._ending.add(descriptor)
         return source
 
 

@@ -49,6 +49,8 @@ class DataPort:
         self._wake = wake
         self._config = config
         self._clock = clock
+        self._epoll = select.epoll()
+        """Of its own: in a crowd ZMQ's poller would take longer than all the rest."""
         self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
         # Who brings a ticket is met with it in hand, however many come with none.
@@ -60,8 +62,6 @@ class DataPort:
         """By descriptor; oldest first."""
         self._sources: dict[int, str] = {}
         """Of the same."""
-        self._epoll = select.epoll()
-        """Of its own: in a crowd ZMQ's poller would take longer than all the rest."""
         self._epoll.register(self._listener, select.EPOLLIN)
         poller.register(self._epoll.fileno(), zmq.POLLIN)
 

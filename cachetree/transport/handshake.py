@@ -97,8 +97,6 @@ class Gate:
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
         self._connections = Connections(_MAX_CONNECTIONS)
-        self._num_ended = 0
-        """Silent connections that were ended here, and that libzmq will report as failures."""
 
     def guard(
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
@@ -175,16 +173,14 @@ class Gate:
             case zmq.EVENT_ACCEPTED:
                 port = int(event["endpoint"].rpartition(b":")[2])
                 if source := self._connections.came(event["value"], port):
-                    self._num_ended += 1
                     why = f"{source} opens more connections than may wait; it says nothing over one"
                     return Refusal(f"crowd {source}", why)
                 return None
             case zmq.EVENT_DISCONNECTED:
                 self._connections.went(event["value"])
                 return None
-            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._num_ended:
-                self._num_ended -= 1
-                return None
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._connections.are_ending:
+                return None  # Told already. That it is gone is the next event of it.
         # Of which connection, libzmq does not say.
         if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             return Refusal("another key", "someone expected this worker to have another key")

@@ -104,7 +104,11 @@ class Peer:
         self._thread = threading.Thread(
             target=self._run, name=f"cachetree-peer {address}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._wakeup.close()
+            raise
 
     @property
     def link(self) -> Link | None:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang_droidspeak.engine.headers import OutcomeHeaders
-
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import Req
 
@@ -31,8 +29,7 @@ are of an answer. No user can name it."""
 
 
 def add_pages(key: str) -> None:
-    """In the front end, before its HTTP server starts: what the scheduler says under `key`, and the
-    headers of answers.
+    """In the front end, before its HTTP server starts: what the scheduler says under `key`.
 
     Asks for SGLang's admin key where there is one, else for its API key, as SGLang's own pages for
     operators do.
@@ -52,8 +49,6 @@ def add_pages(key: str) -> None:
     for path in (EXPLAIN, GUARD):
         if all(getattr(it, "path", "") != path for it in app.routes):
             app.add_route(path, answer, methods=["POST"])
-    if all(it.cls is not OutcomeHeaders for it in app.user_middleware):
-        app.add_middleware(OutcomeHeaders, key=key)
 
 
 async def ask(manager: Any, path: str, question: str, key: str) -> dict[str, Any]:
@@ -92,6 +87,17 @@ def unsent(
         extra_key=extra_key,
         cache_salt=cache_salt,
     )
+
+
+def mark_warm_up(manager: Any, obj: Any, request: Any = None) -> None:
+    """Hooks TokenizerManager.generate_request: what comes over HTTP before SGLang's warm-up has
+    ended counts as the server's own. Without HTTP (`sgl.Engine`) SGLang's status stays Starting."""
+    if request is None or manager.server_status.name != "Starting":
+        return
+    each = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+    for params in each:
+        if isinstance(params, dict) and isinstance(custom := params.get("custom_params", {}), dict):
+            params["custom_params"] = {**custom, ANSWERED: 0}
 
 
 def is_own(req: Req) -> bool:

@@ -195,7 +195,8 @@ FIELDS: Mapping[str, str] = {
         "return_logprob cached_tokens cached_tokens_host retracted_stain priority"
     ),
     _TOKENIZERS: (
-        "incremental_streaming_output preferred_sampling_params rid_to_state lora_registry"
+        "incremental_streaming_output preferred_sampling_params rid_to_state lora_registry "
+        "server_status"
     ),
     _STATS: "trace_ctx",
     f"{_TRACE}.TraceReqContext": "tracing_enable root_span_context",

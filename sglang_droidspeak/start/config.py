@@ -111,7 +111,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     not taken out of service; for measurements."""
     host_gb: float = msgspec.field(default_factory=HOST)
     """Host memory for this server's own KV and E, GiB for each rank; made, and on CUDA page-locked,
-    at start. 0 stores nothing. In a container the default is a share of its limit."""
+    at start. 0 stores nothing. In a container the default is a share of its limit; with a disk it
+    is at most half of `disk_gb`."""
     ttl_s: float | None = None
     """What nobody has used for so long leaves it in any case; none keeps it until room is
     needed."""
@@ -326,7 +327,12 @@ def _settings(content: Any, where: str) -> Settings:
             f"{where}: there is no push_to any more, because workers fetch what they keep; remove "
             "it, set listen, and name that address under cache.keeps in the worker's file"
         )
-    return settings_of(content, Settings, where)
+    settings = settings_of(content, Settings, where)
+    if not settings.disk_gb or "host_gb" in content:
+        return settings
+    # A disk holds what memory holds too, so a smaller one would keep nothing for longer.
+    host_gb = min(settings.host_gb, settings.disk_gb / 2)
+    return msgspec.structs.replace(settings, host_gb=host_gb)
 
 
 def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -31,6 +33,7 @@ from cachetree import Cache, ConfigError, Deadline, OrderDenied, PageHash, Worke
 from cachetree.cli import main, status_of
 from cachetree.cli.serve import parse_config, read_config
 from cachetree.transport import ask, verbs
+from cachetree.transport.admin import AdminService
 from cachetree.tree.hashing import page_hashes
 
 PAGES = pages_of(64)
@@ -356,6 +359,17 @@ def test_a_number_that_means_nothing_is_refused_by_name(
         main(["bench", "tcp://127.0.0.1:1", f"{option}={number}"])
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.endswith(f"argument {option}: {number} is no finite number above 0")
+
+
+def test_questions_of_one_turn_are_counted_out_once() -> None:
+    """Anybody may ask, as often as they like."""
+    numbers, answers = itertools.count(), []
+    service = AdminService(new_tree(), None, numbers.__next__, time.monotonic)  # type: ignore[arg-type]
+    for _ in range(2):
+        for _ in range(3):
+            service.serve(verbs.StatusRequest(), answers.append, is_admin=False)
+        service.go_on()
+    assert answers == [0, 0, 0, 1, 1, 1]
 
 
 def test_an_order_with_half_a_page_is_refused() -> None:

@@ -32,6 +32,7 @@ def test_a_fetch_is_one_line_of_fields(caplog: pytest.LogCaptureFixture) -> None
         assert sender.address
         with cache_of(peers=(sender.address,), serves=False) as receiver:
             assert receiver.wait_ready(20)
+            receiver.names.call(MODEL, "base")
             fetch(receiver, sender.address, Span(4, 20))
             (counts,) = receiver.status().fetches
     (line,) = fields(caplog)
@@ -40,7 +41,8 @@ def test_a_fetch_is_one_line_of_fields(caplog: pytest.LogCaptureFixture) -> None
         *("layers", "bytes", "seconds", "gb_s"),
     }
     assert line["outcome"] == "ok"
-    assert (line["model"], line["location"]) == (MODEL, sender.address)
+    assert (line["model"], line["name"]) == (MODEL, "base")
+    assert line["location"] == sender.address
     assert (line["pages"], line["tokens"]) == ("16", str(16 * FAMILY.page_size))
     assert (line["layers"], line["bytes"]) == ("4", str(16 * 4 * PAGE_BYTES))
     seconds = float(line["seconds"])

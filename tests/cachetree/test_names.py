@@ -17,14 +17,16 @@ PAGES = pages_of(4)
 
 
 def test_a_text_names_each_model_that_has_a_name() -> None:
-    text = f"pages of {BASE}, none of {OTHER}, and not c{BASE}"
+    text = f"pages of {BASE}, none of {OTHER}, and not {BASE}c"
     assert with_names(text, {BASE: "base"}) == f"pages of base (aaaaaaaa), none of {OTHER}, " + (
-        f"and not c{BASE}"
+        f"and not {BASE}c"
     )
 
 
 def test_what_a_peer_says_is_tidied_and_bounded_and_renames_nothing() -> None:
     names = ModelNames()
+    names.hear(OTHER, "")
+    assert not names.now
     names.hear(BASE, "\x1b[2Ja (b)\n" + 999 * "x")
     assert names.now[BASE] == ("__2Ja__b__" + 999 * "x")[:MAX_NAME]
     names.hear(BASE, "thief")
@@ -47,12 +49,17 @@ def test_an_advert_names_a_model_once() -> None:
             told.append(advert)
             view.apply(advert)
 
+    source.names.call(OTHER, "other")
     for model, stop in ((BASE, 1), (OTHER, 1), (BASE, 2)):
         source.names.call(BASE, "base")
         store(source, PAGES[stop - 1 : stop], PAGES[stop - 2] if stop > 1 else None, model=model)
         tell()
-    assert [it.names for it in told if isinstance(it, wire.Entries)] == [{BASE: "base"}, {}, {}]
-    assert tree.names.now == {BASE: "base"}
+    assert [it.names for it in told if isinstance(it, wire.Entries)] == [
+        {BASE: "base"},
+        {OTHER: "other"},
+        {},
+    ]
+    assert tree.names.now == {BASE: "base", OTHER: "other"}
     advertiser.close()
 
 

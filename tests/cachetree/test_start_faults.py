@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import select
 import threading
@@ -25,11 +26,12 @@ def refuse_zmq(*_: object, **__: object) -> object:
     raise zmq.ZMQError(errno.EMFILE)
 
 
-def without_thread(name: str) -> Callable[[threading.Thread], None]:
-    start = threading.Thread.start
+def without_thread(name: str, num_started: int = 0) -> Callable[[threading.Thread], None]:
+    """Start `num_started` threads of this name and refuse the next one."""
+    start, left = threading.Thread.start, itertools.count(num_started, -1)
 
     def refuse_thread(thread: threading.Thread) -> None:
-        if thread.name.startswith(name):
+        if thread.name.startswith(name) and next(left) == 0:
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -59,8 +61,9 @@ def descriptors() -> list[str]:
         (Peer, "__init__", refuse),
         *(
             (threading.Thread, "start", without_thread(f"cachetree-{thread}"))
-            for thread in ("disk-read", "disk-evict", "disk-write", "worker", "directory")
+            for thread in ("disk-read", "disk-evict", "disk-write", "worker", "peer", "directory")
         ),
+        (threading.Thread, "start", without_thread("cachetree-disk-read", 1)),
     ],
 )
 def test_start_that_fails_leaves_nothing_behind(
@@ -70,8 +73,11 @@ def test_start_that_fails_leaves_nothing_behind(
     threads, files = set(threading.enumerate()), descriptors()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fault)
-        with pytest.raises((OSError, RuntimeError, zmq.ZMQError)):
+        with pytest.raises((OSError, RuntimeError, zmq.ZMQError)) as failure:
             open_and_close(tmp_path)
-    assert not [it.name for it in set(threading.enumerate()) - threads]
-    assert descriptors() == files
+    left = set(threading.enumerate()) - threads
+    for thread in left:
+        thread.join(1.0)
+    assert not [it.name for it in left if it.is_alive()]
+    assert descriptors() == files, failure  # Its frames hold all that was not closed.
     open_and_close(tmp_path)

@@ -322,6 +322,20 @@ def test_silent_strangers_hold_few_connections(us: Party, friend: Party, has_key
         assert num_open(first) == 1
 
 
+def test_end_of_a_connection_that_could_speak_hides_no_failed_handshake(
+    us: Party, friend: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetree.transport.handshake._MAX_CONNECTIONS", 4)
+    with worker_of(new_tree(), **us.serving(friend)) as worker, ExitStack() as stack:
+        for _ in range(8):  # Each ends its handshake and says nothing.
+            credentials = credentials_for(friend.asking(us))
+            dealer = stack.enter_context(dealer_to(worker.address, credentials))
+            assert dealer.poll(20_000, zmq.POLLOUT)
+        eventually(lambda: worker.status().num_failed_handshakes == 4)
+        silent(worker, 1, stack)[0].close()
+        eventually(lambda: worker.status().num_failed_handshakes == 5)
+
+
 def test_worker_that_closes_ends_silent_connections() -> None:
     with ExitStack() as stack:
         with worker_of(new_tree()) as worker:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.tokenizer_manager import ServerStatus
 from waiting_parts import request as in_queue
 
 from cachetree.ids import ModelId
@@ -118,6 +120,28 @@ def test_the_servers_own_requests_are_told_and_not_counted(
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="off")
     assert (counts.outcomes, dict(labels.told)) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("status", "has_http", "is_counted"),
+    [("Starting", True, False), ("Up", True, True), ("Starting", False, True)],
+)
+def test_requests_of_sglangs_warm_up_are_not_counted(
+    labels: Labels, counts: Counts, status: str, has_http: bool, is_counted: bool
+) -> None:
+    """SGLang marks them by nothing but its status; without HTTP that is never Up."""
+    manager, sent = SimpleNamespace(server_status=ServerStatus[status]), object()
+    alone = {"temperature": 0, "custom_params": {KEY: {"mode": "off"}}}
+    for params in (alone, [{"temperature": 0}, alone.copy()], None, "x"):
+        obj = GenerateReqInput(text="The capital", sampling_params=params)
+        asking.mark_warm_up(manager, obj, sent if has_http else None)
+        for it in params if isinstance(params, list) else [params]:
+            if isinstance(it, dict):
+                req = request()
+                req.sampling_params.custom_params = it.get("custom_params")
+                labels.report([req])
+    assert counts.outcomes.total() == 3 * is_counted
+    assert alone["custom_params"][KEY] == {"mode": "off"}
 
 
 def test_a_request_that_never_invokes_its_adapter_says_so_and_is_counted() -> None:

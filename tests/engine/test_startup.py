@@ -180,6 +180,10 @@ def test_memory_that_is_not_set_is_a_share_of_the_hosts(
     assert (settings.host_gb, settings.staging_gb) == (host_gb, staging_gb)
     assert settings.taken_gb(8) <= max(0.75 * memory_gb, 8 * 3), "eight ranks fit"
     assert parse_settings({"host_gb": 0}).host_gb == 0
+    disk: dict[str, Any] = {"disk_path": "/disk", "disk_gb": 1.5}
+    assert parse_settings(disk).host_gb == 0.75, "a disk holds what memory holds too"
+    assert parse_settings(disk | {"host_gb": 9}).host_gb == 9
+    assert parse_settings(disk | {"disk_gb": 1e3}).host_gb == settings.host_gb
 
 
 def test_push_to_is_refused_with_what_took_its_place(model: Path, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import requests
@@ -30,6 +32,7 @@ from cachetree.planning import write_profile
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.engine import HookType, place_hooks, release
 from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.linker import DroidSpeakLinker
 
 HARMLESS = {
     "init_weights_update_group",
@@ -119,6 +122,29 @@ def test_every_way_to_write_weights_is_seen_before_it_writes(
             update(updater_of(model))
         assert seen[:1] == [0.0], name
         seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("written_here", "written_elsewhere"), [(True, False), (False, True), (False, False)]
+)
+def test_update_from_disk_turns_reuse_off_if_any_rank_has_written(
+    written_here: bool, written_elsewhere: bool
+) -> None:
+    linker: Any = MagicMock()
+    linker._planner.off = ""
+    linker._ranks.least = lambda mine: [mine[0] and not written_elsewhere]
+    linker._retire = partial(DroidSpeakLinker._retire, linker)
+    linker._weights_change = partial(DroidSpeakLinker._weights_change, linker)
+
+    def update(path: str) -> None:
+        if written_here:
+            linker._weights_change()
+        raise OSError(path)
+
+    with pytest.raises(OSError, match="broken"):
+        DroidSpeakLinker._update_from_disk(linker, update, "broken")
+    is_off = linker._planner.off == "weights_updated"
+    assert is_off == linker._cache.stop_serving.called == (written_here or written_elsewhere)
 
 
 def test_the_probe_names_every_hooked_function() -> None:

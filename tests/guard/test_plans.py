@@ -228,7 +228,8 @@ def test_a_profile_that_allows_nothing_of_its_own_is_named_at_the_start(
     assert "how far layers [2, 6), layers [3, 5) may be" in line and "calibrate" in line
 
 
-def test_an_operator_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reset", ["reader", SENDER, "all"])
+def test_an_operator_begins_anew(tmp_path: Path, reset: str) -> None:
     planner = Planner()
     guard = guard_of(planner, tmp_path / "guard.json")
     while not planner.generation:
@@ -236,7 +237,7 @@ def test_an_operator_begins_anew(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="sender anothr; give reader or all"):
         tell(guard, reset="anothr")
     assert tell(guard).pairs[0].num_left == 2
-    (pair,) = tell(guard, reset="reader").pairs
+    (pair,) = tell(guard, reset=reset).pairs
     assert pair == watched(PAIR) and planner.profiles[SENDER, RECEIVER] == PAIR
     assert read_record(tmp_path / "guard.json") == (pair,)
 

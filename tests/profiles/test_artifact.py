@@ -38,6 +38,10 @@ def measured(*plans: Candidate, some: tuple[Candidate, ...] = ()) -> Measured:
 @pytest.fixture(scope="module")
 def profile():
     lengths = [32] * (len(QUALITIES) - 1) + [160]
+    return profile_of(lengths, measured(TRIED, some=(UNASKED, BLEND)))
+
+
+def profile_of(lengths, judged, tolerance=0.05):
     documents = [
         dataclasses.replace(make_document(length, 1), context=str(place))
         for place, length in enumerate(lengths)
@@ -53,11 +57,11 @@ def profile():
         swept=measured(),
         tried=measured(TRIED, UNASKED),
         choice=Choice(frontier=[UNASKED, TRIED], order=(TRIED,), expected=TRIED),
-        judged=measured(TRIED, some=(UNASKED, BLEND)),
+        judged=judged,
         controls={},
         small=OLD.baselines[-1],
     )
-    return build(found, 0.05, OLD.made)
+    return build(found, tolerance, OLD.made)
 
 
 def losses(profile) -> dict[str, str]:
@@ -119,8 +123,15 @@ def test_a_profile_is_used_for_prompts_as_long_as_twenty_contexts_have(num_long,
         for place, length in enumerate(lengths)
     ]
     assert longest_used(documents, 16) == longest
-    twice = [*documents, *documents[-num_long:]]
-    assert longest_used(twice, 16) == longest, "two tasks of one context"
+    task = dataclasses.replace(documents[0].task, name="other")
+    twice = [dataclasses.replace(it, task=task) for it in documents[-num_long:]]
+    assert longest_used([*documents, *twice], 16) == longest, "two tasks of one context"
+
+
+def test_a_profile_is_used_by_the_lengths_of_the_contexts_that_judged_its_plans():
+    lengths = [160] * NUM_SHOWN + [32] * (len(QUALITIES) - NUM_SHOWN)
+    assert profile_of(lengths, measured(TRIED, some=(UNASKED, BLEND)), 0.9).measured_tokens == 48
+    assert profile_of(lengths, measured(some=(TRIED, UNASKED, BLEND)), 0.9).measured_tokens == 176
 
 
 def test_a_context_of_several_tasks_is_counted_and_drawn_once():
