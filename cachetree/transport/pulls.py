@@ -43,8 +43,8 @@ _Steps = Generator[float, None, None]
 
 _MAX_WAITING: Final = 1 << 16
 """Entries of one peer that wait."""
-_MAX_GIVEN_UP: Final = 1 << 16
-"""Pages that this cache had, and remembers for so long."""
+_MAX_GIVEN_UP: Final = 1 << 13
+"""Evicted entries that are remembered."""
 _PART_BYTES: Final = 64 << 20
 """Larger entries take several fetches, each of which can be read when it is there."""
 _PART_S: Final = 0.25
@@ -72,7 +72,7 @@ class Keeper:
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}
-        """Pages that left this cache, memory and disk; the oldest go first."""
+        """The last page of each entry that left memory and disk, oldest first."""
         tree.subscribe_kept(self._note)
 
     def has_given_up(self, key: _Key) -> bool:
@@ -98,12 +98,12 @@ class Keeper:
             self._cap.spend(num_bytes)
 
     def _note(self, change: Change) -> None:
+        key = change.model, change.pages[-1]
         with self._lock:
-            for page in change.pages:
-                self._given_up.pop((change.model, page), None)
-                if not change.added:
-                    self._given_up[change.model, page] = None
-            while len(self._given_up) > _MAX_GIVEN_UP:
+            self._given_up.pop(key, None)
+            if not change.added:
+                self._given_up[key] = None
+            if len(self._given_up) > _MAX_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
 
 

@@ -325,15 +325,21 @@ def test_a_peer_that_advertises_endlessly_costs_a_bounded_list(
     assert sum("not all of peer" in it for it in caplog.messages) == 1
 
 
-def test_pages_given_up_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachetree.transport.pulls._MAX_GIVEN_UP", 10)
+def test_entries_given_up_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachetree.transport.pulls._MAX_GIVEN_UP", 3)
     tree = new_tree()
     keeper = new_keeper(tree)
-    store(tree, PAGES)
-    tree.evict()
-    assert [keeper.has_given_up((MODEL, page)) for page in PAGES] == 54 * [False] + 10 * [True]
-    store(tree, PAGES)
-    assert not any(keeper.has_given_up((MODEL, page)) for page in PAGES)
+
+    def given_up() -> list[bool]:
+        return [keeper.has_given_up((MODEL, page)) for page in PAGES[:5]]
+
+    for page in PAGES[:5]:
+        store(tree, [page])
+        tree.evict()
+    assert given_up() == [False, False, True, True, True]
+    for page in PAGES[:5]:
+        store(tree, [page])
+    assert given_up() == 5 * [False]
 
 
 def test_a_cap_holds_over_all_fetches_together() -> None:
