@@ -168,6 +168,17 @@ def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
     assert heard == [second]
 
 
+def test_who_hears_of_what_is_kept_hears_of_the_disk_and_of_no_peer() -> None:
+    tree, pages = make_tree(), path("ab")
+    heard: list[Change] = []
+    tree.subscribe_kept(heard.append)
+    tree.remote.add(FAR, A, None, pages, ())
+    assert not heard, "a peer has said it"
+    tree.remote.add(DISK, A, None, pages, ())
+    tree.remote.drop(DISK, A, pages)
+    assert [(it.added, it.pages) for it in heard] == [(True, tuple(pages)), (False, tuple(pages))]
+
+
 def test_who_hears_of_what_is_kept_hears_that_e_went_though_the_pages_are_on_disk() -> None:
     tree = make_tree()
     heard: list[Change] = []

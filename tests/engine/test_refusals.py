@@ -16,7 +16,7 @@ from permissive import made
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from cachetree.ids import ModelId
+from cachetree.ids import ModelId, Span
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
@@ -75,6 +75,40 @@ def inserted(req: Req, *, is_stopped: bool = False) -> tuple[MagicMock, MagicMoc
 
     inserting.checkpoint(insert, None, req, up_to=NUM_TOKENS)
     return offloader.put, pool.note
+
+
+@pytest.mark.parametrize(("num_owned", "stored"), [(None, Span(1, 3)), (2, Span(1, 2))])
+def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(
+    num_owned: int | None, stored: Span
+) -> None:
+    """An adapter's pages have names of their own in SGLang's tree; its cache names all alike."""
+    req, base = request(lora_id="a" * 32, extra_key="a" * 32), request()
+    own = [page.hex() for page in prefixes.own_pages_of(req, NUM_TOKENS, PAGE)]
+    pages = prefixes.pages_of(base, NUM_TOKENS, PAGE)
+    models, offloader = MagicMock(), MagicMock(is_stopped=False)
+    num_tokens = None if num_owned is None else num_owned * PAGE
+    models.owner_of.return_value = Owner(ModelId("m"), None, num_tokens)
+    inserting = Insertions(models, MagicMock(is_read=False), offloader, PAGE)
+
+    def offered(keys: list[str]) -> bool:
+        transfer: Any = SimpleNamespace(keys=keys, device_indices=torch.arange(2 * PAGE))
+        return bool(inserting.offload([transfer], tuple))
+
+    def insert(*_: object, up_to: int) -> None:
+        assert offered(own[1:3])
+        (offload,) = offloader.put.call_args.args
+        assert (offload.model, offload.parent) == ("m", pages[0])
+        assert offload.pages == pages[stored.start : stored.stop]
+        assert offload.slots.tolist() == [*range(len(stored) * PAGE)]
+        offloader.reset_mock()
+        assert not offered([page.hex() for page in pages[1:3]]), "of another namespace"
+        models.owner_of.return_value = None
+        assert not offered(own[1:3]), "of an unknown adapter"
+
+    inserting.checkpoint(insert, None, req, up_to=NUM_TOKENS)
+    models.owner_of.return_value = Owner(ModelId("m"), None, None)
+    assert not offered(own[1:3]), "nothing is being inserted"
+    offloader.put.assert_not_called()
 
 
 @pytest.mark.parametrize("fields", NEVER.values(), ids=NEVER)
