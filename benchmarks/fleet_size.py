@@ -73,7 +73,7 @@ class SimulatedWorker:
     def tell(self) -> list[bytes]:
         """What the engine does not know yet, as it goes over the wire."""
         if self._advertiser is None:
-            self._advertiser = Advertiser(self.tree, MAX_PENDING, lambda: None)
+            self._advertiser = Advertiser(self.tree, MAX_PENDING, lambda: None, time.monotonic)
         return [encode(it) for it in iter(self._advertiser.next, None)]
 
     def told(self, messages: list[bytes]) -> None:

@@ -5,7 +5,8 @@ configure it runs exactly SGLang's own code after start-up.
 
     process    hook                              when
     front end  ServerArgs.check_server_args      checks the configuration before anything loads,
-               adds the pages that operators ask, marks the warm-up, and watches answers
+               adds the pages that operators ask and the headers of answers, marks SGLang's
+               warm-up, and watches answers
     scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
                available bytes                   without those of the recompute's attention
 """
@@ -41,11 +42,13 @@ def register() -> None:
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(engine.resolved(server_args)):
         from sglang_droidspeak.engine.asking import add_pages, mark_warm_up
+        from sglang_droidspeak.engine.headers import LabelNotes
         from sglang_droidspeak.guard.shadows import Shadows
         from sglang_droidspeak.request.meta_info import KEY
 
         settings = check_front_end(server_args)
         add_pages(KEY)
+        engine.place_hooks({release.GENERATE: (LabelNotes(KEY).generate, HookType.AROUND)})
         if settings.shadow_share:
             shadows = Shadows(settings)
             engine.place_hooks({release.GENERATE: (shadows.generate, HookType.AROUND)})

@@ -14,21 +14,17 @@ from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, Span
 from cachetree.memory import Layout
 from cachetree.transport.wire import Entries, Entry, Reset, Synced, pages_of
-from cachetree.tree import CacheTree, Change, Listener, join_hashes
-
-Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
-"""As `CacheTree.subscribe`: what is there now, and a function that ends the subscription."""
+from cachetree.tree import CacheTree, Change, join_hashes
 
 
 class ChangeQueue:
     """Bounded: when more than `max_changes` wait, all of them are dropped until `restart`.
 
-    Changes come under the tree's lock from any thread; the rest belongs to the reader's thread,
-    but for `len` and `close`.
+    Changes come under the tree's lock from any thread; the rest belongs to the reader's thread.
     """
 
-    def __init__(self, subscribe: Subscribe, max_changes: int, wake: Callable[[], None]) -> None:
-        self._subscribe = subscribe
+    def __init__(self, tree: CacheTree, max_changes: int, wake: Callable[[], None]) -> None:
+        self._tree = tree
         self._max_changes = max_changes
         self._wake = wake
         self._lock = threading.Lock()
@@ -39,24 +35,17 @@ class ChangeQueue:
         """Of these, how many the reader knows: taken, or in what `restart` gave."""
         self.has_overflowed = False
         """Something was dropped: begin again."""
-        self._is_closed = False
-        self._unsubscribe: Callable[[], None] = lambda: None
-
-    def __len__(self) -> int:
-        """How many changes the reader does not know, those that were dropped too."""
-        with self._lock:
-            return self.num_noted - self.num_taken
+        self.close: Callable[[], None] = lambda: None
+        """Take in nothing that is new. Idempotent; `restart` opens it again."""
 
     def restart(self) -> Iterator[Change]:
         """What is in the tree now; what comes later is taken in from here on."""
-        self._unsubscribe()
+        self.close()
         with self._lock:
             self._changes.clear()
             self.num_taken = self.num_noted
             self.has_overflowed = False
-        there, self._unsubscribe = self._subscribe(self._note)
-        if self._is_closed:
-            self._unsubscribe()
+        there, self.close = self._tree.subscribe_kept(self._note)
         return there
 
     def take(self) -> list[Change]:
@@ -65,11 +54,6 @@ class ChangeQueue:
             self._changes.clear()
             self.num_taken = self.num_noted
         return changes
-
-    def close(self) -> None:
-        """Take in nothing that is new. Idempotent."""
-        self._is_closed = True
-        self._unsubscribe()
 
     def _note(self, change: Change) -> None:
         with self._lock:
@@ -141,7 +125,7 @@ class Advertiser:
     def __init__(
         self, tree: CacheTree, max_pending: int, wake: Callable[[], None], clock: Clock
     ) -> None:
-        self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
+        self._changes = ChangeQueue(tree, max_pending, wake)
         self._clock = clock
         self._mute_since_s = math.inf
         """When the peer last answered, or was asked first since; infinite if it has nothing to

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang_droidspeak.engine.headers import OutcomeHeaders
+
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import Req
 
@@ -29,7 +31,8 @@ are of an answer. No user can name it."""
 
 
 def add_pages(key: str) -> None:
-    """In the front end, before its HTTP server starts: what the scheduler says under `key`.
+    """In the front end, before its HTTP server starts: what the scheduler says under `key`, and the
+    headers of answers.
 
     Asks for SGLang's admin key where there is one, else for its API key, as SGLang's own pages for
     operators do.
@@ -49,6 +52,8 @@ def add_pages(key: str) -> None:
     for path in (EXPLAIN, GUARD):
         if all(getattr(it, "path", "") != path for it in app.routes):
             app.add_route(path, answer, methods=["POST"])
+    if all(it.cls is not OutcomeHeaders for it in app.user_middleware):
+        app.add_middleware(OutcomeHeaders, key=key)
 
 
 async def ask(manager: Any, path: str, question: str, key: str) -> dict[str, Any]:

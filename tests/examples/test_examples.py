@@ -23,6 +23,7 @@ from test_documented_code import commands, of
 
 from profiles.data.records import read_records
 from sglang_droidspeak.cli import main
+from sglang_droidspeak.fleet.client import ask_server
 from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,6 +220,17 @@ def test_openai_client(servers) -> None:
     answered, cached = script("openai_client.py", *flags(servers))
     assert answered.endswith("? doctor")
     assert cached == "cached tokens: 96"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_openai_answers_say_their_outcome_in_headers(servers, is_streamed) -> None:
+    _, receiver = servers
+    body = {"model": "x", "prompt": "A guard", "max_tokens": 2, "stream": is_streamed}
+    source = {"x-vsr-kv-source-pod": "any"}
+    reply = ask_server("POST", f"{receiver.url}/v1/completions", json=body, headers=source)
+    assert reply.headers["x-droidspeak-outcome"] in ("no_match", "too_short")
+    assert reply.headers["x-droidspeak-exact"] == "true"
+    assert reply.headers["x-vsr-kv-transfer-status"] == "fallback_reprefill"
 
 
 def test_frontend_program(servers) -> None:

@@ -1,0 +1,89 @@
+"""A request's outcome as response headers, so that every client sees it, streamed or not.
+
+SGLang waits for the first reply before it sends headers, and the first reply has the label. So the
+label is put beside the HTTP request when it passes, and read when the headers are sent.
+
+Routers that speak semantic-router's cross-model contract ask by `x-vsr-kv-source-pod`, and are told
+by `x-vsr-kv-transfer-status`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, MutableMapping
+from contextlib import aclosing
+from typing import Any, Final
+
+OUTCOME: Final = b"x-droidspeak-outcome"
+EXACT: Final = b"x-droidspeak-exact"
+SOURCE_POD: Final = b"x-vsr-kv-source-pod"
+STATUS: Final = b"x-vsr-kv-transfer-status"
+_APPLIED: Final = frozenset({"reused", "own", "on_device"})
+_UNSUPPORTED: Final = frozenset(
+    {
+        *("no_profile", "gate_failed", "ungated_block", "multimodal", "input_embeds", "session"),
+        *("bad_controls", "longer_than_measured", "unknown_adapter", "weights_updated"),
+    }
+)
+"""Outcomes that the same request would have again."""
+
+Label = Mapping[str, Any]
+Reply = Any
+
+
+class OutcomeHeaders:
+    """ASGI middleware: adds the headers of a request that has a label."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        asks_status = any(name == SOURCE_POD for name, _ in scope["headers"])
+
+        async def labelled(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and self._key in state:
+                told = headers_of(state[self._key], asks_status)
+                message["headers"] = [*message["headers"], *told]
+            await send(message)
+
+        await self._app(scope, receive, labelled)
+
+
+def headers_of(label: Label, asks_status: bool) -> list[tuple[bytes, bytes]]:
+    outcome = label["outcome"]
+    headers = [
+        (OUTCOME, outcome.encode("latin-1", "replace")),
+        (EXACT, b"true" if label["exact"] else b"false"),
+    ]
+    if asks_status:
+        unsupported = outcome in _UNSUPPORTED
+        missed = b"unsupported" if unsupported else b"fallback_reprefill"
+        headers.append((STATUS, b"applied" if outcome in _APPLIED else missed))
+    return headers
+
+
+class LabelNotes:
+    """Puts the first label of a request beside the HTTP request that asked for it."""
+
+    def __init__(self, key: str) -> None:
+        self._key: Final = key
+
+    def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+        """Hooks TokenizerManager.generate_request, which returns an async generator."""
+        replies = original(manager, obj, request)
+        return replies if request is None else self._noted(request.scope["state"], replies)
+
+    async def _noted(
+        self, state: MutableMapping[str, Any], replies: AsyncGenerator[Reply, None]
+    ) -> AsyncGenerator[Reply, None]:
+        async with aclosing(replies):
+            async for reply in replies:
+                # A batch of prompts has a label for each, and headers can say only one.
+                if self._key not in state and isinstance(reply, dict):
+                    labels = reply["meta_info"].get(self._key)
+                    if labels:
+                        state[self._key] = labels[0]
+                yield reply

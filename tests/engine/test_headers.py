@@ -1,0 +1,96 @@
+"""The outcome reaches every client as headers, streamed or not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from starlette.testclient import TestClient
+
+from sglang_droidspeak.engine.headers import LabelNotes, OutcomeHeaders
+
+KEY = "droidspeak"
+OUTCOME, EXACT = "x-droidspeak-outcome", "x-droidspeak-exact"
+STATUS, SOURCE = "x-vsr-kv-transfer-status", "x-vsr-kv-source-pod"
+
+
+async def replies(_manager: Any, obj: Any, _request: Any = None) -> AsyncIterator[Any]:
+    """Two replies; the label is in both, as SGLang streams them."""
+    for _ in range(2):
+        if isinstance(obj, list):
+            yield [{"meta_info": {KEY: [it]}} for it in obj]
+        else:
+            yield {"meta_info": {KEY: [obj]} if obj else {}}
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI()
+    app.add_middleware(OutcomeHeaders, key=KEY)
+    notes = LabelNotes(KEY)
+
+    @app.post("/whole")
+    async def whole(request: Request) -> dict[str, int]:
+        answer = notes.generate(replies, None, await request.json(), request)
+        return {"num": len([it async for it in answer])}
+
+    @app.post("/streamed")
+    async def streamed(request: Request) -> StreamingResponse:
+        answer = notes.generate(replies, None, await request.json(), request)
+        first = await anext(answer)
+
+        async def rest() -> AsyncIterator[str]:
+            yield str(first)
+            async for it in answer:
+                yield str(it)
+
+        return StreamingResponse(rest())
+
+    @app.get("/other")
+    async def other() -> str:
+        return "well"
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("path", ["/whole", "/streamed"])
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        ("reused", "applied"),
+        ("on_device", "applied"),
+        ("no_match", "fallback_reprefill"),
+        ("fallback: SlowLink", "fallback_reprefill"),
+        ("no_profile", "unsupported"),
+    ],
+)
+def test_an_answer_says_its_outcome(
+    client: TestClient, path: str, outcome: str, status: str
+) -> None:
+    label = {"outcome": outcome, "exact": outcome != "reused"}
+    headers = client.post(path, json=label).headers
+    assert (headers[OUTCOME], headers[EXACT]) == (outcome, str(label["exact"]).lower())
+    assert STATUS not in headers, "nobody asked"
+    assert client.post(path, json=label, headers={SOURCE: "a"}).headers[STATUS] == status
+
+
+@pytest.mark.parametrize("body", [{}, [{"outcome": "reused", "exact": True}] * 2])
+def test_without_one_label_there_are_no_headers(client: TestClient, body: Any) -> None:
+    answer = client.post("/whole", json=body)
+    assert answer.json() == {"num": 2}
+    assert OUTCOME not in answer.headers
+    assert OUTCOME not in client.get("/other").headers
+
+
+def test_each_request_has_its_own(client: TestClient) -> None:
+    labels = [{"outcome": it, "exact": True} for it in ("reused", "no_match", "reused")]
+    said = [client.post("/streamed", json=it).headers[OUTCOME] for it in labels]
+    assert said == [it["outcome"] for it in labels]
+
+
+def test_what_no_http_request_asked_for_passes_as_it_is() -> None:
+    answer = LabelNotes(KEY).generate(replies, None, {"outcome": "own"})
+    assert answer.__name__ == "replies"
