@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt, whole_pages
+from engine_parts import Answer, eventually, prompt, whole_pages
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
-from forked import ServerSpec
 from processes import num_descriptors, num_threads
+from server_parts import Pair, same, servers
 from transport_parts import ask_status
 
 from cachetree import Location
 from cachetree.checkpoint.identity import read_model_identity
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
@@ -41,80 +41,47 @@ once, or missed at the next heartbeat, and the rest of the fetch is asked for.""
 
 
 @dataclass(frozen=True)
-class Pair:
-    sender: Server
-    receiver: Server
-    sender_address: Location
+class Proxied:
+    """Two servers of one model, and who is between them."""
+
+    pair: Pair
     proxy: FaultProxy
     tokens: list[int]
     """What the sender offers."""
-    controls: dict[str, str]
-    """By name, because otherwise nothing is recomputed of what one's own model has."""
 
     def ask(self) -> Answer:
-        """With a receiver that has to fetch."""
-        self.receiver.flush()
-        return answer(self.receiver, self.tokens, droidspeak=self.controls)
-
-    def ask_alone(self) -> Answer:
-        self.receiver.flush()
-        return answer(self.receiver, self.tokens, droidspeak={"mode": "off"})
+        """By name, because otherwise nothing is recomputed of what one's own model has."""
+        sender = read_model_identity(self.pair.sender.spec.model).model_id
+        return self.pair.ask(self.tokens, droidspeak={"block": BLOCK, "sender": sender})
 
     def held(self) -> tuple[int, int]:
         """Descriptors and threads of both servers."""
-        groups = (self.sender.pid, self.receiver.pid)
+        groups = (self.pair.sender.pid, self.pair.receiver.pid)
         return sum(map(num_descriptors, groups)), sum(map(num_threads, groups))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
     folder = tmp_path_factory.mktemp("proxied")
     config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
     (model,) = write_models(folder, config, ["both"], seed=5)
     address = Location(f"tcp://127.0.0.1:{free_port()}")
     tokens = prompt(NUM_TOKENS, seed=1)
+    sends = {"listen": address, "capture_layers": [2], "max_link_mb_s": LINK_MB_S}
     with FaultProxy(address, seed=SEED) as proxy:
-        sender = ServerSpec(
-            model=model,
-            name="sender",
-            options=CPU,
-            droidspeak={
-                "listen": address,
-                "capture_layers": [2],
-                "max_link_mb_s": LINK_MB_S,
-                "host_gb": 0.5,
-            },
-        )
-        receiver = ServerSpec(
-            model=model,
-            name="receiver",
-            options=CPU,
-            droidspeak={
-                "peers": [proxy.address],
-                "gate": "none",
-                "host_gb": 0,
-                "shared_memory": False,  # So that the proxy meets all that is sent.
-                "fetch_deadline_s": DEADLINE_S,
-                "peer_cooldown_s": 0.5,
-                # On a busy machine a layer comes later than was predicted, with no fault at all.
-                "forward_wait_s": DEADLINE_S,
-                # A second fetch would not fit if the first had leaked.
-                "staging_gb": 1.5 * FETCH_BYTES / (1 << 30),
-            },
-        )
-        with running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
-            watcher = Watcher(model, [address])
-            try:
-                answer(s, tokens, max_new_tokens=1)
-                watcher.wait_for(tokens, model)
-            finally:
-                watcher.close()
-            controls = {"block": BLOCK, "sender": read_model_identity(model).model_id}
-            yield Pair(s, r, address, proxy, tokens, controls)
-
-
-def same(first: Answer, second: Answer) -> bool:
-    return first.ids == second.ids and first.logprobs == pytest.approx(second.logprobs, abs=2e-4)
+        reads = {
+            "peers": [proxy.address],
+            "shared_memory": False,  # So that the proxy meets all that is sent.
+            "fetch_deadline_s": DEADLINE_S,
+            "peer_cooldown_s": 0.5,
+            # On a busy machine a layer comes later than was predicted, with no fault at all.
+            "forward_wait_s": DEADLINE_S,
+            # A second fetch would not fit if the first had leaked.
+            "staging_gb": 1.5 * FETCH_BYTES / (1 << 30),
+        }
+        with servers(folder, (model, model), sends, reads) as both:
+            both.send(tokens)
+            yield Proxied(both, proxy, tokens)
 
 
 def is_reused(reply: Answer) -> bool:
@@ -136,32 +103,32 @@ def strikes(counts: dict[Towards, int]) -> list[Strike]:
     ]
 
 
-def test_every_answer_is_full_prefills(pair: Pair) -> None:
+def test_every_answer_is_full_prefills(proxied: Proxied) -> None:
     begun_at_s = time.monotonic()
-    alone = pair.ask_alone()
+    alone = proxied.pair.alone(proxied.tokens)
     alone_s = time.monotonic() - begun_at_s
     for _ in range(3):
-        eventually(lambda: is_reused(pair.ask()))
-    pair.proxy.arm(None)
-    assert pair.ask().provenance["fetched_bytes"] == FETCH_BYTES
-    counts = {towards: pair.proxy.num_frames(towards, Via.DATA) for towards in Towards}
+        eventually(lambda: is_reused(proxied.ask()))
+    proxied.proxy.arm(None)
+    assert proxied.ask().provenance["fetched_bytes"] == FETCH_BYTES
+    counts = {towards: proxied.proxy.num_frames(towards, Via.DATA) for towards in Towards}
     assert counts[Towards.PEER] > 20
-    before = pair.held()
+    before = proxied.held()
     outcomes = {}
     for strike in strikes(counts):
-        pair.proxy.arm(strike)
+        proxied.proxy.arm(strike)
         begun_at_s = time.monotonic()
-        reply = pair.ask()
+        reply = proxied.ask()
         added_s = time.monotonic() - begun_at_s - alone_s
-        if pair.proxy.has_struck:
+        if proxied.proxy.has_struck:
             outcomes[strike] = reply.provenance["outcome"]
-        pair.proxy.arm(None)
+        proxied.proxy.arm(None)
         print(f"{strike}: {added_s:.2f} s more, {reply.provenance['outcome']}")
         assert same(reply, alone), strike
         assert added_s < DEADLINE_S + MARGIN_S, strike
         if strike.fault is Fault.THROTTLE:
-            pair.proxy.cut()
-        again = eventually(lambda: is_reused(reply := pair.ask()) and reply, RECOVERY_S)
+            proxied.proxy.cut()
+        again = eventually(lambda: is_reused(reply := proxied.ask()) and reply, RECOVERY_S)
         assert same(again, alone), strike
     assert len(outcomes) >= len(strikes(counts)) - 2
     for_good = [outcome for strike, outcome in outcomes.items() if strike.fault in _FOR_GOOD]
@@ -169,5 +136,5 @@ def test_every_answer_is_full_prefills(pair: Pair) -> None:
     resumed = [outcome for strike, outcome in outcomes.items() if strike.fault not in _FOR_GOOD]
     # Of faults that come this fast each third opens the breaker, which ends its fetch.
     assert resumed.count("reused") >= len(resumed) // 2, outcomes
-    eventually(lambda: ask_status(pair.sender_address, timeout_s=5).num_streams == 0)
-    eventually(lambda: all(now <= then for now, then in zip(pair.held(), before, strict=True)))
+    eventually(lambda: ask_status(Location(proxied.pair.address), timeout_s=5).num_streams == 0)
+    eventually(lambda: all(now <= then for now, then in zip(proxied.held(), before, strict=True)))

@@ -15,8 +15,8 @@ from random import Random
 
 import pytest
 import torch
-from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, oracle
-from forked import ServerSpec
+from engine_parts import PAGE, Answer, answer, oracle
+from server_parts import servers
 from test_mixtures import oracle_logits
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from profiles.data.documents import Document, Question, Tokens, make_documents
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
 from sglang_droidspeak.cli.ask import state_of
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server
 from sglang_droidspeak.request.meta_info import KEY
 
 pytestmark = pytest.mark.server
@@ -112,31 +112,12 @@ def profiled(pair: Pair, drawn: Drawn) -> list[Profiled]:
 @pytest.fixture(scope="module")
 def receiver(drawn: Drawn, tmp_path_factory) -> Iterator[Server]:
     """The receiver's server, beside that of a sender which has read the documents."""
-    address = f"tcp://127.0.0.1:{free_port()}"
     layers = sorted({block.start for block in drawn.blocks} - {0})
-    specs = (
-        ServerSpec(
-            model=SENDER,
-            name="sender",
-            options=CPU,
-            droidspeak={"listen": address, "capture_layers": layers, "host_gb": 0.25},
-        ),
-        ServerSpec(
-            model=RECEIVER,
-            name="receiver",
-            options=CPU,
-            droidspeak={"peers": [address], "gate": "none", "host_gb": 0},
-        ),
-    )
-    with running(*specs, folder=tmp_path_factory.mktemp("profiled"), env=ENV) as (theirs, ours):
-        watcher = Watcher(RECEIVER, [address])
-        try:
-            for document in drawn.documents:
-                answer(theirs, document.prefix, max_new_tokens=1)
-                watcher.wait_for(document.prefix, SENDER)
-        finally:
-            watcher.close()
-        yield ours
+    folder = tmp_path_factory.mktemp("profiled")
+    with servers(folder, (SENDER, RECEIVER), {"capture_layers": layers}) as both:
+        for document in drawn.documents:
+            both.send(document.prefix)
+        yield both.receiver
 
 
 def test_the_seconds_saved_are_those_that_a_client_measures(receiver: Server, drawn: Drawn) -> None:

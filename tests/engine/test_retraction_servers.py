@@ -16,13 +16,13 @@ from random import Random
 
 import pytest
 import requests
-from engine_parts import CPU, ENV, Answer, Watcher, answer, profile_of, prompt
-from forked import ServerSpec
+from engine_parts import ENV, Answer, answer, profile_of, prompt
+from server_parts import servers
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.planning.profile import write_profile
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server
 
 pytestmark = pytest.mark.server
 
@@ -79,32 +79,17 @@ class Rig:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("retraction")
     config = shape("llama", layers=4, hidden=256, heads=4, kv_heads=2)
-    sender, receiver = write_models(folder, config, ["sender", "receiver"])
-    identities = read_model_identity(sender), read_model_identity(receiver)
-    profile = folder / "pair.json"
-    write_profile(profile_of(*identities), profile)
-    address = f"tcp://127.0.0.1:{free_port()}"
-    offer = {"listen": address, "capture_layers": [1, 2, 3], "host_gb": 0.5}
-    read = {"peers": [address], "profiles": [str(profile)], "gate": "none", "host_gb": 0.5}
-    specs = [
-        ServerSpec(model=sender, name="sender", options=CPU, droidspeak=offer),
-        ServerSpec(
-            model=receiver,
-            name="receiver",
-            options={**CPU, "enable-mixed-chunk": True, "max-running-requests": 6},
-            droidspeak=read,
-        ),
-    ]
-    with running(*specs, folder=folder / "logs", env=RETRACTING) as servers:
-        watcher = Watcher(receiver, [address])
-        documents = [prompt(130 + 31 * i, seed=500 + i) for i in range(4)]
-        try:
-            for tokens in documents[:3]:
-                answer(servers[0], tokens, max_new_tokens=1)
-                watcher.wait_for(tokens, sender)
-            yield Rig(servers[1], documents, identities[0].model_id)
-        finally:
-            watcher.close()
+    models = write_models(folder, config, ["sender", "receiver"])
+    identities = [read_model_identity(it) for it in models]
+    write_profile(profile_of(*identities), folder / "pair.json")
+    sends = {"capture_layers": [1, 2, 3]}
+    reads = {"profiles": [str(folder / "pair.json")], "host_gb": 0.5}
+    reader = {"enable-mixed-chunk": True, "max-running-requests": 6}
+    documents = [prompt(130 + 31 * i, seed=500 + i) for i in range(4)]
+    with servers(folder, models, sends, reads, reader=reader, env=RETRACTING) as pair:
+        for tokens in documents[:3]:
+            pair.send(tokens)
+        yield Rig(pair.receiver, documents, identities[0].model_id)
 
 
 SEED = int(os.environ.get("DROIDSPEAK_TEST_SEED", "0")) or Random().randrange(1, 1 << 30)
