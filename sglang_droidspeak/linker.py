@@ -58,12 +58,11 @@ from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import cache_config
 from sglang_droidspeak.start.this_server import ThisServer, folder_of, name_of
-from sglang_droidspeak.store.capture import attachment_of
+from sglang_droidspeak.store.e_pool import attachment_of
 from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.insertions import Insertions, Offloader
-from sglang_droidspeak.store.page_locked import page_locked
 from sglang_droidspeak.store.pool import PoolIndex
-from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
+from sglang_droidspeak.store.rows import Coding, ServerPool, page_locked, rows_of
 
 log = logging.getLogger(__name__)
 

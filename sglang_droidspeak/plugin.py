@@ -104,7 +104,7 @@ def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) 
     server = _server(kvc.server_args)
     if server is None:
         return cell_size
-    from sglang_droidspeak.store.capture import e_bytes_per_token
+    from sglang_droidspeak.store.e_pool import e_bytes_per_token
 
     return cell_size + e_bytes_per_token(server, kvc.model_config.dtype)
 
@@ -114,7 +114,7 @@ def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object
     if server is None:
         return available
     from sglang_droidspeak.engine.attention import attention_bytes
-    from sglang_droidspeak.store.capture import correction_bytes
+    from sglang_droidspeak.store.e_pool import correction_bytes
 
     choice = server.settings.recompute_attention
     num_bytes = attention_bytes(choice, model.hf_config.architectures)
@@ -130,7 +130,7 @@ def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
     server = _server(runner.server_args)
     if server is not None:
-        from sglang_droidspeak.store.capture import attach
+        from sglang_droidspeak.store.e_pool import attach
 
         attach(runner, server)
 

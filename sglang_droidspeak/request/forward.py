@@ -24,7 +24,7 @@ from sglang_droidspeak.request.load import Load, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance, provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
 from sglang_droidspeak.request.request import Request
-from sglang_droidspeak.store.capture import Attachment
+from sglang_droidspeak.store.e_pool import Attachment
 
 log = logging.getLogger(__name__)
 

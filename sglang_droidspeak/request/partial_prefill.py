@@ -20,7 +20,7 @@ from sglang_droidspeak.engine.names import ScheduleBatch
 from sglang_droidspeak.engine.replay import on_padding, prepared, replay_of, run_as_sglang
 from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE
-from sglang_droidspeak.store.capture import Attachment
+from sglang_droidspeak.store.e_pool import Attachment
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,23 @@ Where the family has a codec, every stored vector of `head_dim` is encoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from cachetree import Kind, Step
+from cachetree import ConfigError, Kind, Step
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode, prepare
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import MHATokenToKVPool
     from sglang_droidspeak.store.e_pool import EPool
+
+log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
 """Of a Llama-3-8B 4 MiB of KV per layer."""
@@ -173,3 +176,25 @@ def _runs(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[slice, slice
 def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A KV buffer as `[slot, bytes of a row]`, sharing its memory."""
     return buffer.view(torch.uint8).view(buffer.shape[0], -1).numpy()
+
+
+def page_locked(memory: memoryview) -> Callable[[], None]:
+    """Register host memory with the device, once and for all; returns what ends that.
+
+    Blocks while the system makes all its pages. Raises ConfigError.
+    """
+    cuda = torch.cuda.cudart()
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    error = cuda.cudaHostRegister(address, memory.nbytes, 0)
+    if int(error):
+        raise ConfigError(
+            f"{memory.nbytes} bytes of host memory cannot be page-locked (CUDA error "
+            f"{int(error)}); lower host_gb or staging_gb"
+        )
+
+    def end() -> None:
+        error = cuda.cudaHostUnregister(address)
+        if int(error):
+            log.warning("host memory stays page-locked: CUDA error %d", int(error))
+
+    return end

@@ -57,7 +57,7 @@ from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
 from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.start.this_server import ThisServer
-from sglang_droidspeak.store.capture import attach, attachment_of
+from sglang_droidspeak.store.e_pool import attach, attachment_of
 from sglang_droidspeak.store.pool import PoolPages
 
 T = TypeVar("T")

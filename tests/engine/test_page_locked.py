@@ -12,7 +12,7 @@ import torch
 from cachetree import ConfigError
 from cachetree.memory import Arena, Blocks
 from cachetree.memory.arena import address
-from sglang_droidspeak.store.page_locked import page_locked
+from sglang_droidspeak.store.rows import page_locked
 
 
 class Runtime:

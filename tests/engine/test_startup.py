@@ -40,7 +40,7 @@ from sglang_droidspeak.plugin import check_front_end
 from sglang_droidspeak.start import refuse, this_server
 from sglang_droidspeak.start.config import LINKER_MODULE, Settings, cache_config, parse_settings
 from sglang_droidspeak.start.this_server import folder_of, load_this_server, read_server
-from sglang_droidspeak.store.capture import correction_bytes, e_bytes_per_token
+from sglang_droidspeak.store.e_pool import correction_bytes, e_bytes_per_token
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
