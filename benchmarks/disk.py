@@ -29,8 +29,10 @@ import xxhash
 
 from benchmarks import result
 from benchmarks.races import E_LAYER, FAMILY, MODEL, STEPS, pages_in, race, sizes_of
-from cachetree import Cache, CacheConfig, Change, Kind, PageHash, Span, Step
+from cachetree import KV, Cache, CacheConfig, Change, Kind, PageHash, Part, Span, Step, part_of
 from cachetree.disk import DiskStore
+from cachetree.disk.entry_file import Views
+from cachetree.tree import CacheTree
 
 RAW_CHUNK_BYTES = 1 << 20
 SMALL = msgspec.structs.replace(FAMILY, page_size=1)
@@ -38,8 +40,14 @@ NUM_SMALL = 2000
 Work = Callable[[], object]
 
 
-def change_of(pages: Sequence[PageHash]) -> Change:
-    return Change(added=True, model=MODEL, parent=None, pages=tuple(pages), e_layers=(E_LAYER,))
+PARTS = (KV, Part(E_LAYER))
+
+
+def write(store: DiskStore, pages: Sequence[PageHash], views: Views) -> None:
+    for part in PARTS:
+        change = Change(added=True, model=MODEL, part=part, parent=None, pages=tuple(pages))
+        if not store.write(change, views):
+            raise SystemExit("the store did not take the entry")
 
 
 class Files:
@@ -67,8 +75,7 @@ class Files:
                     offset += os.pwritev(file.fileno(), [part], offset)
 
     def write_store(self) -> None:
-        if not self.store.write(change_of(self.pages), self._views):
-            raise SystemExit("the store did not take the entry")
+        write(self.store, self.pages, self._views)
 
     def _views(self, step: Step, span: Span) -> list[memoryview]:
         size = self.written[step].nbytes // len(self.pages)
@@ -87,11 +94,11 @@ class Files:
 
     def read_store(self) -> None:
         offset = 0
-        found = self.store.index.find(MODEL, self.pages)
+        found = {part: self.store.find(MODEL, self.pages, part) for part in PARTS}
         for step in STEPS:
-            for entry, span in found:
+            for file, span in found[part_of(step)]:
                 size = len(span) * self.written[step].nbytes // len(self.pages)
-                self.store.read(entry, step, span, self.read_memory[offset : offset + size])
+                self.store.read(file, step, span, self.read_memory[offset : offset + size])
                 offset += size
 
     def make_cold(self) -> None:
@@ -104,11 +111,8 @@ class Files:
         return xxhash.xxh3_128_hexdigest(self.read_memory)
 
     def _open(self) -> DiskStore:
-        return DiskStore(FAMILY, self.directory / "store", 16 * self.num_bytes, _unheard)
-
-
-def _unheard(change: Change) -> None:
-    """Nobody has a tree."""
+        tree = CacheTree(FAMILY, host_bytes=0)
+        return DiskStore(tree, self.directory / "store", 16 * self.num_bytes)
 
 
 def compare(files: Files) -> None:
@@ -145,10 +149,10 @@ def measure_restarts(directory: Path, repetitions: int) -> list[float]:
     """Seconds per opening of a cache with `NUM_SMALL` entries of a page each."""
     kv, e = (memoryview(bytes(SMALL.page_bytes(kind))) for kind in (Kind.KV, Kind.E))
     path, num_bytes = directory / "restart", 1 << 30
-    with closing(DiskStore(SMALL, path, num_bytes, _unheard)) as store:
+    with closing(DiskStore(CacheTree(SMALL, host_bytes=0), path, num_bytes)) as store:
         for number in range(NUM_SMALL):
             page = PageHash(number.to_bytes(16, "big"))
-            store.write(change_of([page]), lambda step, span: [kv if step.kind is Kind.KV else e])
+            write(store, [page], lambda step, span: [kv if step.kind is Kind.KV else e])
     cache = CacheConfig(disk_path=str(path), disk_bytes=num_bytes, host_bytes=0, serves=False)
     seconds = []
     for _ in range(repetitions):

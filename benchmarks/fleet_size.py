@@ -34,7 +34,7 @@ import numpy as np
 from benchmarks import result
 from benchmarks.allocated import allocated_bytes, counting
 from benchmarks.unbacked import FAMILY, Unbacked
-from cachetree import CacheTree, Location, ModelId, PageHash
+from cachetree import KV, CacheTree, Location, ModelId, PageHash, Part
 from cachetree.transport.advertise import Advertiser, RemoteView
 from cachetree.transport.wire import Entries, decode_to_peer, encode
 
@@ -64,9 +64,10 @@ class SimulatedWorker:
     def store(self, prompt: list[PageHash] | None = None) -> None:
         """A new one where none is named; the oldest goes."""
         prompt = prompt or prompt_of(self._random)
-        reservation = self.tree.reserve(MODEL, None, prompt, (1,))
-        assert reservation is not None
-        reservation.commit()
+        for part in (KV, Part(1)):
+            reservation = self.tree.reserve(MODEL, None, prompt, part)
+            assert reservation is not None
+            reservation.commit()
         self.prompts.append(prompt)
         del self.prompts[: -self._num_prompts]
 

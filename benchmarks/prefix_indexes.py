@@ -161,7 +161,7 @@ class Ours:
         return [found.get(model, 0) for model in self.models]
 
     def insert(self, model: int, prompt: Prompt) -> int:
-        reservation = self.tree.reserve(self.models[model], None, prompt.pages, ())
+        reservation = self.tree.reserve(self.models[model], None, prompt.pages)
         assert reservation is not None
         reservation.commit()
         return reservation.skipped
@@ -169,7 +169,7 @@ class Ours:
     def evict(self, newcomer: list[PageHash]) -> int:
         """Through the front door: by a reservation that needs the room."""
         num_before = self.tree.num_pages
-        self._newcomer = self.tree.reserve(self.models[0], None, newcomer, ())
+        self._newcomer = self.tree.reserve(self.models[0], None, newcomer)
         return num_before - self.tree.num_pages
 
     def settle(self) -> None:

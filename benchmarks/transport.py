@@ -44,10 +44,12 @@ import zmq
 from benchmarks import result
 from benchmarks.races import E_LAYER, FAMILY, MODEL, STEPS, pages_in, race, sizes_of
 from cachetree import (
+    KV,
     CacheTree,
     Deadline,
     Location,
     PageHash,
+    Part,
     Peer,
     PeerConfig,
     Worker,
@@ -73,15 +75,16 @@ def serve(pages: list[PageHash], directory: Path, teller: Connection) -> None:
     """A worker without keys, one with, and a plain server of the same bytes; until it is ended."""
     num_bytes = sum(sizes_of(len(pages)).values())
     tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=Arena(num_bytes))
-    reservation = tree.reserve(MODEL, None, pages, [E_LAYER])
-    assert reservation is not None
     words = np.random.default_rng(0).integers(0, 1 << 63, num_bytes // 8, dtype=np.uint64)
     payload, at = words.view(np.uint8), 0
-    for step in STEPS:
-        (view,) = reservation.views(step)
-        np.copyto(np.frombuffer(view, np.uint8), payload[at : at + view.nbytes])
-        at += view.nbytes
-    reservation.commit()
+    for part in (KV, Part(E_LAYER)):
+        reservation = tree.reserve(MODEL, None, pages, part)
+        assert reservation is not None
+        for step in reservation.steps:
+            (view,) = reservation.views(step)
+            np.copyto(np.frombuffer(view, np.uint8), payload[at : at + view.nbytes])
+            at += view.nbytes
+        reservation.commit()
     allowed = (str(directory / "receiver.pub"),)
     keys = {"key_file": str(directory / "sender.key"), "allowed_peers": allowed}
     workers = [Worker(tree, WorkerConfig()), Worker(tree, WorkerConfig(**keys))]

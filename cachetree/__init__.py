@@ -28,6 +28,7 @@ from cachetree.files import claim
 from cachetree.ids import (
     DISK,
     EMPTY_SPAN,
+    KV,
     LOCAL,
     PAGE_HASH_BYTES,
     POOL_PREFIX,
@@ -35,10 +36,12 @@ from cachetree.ids import (
     Location,
     ModelId,
     PageHash,
+    Part,
     Span,
     Step,
-    entry_steps,
     is_pool,
+    part_of,
+    steps_of,
 )
 from cachetree.memory import Register, Staging
 from cachetree.names import ModelNames, with_names
@@ -69,6 +72,7 @@ from cachetree.tree import CacheTree, Change, Lease, Reservation, Retention, pag
 __all__ = [
     "DISK",
     "EMPTY_SPAN",
+    "KV",
     "LOCAL",
     "PAGE_HASH_BYTES",
     "POOL_PREFIX",
@@ -103,6 +107,7 @@ __all__ = [
     "OrderDenied",
     "PageHash",
     "PairProfile",
+    "Part",
     "Peer",
     "PeerConfig",
     "PeerState",
@@ -126,14 +131,15 @@ __all__ = [
     "WorkerConfig",
     "WriteBehind",
     "claim",
-    "entry_steps",
     "give_way",
     "is_pool",
     "page_hashes",
+    "part_of",
     "printable",
     "read_profile",
     "read_yaml",
     "settings_of",
+    "steps_of",
     "with_names",
     "write_profile",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.config import CacheConfig
 from cachetree.disk import DiskTier
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
-from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step
+from cachetree.ids import KV, LOCAL, Kind, Location, ModelId, PageHash, Part, Step, part_of
 from cachetree.memory import Arena, Blocks, NoRoom, Register, Staging, scatter, staged, unregistered
 from cachetree.names import ModelNames
 from cachetree.planning import Link, Match, Plan
@@ -126,8 +127,9 @@ class Cache:
     ) -> bool:
         """Copy in the exact KV of `pages` (one buffer per layer) and E of some layers.
 
-        Pages that are already here are skipped. False where the budget has no room. Raises
-        ValueError for a buffer of the wrong size. To fill pages in place use `tree.reserve`.
+        Pages that are already here are skipped. False if the budget has no room, or if the page
+        before these has no such entry. Raises ValueError for a buffer of the wrong size. To fill
+        pages in place use `tree.reserve`.
         """
         family = self.family
         if len(kv) != family.num_layers:
@@ -143,15 +145,42 @@ class Cache:
                     f"{step.kind.value} of layer {step.layer} has {buffer.nbytes} bytes for "
                     f"{len(pages)} pages of {page_bytes}"
                 )
-        reservation = self.tree.reserve(model, parent, pages, e.keys())
-        if reservation is None:
-            return False
-        with reservation:
-            for step in reservation.steps:
-                skipped_bytes = reservation.skipped * family.page_bytes(step.kind)
-                scatter(reservation.views(step), buffers[step].cast("B")[skipped_bytes:])
-            reservation.commit()
+        for part in (KV, *map(Part, sorted(e))):
+            reservation = self.tree.reserve(model, parent, pages, part)
+            if reservation is None:
+                return False
+            with reservation:
+                for step in reservation.steps:
+                    skipped_bytes = reservation.skipped * family.page_bytes(step.kind)
+                    scatter(reservation.views(step), buffers[step].cast("B")[skipped_bytes:])
+                reservation.commit()
         return True
+
+    def bring_e(
+        self, model: ModelId, pages: Sequence[PageHash], layer: int, deadline: Deadline
+    ) -> bool:
+        """Copy E of a prompt's first pages here, from a tier or a peer that has it; blocks.
+
+        Their KV has to be here. Without this E none of the pages that follow could be kept.
+        """
+        step = Step(Kind.E, layer)
+        for match in self.match(pages):
+            source = self._tiers.get(match.location) or self._peers.now.get(match.location)
+            has_all = match.model == model and match.e_pages.get(layer, 0) == len(pages)
+            if source is None or not has_all:
+                continue
+            reservation = self.tree.reserve(model, None, pages, part_of(step))
+            if reservation is None:
+                return False
+            with reservation, contextlib.suppress(FetchError):
+                num_bytes = len(reservation.pages) * self.family.page_bytes(Kind.E)
+                views = {step: reservation.views(step)}
+                with Staging({step: num_bytes}, deadline, views) as staging:
+                    source.fetch(model, reservation.pages, staging)
+                    staging.wait(step)
+                reservation.commit()
+                return True
+        return False
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all who read from here know by now what is stored at this call."""
@@ -219,7 +248,8 @@ class Cache:
         """
         if deadline.has_passed:
             raise DeadlineExceeded("the local fetch did not begin in time")
-        lease = self.tree.lease(plan.sender, wanted, "a local fetch", deadline, is_use=False)
+        parts = {part_of(step) for step in plan.steps}
+        lease = self.tree.lease(plan.sender, wanted, "a local fetch", deadline, parts, is_use=False)
         if lease is None:
             raise StaleEntry(f"{len(wanted)} pages of model {plan.sender} are no longer here")
         try:
@@ -228,7 +258,7 @@ class Cache:
             lease.release()
             raise
         for tier in self._tiers.values():
-            tier.note_use(plan.sender, wanted)
+            tier.note_use(plan.sender, wanted, parts)
 
         def end(staging: Staging) -> None:
             lease.release()

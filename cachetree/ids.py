@@ -97,8 +97,19 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     layer: int
 
 
-def entry_steps(num_layers: int, e_layers: Iterable[int]) -> tuple[Step, ...]:
-    """All that an entry consists of, in the order in which it is kept, sent and checked: KV layer
-    by layer, then E in rising order of layers."""
-    kv = [Step(Kind.KV, layer) for layer in range(num_layers)]
-    return (*kv, *(Step(Kind.E, layer) for layer in sorted(set(e_layers))))
+Part = NewType("Part", int)
+"""What an entry has of its pages: KV of all layers (`KV`), or E of the layer of this number."""
+
+KV: Final = Part(-1)
+
+
+def part_of(step: Step) -> Part:
+    """The part that a step belongs to."""
+    return KV if step.kind is Kind.KV else Part(step.layer)
+
+
+def steps_of(part: Part, num_layers: int) -> tuple[Step, ...]:
+    """All that a part consists of, in the order in which it is kept."""
+    if part == KV:
+        return tuple(Step(Kind.KV, layer) for layer in range(num_layers))
+    return (Step(Kind.E, part),)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 from queue import SimpleQueue
 from typing import Final, Generic, Protocol, TypeVar
@@ -16,7 +16,7 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, StaleEntry
-from cachetree.ids import Location, ModelId, PageHash
+from cachetree.ids import KV, Location, ModelId, PageHash, Part
 from cachetree.memory import Staging
 from cachetree.tree import CacheTree, Change, Lease
 
@@ -78,7 +78,7 @@ class Tier(Protocol):
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Fill `staging` in a thread of its own; what goes wrong fails it."""
 
-    def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
+    def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
         """These pages were read from memory: here too they are not the ones to go."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
@@ -329,24 +329,27 @@ class WriteBehind:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
-        """Before it what it comes after, where that could not be written in its time or has been
-        lost since: without it nothing that comes later would ever be found."""
-        tree, model, parent = self._tree, change.model, change.parent
-        above: Sequence[Change] = ()
-        if parent is not None and not tree.remote.has(self._location, model, parent):
-            above = tree.line(model, parent)
-        line = (*above, change)
-        parts = (part for each in line for part in each.parts(self._num_at_once(each)))
-        return all(map(self._is_part_written, parts))
+        """Before it what it hangs on, where that could not be written in its time or has been lost
+        since: without it nothing that comes later would ever be found."""
+        tree, model, part, parent = self._tree, change.model, change.part, change.parent
+        line = [change]
+        if parent is not None and not tree.remote.has(self._location, model, parent, part):
+            line = [*tree.line(model, parent, part), change]
+        if part != KV and not tree.remote.has(self._location, model, change.pages[-1]):
+            line = [*tree.line(model, change.pages[-1]), *line]
+        pieces = (piece for each in line for piece in each.slices(self._num_at_once(each)))
+        return all(map(self._is_piece_written, pieces))
 
-    def _is_part_written(self, part: Change) -> bool:
+    def _is_piece_written(self, piece: Change) -> bool:
         if self.is_over():
             return False
         with self.moves:
             deadline = Deadline.after(_MAX_WRITE_S, self._clock)
-            lease = self._tree.lease(part.model, part.pages, self._name, deadline, is_use=False)
+            lease = self._tree.lease(
+                piece.model, piece.pages, self._name, deadline, [piece.part], is_use=False
+            )
             if lease is None:
                 return False
             with lease, contextlib.suppress(StaleEntry):
-                return self._write(part, lease, self.is_over)
+                return self._write(piece, lease, self.is_over)
         return False

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cachetree import Cache, ConfigError, MakeTier, with_names
+from cachetree import Cache, ConfigError, MakeTier, Part, with_names
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
 from cachetree.metrics import StatusPage
@@ -133,7 +133,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._models = Models(identity.model_id, identity.num_layers, server.identify)
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
-            self._cache.tree, server.transition_layers, params.page_size, num_slots, self._ranks
+            self._cache.tree,
+            [Part(layer) for layer in server.transition_layers],
+            params.page_size,
+            num_slots,
+            self._ranks,
         )
         self._pool_index.is_read = runner.lora_manager is not None
         self._planner = planner = Planner(

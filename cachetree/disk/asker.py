@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from cachetree.clock import Deadline
-from cachetree.ids import ModelId, PageHash
+from cachetree.ids import ModelId, PageHash, Part
 from cachetree.tree import CacheTree, Lease
 
 _MAX_ROOM_S: Final = 1.0
@@ -26,8 +26,12 @@ class Asker:
         """`is_over`: whether the line is no longer wanted; called from any thread."""
         self.is_over: Final = is_over
 
-    def keep(self, pages: Sequence[PageHash]) -> None:
-        """Keep these consecutive pages and all before them, in place of those kept so far."""
+    def keep(self, pages: Sequence[PageHash], part: Part) -> None:
+        """Keep these consecutive pages and all before them, in place of those of this part kept so
+        far."""
+
+    def let_go(self) -> None:
+        """Keep nothing."""
 
     def waits(self) -> bool:
         """Wait a little for room; False if that is over."""
@@ -38,7 +42,7 @@ NO_PEER: Final = Asker()
 
 
 class AskingPeer(Asker):
-    """A peer: the line stays in memory for it until `deadline`, by a lease on the last page."""
+    """A peer: the line stays in memory for it until `deadline`, by leases on its last page."""
 
     def __init__(
         self, tree: CacheTree, model: ModelId, deadline: Deadline, is_wanted: Callable[[], bool]
@@ -48,12 +52,18 @@ class AskingPeer(Asker):
             tree.lease, model, owner="a line read from disk", deadline=deadline, is_use=False
         )
         self._num_looks = round(_MAX_ROOM_S / _LOOK_S)
-        self._lease: Lease | None = None
+        self._leases: dict[Part, Lease | None] = {}
 
-    def keep(self, pages: Sequence[PageHash]) -> None:
-        lease, self._lease = self._lease, self._lease_of(pages=pages[-1:])
-        if lease is not None:
-            lease.release()
+    def keep(self, pages: Sequence[PageHash], part: Part) -> None:
+        before = self._leases.get(part)
+        self._leases[part] = self._lease_of(pages=pages[-1:], parts=[part])
+        if before is not None:
+            before.release()
+
+    def let_go(self) -> None:
+        for lease in tuple(self._leases.values()):
+            if lease is not None:
+                lease.release()
 
     def waits(self) -> bool:
         time.sleep(_LOOK_S)

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from cachetree.checkpoint import Family
 from cachetree.errors import ConfigError
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """Of everything in the directory; a release that changes any of it counts up."""
 
 TEMPORARY: Final = ".new"
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _BUFFER_BYTES: Final = 64 << 10
 """Of a file that is written; what is larger is written as it is."""
 _LOCK: Final = "cachetree.lock"
-_DIGITS: Final = 12
-_ENTRY: Final = rf"entry-.+-\d{{{_DIGITS}}}"
+_KEY: Final = "[0-9a-f]{32}"
+_ENTRY: Final = "entry-.+-[0-9a-f]{12,32}"
 """Of any family and release."""
 
 
@@ -64,13 +64,12 @@ class Directory:
             self.close()
             raise
 
-    def path_of(self, number: int) -> Path:
-        return self.path / f"{self._prefix}{number:0{_DIGITS}d}"
+    def path_of(self, key: str) -> Path:
+        return self.path / f"{self._prefix}{key}"
 
-    def entries(self) -> list[tuple[int, str]]:
-        """Number and path of those that are there, in the order in which they were written."""
-        ours = self._files(rf"{self._prefix}\d{{{_DIGITS}}}")
-        return sorted((int(path[-_DIGITS:]), path) for path in ours)
+    def entries(self) -> list[str]:
+        """The paths of those that are there."""
+        return self._files(self._prefix + _KEY)
 
     def sweep(self) -> int:
         """Delete what processes that died had begun to write; how many files those were."""

@@ -3,7 +3,7 @@
     prefix     magic, size and checksum of the header
     header     msgpack: a `Record`
     checksums  XXH3-64 of each page of each step, in the order of the payload
-    payload    the steps of its layout, one after the other; of each all pages in order
+    payload    the steps of its part, one after the other; of each all pages in order
 
 Where a layer lies follows from the layout, counted from the end, and each page of it has a
 checksum, so that any pages of it are read alone.
@@ -11,10 +11,10 @@ checksum, so that any pages of it are read alone.
 
 from __future__ import annotations
 
-import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final
@@ -25,8 +25,9 @@ from xxhash import xxh3_64_digest
 from cachetree.checkpoint import Family
 from cachetree.disk.directory import FORMAT
 from cachetree.errors import UNREADABLE
-from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span, Step
-from cachetree.memory import Layout, checksum
+from cachetree.ids import KV, PAGE_HASH_BYTES, ModelId, PageHash, Part, Span, Step, steps_of
+from cachetree.memory import Layout, checksum, index_of
+from cachetree.tree import Change
 
 Views = Callable[[Step, Span], Sequence[memoryview]]
 """These pages of a step, in order, in as many runs of whole pages as they lie in; as `Lease.views`.
@@ -54,12 +55,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     family: str
     """Its digest."""
     model: ModelId
+    part: Part
     num_before: Annotated[int, msgspec.Meta(ge=0)]
     """How many pages stand before the first."""
     parent: Page | None
     """The last of these; None at the root."""
     pages: tuple[Page, ...]
-    layout: Layout
+
+    @property
+    def change(self) -> Change:
+        """Its pages come."""
+        return Change(
+            added=True, model=self.model, part=self.part, parent=self.parent, pages=self.pages
+        )
+
+    @property
+    def key(self) -> str:
+        """Names its file: pages that were published twice are one file. A page hash covers all
+        pages before it, so two of them say which pages these are."""
+        body = f"{self.model} {self.part} ".encode() + self.pages[0] + self.pages[-1]
+        return sha256(body).hexdigest()[:32]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,29 +83,26 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 def page_bytes_of(layout: Layout) -> int:
     """What each page takes in a file, where its head does not count."""
-    return layout.page_bytes + _CHECKSUM_BYTES * len(layout.steps) + PAGE_HASH_BYTES + 2
+    return layout.page_bytes + _CHECKSUM_BYTES * layout.num_steps + PAGE_HASH_BYTES + 2
 
 
-def size_of(record: Record) -> int:
+def size_of(record: Record, layout: Layout) -> int:
     """Bytes of its file."""
-    return len(head_of(record)) + _checksums_bytes(record.layout) + record.layout.num_bytes
+    return len(head_of(record)) + _checksums_bytes(layout) + layout.num_bytes
 
 
 # Reading.
 
 
-def read_record(path: str, family: Family) -> tuple[Record, int] | None:
-    """What a file holds, and its bytes; None where it is torn, damaged or another's.
-
-    Raises OSError.
-    """
+def read_record(path: str, family: Family) -> tuple[Record, os.stat_result] | None:
+    """What a file holds; None where it is torn, damaged or another's. Raises OSError."""
     with BufferedReader(FileIO(path)) as file:
-        num_bytes = file.seek(0, os.SEEK_END)
-        file.seek(0)
+        stat = os.fstat(file.fileno())
+        num_bytes = stat.st_size
         head = file.read(_PREFIX.size)
         head += file.read(max(0, _head_bytes(head, num_bytes) - len(head)))
     record = read_head(head, num_bytes, family)
-    return None if record is None else (record, num_bytes)
+    return (record, stat) if record is not None and path.endswith(record.key) else None
 
 
 def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
@@ -110,18 +122,17 @@ def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
     return record if _is_whole(record, family, num_bytes - len(head)) else None
 
 
-def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memoryview) -> None:
+def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memoryview) -> None:
     """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
-    layout, part = record.layout, record.layout.part_of(step)
-    page_bytes = layout.bytes_of(step, 1)
+    index, page_bytes = index_of(step), layout.step_bytes
     found = bytearray()
     with path.open("rb") as file:
         payload = file.seek(0, os.SEEK_END) - layout.num_bytes
         first = payload - _checksums_bytes(layout)
-        file.seek(first + _CHECKSUM_BYTES * (part * layout.num_pages + pages.start))
+        before = index * layout.num_pages + pages.start
+        file.seek(first + _CHECKSUM_BYTES * before)
         expected = file.read(_CHECKSUM_BYTES * len(pages))
-        before = sum(num * size for num, size in layout.parts[:part])
-        file.seek(payload + before + pages.start * page_bytes)
+        file.seek(payload + before * page_bytes)
         for piece in _pieces([into], page_bytes):
             if file.readinto(piece) < piece.nbytes:
                 raise OSError("the file ends early")
@@ -133,17 +144,17 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
 # Writing.
 
 
-def write_record(file: BinaryIO, record: Record, views: Views, pages: Span) -> None:
+def write_record(file: BinaryIO, record: Record, layout: Layout, views: Views, pages: Span) -> None:
     """Write an entry, whose pages are these of those that there are views of.
 
     Raises OSError, and whatever `views` raises.
     """
-    layout, head = record.layout, head_of(record)
+    head, page_bytes = head_of(record), layout.step_bytes
+    steps = steps_of(record.part, layout.num_steps)
     checksums = bytearray()
     file.seek(len(head) + _checksums_bytes(layout))
-    for step in layout.steps:
+    for step in steps:
         whole = views(step, pages)
-        page_bytes = layout.bytes_of(step, 1)
         num_given, num_due = sum(view.nbytes for view in whole), layout.num_pages * page_bytes
         if num_given != num_due:
             raise ValueError(f"{step} has {num_given} bytes where {num_due} belong")
@@ -153,7 +164,7 @@ def write_record(file: BinaryIO, record: Record, views: Views, pages: Span) -> N
     file.seek(0)
     file.write(head)
     file.write(checksums)
-    views(layout.steps[0], pages)
+    views(steps[0], pages)
 
 
 # Pages and their checksums.
@@ -173,7 +184,7 @@ def _checksums(pages: memoryview, page_bytes: int) -> bytes:
 
 
 def _checksums_bytes(layout: Layout) -> int:
-    return _CHECKSUM_BYTES * layout.num_pages * (layout.num_layers + len(layout.e_layers))
+    return _CHECKSUM_BYTES * layout.num_pages * layout.num_steps
 
 
 # The head.
@@ -196,13 +207,11 @@ def _head_bytes(head: bytes, num_bytes: int) -> int:
 
 def _is_whole(record: Record, family: Family, rest_bytes: int) -> bool:
     """Whether it is an entry of this family, with so much behind it."""
-    layers = record.layout.e_layers
+    layout = Layout.of(family, len(record.pages), record.part)
     return (
         record.family == family.digest
         and len(record.pages) > 0
         and (record.parent is None) == (record.num_before == 0)
-        and all(0 <= layer < family.num_layers for layer in layers)
-        and all(a < b for a, b in itertools.pairwise(layers))
-        and record.layout == Layout.of(family, len(record.pages), layers)
-        and _checksums_bytes(record.layout) + record.layout.num_bytes == rest_bytes
+        and KV <= record.part < family.num_layers
+        and _checksums_bytes(layout) + layout.num_bytes == rest_bytes
     )

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
-from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
 from cachetree.disk.directory import MEND, Directory, new_file
 from cachetree.disk.entry_file import Record, Views
-from cachetree.disk.index import DiskEntry, DiskIndex
+from cachetree.disk.index import DiskFile, DiskFiles
 from cachetree.errors import ConfigError, StaleEntry
-from cachetree.ids import ModelId, PageHash, Span, Step
+from cachetree.ids import DISK, KV, ModelId, PageHash, Part, Span, Step
 from cachetree.memory import Layout
-from cachetree.tree import Change, Listener
+from cachetree.tree import CacheTree, Change
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +66,19 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
 class DiskStore:
     """What was written, until it is evicted or found damaged.
 
-    Thread-safe: reads run beside each other and beside the one write under way; writes, which also
-    evict, wait for each other and block on the disk. Files, the write under way included, never
-    exceed the budget. Opening reads every entry's header, not its payload.
+    The tree shows it at `DISK`, and knows which file has which page. Thread-safe: reads run beside
+    each other and beside the one write under way; writes, which also evict, wait for each other and
+    block on the disk. Files, the write under way included, never exceed the budget. Opening reads
+    every file's header, not its payload.
 
-    Eviction deletes the least recently used entry that no other descends from. A read that has
-    opened its file ends with the right bytes; the device has them back when it ends.
+    Eviction deletes the least recently used file that no other stands on. A read that has opened
+    its file ends with the right bytes; the device has them back when it ends.
     """
 
-    def __init__(self, family: Family, path: Path, budget_bytes: int, listener: Listener) -> None:
-        """Raises ConfigError for a directory that is another's, and for a budget too small.
-
-        `listener` is the index's: it hears of every entry that is there, comes or goes.
-        """
-        page_bytes = files.page_bytes_of(Layout.of(family, 1, ()))
+    def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:
+        """Raises ConfigError for a directory that is another's, and for a budget too small."""
+        family = tree.family
+        page_bytes = files.page_bytes_of(Layout.of(family, 1, KV))
         if budget_bytes < _FILES_PER_BUDGET * page_bytes:
             raise ConfigError(
                 f"disk_bytes is {budget_bytes}; a page of this family takes {page_bytes} on disk, "
@@ -87,16 +86,16 @@ class DiskStore:
             )
         self.family: Final = family
         self.path: Final = path
+        self.files: Final = DiskFiles()
+        """What is here."""
+        self._noted: Final = tree.remote
         self._budget_bytes: Final = budget_bytes
         self._max_file_bytes: Final = min(files.MAX_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET)
-        self.index: Final = DiskIndex(listener)
-        """What is here."""
         self._directory = Directory(path, family)
         self._counts = DiskCounts()
         self._num_bytes = self._directory.num_bytes
-        self._newest = 0
-        # Neither the index's lock nor `_lock`, which guards the numbers, is held while the disk is
-        # waited for.
+        # Neither a lock of the tree or of the files nor `_lock`, which guards the numbers, is held
+        # while the disk is waited for.
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = True
@@ -110,26 +109,44 @@ class DiskStore:
 
     # Reading.
 
-    def read(self, entry: DiskEntry, step: Step, pages: Span, into: memoryview) -> None:
-        """Fill `into` with these pages of an entry (counted from its first); blocks on the disk.
+    def find(
+        self, model: ModelId, pages: Sequence[PageHash], part: Part = KV
+    ) -> list[tuple[DiskFile, Span]]:
+        """Which files have the longest prefix of `pages`, and which pages of each those are.
 
-        Raises StaleEntry where the entry is gone, has no such E, or turns out damaged, which drops
-        it and all that descends from it; what is in `into` then must not be used.
+        `pages` may begin anywhere. The files and what they stand on count as used.
         """
-        record = entry.record
-        if pages.stop > len(record.pages):
-            raise ValueError(f"{pages} exceeds the {len(record.pages)} pages of the entry")
-        num_bytes = record.layout.bytes_of(step, len(pages))
+        found = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
+        if found:
+            self.files.use(found[-1][0])
+        return found
+
+    def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[DiskFile]:
+        """The files of one part from the root to the one with `page`; they count as used."""
+        found = self.find(model, [page], part)
+        line = found[0][0].line() if found else ()
+        return [it for it in line if it.record.part == part][::-1]
+
+    def read(self, file: DiskFile, step: Step, pages: Span, into: memoryview) -> None:
+        """Fill `into` with these pages of a file (counted from its first); blocks on the disk.
+
+        Raises StaleEntry where the file is gone, or turns out damaged, which drops it and all that
+        stands on it; what is in `into` then must not be used.
+        """
+        record, layout = file.record, file.layout
+        if pages.stop > layout.num_pages:
+            raise ValueError(f"{pages} exceeds the {layout.num_pages} pages of the file")
+        num_bytes = layout.step_bytes * len(pages)
         if into.nbytes != num_bytes:
             raise ValueError(f"{num_bytes} bytes do not go into {into.nbytes}")
-        if entry not in self.index or not self._is_open:
+        if file not in self.files or not self._is_open:
             raise StaleEntry(f"pages of model {record.model} are no longer on disk")
-        path = self._directory.path_of(entry.number)
+        path = self._directory.path_of(file.key)
         try:
-            files.read_pages(path, record, step, pages, into.cast("B"))
+            files.read_pages(path, layout, step, pages, into.cast("B"))
         except OSError as exc:
             if exc.errno not in _SAYS_NOTHING_OF_THE_ENTRY:
-                self._drop_damaged(entry, exc)
+                self._drop_damaged(file, exc)
             raise StaleEntry(f"{path} cannot be read: {exc}") from exc
         with self._lock:
             self._counts.num_read_bytes += into.nbytes
@@ -138,47 +155,26 @@ class DiskStore:
 
     def num_fitting(self, change: Change) -> int:
         """How many of its pages go into one file."""
-        page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.e_layers))
+        page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.part))
         return max(1, self._max_file_bytes // page_bytes)
 
     def write(self, change: Change, views: Views) -> bool:
         """Write pages that came into a tree, whose bytes `views` gives; blocks on the disk.
 
-        Pages that are there already are skipped, but for those that gain E: from the first page of
-        an entry on, with E where it has it and at more layers. False where their parent is not on
-        disk (such pages could never match), where the budget has no room, or where the disk is full
-        or fails. What `views` raises is passed on, and nothing of the part under way is kept.
+        Pages that are there already are skipped. False where what they hang on is not on disk (such
+        pages could never match), where the budget has no room, or where the disk is full or fails.
+        What `views` raises is passed on, and nothing of the piece under way is kept.
         """
-        start, num_pages = 0, len(change.pages)
+        num_pages = len(change.pages)
         with self._writing:
-            while self._is_open:
-                wanted, num_before = self.index.wanted(change.part(Span(start, num_pages)))
-                start, limit = start + wanted.start, start + wanted.stop
-                if start == limit:
-                    return True
-                if num_before is None:
-                    return False
-                span = Span(start, min(limit, start + self.num_fitting(change)))
-                part = change.part(span)
-                record = Record(
-                    family=self.family.digest,
-                    model=part.model,
-                    num_before=num_before,
-                    parent=part.parent,
-                    pages=part.pages,
-                    layout=Layout.of(self.family, len(span), part.e_layers),
-                )
-                entry = self._written(record, views, span)
-                if entry is None:
-                    with self._lock:
-                        self._counts.num_failed_writes += 1
-                    return False
-                # A reader may have found the parent damaged meanwhile.
-                self._delete(self.index.publish(entry))
-                if entry not in self.index:
+            start = sum(len(span) for _, span in self.find(change.model, change.pages, change.part))
+            while start < num_pages and self._is_open:
+                span = Span(start, min(num_pages, start + self.num_fitting(change)))
+                file = self._file_of(change.slice(span))
+                if file is None or not self._is_written(file, views, span):
                     return False
                 start = span.stop
-        return False
+        return start == num_pages
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
         """Drop what begins with `pages`, and of them what nothing else descends from.
@@ -187,17 +183,20 @@ class DiskStore:
         files.
         """
         with self._writing:
-            dropped = self.index.drop_from(model, pages)
+            wanted = self._beginning(model, pages) if pages else None
+            dropped = self.files.take_if(
+                lambda it: model in (None, it.record.model) and (wanted is None or it in wanted)
+            )
             self._delete(dropped)
-        return sum(entry.num_bytes for entry in dropped)
+        return sum(file.num_bytes for file in dropped)
 
     def status(self) -> DiskStatus:
         with self._lock:
             return DiskStatus(
                 num_bytes=self._num_bytes,
                 budget_bytes=self._budget_bytes,
-                num_entries=len(self.index),
-                num_pages=self.index.num_pages,
+                num_entries=len(self.files),
+                num_pages=self.files.num_pages,
                 is_failing=self._is_failing,
                 counts=copy(self._counts),
             )
@@ -213,29 +212,28 @@ class DiskStore:
     def _recover(self) -> None:
         """Find what is there; what died while it was written, and what is damaged, goes."""
         self._counts.num_torn_writes = self._directory.sweep()
-        there = self._directory.entries()
-        found = [it for number, path in there if (it := self._found(number, path))]
-        self._num_bytes += sum(entry.num_bytes for entry in found)
-        self._newest = max((number for number, _ in there), default=0)
-        useless: list[DiskEntry] = []
-        # Parents before what descends from them, which may have been written before.
-        for entry in sorted(found, key=lambda it: it.record.num_before):
-            parent = entry.record.parent
-            is_orphan = parent is not None and not self.index.has(entry.record.model, parent)
-            self._counts.num_damaged_entries += is_orphan
-            useless += self.index.publish(entry)
-        for entry in found:
-            if entry in self.index:
-                self.index.line(entry.record.model, entry.pages[-1])
-        self._delete(useless)
+        there = [it for path in self._directory.entries() if (it := self._recovered(path))]
+        self._num_bytes += sum(stat.st_size for _, stat in there)
+        found: list[tuple[int, DiskFile]] = []
+        # KV before E, and parents before what stands on them, which may have been written before.
+        for record, stat in sorted(there, key=lambda it: (it[0].part != KV, it[0].num_before)):
+            file = self._file_of(record.change)
+            if file is not None and file.record == record and self._is_published(file):
+                found.append((stat.st_mtime_ns, file))
+            else:
+                self._counts.num_damaged_entries += 1
+                layout = Layout.of(self.family, len(record.pages), record.part)
+                self._delete([DiskFile(record, layout, None, None)])
+        for _, file in sorted(found, key=lambda it: it[0]):
+            self.files.use(file)
         self._make_room(0)
 
-    def _found(self, number: int, path: str) -> DiskEntry | None:
+    def _recovered(self, path: str) -> tuple[Record, os.stat_result] | None:
         """What a file holds; one that is damaged is deleted."""
         why = "no whole entry"
         try:
             if found := files.read_record(path, self.family):
-                return DiskEntry(found[0], number, found[1])
+                return found
         except OSError as exc:
             if exc.errno in _SAYS_NOTHING_OF_THE_ENTRY:
                 raise
@@ -245,36 +243,82 @@ class DiskStore:
         Path(path).unlink()
         return None
 
-    def _written(self, part: Record, views: Views, pages: Span) -> DiskEntry | None:
-        """None where the budget has no room, or the disk is full or fails."""
-        num_bytes = files.size_of(part)
-        number = self._newest + 1
-        path = self._directory.path_of(number)
+    def _file_of(self, change: Change) -> DiskFile | None:
+        """A file for these pages; None if what they hang on is not here. That counts as used."""
+        above = kv = None
+        num_before = 0
+        if change.parent is not None:
+            found = self._sources(change.model, [change.parent], change.part)
+            if not found:
+                return None
+            above, num_before = found[0][0], found[0][1].stop
+            self.files.use(above)
+        if change.part != KV:
+            found = self._sources(change.model, change.pages[-1:], KV)
+            if not found:
+                return None
+            kv = found[0][0]
+            self.files.use(kv)
+        record = Record(
+            family=self.family.digest,
+            model=change.model,
+            part=change.part,
+            num_before=num_before,
+            parent=change.parent,
+            pages=change.pages,
+        )
+        return DiskFile(record, Layout.of(self.family, len(change.pages), change.part), above, kv)
+
+    def _is_written(self, file: DiskFile, views: Views, pages: Span) -> bool:
+        """False where the budget has no room, the disk is full or fails, or what the file stands on
+        has turned out damaged meanwhile."""
+        path = self._directory.path_of(file.key)
         taken = 0
         try:
+            left = path.stat().st_size if path.exists() else 0  # It could not be deleted.
             # Nothing is evicted where not even an empty file can be had.
-            with new_file(path) as file:
-                self._make_room(num_bytes)
-                taken = num_bytes
-                files.write_record(file, part, views, pages)
+            with new_file(path) as stream:
+                self._make_room(file.num_bytes)
+                taken = file.num_bytes
+                files.write_record(stream, file.record, file.layout, views, pages)
         except OSError as exc:
             if not self._is_failing:
                 log.warning("%s cannot be written, so nothing is kept: %s", self.path, exc)
             self._is_failing = True
-            return None
+            with self._lock:
+                self._counts.num_failed_writes += 1
+            return False
         else:
-            taken = 0  # It stays.
+            taken = left  # The new one stays.
         finally:
             with self._lock:
                 self._num_bytes -= taken
         if self._is_failing:
             log.info("%s can be written again", self.path)
         self._is_failing = False
-        self._newest = number
         with self._lock:
             self._counts.num_written_entries += 1
-            self._counts.num_written_bytes += num_bytes
-        return DiskEntry(part, number, num_bytes)
+            self._counts.num_written_bytes += file.num_bytes
+        if self._is_published(file):
+            return True
+        self._delete([file])
+        return False
+
+    def _is_published(self, file: DiskFile) -> bool:
+        """Take in a file, and have the tree show it; False if a part of its pages is in another, or
+        what it stands on has gone."""
+        record = file.record
+        if self._sources(record.model, record.pages[:1], record.part) or not self.files.add(file):
+            return False
+        num_noted = self._noted.add(
+            DISK, record.model, record.parent, record.pages, record.part, file
+        )
+        # A reader may have found damaged what it stands on.
+        if num_noted == len(record.pages) and file in self.files:
+            return True
+        self.files.take(file)
+        self._forget(file)
+        return False
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict until there is room, and count it as taken; raises OSError where there is none."""
@@ -285,18 +329,18 @@ class DiskStore:
                 if self._num_bytes + num_bytes <= self._budget_bytes:
                     self._num_bytes += num_bytes
                     return
-            coldest = self.index.drop_coldest()
-            if coldest is not None:
-                with self._lock:
-                    self._counts.num_evicted_entries += 1
-            if coldest is None or not self._delete([coldest]):
+            coldest = self.files.take_coldest()
+            with self._lock:
+                self._counts.num_evicted_entries += len(coldest)
+            if not coldest or not self._delete(coldest):
                 raise OSError("files that are to make room cannot be deleted")
 
-    def _delete(self, dropped: Sequence[DiskEntry]) -> bool:
-        """Delete their files; False where one cannot be, whose bytes stay counted."""
+    def _delete(self, dropped: Sequence[DiskFile]) -> bool:
+        """Delete files that were taken out; False where one cannot be, whose bytes stay counted."""
         is_done = True
-        for entry in dropped:
-            path = self._directory.path_of(entry.number)
+        for file in dropped:
+            self._forget(file)
+            path = self._directory.path_of(file.key)
             try:
                 path.unlink(missing_ok=True)
             except OSError as exc:
@@ -304,18 +348,50 @@ class DiskStore:
                 is_done = False
                 continue
             with self._lock:
-                self._num_bytes -= entry.num_bytes
+                self._num_bytes -= file.num_bytes
         return is_done
 
-    def _drop_damaged(self, entry: DiskEntry, error: OSError) -> None:
-        dropped = self.index.drop(entry)
+    def _drop_damaged(self, file: DiskFile, error: OSError) -> None:
+        dropped = self.files.take(file)
         if dropped:
             log.warning(
                 "%s: %s; dropped with the %d that stand on it",
-                self._directory.path_of(entry.number),
+                self._directory.path_of(file.key),
                 error,
                 len(dropped) - 1,
             )
         with self._lock:
             self._counts.num_damaged_entries += len(dropped)
         self._delete(dropped)
+
+    # Which file has which page.
+
+    def _sources(
+        self, model: ModelId, pages: Sequence[PageHash], part: Part
+    ) -> list[tuple[DiskFile, Span]]:
+        return cast(list[tuple[DiskFile, Span]], self._noted.sources(DISK, model, pages, part))
+
+    def _forget(self, file: DiskFile) -> None:
+        """The tree shows a file no more, if it did."""
+        record = file.record
+        found = self._sources(record.model, record.pages[:1], record.part)
+        if found and found[0][0] is file:
+            self._noted.drop(DISK, record.model, record.pages[:1], record.part)
+
+    def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
+        """KV with pages that begin with these, and KV whose pages all are among these."""
+        there = [it for it in self.files.coldest_first() if it.record.part == KV]
+        found: set[DiskFile] = set()
+        below: set[tuple[ModelId, PageHash | None]] = set()
+        for each in {it.record.model for it in there if model in (None, it.record.model)}:
+            line = self._sources(each, pages, KV)
+            if line and (line[0][1].start, line[-1][1].stop) == (0, len(pages)):
+                found.update(it for it, at in line if at.stop in (it.stop, len(pages)))
+                end = line[-1][0].record
+                below.update((each, page) for page in end.pages[len(pages) - 1 - end.num_before :])
+        for file in reversed(there):
+            record = file.record
+            if (record.model, record.parent) in below:
+                found.add(file)
+                below.update((record.model, page) for page in record.pages)
+        return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +16,10 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk.asker import NO_PEER, Asker, AskingPeer, LetGo
-from cachetree.disk.index import DiskEntry
+from cachetree.disk.index import DiskFile
 from cachetree.disk.store import DiskStatus, DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
-from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
+from cachetree.ids import DISK, KV, Location, ModelId, PageHash, Part, Span, Step, part_of
 from cachetree.memory import Staging
 from cachetree.tier import (
     GRACE_S,
@@ -69,9 +69,7 @@ class DiskTier:
         self._calls = Calls(clock, STALL_S)
         """Reads, and files that are deleted by order."""
         self._writes = Calls(clock, _MAX_STOP_S)
-        self._hiding: dict[tuple[ModelId, PageHash | None], PageHash] = {}
-        """Last pages of what is in memory without the E that is here."""
-        self._store: Final = DiskStore(tree.family, path, budget_bytes, self._show)
+        self._store: Final = DiskStore(tree, path, budget_bytes)
         with ExitStack() as undo:
             undo.callback(self._store.close)
             self._reads = _turns("cachetree-disk-read", self.num_readers, undo)
@@ -97,9 +95,9 @@ class DiskTier:
         elif not self._reads.put(partial(self._fetch, model, pages, staging)):
             staging.fail(FetchError("this cache is closed"))
 
-    def has(self, model: ModelId, page: PageHash) -> bool:
+    def has(self, model: ModelId, page: PageHash, part: Part = KV) -> bool:
         """Whether `page` is here, and so all before it; waits for no disk."""
-        return self._store.index.has(model, page)
+        return self._tree.remote.has(DISK, model, page, part)
 
     @property
     def num_free_promotions(self) -> int:
@@ -110,26 +108,28 @@ class DiskTier:
         self,
         model: ModelId,
         page: PageHash,
+        parts: Collection[Part],
         deadline: Deadline,
         is_wanted: Callable[[], bool],
         done: Callable[[LetGo], object],
     ) -> None:
-        """Read `page` and all before it into the tree, in a thread that then calls `done`; at once
-        if too many wait to be read, or the disk hangs.
+        """Read these parts of `page` and all before it into the tree, in a thread that then calls
+        `done`; at once if too many wait to be read, or the disk hangs.
 
         Pages that are not in the tree by then could not be read, have no room there, or are late.
         Those that are there stay until `done`'s argument is called, or until `deadline`. A line
         waits a little for room, while `is_wanted`, which any thread may call.
         """
         asker = AskingPeer(self._tree, model, deadline, is_wanted)
-        read = partial(self._promote_and_keep, model, page, asker, done)
+        read = partial(self._promote_and_keep, model, page, sorted(parts), asker, done)
         if self.num_free_promotions <= 0 or self.is_paused or not self._promotions.put(read):
             done(lambda: None)
 
-    def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
+    def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
         if self._reads.num_waiting < MAX_WAITING:
-            self._reads.put(partial(self._store.index.find, model, pages))
+            for part in parts:
+                self._reads.put(partial(self._store.find, model, pages, part))
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Over: the tree knows of every entry on disk."""
@@ -167,38 +167,26 @@ class DiskTier:
         else:
             log.warning("%s does not answer; it is left as it is", self._store.path)
 
-    # Called under the lock of the index.
-
-    def _show(self, change: Change) -> None:
-        if change.added:
-            self._tree.remote.add(DISK, change.model, change.parent, change.pages, change.e_layers)
-        else:
-            self._tree.remote.drop(DISK, change.model, change.pages)
-
     # In the writer's thread.
 
     def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
         """A file that has been begun is written, whether or not time is over."""
         with self._writes:
-            self._store.write(change, lease.views)
-        there = self._store.index.find(change.model, change.pages)
-        if any(set(change.e_layers) < set(it.record.layout.e_layers) for it, _ in there):
-            # It was loaded, without the E that is here, and hides that from those who read memory.
-            self._hiding.pop((change.model, change.parent), None)  # A line to here leads by there.
-            self._hiding[change.model, change.pages[-1]] = change.pages[-1]
-            self._reads.put(self._bring_e)
-        return True
+            return self._store.write(change, lease.views)
 
     # In a reader's thread.
 
     def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         begun_at_s = self._clock()
+        parts = sorted({part_of(step) for step in staging.steps})
+        found: dict[Part, list[tuple[DiskFile, Span]]] = {}
         try:
-            found = self._store.index.find(model, pages)
-            if sum(len(span) for _, span in found) < len(pages):
-                raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
+            for part in parts:
+                found[part] = self._store.find(model, pages, part)
+                if sum(len(span) for _, span in found[part]) < len(pages):
+                    raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
             for step in staging.steps:
-                self._read_step(step, found, staging)
+                self._read_step(step, found[part_of(step)], staging)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:
@@ -208,45 +196,39 @@ class DiskTier:
         self._note_speed(staging.num_landed_bytes, seconds, staging.error)
         if staging.is_complete and self._is_warm:
             # Behind the fetches that wait.
-            line = takewhile(self._has_room, self._store.index.line(model, pages[-1]))
+            line = takewhile(self._has_room, self._line(model, pages[-1], parts))
             asker = Asker(lambda: staging.deadline.has_passed)
             self._reads.put(partial(self._promote, line, asker))
 
-    def _promote(self, line: Iterable[DiskEntry], asker: Asker) -> None:
-        """Until one cannot be had: below it, where its pages are in memory without their E, others
-        would have that never brought."""
-        for entry in line:
+    def _line(self, model: ModelId, page: PageHash, parts: Sequence[Part]) -> Iterator[DiskFile]:
+        """The files of these parts from the root to `page`, KV first."""
+        return chain.from_iterable(self._store.line(model, page, part) for part in parts)
+
+    def _promote(self, line: Iterable[DiskFile], asker: Asker) -> None:
+        """Until one cannot be had."""
+        for file in line:
             is_over = asker.is_over() or self._behind.is_over()
-            if is_over or not self._promote_entry(entry, asker):
+            if is_over or not self._promote_file(file, asker):
                 return
 
-    def _bring_e(self, line: Sequence[DiskEntry] = ()) -> None:
-        """To what hides it, an entry at a time: all others of the line wait behind other reads."""
-        if not line:
-            with suppress(KeyError):  # No more does.
-                (model, _), page = self._hiding.popitem()
-                line = self._store.index.line(model, page)
-        if line and not self._behind.is_over() and self._promote_entry(line[0]):
-            self._reads.put(partial(self._bring_e, line[1:]))
-
-    def _promote_entry(self, entry: DiskEntry, asker: Asker = NO_PEER) -> bool:
-        """Have an entry in memory, whose parent is there; False where that cannot be."""
+    def _promote_file(self, file: DiskFile, asker: Asker = NO_PEER) -> bool:
+        """Have a file's pages in memory, whose parent is there; False where that cannot be."""
         with self._behind.moves:
-            is_here = self._bring(entry, asker)
-            asker.keep(entry.pages if is_here else ())
+            is_here = self._bring(file, asker)
+            if is_here:
+                asker.keep(file.record.pages, file.record.part)
         return is_here
 
-    def _bring(self, entry: DiskEntry, asker: Asker) -> bool:
-        layout, new = entry.record.layout, entry.change(added=True)
-        reserve = partial(self._tree.reserve, new.model, new.parent, new.pages, new.e_layers)
+    def _bring(self, file: DiskFile, asker: Asker) -> bool:
+        new = file.record.change
+        reserve = partial(self._tree.reserve, new.model, new.parent, new.pages, new.part)
         while (reservation := reserve()) is None:
             if not asker.waits():
                 return False
-        first = layout.num_pages - len(reservation.pages)
         with reservation:
             try:
                 for step in reservation.steps:
-                    self._read_into(reservation.views(step), entry, step, first)
+                    self._read_into(reservation.views(step), file, step, reservation.skipped)
             except StaleEntry:
                 return False
             with self._behind.unheard():
@@ -254,37 +236,38 @@ class DiskTier:
         return True
 
     def _read_into(
-        self, views: Sequence[memoryview], entry: DiskEntry, step: Step, page: int
+        self, views: Sequence[memoryview], file: DiskFile, step: Step, page: int
     ) -> None:
-        """The entry's pages from `page` on; each of the views has whole pages."""
+        """The file's pages from `page` on; each of the views has whole pages."""
         for view in views:
-            num_pages = view.nbytes // entry.record.layout.bytes_of(step, 1)
+            num_pages = view.nbytes // file.layout.step_bytes
             with self._calls:
-                self._store.read(entry, step, Span(page, page + num_pages), view)
+                self._store.read(file, step, Span(page, page + num_pages), view)
             page += num_pages
 
     def _read_step(
-        self, step: Step, found: Sequence[tuple[DiskEntry, Span]], staging: Staging
+        self, step: Step, found: Sequence[tuple[DiskFile, Span]], staging: Staging
     ) -> None:
         offset = 0
-        for entry, span in found:
+        for file, span in found:
             staging.check()
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the read from disk did not end in time")
-            size = entry.record.layout.bytes_of(step, len(span))
+            size = file.layout.step_bytes * len(span)
             room = staging.room(step, offset, size)
             with self._calls:
-                self._store.read(entry, step, span, room)
+                self._store.read(file, step, span, room)
             staging.land(step, size)
             offset += size
 
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""
         try:
-            for entry in takewhile(self._has_room, self._store.index.entries()):
+            warmest_first = reversed(self._store.files.coldest_first())
+            for file in takewhile(self._has_room, warmest_first):
                 if self._behind.is_over():
                     return
-                self._promote_entry(entry)
+                self._promote_file(file)
         finally:
             self._is_warm = True
 
@@ -294,29 +277,33 @@ class DiskTier:
         self,
         model: ModelId,
         page: PageHash,
+        parts: Sequence[Part],
         asker: Asker,
         done: Callable[[LetGo], object],
     ) -> None:
         try:
-            line = () if asker.is_over() else self._store.index.line(model, page)
+            line = [] if asker.is_over() else list(self._line(model, page, parts))
             if self._has_room_for(self._missing_bytes(line, asker), asker):
                 self._promote(line, asker)
         finally:
             if asker.is_over():
-                asker.keep(())  # The peer may be gone, and then lets go of nothing.
-            done(partial(asker.keep, ()))
+                asker.let_go()  # The peer may be gone, and then lets go of nothing.
+            done(asker.let_go)
 
-    def _missing_bytes(self, line: Sequence[DiskEntry], asker: Asker) -> int:
+    def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
         """Bytes of a line that are not in memory; the pages that are stay there for `asker`."""
         num_bytes = 0
-        for entry in reversed(line):
-            model, pages = entry.record.model, entry.pages
+        for file in line:
+            record = file.record
             # Pages that are there come before those that are not.
-            num_here = bisect_left(pages, True, key=lambda it: not self._tree.has(model, it))
-            num_bytes += (len(pages) - num_here) * entry.record.layout.page_bytes
+            num_here = bisect_left(
+                record.pages,
+                True,
+                key=lambda page: not self._tree.has(record.model, page, record.part),
+            )
+            num_bytes += (len(record.pages) - num_here) * file.layout.page_bytes
             if num_here:
-                asker.keep(pages[:num_here])
-                break
+                asker.keep(record.pages[:num_here], record.part)
         return num_bytes
 
     def _has_room_for(self, num_bytes: int, asker: Asker) -> bool:
@@ -352,11 +339,11 @@ class DiskTier:
 
     # In any thread.
 
-    def _has_room(self, entry: DiskEntry) -> bool:
+    def _has_room(self, file: DiskFile) -> bool:
         """Whether it is in memory, or may be without that anything goes for it."""
-        record, tree = entry.record, self._tree
-        is_here = tree.has(record.model, record.pages[-1])
-        return is_here or tree.num_bytes + record.layout.num_bytes <= tree.host_bytes
+        record, tree = file.record, self._tree
+        is_here = tree.has(record.model, record.pages[-1], record.part)
+        return is_here or tree.num_bytes + file.layout.num_bytes <= tree.host_bytes
 
 
 def _turns(name: str, num_threads: int, undo: ExitStack) -> Turns[Callable[[], object]]:

@@ -8,7 +8,17 @@ Staging  the loan of one fetch, which fills it step by step
 
 from cachetree.memory.arena import Arena, ArenaReader, Register, unregistered
 from cachetree.memory.copying import checksum, checksum_of_parts, cut, scatter
-from cachetree.memory.slab import ArenaFile, Blocks, Layout, Loan, NoRoom, Pool, Slab, Torn
+from cachetree.memory.slab import (
+    ArenaFile,
+    Blocks,
+    Layout,
+    Loan,
+    NoRoom,
+    Pool,
+    Slab,
+    Torn,
+    index_of,
+)
 from cachetree.memory.staging import Staging, staged
 
 __all__ = [
@@ -27,6 +37,7 @@ __all__ = [
     "checksum",
     "checksum_of_parts",
     "cut",
+    "index_of",
     "scatter",
     "staged",
     "unregistered",

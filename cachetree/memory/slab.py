@@ -10,8 +10,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from cachetree.checkpoint import Family
-from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step, entry_steps, parts_of
+from cachetree.ids import KV, Kind, Part, Span, Step, parts_of
 
 _NO_MEMORY: Final = memoryview(b"")
 
@@ -89,29 +88,21 @@ class Pool(Protocol):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry of `num_pages` pages has: KV of every layer, then E of each of `e_layers`."""
+    """What an entry of `num_pages` pages has: its steps one after the other, all equally large."""
 
     num_pages: int
-    num_layers: int
-    e_layers: tuple[int, ...]
-    kv_page_bytes: int
-    e_page_bytes: int
+    num_steps: int
+    step_bytes: int
+    """Bytes of one page of one step."""
 
     @classmethod
-    def of(cls, family: Family, num_pages: int, e_layers: Sequence[int]) -> Layout:
+    def of(cls, family: Family, num_pages: int, part: Part) -> Layout:
         kv_page_bytes, e_page_bytes = _page_bytes(family)
-        return cls(
-            num_pages=num_pages,
-            num_layers=family.num_layers,
-            e_layers=tuple(e_layers),
-            kv_page_bytes=kv_page_bytes,
-            e_page_bytes=e_page_bytes,
-        )
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """What lies in it, in this order."""
-        return entry_steps(self.num_layers, self.e_layers)
+        if part == KV:
+            num_steps, step_bytes = family.num_layers, kv_page_bytes
+        else:
+            num_steps, step_bytes = 1, e_page_bytes
+        return cls(num_pages=num_pages, num_steps=num_steps, step_bytes=step_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -119,27 +110,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        return self.num_layers * self.kv_page_bytes + len(self.e_layers) * self.e_page_bytes
+        return self.num_steps * self.step_bytes
 
     @property
-    def parts(self) -> list[Blocks]:
+    def blocks(self) -> list[Blocks]:
         """A block for each page of each step."""
-        kv, e = (Blocks(self.num_pages, it) for it in (self.kv_page_bytes, self.e_page_bytes))
-        return [kv] * self.num_layers + [e] * len(self.e_layers)
+        return [Blocks(self.num_pages, self.step_bytes)] * self.num_steps
 
-    def part_of(self, step: Step) -> int:
-        """Which of the parts it is; raises StaleEntry where there is no E of that layer."""
-        if step.kind is Kind.KV:
-            return step.layer
-        if step.layer not in self.e_layers:
-            raise StaleEntry(f"these pages are kept without E of layer {step.layer}")
-        return self.num_layers + self.e_layers.index(step.layer)
 
-    def bytes_of(self, step: Step, num_pages: int) -> int:
-        """Of so many pages; raises StaleEntry as `part_of` does."""
-        return num_pages * (
-            self.kv_page_bytes if self.part_of(step) < self.num_layers else self.e_page_bytes
-        )
+def index_of(step: Step) -> int:
+    """Which step of its entry it is."""
+    return step.layer if step.kind is Kind.KV else 0
 
 
 @lru_cache(maxsize=16)
@@ -168,7 +149,7 @@ class Slab:
     def fill(self) -> None:
         """Get the memory; may block, so it is called without the tree's lock. Raises NoRoom, or
         Torn."""
-        self._loan = self._pool.take(self.layout.parts)
+        self._loan = self._pool.take(self.layout.blocks)
 
     @property
     def checksums(self) -> dict[tuple[int, int], int]:
@@ -177,26 +158,19 @@ class Slab:
             self._checksums = {}
         return self._checksums
 
-    @property
-    def memory(self) -> memoryview:
-        """Whoever keeps it keeps all that is there now."""
-        return self._loan.memory
-
-    def views(self, step: Step, pages: Span, memory: memoryview | None = None) -> list[memoryview]:
-        """The bytes of these pages, in as many runs as they lie in; of `memory` if it was kept."""
-        size = self.layout.bytes_of(step, 1)
-        span = Span(pages.start * size, pages.stop * size)
-        places = self._loan.places(self.layout.part_of(step), span)
-        whole = self._loan.memory if memory is None else memory
+    def views(self, step: Step, pages: Span) -> list[memoryview]:
+        """The bytes of these pages, in as many runs as they lie in."""
+        size, whole = self.layout.step_bytes, self._loan.memory
+        places = self._loan.places(index_of(step), Span(pages.start * size, pages.stop * size))
         return [whole[it.start : it.stop] for it in places]
 
     def drop_pages(self, pages: Span) -> int:
         """These are needed no more; returns the bytes given back."""
         if self._loan.runs:
-            places: list[Span] = []
-            for part, (_, size) in enumerate(self.layout.parts):
-                span = Span(pages.start * size, pages.stop * size)
-                places += self._loan.places(part, span)
+            size, places = self.layout.step_bytes, list[Span]()
+            span = Span(pages.start * size, pages.stop * size)
+            for index in range(self.layout.num_steps):
+                places += self._loan.places(index, span)
             self._pool.give_back(self._loan, places)
         num_bytes = len(pages) * self.layout.page_bytes
         self.num_bytes -= num_bytes

@@ -11,8 +11,7 @@ from typing import Final
 
 from cachetree.clock import Clock
 from cachetree.errors import ProtocolError
-from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, Span
-from cachetree.memory import Layout
+from cachetree.ids import PAGE_HASH_BYTES, Kind, Location, ModelId, Part, Span
 from cachetree.transport.wire import Entries, Entry, Reset, Synced, pages_of
 from cachetree.tree import CacheTree, Change, join_hashes
 
@@ -80,13 +79,13 @@ def entries_of(change: Change) -> Iterator[Entry]:
     """
     starts = range(0, len(change.pages), ENTRY_PAGES)
     for start in starts if change.added else reversed(starts):
-        part = change.part(Span(start, min(start + ENTRY_PAGES, len(change.pages))))
+        some = change.slice(Span(start, min(start + ENTRY_PAGES, len(change.pages))))
         yield Entry(
-            added=part.added,
-            model=part.model,
-            parent=part.parent or b"",
-            pages=join_hashes(part.pages),
-            e_layers=part.e_layers,
+            added=some.added,
+            model=some.model,
+            part=some.part,
+            parent=some.parent or b"",
+            pages=join_hashes(some.pages),
         )
 
 
@@ -210,7 +209,8 @@ class RemoteView:
     def limit(self, budget_bytes: int) -> None:
         """Note as many pages as fit in what the worker keeps; for more, those go that were matched
         least recently."""
-        page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
+        family = self._tree.family
+        page_bytes = min(family.num_layers * family.page_bytes(Kind.KV), family.page_bytes(Kind.E))
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
         self._tree.remote.limit(self._location, max_pages, _MOST_MODELS)
 
@@ -231,12 +231,11 @@ class RemoteView:
     def _apply(self, entry: Entry) -> None:
         pages = pages_of(entry.pages)
         parents = pages_of(entry.parent)
-        num_layers = self._tree.family.num_layers
-        if len(parents) > 1 or not all(0 <= layer < num_layers for layer in entry.e_layers):
+        if len(parents) > 1 or entry.part >= self._tree.family.num_layers:
             raise ProtocolError(f"worker {self._location} advertises entries that cannot exist")
-        model = ModelId(entry.model)
+        model, part = ModelId(entry.model), Part(entry.part)
         if entry.added:
             parent = parents[0] if parents else None
-            self._tree.remote.add(self._location, model, parent, pages, entry.e_layers)
+            self._tree.remote.add(self._location, model, parent, pages, part)
         else:
-            self._tree.remote.drop(self._location, model, pages)
+            self._tree.remote.drop(self._location, model, pages, part)

@@ -24,7 +24,7 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, StaleEntry
-from cachetree.ids import DISK, PAGE_HASH_BYTES, Location, ModelId, PageHash
+from cachetree.ids import DISK, KV, PAGE_HASH_BYTES, Location, ModelId, PageHash, Part
 from cachetree.memory import Layout, NoRoom, Staging
 from cachetree.transport.advertise import Advert
 from cachetree.transport.backoff import Backoff, LogLimiter
@@ -37,7 +37,7 @@ from cachetree.tree import CacheTree, Change, Reservation
 
 log = logging.getLogger("cachetree.peer")
 
-_Key = tuple[ModelId, PageHash]
+_Key = tuple[ModelId, PageHash, Part]
 _Steps = Generator[float, None, None]
 """Yields the seconds until it has to go on at the latest."""
 
@@ -98,7 +98,7 @@ class Keeper:
             self._cap.spend(num_bytes)
 
     def _note(self, change: Change) -> None:
-        key = change.model, change.pages[-1]
+        key = change.model, change.pages[-1], change.part
         with self._lock:
             self._given_up.pop(key, None)
             if not change.added:
@@ -181,7 +181,8 @@ class Pulls:
             self._work = None
 
     def _hear(self, entry: Entry, keeper: Keeper) -> None:
-        key = ModelId(entry.model), PageHash(entry.pages[-PAGE_HASH_BYTES:])
+        page = PageHash(entry.pages[-PAGE_HASH_BYTES:])
+        key = ModelId(entry.model), page, Part(entry.part)
         if not entry.added or (self._is_snapshot and keeper.has_given_up(key)):
             return
         self._waiting[key] = None
@@ -191,15 +192,18 @@ class Pulls:
 
     def _pull(self, keeper: Keeper, key: _Key) -> _Steps:
         """Fetch an entry, with what is missing here above it."""
-        line = keeper.tree.remote.line(self._address, *key)
-        on_disk = keeper.tree.remote.line(DISK, *key)
-        if line and on_disk and set(line[-1].e_layers) <= set(on_disk[-1].e_layers):
+        model, page, part = key
+        tree = keeper.tree
+        line = tree.remote.line(self._address, *key)
+        if line and tree.remote.has(DISK, *key):
             return
+        if part != KV and not tree.has(model, page):
+            line = [*tree.remote.line(self._address, model, page), *line]
         try:
             if not line:
                 raise StaleEntry("the peer does not advertise it any more")
-            for part in chain.from_iterable(self._parts(keeper, change) for change in line):
-                yield from self._fetch(keeper, part)
+            for piece in chain.from_iterable(self._pieces(keeper, change) for change in line):
+                yield from self._fetch(keeper, piece)
             self._counts.error = ""
             self._backoff.reset()
             return
@@ -210,21 +214,21 @@ class Pulls:
             self._failed(str(exc))
         yield self._backoff.next_s()
 
-    def _parts(self, keeper: Keeper, change: Change) -> Iterator[Change]:
-        page_bytes = Layout.of(keeper.tree.family, 1, change.e_layers).page_bytes
-        return change.parts(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
+    def _pieces(self, keeper: Keeper, change: Change) -> Iterator[Change]:
+        page_bytes = Layout.of(keeper.tree.family, 1, change.part).page_bytes
+        return change.slices(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
 
-    def _fetch(self, keeper: Keeper, part: Change) -> _Steps:
+    def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
         """Fetch what is missing here of some pages; raises NoRoom, or what ended the fetch."""
         tree = keeper.tree
-        while not keeper.claim(claim := _first_new(tree, part)):
+        while not keeper.claim(claim := _first_new(tree, piece)):
             yield _CLAIMED_S
         try:
             while (pause_s := keeper.delay_s()) > 0:
                 yield pause_s
-            reservation = tree.reserve(part.model, part.parent, part.pages, part.e_layers)
+            reservation = tree.reserve(piece.model, piece.parent, piece.pages, piece.part)
             if reservation is None:
-                raise NoRoom(f"there is no room here for {len(part.pages)} pages of {part.model}")
+                raise NoRoom(f"there is no room here for {len(piece.pages)} pages of {piece.model}")
             with reservation:
                 if reservation.pages:
                     yield from self._fill(keeper, reservation)
@@ -254,7 +258,7 @@ class Pulls:
             log.warning("not all of peer %s is copied: %s", self._address, error)
 
 
-def _first_new(tree: CacheTree, part: Change) -> _Key:
-    """The first page that is missing here; of pages that only gain E, the first."""
-    new = (page for page in part.pages if not tree.has(part.model, page))
-    return part.model, next(new, part.pages[0])
+def _first_new(tree: CacheTree, piece: Change) -> _Key:
+    """The first page that is missing here; if none is, the first."""
+    new = (it for it in piece.pages if not tree.has(piece.model, it, piece.part))
+    return piece.model, next(new, piece.pages[0]), piece.part

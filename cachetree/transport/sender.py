@@ -48,7 +48,7 @@ def payloads_of(
     """All that a stream sends of a lease from `first_byte` on: a long view alone, at most
     `most_bytes` of it, or as many short ones as make a long one.
 
-    Raises StaleEntry where a page lacks E of a layer, ProtocolError where nothing begins there.
+    Raises ProtocolError where nothing begins there.
     """
     runs = [lease.runs(step) for step in steps]
     num_bytes = sum(view.nbytes for run in runs for _, view in run)

@@ -10,7 +10,7 @@ from typing import Final
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier, LetGo
 from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
-from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
+from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Step, part_of
 from cachetree.transport import verbs, wire
 from cachetree.transport.advertise import Advertiser
 from cachetree.transport.channel import Channel
@@ -182,8 +182,9 @@ class Session:
         if not MIN_FRAME_BYTES <= fetch.frame_bytes <= MAX_FRAME_BYTES:
             raise ProtocolError(f"a fetch asks for frames of {fetch.frame_bytes} bytes")
         until = Deadline(deadline.at_s + _DRAIN_S, self._clock)
+        parts = {part_of(step) for step in steps}
         lease = service.tree.lease(
-            ModelId(fetch.model), pages, self.name, until, is_use=not fetch.as_copy
+            ModelId(fetch.model), pages, self.name, until, parts, is_use=not fetch.as_copy
         )
         if lease is None:
             raise StaleEntry(f"{len(pages)} pages of model {fetch.model} are no longer here")
@@ -205,13 +206,17 @@ class Session:
         """
         service, disk = self._service, self._service.disk
         model, last = ModelId(fetch.model), PageHash(fetch.pages[-PAGE_HASH_BYTES:])
-        is_here = service.tree.has(model, last)
-        is_on_disk = disk is not None and not is_here and disk.has(model, last)
+        parts = {part_of(Step(*step)) for step in fetch.steps}
+        missing = [part for part in parts if not service.tree.has(model, last, part)]
+        is_here = not missing
+        is_on_disk = disk is not None and all(disk.has(model, last, part) for part in missing)
         (service.counts.hits if is_here else service.counts.misses)["memory"] += 1
         if disk is not None and not is_here:
             (service.counts.hits if is_on_disk else service.counts.misses)["disk"] += 1
-        if disk is None or not (
-            is_on_disk and _has_share(self._num_promotions, disk.num_free_promotions)
+        if (
+            is_here
+            or disk is None
+            or not (is_on_disk and _has_share(self._num_promotions, disk.num_free_promotions))
         ):
             go_on()
             return
@@ -222,7 +227,7 @@ class Session:
 
         self._waiting[fetch] = self._clock()
         self._num_promotions += 1
-        disk.promote(model, last, deadline, lambda: fetch in self._waiting, read)
+        disk.promote(model, last, parts, deadline, lambda: fetch in self._waiting, read)
 
     def _stop_waiting(self, fetches: Sequence[Fetch], outcome: str) -> None:
         for fetch in fetches:

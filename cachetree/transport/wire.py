@@ -45,14 +45,14 @@ from cachetree.errors import (
     StaleEntry,
     printable,
 )
-from cachetree.ids import MAX_LAYERS, Kind, PageHash, Step
+from cachetree.ids import KV, MAX_LAYERS, Kind, PageHash, Step
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
 from cachetree.transport.verbs import MAX_REASON_CHARS, Reason
 from cachetree.tree import split_hashes
 
-PROTOCOL_VERSION: Final = 11
+PROTOCOL_VERSION: Final = 12
 
 MAX_REQUEST_S: Final = 60.0
 """Longest that a worker serves one fetch."""
@@ -67,7 +67,8 @@ Model = Annotated[str, msgspec.Meta(max_length=128)]
 """A model's id. A worker that advertises it tells all its peers."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """Of a model, for a person."""
-Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
+PartOf = Annotated[int, msgspec.Meta(ge=KV, lt=MAX_LAYERS)]
+"""A `Part`."""
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
@@ -101,7 +102,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     model: Model
     parent: bytes
     pages: bytes
-    e_layers: Layers
+    part: PartOf
 
 
 class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):

@@ -1,19 +1,23 @@
-"""What the tree consists of: nodes, and the entries that models have in them."""
+"""What the tree consists of: nodes, and the entries in them: the KV of a model, or E of one layer.
+
+E is an entry like KV, under a key of its own, and as KV it is in a node only with all that is above
+it. So the last node with an entry says how far that part of the model reaches.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import inf
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
-from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.ids import KV, Location, ModelId, PageHash, Part, Span
 from cachetree.memory import Slab
 
-RemoteKey = tuple[Location, ModelId]
+LocalKey = tuple[ModelId, Part]
+RemoteKey = tuple[Location, ModelId, Part]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,27 +29,27 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     added: bool
     model: ModelId
+    part: Part = KV
     parent: PageHash | None
     """The page before the first of `pages`; None at the root."""
     pages: tuple[PageHash, ...]
-    e_layers: tuple[int, ...]
 
-    def part(self, pages: Span) -> Change:
+    def slice(self, pages: Span) -> Change:
         """Of some of the pages, counted from the first."""
         if len(pages) == len(self.pages):
             return self
         return Change(  # In a fifth of the time that `replace` takes.
             added=self.added,
             model=self.model,
+            part=self.part,
             parent=self.pages[pages.start - 1] if pages.start else self.parent,
             pages=self.pages[pages.start : pages.stop],
-            e_layers=self.e_layers,
         )
 
-    def parts(self, num_pages: int) -> Iterator[Change]:
+    def slices(self, num_pages: int) -> Iterator[Change]:
         """One after the other, each of so many of the pages, the last one of those that remain."""
         for start in range(0, len(self.pages), num_pages):
-            yield self.part(Span(start, min(start + num_pages, len(self.pages))))
+            yield self.slice(Span(start, min(start + num_pages, len(self.pages))))
 
 
 class Hold:
@@ -71,100 +75,35 @@ class Hold:
 _NOBODY: Final[frozenset[Hold]] = frozenset()
 
 
-class EReach(msgspec.Struct, frozen=True):
-    """How far E reaches from the root along a path, whose last node it belongs to."""
+class RemoteEntry:
+    """What is said to be elsewhere of all pages of one node."""
 
-    whole: tuple[int, ...]
-    """Layers with E of every page."""
-    ended: Mapping[int, int]
-    """Layers that have it for the first pages only, and for how many."""
-
-    @classmethod
-    def of(cls, e_layers: tuple[int, ...], above: EReach | None, start: int) -> EReach:
-        """The reach of a node that has E of `e_layers`, stands after `start` pages and `above`."""
-        if above is None:
-            return cls(e_layers, {})
-        if set(e_layers).issuperset(above.whole):
-            return above
-        whole = tuple([layer for layer in above.whole if layer in e_layers])
-        ended = {layer: start for layer in above.whole if layer not in whole}
-        return cls(whole, {**above.ended, **ended})
-
-    def pages(self, num_pages: int) -> dict[int, int]:
-        """For each layer, how many of the first `num_pages` have E; they end in this node."""
-        return {**self.ended, **dict.fromkeys(self.whole, num_pages)}
-
-
-_Entry = TypeVar("_Entry", bound="Entry")
-
-
-class Entry(ABC):
-    """What one model has at one place of all pages of one node."""
-
-    __slots__ = ("e_layers", "e_reach", "model", "node", "num_children")
-
-    def __init__(self, node: Node, model: ModelId, e_layers: tuple[int, ...]) -> None:
-        self.node: Final = node
-        self.model: Final = model
-        self.num_children = 0
-        """Child nodes in which the same model has one at the same place."""
-        self.set_e(e_layers)
-
-    @abstractmethod
-    def at(self: _Entry, node: Node) -> _Entry | None:
-        """That of the same model at the same place in another node."""
-
-    def change(self, *, added: bool) -> Change:
-        """Its pages come, or go."""
-        return Change(
-            added=added,
-            model=self.model,
-            parent=self.node.parent_page,
-            pages=self.node.pages,
-            e_layers=self.e_layers,
-        )
-
-    def line(self) -> list[Change]:
-        """Entries of its model from the root to its node, as additions in order."""
-        line, entry = [self.change(added=True)], self.parent
-        while entry is not None:
-            line.append(entry.change(added=True))
-            entry = entry.parent
-        return line[::-1]
-
-    @property
-    def parent(self: _Entry) -> _Entry | None:
-        above = self.node.parent
-        return self.at(above) if above else None
-
-    def set_e(self, e_layers: tuple[int, ...]) -> None:
-        """After that of the node above has its own."""
-        above = self.parent
-        self.e_layers = e_layers
-        self.e_reach: EReach = EReach.of(
-            e_layers, above.e_reach if above else None, self.node.start
-        )
-
-
-class RemoteEntry(Entry):
-    """What is said to be elsewhere."""
-
-    __slots__ = ("key", "order")
+    __slots__ = ("key", "node", "num_children", "order", "source")
 
     def __init__(
         self,
         node: Node,
         key: RemoteKey,
-        e_layers: tuple[int, ...],
         order: OrderedDict[RemoteEntry, None],
+        source: object = None,
     ) -> None:
+        self.node: Final = node
         self.key: Final = key
+        self.source: Final = source
+        """What has the pages there; only the location knows it."""
         self.order: Final = order
         """Of one location, the coldest first; those with children need not be in it."""
-        super().__init__(node, key[1], e_layers)
+        self.num_children = 0
+        """Child nodes that have an entry of the same key."""
 
-    def at(self, node: Node) -> RemoteEntry | None:
-        return node.remote.get(self.key)
+    @property
+    def parent(self) -> RemoteEntry | None:
+        above = self.node.parent
+        return above.remote.get(self.key) if above else None
+
+    def change(self, *, added: bool) -> Change:
+        """Its pages come, or go."""
+        return _change(self.node, *self.key[1:], added=added)
 
     def use(self) -> None:
         self.order[self] = None
@@ -172,40 +111,48 @@ class RemoteEntry(Entry):
 
     def split(self, tail: Node) -> RemoteEntry:
         """That of the node which is cut off this one's."""
-        entry = RemoteEntry(tail, self.key, self.e_layers, self.order)
+        entry = RemoteEntry(tail, self.key, self.order, self.source)
         entry.num_children, self.num_children = self.num_children, 1
         if self in self.order:
             entry.use()
         return entry
 
 
-class LocalEntry(Entry):
-    """KV and E in this process's memory: pages `[first, first + node.num_pages)` of the slab."""
+class LocalEntry:
+    """KV or E of one node in this process's memory: pages `[first, first + node.num_pages)` of the
+    slab.
 
-    __slots__ = ("first", "holds", "last_use", "slab", "used_at_s")
+    E hangs on two: on E of the node above, and on the KV beside it, which leaves after it.
+    """
 
-    def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
-        self.slab = slab
-        self.first = first
-        super().__init__(node, model, slab.layout.e_layers)
+    __slots__ = ("first", "holds", "key", "last_use", "node", "num_children", "slab", "used_at_s")
+
+    def __init__(self, node: Node, key: LocalKey, slab: Slab, first: int) -> None:
+        self.node: Final = node
+        self.key: Final = key
+        self.slab: Final = slab
+        self.first: Final = first
+        self.num_children = 0
+        """Entries that hang on it."""
         self.holds: frozenset[Hold] = _NOBODY
         # The eviction's: the number of the last walk that ended here, or below in what has since
         # been evicted; and when, where there is a time to live.
         self.last_use = 0
         self.used_at_s = 0.0
 
-    def at(self, node: Node) -> LocalEntry | None:
-        return node.local.get(self.model)
+    @property
+    def parents(self) -> list[LocalEntry]:
+        """What it hangs on, the KV beside it first."""
+        model, part = self.key
+        above = self.node.parent
+        found = [] if part == KV else [self.node.local[model, KV]]
+        if above is not None and self.key in above.local:
+            found.append(above.local[self.key])
+        return found
 
-    def replace(self, slab: Slab, first: int) -> None:
-        """Take the same pages from another slab; the caller then sees to `set_e` below."""
-        self.slab = slab
-        self.first = first
-        self.set_e(slab.layout.e_layers)
-
-    def gains(self, e_layers: Collection[int]) -> bool:
-        """Whether storing its pages again with E at these layers adds some and loses none."""
-        return set(self.e_layers) < set(e_layers)
+    def change(self, *, added: bool) -> Change:
+        """Its pages come, or go."""
+        return _change(self.node, *self.key, added=added)
 
     @property
     def pages(self) -> Span:
@@ -221,11 +168,15 @@ class LocalEntry(Entry):
         return self.node.num_pages * self.slab.layout.page_bytes
 
 
+def _change(node: Node, model: ModelId, part: Part, *, added: bool) -> Change:
+    return Change(added=added, model=model, part=part, parent=node.parent_page, pages=node.pages)
+
+
 class Node:
     """Consecutive pages, and who has them.
 
-    Every entry covers all of them. The entries of a child are a subset of its parent's: a match is
-    prefix-closed for each (model, location), so a node without entries has no children.
+    Every entry covers all of them. The keys in a child are a subset of its parent's: a match is
+    prefix-closed for each key, so a node without entries has no children.
     """
 
     __slots__ = ("children", "local", "num_pages", "pages", "parent", "remote", "start")
@@ -237,7 +188,7 @@ class Node:
         self.start: int = parent.stop if parent else 0
         """How many pages stand before this node."""
         self.children: dict[PageHash, Node] = {}
-        self.local: dict[ModelId, LocalEntry] = {}
+        self.local: dict[LocalKey, LocalEntry] = {}
         self.remote: dict[RemoteKey, RemoteEntry] = {}
 
     @property
@@ -297,11 +248,13 @@ class Node:
         for child in children.values():
             child.parent = tail
         tail.remote = {key: entry.split(tail) for key, entry in self.remote.items()}
-        for head in self.local.values():
-            entry = LocalEntry(tail, head.model, head.slab, head.first + index)
-            tail.local[head.model] = entry
+        for key, head in self.local.items():
+            entry = tail.local[key] = LocalEntry(tail, key, head.slab, head.first + index)
             entry.num_children, head.num_children = head.num_children, 1
             for hold in head.holds:
                 if hold.stop > tail.start:
                     hold.add(entry)
+        for model, part in self.local:
+            if part != KV:
+                self.local[model, KV].num_children += 1
         return tail

@@ -7,7 +7,7 @@ use, whatever memory does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from typing import Final
@@ -66,10 +66,10 @@ class Eviction:
         self._heap: list[_Item] = []
         self._num_put = 0
 
-    def add(self, entries: Sequence[LocalEntry]) -> None:
-        """New entries of one path, top first; the last one has been used."""
-        self.use(entries[-1:])
-        self.free(entries[-1])
+    def add(self, last: LocalEntry) -> None:
+        """The last of new entries of one path; it has been used."""
+        self.use((last,))
+        self.free(last)
 
     def use(self, entries: Iterable[LocalEntry]) -> None:
         """Walks ended at these, all at once."""
@@ -99,8 +99,8 @@ class Eviction:
             else:
                 heappush(self._heap, item)
 
-    def remove(self, entry: LocalEntry, parent: LocalEntry | None) -> None:
-        """An entry without children goes, and leaves its last use to the one above it, which may be
+    def remove(self, entry: LocalEntry, parents: Iterable[LocalEntry]) -> None:
+        """An entry without children goes, and leaves its last use to what it hung on, which may be
         next."""
         queued = self._queued
         queued.pop(entry, None)
@@ -109,7 +109,7 @@ class Eviction:
             self._line = deque([it for it in self._line if queued.get(it[2]) == it[0]])
             self._heap = [it for it in self._heap if queued.get(it[2]) == it[0]]
             heapify(self._heap)
-        if parent is not None:
+        for parent in parents:
             parent.last_use = max(parent.last_use, entry.last_use)
             parent.used_at_s = max(parent.used_at_s, entry.used_at_s)
             if parent.is_evictable:

@@ -8,8 +8,8 @@ from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused
-from cachetree.ids import ModelId, PageHash
-from cachetree.tree.entries import Hold, LocalEntry
+from cachetree.ids import KV, ModelId, PageHash
+from cachetree.tree.entries import Hold, LocalEntry, LocalKey
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.trie import PageTrie, depth_of, upwards
@@ -72,20 +72,20 @@ class Holds:
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
     ) -> dict[ModelId, int]:
         """As `CacheTree.pin`."""
-        depths: dict[ModelId, int] = {}
+        depths: dict[LocalKey, int] = {}
         # Upwards, and every page compared: whoever asks may have sent what is no prompt.
         for place in upwards(self._trie.last(pages), 0):
-            for each in place.node.local:
-                if model in (None, each):
-                    depths.setdefault(each, depth_of(place))
+            for key in place.node.local:
+                if model in (None, key[0]):
+                    depths.setdefault(key, depth_of(place))
         if not depths:
             return {}
         hold = Hold(max(depths.values()), deadline.at_s if deadline else inf)
-        for each, depth in depths.items():
-            end = self._trie.find_local(each, pages[depth - 1])
+        for key, depth in depths.items():
+            end = self._trie.find_local(key, pages[depth - 1])
             assert end is not None
             self._trie.split(end.node, end.stop)  # What follows is not kept.
-            hold.add(end.node.local[each])
+            hold.add(end.node.local[key])
         name = model, pages[-1]
         others = [pin for it, pin in self._pins.items() if it != name]
         if (num_bytes := _kept_bytes([*others, hold])) > self._max_pinned_bytes:
@@ -99,7 +99,7 @@ class Holds:
         self.unpin(model, pages)
         self._pins[name] = hold
         self.count_pinned()
-        return depths
+        return {each: depth for (each, part), depth in depths.items() if part == KV}
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
         """False where there is no such pin."""
@@ -124,9 +124,10 @@ class Holds:
 def _kept_bytes(holds: Iterable[Hold]) -> int:
     """Of what they hold, and what has to stay above it."""
     found: set[LocalEntry] = set()
-    for entry in (entry for hold in holds for entry in hold.entries):
-        above: LocalEntry | None = entry
-        while above is not None and above not in found:
-            found.add(above)
-            above = above.parent
+    pending = [entry for hold in holds for entry in hold.entries]
+    while pending:
+        entry = pending.pop()
+        if entry not in found:
+            found.add(entry)
+            pending += entry.parents
     return sum([entry.num_bytes for entry in found])

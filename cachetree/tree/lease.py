@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import Span, Step, parts_of
+from cachetree.ids import Part, Span, Step, part_of, parts_of, steps_of
 from cachetree.memory import Slab
 from cachetree.tree.entries import Change, Hold
 
@@ -24,7 +24,8 @@ class Lease(Hold):
 
     def __init__(
         self,
-        parts: Sequence[PagesOfSlab],
+        slabs: Mapping[Part, Sequence[PagesOfSlab]],
+        num_pages: int,
         stop: int,
         owner: str,
         deadline: Deadline,
@@ -32,10 +33,8 @@ class Lease(Hold):
     ) -> None:
         super().__init__(stop, deadline.at_s)
         self.owner: Final = owner
-        self.num_pages: Final = sum(len(pages) for _, pages in parts)
-        self._parts = _joined(parts)
-        self._kept: dict[Slab, memoryview] = {}
-        """Memory that a slab gives back though it is read here."""
+        self.num_pages: Final = num_pages
+        self._slabs = {part: _joined(of_part) for part, of_part in slabs.items()}
         self._end = end
         self.is_over = False
         """Set by the tree."""
@@ -44,7 +43,7 @@ class Lease(Hold):
         """KV or E of `pages` (counted from the lease's first; all by default), a view of each run:
         `family.page_bytes(step.kind)` for each page.
 
-        Raises StaleEntry where any of `pages` lacks E of that layer.
+        Raises ValueError for a part that was not leased.
         """
         return [view for _, view in self.runs(step, pages)]
 
@@ -53,21 +52,16 @@ class Lease(Hold):
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
+        if (slabs := self._slabs.get(part_of(step))) is None:
+            raise ValueError(f"the lease of {self.owner} is not of {step}")
         found: list[tuple[Slab, memoryview]] = []
-        sizes = (len(pages) for _, pages in self._parts)
-        for number, part in parts_of(sizes, wanted):
-            slab, all_pages = self._parts[number]
-            span = Span(all_pages.start + part.start, all_pages.start + part.stop)
-            memory = slab.memory  # First: it may give way, and be kept, between these two lines.
-            views = slab.views(step, span, self._kept.get(slab, memory))
-            found += [(slab, view) for view in views]
+        for number, span in parts_of((len(pages) for _, pages in slabs), wanted):
+            slab, all_pages = slabs[number]
+            span = Span(all_pages.start + span.start, all_pages.start + span.stop)
+            found += [(slab, view) for view in slab.views(step, span)]
         if self.is_over:  # Last: until then others may have got what it kept.
             raise StaleEntry(f"the lease of {self.owner} has ended")
         return found
-
-    def keep(self, slab: Slab) -> None:
-        """For the tree: these bytes give way to others, but not before this lease has gone."""
-        self._kept.setdefault(slab, slab.memory)
 
     def release(self) -> None:
         """End the lease; a second call does nothing."""
@@ -81,11 +75,11 @@ class Lease(Hold):
 
 
 class Reservation(Hold):
-    """Room for new pages of one model, invisible to `match` until `commit`.
+    """Room for KV or E of new pages of one model, invisible to `match` until `commit`.
 
     The owner fills the views of every step, then calls `commit`; `release` gives the room back.
-    Leaving the context without a commit releases. While it is open the page before the first one
-    stays in the tree. Safe to use from one thread at a time.
+    Leaving the context without a commit releases. While it is open what it will hang on stays in
+    the tree. Safe to use from one thread at a time.
     """
 
     def __init__(
@@ -104,20 +98,14 @@ class Reservation(Hold):
         self.skipped: Final = skipped
         """How many leading pages the model already had."""
         self.slab: Final = slab
+        self.steps: Final = steps_of(change.part, slab.layout.num_steps) if self.pages else ()
+        """What is to be filled; nothing where no page is new."""
         self._end = end
         self._is_open = True
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """What is to be filled; nothing where no page is new."""
-        return self.slab.layout.steps if self.pages else ()
-
     def views(self, step: Step) -> list[memoryview]:
         """Writable: `len(pages) * family.page_bytes(step.kind)` bytes, mostly in one run, each of
-        which has whole pages.
-
-        Raises StaleEntry for E of a layer for which no room was asked.
-        """
+        which has whole pages."""
         self._require_open()
         return self.slab.views(step, Span(0, len(self.pages)))
 

@@ -14,8 +14,8 @@ Listener = Callable[[Change], None]
 class ChangeListeners:
     """Two kinds of listeners. Everything is called with the tree's lock held.
 
-    Those of memory hear of each local entry. Those of what is kept hear of pages that are in
-    memory or on disk: that they came, perhaps twice or with other E, and that they went from both.
+    Those of memory hear of each local entry. Those of what is kept hear of entries that are in
+    memory or on disk: that they came, perhaps twice, and that they went from both.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,9 @@ class ChangeListeners:
         change = entry.change(added=False)
         for listener in self.of_memory:
             listener(change)
-        on_disk = entry.node.remote.get((DISK, entry.model))
-        if on_disk is not None:
-            if on_disk.e_layers == entry.e_layers:
-                return
-            change = on_disk.change(added=True)  # Without the E that goes.
-        for listener in self.of_kept:
-            listener(change)
+        if (DISK, *entry.key) not in entry.node.remote:
+            for listener in self.of_kept:
+                listener(change)
 
     def noted(self, entry: RemoteEntry, *, added: bool) -> None:
         """It came, after what is above it, or goes and is still there, after what was below."""
@@ -59,4 +55,4 @@ class ChangeListeners:
 
 
 def _is_on_disk_alone(entry: RemoteEntry) -> bool:
-    return entry.key[0] == DISK and entry.model not in entry.node.local
+    return entry.key[0] == DISK and entry.key[1:] not in entry.node.local

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cachetree.ids import ModelId, Span
-from cachetree.memory import Slab
-from cachetree.tree.entries import LocalEntry, Node
+from cachetree.ids import EMPTY_SPAN, KV, ModelId, Span
+from cachetree.tree.entries import LocalEntry, LocalKey
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Reservation
@@ -28,6 +26,7 @@ class LocalEntries:
     num_bytes: int = field(default=0, init=False)
     """Open reservations included; never above the budget."""
     num_pages: Counter[ModelId] = field(default_factory=Counter, init=False)
+    """Of KV."""
     num_evictions: int = field(default=0, init=False)
 
     def begin(self, reservation: Reservation) -> bool:
@@ -44,25 +43,21 @@ class LocalEntries:
         self.num_bytes += reservation.slab.num_bytes
         return True
 
-    def end(self, reservation: Reservation, is_commit: bool) -> Sequence[LocalEntry]:
-        """Publish what it holds, or nothing of it, and give back the rest. Returns what gained E,
-        below which the caller spreads it."""
-        gained: Sequence[LocalEntry] = ()
+    def end(self, reservation: Reservation, is_commit: bool) -> None:
+        """Publish what it holds, or nothing of it, and give back the rest."""
         if not reservation.pages:
-            return gained
+            return
         self._holds.open.discard(reservation)
-        num_pages, at = len(reservation.pages), 0
-        kept: list[Span] = []
+        taken = EMPTY_SPAN
         try:
             if is_commit:
-                gained = self._publish(reservation, kept)
+                taken = self._publish(reservation)
+            if len(taken):
+                self._listeners.published(reservation.change.slice(taken))
         finally:
             self._holds.let_go(reservation)
-            for span in (*kept, Span(num_pages, num_pages)):
-                if at < span.start:
-                    self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))
-                at = span.stop
-        return gained
+            for rest in (Span(0, taken.start), Span(taken.stop, len(reservation.pages))):
+                self.num_bytes -= reservation.slab.drop_pages(rest)
 
     def evict_bytes(self, num_bytes: int) -> int:
         """So many at least, those to go first first; less only where no more can go. Returns how
@@ -77,70 +72,39 @@ class LocalEntries:
     def take_out(self, entry: LocalEntry) -> int:
         """Evict it; returns the bytes freed."""
         self._listeners.evicted(entry)
-        node, parent = entry.node, entry.parent
-        if parent is not None:
+        node, parents = entry.node, entry.parents
+        for parent in parents:
             parent.num_children -= 1
-        self._eviction.remove(entry, parent)
+        self._eviction.remove(entry, parents)
         self.num_evictions += 1
-        del node.local[entry.model]
-        self.num_pages[entry.model] -= node.num_pages
+        del node.local[entry.key]
+        self._count(entry.key, -node.num_pages)
         num_freed = entry.slab.drop_pages(entry.pages)
         self.num_bytes -= num_freed
         self._trie.prune(node)
         return num_freed
 
-    def _publish(self, reservation: Reservation, kept: list[Span]) -> Sequence[LocalEntry]:
-        """As `_put`, of the reserved pages."""
-        change = reservation.change
-        model, trie = change.model, self._trie
-        place = None if change.parent is None else trie.find_local(model, change.parent)
-        last = trie.last_with(model, place, change.pages, change.e_layers)
-        first = depth_of(last) - depth_of(place)
-        new = change.part(Span(first, len(change.pages)))
-        nodes = trie.cover(last, new.pages, lambda node: bool(node.local))
-        gained = self._put(nodes, model, reservation.slab, first, kept)
-        for span in kept:
-            self._listeners.published(change.part(span))
-        return gained
-
-    def _put(
-        self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int, kept: list[Span]
-    ) -> Sequence[LocalEntry]:
-        """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
-
-        `kept` is told which of its pages they took, in order; no two of the spans touch. Returns
-        those that have more E than before.
-        """
-        gained: list[LocalEntry] = []
+    def _publish(self, reservation: Reservation) -> Span:
+        """Give nodes the reserved pages, but for those that are here by now; returns which of them
+        they took."""
+        change, trie = reservation.change, self._trie
+        key, pages = (change.model, change.part), change.pages
+        place = None if change.parent is None else trie.find_local(key, change.parent)
+        last = trie.last_with(key, place, pages)
+        start = stop = depth_of(last) - depth_of(place)
         added: list[LocalEntry] = []
-        for node in nodes:
-            entry = node.local.get(model)
-            span = Span(offset, offset + node.num_pages)
-            offset = span.stop
-            if entry is None:
-                entry = node.local[model] = LocalEntry(node, model, slab, span.start)
-                if entry.parent is not None:
-                    entry.parent.num_children += 1
-                self.num_pages[model] += node.num_pages
-                added.append(entry)
-            elif entry.gains(slab.layout.e_layers):
-                for lease in self._holds.leases & entry.holds:
-                    lease.keep(entry.slab)
-                self.num_bytes -= entry.slab.drop_pages(entry.pages)
-                entry.replace(slab, span.start)
-                gained.append(entry)
-            else:
-                continue
-            if kept and kept[-1].stop == span.start:
-                span = Span(kept.pop().start, span.stop)
-            kept.append(span)
-        for entry in gained:
-            if entry.is_evictable:
-                self._eviction.free(entry)
-        if gained:
-            self._holds.count_pinned()
+        for node in trie.cover(last, pages[start:], lambda node: bool(node.local)):
+            entry = node.local[key] = LocalEntry(node, key, reservation.slab, stop)
+            for parent in entry.parents:
+                parent.num_children += 1
+            self._count(key, node.num_pages)
+            added.append(entry)
+            stop += node.num_pages
         if added:
-            self._eviction.add(added)
-        elif gained:
-            self._eviction.use(gained[-1:])
-        return gained
+            self._eviction.add(added[-1])
+        return Span(start, stop)
+
+    def _count(self, key: LocalKey, num_pages: int) -> None:
+        model, part = key
+        if part == KV:
+            self.num_pages[model] += num_pages

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final
 
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.ids import KV, LOCAL, Location, ModelId, PageHash, Part, Span
 from cachetree.tree.entries import Change, Node, RemoteEntry, RemoteKey
 from cachetree.tree.listeners import ChangeListeners
-from cachetree.tree.slices import SLICE, run_in_slices, spread_e
-from cachetree.tree.trie import PageTrie, Place, depth_of
+from cachetree.tree.slices import run_in_slices
+from cachetree.tree.trie import PageTrie, Place, depth_of, nodes_to
 
 
 class RemoteEntries:
@@ -28,12 +28,12 @@ class RemoteEntries:
         self._models: defaultdict[Location, Counter[ModelId]] = defaultdict(Counter)
         """Those that have entries, with how many first pages of prompts."""
         self.num_pages: Counter[Location] = Counter()
-        """Counted once per model."""
+        """Counted once per model and part."""
         self.num_dropped: Counter[Location] = Counter()
         """Pages that were forgotten or left out because there were more than `limit`."""
 
     def limit(self, location: Location, max_pages: int, max_models: float = inf) -> None:
-        """Note no more pages at `location`, counted once per model, and no more models."""
+        """Note no more pages at `location`, counted once per model and part, and no more models."""
         self._max_pages[location], self._max_models[location] = max_pages, max_models
 
     def leave(self, location: Location) -> None:
@@ -51,87 +51,97 @@ class RemoteEntries:
         model: ModelId,
         parent: PageHash | None,
         pages: Sequence[PageHash],
-        e_layers: Collection[int],
-    ) -> None:
-        """Note that `location` has these consecutive pages after `parent`.
+        part: Part = KV,
+        source: object = None,
+    ) -> int:
+        """Note that `location` has these consecutive pages after `parent`; returns how many are
+        new.
 
         Pages whose parent it has not advertised, or that it has advertised at another place, could
         never match and are left out, as are those of more models than its limit. Beyond its limit
-        of pages the coldest go, in slices.
+        of pages the coldest go, in slices. `sources` says which `source` has the new ones.
         """
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
-        key = (location, model)
-        layers = tuple(sorted(set(e_layers)))
+        key = (location, model, part)
         with self._lock:
             place = None if parent is None else self._find(key, parent)
             if parent is not None and place is None:
-                return
+                return 0
             models = self._models[location]
             if model not in models and len(models) >= self._max_models.get(location, inf):
                 self.num_dropped[location] += len(pages)
-                return
+                return 0
             nodes = self._trie.cover(place, pages, lambda node: key in node.remote)
-            had = [(it, it.e_reach) for node in nodes if (it := node.remote.get(key)) is not None]
-            for node in nodes:
-                self._put(node, key, layers)
-            # What hangs below may have E without a gap, or not, also where only what is above has.
-            changed = [it for it, before in had if it.e_reach != before]
-            spread = spread_e(changed)
-        if changed:
-            run_in_slices(self._lock, spread, 2 * SLICE)
+            num_new = sum([node.num_pages for node in nodes if self._put(node, key, source)])
         run_in_slices(self._lock, self._trimming(location))
+        return num_new
 
-    def has(self, location: Location, model: ModelId, page: PageHash) -> bool:
+    def has(self, location: Location, model: ModelId, page: PageHash, part: Part = KV) -> bool:
         """Whether this page is noted there."""
         with self._lock:
-            return self._find((location, model), page) is not None
+            return self._find((location, model, part), page) is not None
 
-    def line(self, location: Location, model: ModelId, page: PageHash) -> list[Change]:
-        """Entries noted there from the root to the one with `page`, as additions in order."""
-        key = (location, model)
+    def line(
+        self, location: Location, model: ModelId, page: PageHash, part: Part = KV
+    ) -> list[Change]:
+        """What is noted there from the root to the entry with `page`, as additions in order."""
+        key = (location, model, part)
         with self._lock:
-            place = self._find(key, page)
-            return place.node.remote[key].line() if place else []
+            return [it.remote[key].change(added=True) for it in nodes_to(self._find(key, page))]
 
     def reach(
         self,
         location: Location,
         model: ModelId,
         pages: Sequence[PageHash],
-        e_layers: Collection[int] = (),
+        part: Part = KV,
         *,
         is_use: bool = False,
     ) -> int:
-        """How many leading `pages` are noted at `location`, with E at all of `e_layers`."""
-        key, layers = (location, model), set(e_layers)
-
-        def has(node: Node) -> bool:
-            entry = node.remote.get(key)
-            return entry is not None and layers.issubset(entry.e_reach.whole)
-
+        """How many leading `pages` are noted at `location`."""
+        key = (location, model, part)
         with self._lock:
-            place = self._trie.deepest(pages, has)
+            place = self._trie.deepest(pages, lambda node: key in node.remote)
             if is_use and place is not None:
                 place.node.remote[key].use()
             return depth_of(place)
 
-    def longest(self, location: Location) -> Change | None:
-        """The most pages that are noted there in one run, as an addition."""
+    def sources(
+        self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
+    ) -> list[tuple[object, Span]]:
+        """What has the leading `pages` at `location`, and which of a prompt's pages those are.
+        `pages` may start anywhere."""
+        key = (location, model, part)
+        found: list[tuple[object, Span]] = []
         with self._lock:
-            entries = self._orders.get(location, ())
+            for node, start, stop in self._trie.path_anywhere(pages, lambda it: key in it.remote):
+                source, begin = node.remote[key].source, node.start + start
+                if found and found[-1][0] is source:
+                    begin = found.pop()[1].start
+                found.append((source, Span(begin, node.start + stop)))
+        return found
+
+    def longest(self, location: Location) -> Change | None:
+        """The most pages whose KV is noted there in one run, as an addition."""
+        with self._lock:
+            entries = [it for it in self._orders.get(location, ()) if it.key[2] == KV]
             entry = max(entries, key=lambda it: it.node.num_pages, default=None)
             return entry.change(added=True) if entry else None
 
-    def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
+    def drop(
+        self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
+    ) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
         with self._lock:
-            deque(self._dropping((location, model), pages), maxlen=0)
+            deque(self._dropping((location, model, part), pages), maxlen=0)
 
-    def drop_in_slices(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
+    def drop_in_slices(
+        self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
+    ) -> None:
         """As `drop`, slower, but others have the lock between: for pages with much after them."""
-        run_in_slices(self._lock, self._dropping((location, model), pages))
-        self.drop(location, model, pages)  # What came meanwhile, and they with it.
+        run_in_slices(self._lock, self._dropping((location, model, part), pages))
+        self.drop(location, model, pages, part)  # What came meanwhile, and they with it.
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`, in slices; what is added meanwhile may stay."""
@@ -173,21 +183,22 @@ class RemoteEntries:
                 self._remove(entry)
             yield entry.node.num_pages * is_leaf
 
-    def _put(self, node: Node, key: RemoteKey, e_layers: tuple[int, ...]) -> None:
+    def _put(self, node: Node, key: RemoteKey, source: object) -> bool:
+        """Whether it was not there."""
         entry = node.remote.get(key)
+        is_new = entry is None
         if entry is None:
             order = self._orders.setdefault(key[0], OrderedDict())
-            entry = node.remote[key] = RemoteEntry(node, key, e_layers, order)
+            entry = node.remote[key] = RemoteEntry(node, key, order, source)
             self.num_pages[key[0]] += node.num_pages
             if not node.start:
                 self._models[key[0]][key[1]] += 1
             above = entry.parent
             if above is not None:
                 above.num_children += 1
-        else:
-            entry.set_e(e_layers)
         entry.use()
         self._listeners.noted(entry, added=True)
+        return is_new
 
     def _remove(self, entry: RemoteEntry) -> None:
         """It has no children."""
@@ -195,7 +206,7 @@ class RemoteEntries:
         above = entry.parent
         del entry.node.remote[entry.key]
         entry.order.pop(entry, None)
-        location, model = entry.key
+        location, model, _ = entry.key
         self.num_pages[location] -= entry.node.num_pages
         if not entry.node.start:
             models = self._models[location]

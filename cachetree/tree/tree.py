@@ -10,7 +10,7 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
-from cachetree.ids import ModelId, PageHash, Span
+from cachetree.ids import KV, ModelId, PageHash, Part, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.names import ModelNames
 from cachetree.planning import Match
@@ -21,8 +21,8 @@ from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
-from cachetree.tree.slices import SLICE, in_slices, run_in_slices, spread_e
-from cachetree.tree.trie import PageTrie, depth_of, find_matches
+from cachetree.tree.slices import SLICE, in_slices, run_in_slices
+from cachetree.tree.trie import PageTrie, depth_of, find_matches, nodes_to
 
 _RETENTION: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
@@ -35,9 +35,10 @@ class CacheTree:
     """Radix tree over page hashes, with the entries of all models of one family in its nodes.
 
     Thread-safe: one lock, held for walks and bookkeeping, never while memory is allocated or
-    copied. Local bytes, reservations in flight included, never exceed `host_bytes`. Eviction is
-    leaf first, in the order of the policy that `retention` names, and takes whole nodes of one
-    model, E with its KV; leased and pinned pages and those under an open reservation stay. Remote
+    copied. Local bytes, reservations in flight included, never exceed `host_bytes`. KV of a model
+    and E of each layer are entries of their own. Eviction is leaf first, the least recently used
+    first, and takes whole nodes of one key, E before its KV; leased and pinned pages and those
+    under an open reservation stay. Remote
     entries hold no bytes; where they are limited, the coldest go, the last pages of a prompt first.
     """
 
@@ -51,7 +52,7 @@ class CacheTree:
         retention: Retention = _RETENTION,
     ) -> None:
         """An arena of its own where there is no `memory`. Raises ConfigError."""
-        Layout.of(family, 1, ())  # Raises ConfigError where the codec does not fit the model.
+        Layout.of(family, 1, KV)  # Raises ConfigError where the codec does not fit the model.
         self.family: Final = family
         self.host_bytes: Final = host_bytes
         self.memory: Final[Pool] = Arena(host_bytes) if memory is None else memory
@@ -79,7 +80,7 @@ class CacheTree:
 
     @property
     def num_pages(self) -> int:
-        """Local pages, counted once per model."""
+        """Local pages with KV, counted once per model."""
         return self._local.num_pages.total()
 
     @property
@@ -111,36 +112,38 @@ class CacheTree:
         model: ModelId,
         parent: PageHash | None,
         pages: Sequence[PageHash],
-        e_layers: Collection[int],
+        part: Part = KV,
     ) -> Reservation | None:
-        """Room for KV of all layers and E at `e_layers` of consecutive pages after `parent`.
+        """Room for KV of all layers, or E of one, of consecutive pages after `parent`.
 
-        Leading pages that the model already has are skipped, up to the first that have E at some
-        of `e_layers` and at no others: these gain E when they are committed. None where the budget
-        cannot take the rest even after eviction, or where the model has no entry at `parent`
-        (None is the root): such pages could never match.
+        Leading pages that are already here are skipped. None where the budget cannot take the rest
+        even after eviction, or where the model has no such entry at `parent` (None is the root):
+        such pages could never match. Of E the pages end where KV does.
         """
-        for layer in e_layers:
-            if not 0 <= layer < self.family.num_layers:
-                raise ValueError(f"E at layer {layer} of a model of {self.family.num_layers}")
+        if not KV <= part < self.family.num_layers:
+            raise ValueError(f"E at layer {part} of a model of {self.family.num_layers}")
+        key = (model, part)
         self.sweep()
         with self._lock:
-            place = None if parent is None else self._trie.find_local(model, parent)
+            place = None if parent is None else self._trie.find_local(key, parent)
             if parent is not None and place is None:
                 return None
-            layers = tuple(sorted(set(e_layers)))
-            whole = Change(
-                added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers
-            )
-            last = self._trie.last_with(model, place, whole.pages, layers)
+            last = ground = self._trie.last_with(key, place, pages)
+            if part != KV:
+                with_kv = (model, KV)
+                ground = self._trie.last(pages, lambda node: with_kv in node.local, place) or place
+                pages = pages[: depth_of(ground) - depth_of(place)]
             skipped = depth_of(last) - depth_of(place)
-            new = whole.part(Span(skipped, len(pages)))
-            slab = Slab(Layout.of(self.family, len(new.pages), layers), self.memory)
-            reservation = Reservation(new, skipped, slab, depth_of(last), self._end)
+            whole = Change(added=True, model=model, part=part, parent=parent, pages=tuple(pages))
+            new = whole.slice(Span(skipped, len(pages)))
+            slab = Slab(Layout.of(self.family, len(new.pages), part), self.memory)
+            reservation = Reservation(new, skipped, slab, depth_of(ground), self._end)
             if not new.pages:
                 return reservation
             if last is not None:
-                reservation.add(last.node.local[model])
+                reservation.add(last.node.local[key])
+            if part != KV and ground is not None:
+                reservation.add(ground.node.local[model, KV])
             if not self._local.begin(reservation):
                 return None
         try:
@@ -170,44 +173,50 @@ class CacheTree:
         pages: Sequence[PageHash],
         owner: str,
         deadline: Deadline,
+        parts: Collection[Part] = (KV,),
         *,
         is_use: bool = True,
     ) -> Lease | None:
-        """Keep consecutive local pages of `model` for a reader; None when any of them is gone.
+        """Keep these parts of consecutive local pages of `model` for a reader; None when any of
+        them is gone.
 
         `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. It is no
         use of its own where `match` noted one, or where nobody needs the pages now.
         """
+        keys = [(model, part) for part in parts]
         with self._lock:
-            places = self._trie.path_anywhere(model, pages)
+            places = self._trie.path_anywhere(
+                pages, lambda node: all(key in node.local for key in keys)
+            )
             if sum(it.stop - it.start for it in places) < len(pages):
                 return None
-            if places and model not in places[-1].node.local:
-                return None
-            entries = [place.node.local[model] for place in places]
-            if is_use:
-                self._eviction.use(entries[-1:])
-            parts = [
-                (entry.slab, Span(entry.first + place.start, entry.first + place.stop))
-                for entry, place in zip(entries, places, strict=True)
-            ]
-            stop = depth_of(places[-1]) if places else 0
-            lease = Lease(parts, stop, owner, deadline, self._end_lease)
-            for entry in entries:
-                lease.add(entry)
+            lease = Lease(
+                {part: [place.in_slab((model, part)) for place in places] for part in parts},
+                len(pages),
+                depth_of(places[-1]) if places else 0,
+                owner,
+                deadline,
+                self._end_lease,
+            )
+            for key in keys:
+                for place in places:
+                    lease.add(place.node.local[key])
+            if is_use and places:
+                self._eviction.use(places[-1].node.local[key] for key in keys)
             self._holds.leases.add(lease)
             return lease
 
-    def has(self, model: ModelId, page: PageHash) -> bool:
+    def has(self, model: ModelId, page: PageHash, part: Part = KV) -> bool:
         """Whether the model has this page here."""
         with self._lock:
-            return self._trie.find_local(model, page) is not None
+            return self._trie.find_local((model, part), page) is not None
 
-    def line(self, model: ModelId, page: PageHash) -> list[Change]:
-        """What the model has from the root to the entry with `page`, as additions in order."""
+    def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[Change]:
+        """What is here from the root to the entry with `page`, as additions in order."""
+        key = (model, part)
         with self._lock:
-            place = self._trie.find_local(model, page)
-            return place.node.local[model].line() if place else []
+            nodes = nodes_to(self._trie.find_local(key, page))
+            return [node.local[key].change(added=True) for node in nodes]
 
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
@@ -253,8 +262,8 @@ class CacheTree:
         steps = (
             sum(
                 self._local.take_out(entry)
-                for entry in tuple(node.local.values())
-                if model in (None, entry.model) and entry.is_evictable
+                for entry in reversed(tuple(node.local.values()))  # E before its KV.
+                if model in (None, entry.key[0]) and entry.is_evictable
             )
             for node in self._trie.bottom_up(pages)
         )
@@ -321,10 +330,7 @@ class CacheTree:
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
         with self._lock:
-            gained = self._local.end(reservation, is_commit)
-            spread = spread_e(gained)
-        if gained:
-            run_in_slices(self._lock, spread, 2 * SLICE)
+            self._local.end(reservation, is_commit)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:

@@ -3,13 +3,15 @@ that says for all models and locations at once who has the longest prefix of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Final, NamedTuple
 
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.ids import KV, LOCAL, Location, ModelId, PageHash, Span
+from cachetree.memory import Slab
 from cachetree.planning import Match
-from cachetree.tree.entries import EReach, LocalEntry, Node, RemoteEntry, RemoteKey
+from cachetree.tree.entries import LocalEntry, LocalKey, Node, RemoteEntry, RemoteKey
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.hashing import join_hashes
 
@@ -23,6 +25,11 @@ class Place(NamedTuple):
     node: Node
     start: int
     stop: int
+
+    def in_slab(self, key: LocalKey) -> tuple[Slab, Span]:
+        """Where these pages lie of the local entry of that key."""
+        entry = self.node.local[key]
+        return entry.slab, Span(entry.first + self.start, entry.first + self.stop)
 
 
 class PageIndex:
@@ -214,38 +221,26 @@ class PageTrie:
             index += num_here
         return Place(node, max(0, index - num), index) if num else None
 
-    def path_anywhere(self, model: ModelId, pages: Sequence[PageHash]) -> list[Place]:
-        """The places that hold the longest prefix of `pages`, wherever the model has the first of
-        them."""
-        first = self.find_local(model, pages[0]) if pages else None
+    def path_anywhere(self, pages: Sequence[PageHash], has: Has) -> list[Place]:
+        """The places that hold the longest prefix of `pages`, wherever the first of them is in a
+        node that `has` is true of, as it is of all of them."""
+        first = self.find(pages[0], has) if pages else None
         if first is None:
             return []
         before = first._replace(stop=first.start)
-        return list(upwards(self.last(pages, None, before), depth_of(before)))[::-1]
+        return list(upwards(self.last(pages, has, before), depth_of(before)))[::-1]
 
-    def find_local(self, model: ModelId, page: PageHash) -> Place | None:
-        return self.find(page, lambda node: model in node.local)
+    def find_local(self, key: LocalKey, page: PageHash) -> Place | None:
+        return self.find(page, lambda node: key in node.local)
 
     def last_with(
-        self,
-        model: ModelId,
-        place: Place | None,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int],
+        self, key: LocalKey, place: Place | None, pages: Sequence[PageHash]
     ) -> Place | None:
-        """The end of the leading `pages` after `place` that the model has, up to the first that
-        storing it again would add E to; `place` where there are none."""
-        stop = depth_of(place)
-        if not pages or self._index.find_at(pages[0], stop) is None:
+        """The end of the leading `pages` after `place` that are here under that key; `place` where
+        there are none."""
+        if not pages or self._index.find_at(pages[0], depth_of(place)) is None:
             return place  # As mostly, at one look.
-        # Without E no page between the two ends is looked up, so that they need not be compared.
-        find = self.last if e_layers else self.deepest
-        last = find(pages, lambda node: model in node.local, place) or place
-        nodes = [it.node for it in upwards(last, stop)] if e_layers else []
-        starts = [node.start for node in nodes if node.local[model].gains(e_layers)]
-        if not starts:
-            return last
-        return self.find_local(model, pages[starts[-1] - stop - 1]) if starts[-1] > stop else place
+        return self.deepest(pages, lambda node: key in node.local, place) or place
 
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
         """The nodes of all prompts that begin with `pages`, then those above; children first.
@@ -302,8 +297,8 @@ class PageTrie:
             return node
         tail = node.split(index)
         self._index.split(node, tail)
-        for model, entry in tail.local.items():
-            self._eviction.split(node.local[model], entry)
+        for key, entry in tail.local.items():
+            self._eviction.split(node.local[key], entry)
             if entry.is_evictable:
                 self._eviction.free(entry)
         return tail
@@ -328,6 +323,16 @@ def depth_of(place: Place | None) -> int:
     return 0 if place is None else place.node.start + place.stop
 
 
+def nodes_to(place: Place | None) -> list[Node]:
+    """The nodes with pages from the root to that of `place`, in order."""
+    found: list[Node] = []
+    node = place.node if place else None
+    while node is not None and node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found[::-1]
+
+
 def upwards(place: Place | None, depth: int) -> Iterator[Place]:
     """All pages from the root to the end of `place` but the first `depth`, node by node."""
     while place is not None and place.node.start > depth:
@@ -342,33 +347,54 @@ def find_matches(
     trie: PageTrie, pages: Sequence[PageHash]
 ) -> tuple[list[Match], Collection[LocalEntry], Collection[RemoteEntry]]:
     """The longest prefix of `pages` per (model, location), and the entries where they end."""
-    found: list[Match] = []
-    used: dict[ModelId, LocalEntry] = {}
+    used: dict[LocalKey, LocalEntry] = {}
     known: dict[RemoteKey, RemoteEntry] = {}
     place = trie.deepest(pages)
     if place is None:
-        return found, (), ()
+        return [], (), ()
+    num_kv: dict[ModelId, int] = {}
+    num_e: dict[ModelId, dict[int, int]] = {}
+    num_known: dict[RemoteKey, int] = {}
     top = trie.root.children[pages[0]]
     node, num_pages = place.node, depth_of(place)
-    # Upwards: whoever has an entry in a node has one in every node above it.
+    # Upwards: what is in a node is in every node above it.
     while node.parent is not None:
         if len(node.local) > len(used):
-            for model, entry in node.local.items():
-                if model not in used:
-                    used[model] = entry
-                    found.append(_match(LOCAL, model, num_pages, entry.e_reach))
+            for key, entry in node.local.items():
+                if used.setdefault(key, entry) is entry:
+                    model, part = key
+                    if part == KV:
+                        num_kv[model] = num_pages
+                    else:
+                        num_e.setdefault(model, {})[part] = num_pages
         if len(node.remote) > len(known):
-            for key, remote in node.remote.items():
-                if key not in known:
-                    known[key] = remote
-                    found.append(_match(*key, num_pages, remote.e_reach))
+            for at, remote in node.remote.items():
+                if known.setdefault(at, remote) is remote:
+                    num_known[at] = num_pages
         if len(used) == len(top.local) and len(known) == len(top.remote):
             break
         node, num_pages = node.parent, node.start
+    found = [
+        Match(model=model, location=LOCAL, num_pages=num, e_pages=num_e.get(model, {}))
+        for model, num in num_kv.items()
+    ]
+    if num_known:
+        found += _remote_matches(num_known)
     return found, used.values(), known.values()
 
 
-def _match(location: Location, model: ModelId, num_pages: int, e_reach: EReach) -> Match:
-    return Match(
-        model=model, location=location, num_pages=num_pages, e_pages=e_reach.pages(num_pages)
-    )
+def _remote_matches(num_known: Mapping[RemoteKey, int]) -> Iterator[Match]:
+    """E counts as far as KV does."""
+    e_pages: defaultdict[tuple[Location, ModelId], dict[int, int]] = defaultdict(dict)
+    for (location, model, part), num_pages in num_known.items():
+        if part != KV:
+            num_kv = num_known.get((location, model, KV), 0)
+            e_pages[location, model][part] = min(num_pages, num_kv)
+    for (location, model, part), num_pages in num_known.items():
+        if part == KV:
+            yield Match(
+                model=model,
+                location=location,
+                num_pages=num_pages,
+                e_pages=e_pages.get((location, model), {}),
+            )

@@ -18,7 +18,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree import Kind, Location, ModelId, PageHash, Step
+from cachetree import Kind, Location, ModelId, PageHash, Part, Step, steps_of
 from cachetree.checkpoint import Family
 from cachetree.memory import checksum_of_parts
 
@@ -57,16 +57,17 @@ class Objects:
     """Keys and sizes of one family's objects."""
 
     def __init__(self, family: Family) -> None:
-        # A page whose first is there has lost none to a backend that drops the oldest; where its
-        # last is there, all have been written.
-        self.written: Final = tuple(Step(Kind.KV, it) for it in reversed(range(family.num_layers)))
-        """KV of all layers, in the order of writing."""
-        self.markers: Final = (self.written[0], self.written[-1])
-        """Where both are, a page is taken to be whole."""
-        self._prefix: Final = f"droidspeak2-{family.digest[:16]}"
+        self._prefix: Final = f"droidspeak3-{family.digest[:16]}"
         self._family: Final = family
         largest = _HEADER.size + max(map(family.page_bytes, Kind))
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
+
+    def steps(self, part: Part) -> tuple[Step, ...]:
+        """All objects of a page, in the order of writing. If the first and the last are there, the
+        page is taken to be whole."""
+        # A page whose first is there has lost none to a backend that drops the oldest; where its
+        # last is there, all have been written.
+        return steps_of(part, self._family.num_layers)[::-1]
 
     def page_bytes(self, step: Step) -> int:
         return self._family.page_bytes(step.kind)

@@ -25,25 +25,25 @@ from typing import Any, Final
 import msgspec
 
 from cachetree import (
+    KV,
     Clock,
     Deadline,
     DeadlineExceeded,
     FetchError,
-    Kind,
     Location,
     MakeTier,
     ModelId,
     NoteSpeed,
     PageHash,
+    Part,
     Search,
     Span,
     StaleEntry,
-    Step,
     Turns,
     WriteBehind,
+    part_of,
 )
 from cachetree.memory import Layout, Staging
-from cachetree.planning import Match
 from cachetree.transport import LogLimiter
 from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.engine.hicache import Backend
@@ -113,7 +113,7 @@ class HiCacheTier:
         self._reading = Lane("reading", backend, self._objects, slots[:half], clock)
         self._writing = Lane("writing", backend, self._objects, slots[half:], clock)
         self._absent = AbsentPages(clock)
-        self._lost_pages: list[tuple[ModelId, Sequence[PageHash]]] = []
+        self._lost_pages: list[tuple[ModelId, Sequence[PageHash], Part]] = []
         """To be forgotten by the thread that reads."""
         self._lines = LogLimiter(clock)
         self._is_closed = False
@@ -143,13 +143,13 @@ class HiCacheTier:
         self._reading.fail(error)
         fetch[2].fail(FetchError(f"this side's reader has failed: {error!r}"))
 
-    def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
+    def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
         """The backend has a recency of its own, and no call to change it."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         search = Search(Deadline.after(WAIT_S, self._clock))
         is_futile = self.is_paused or self._searches.num_waiting >= MAX_WAITING
-        if is_futile or not self._unknown(pages):
+        if is_futile or not self._has_more(pages):
             search.end()
         else:
             self._searches.put((pages, search))
@@ -176,30 +176,19 @@ class HiCacheTier:
         else:
             log.warning("the HiCache backend does not return; it is left as it is")
 
-    def _unknown(self, pages: Sequence[PageHash]) -> list[Match]:
-        """What the tree shows of those models of which there may be more."""
+    def _has_more(self, pages: Sequence[PageHash]) -> bool:
+        """Whether there may be more than the tree shows, KV or E of pages with KV."""
         there = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
-        shown = (
-            there.get(it) or Match(model=it, location=HICACHE, num_pages=0, e_pages={})
-            for it in self._senders
-        )
-        return [
-            it
-            for it in shown
-            if it.num_pages < len(pages) and not self._absent.has(it.model, pages[it.num_pages])
-        ]
-
-    # In the thread that searches, and in the one that writes, each with its lane.
-
-    def _show(self, lane: Lane, new: Change, e_layers: Collection[int]) -> None:
-        """Have the tree show pages that are there, and E of each layer as far as it reaches."""
-        reaches = {it: lane.num_leading(new.model, new.pages, Step(Kind.E, it)) for it in e_layers}
-        begin = 0
-        for stop in sorted({*reaches.values(), len(new.pages)} - {0}):
-            part = new.part(Span(begin, stop))
-            layers = [layer for layer, reach in reaches.items() if reach >= stop]
-            self._tree.remote.add(HICACHE, part.model, part.parent, part.pages, layers)
-            begin = stop
+        for model, layers in self._senders.items():
+            known = there.get(model)
+            num_kv = known.num_pages if known else 0
+            limits = [(KV, num_kv, len(pages))]
+            if known:
+                limits += [(Part(it), known.e_pages.get(it, 0), num_kv) for it in layers]
+            for part, num, stop in limits:
+                if num < stop and not self._absent.has(model, part, pages[num]):
+                    return True
+        return False
 
     # In the thread that searches.
 
@@ -220,20 +209,25 @@ class HiCacheTier:
                 search.end()
 
     def _find(self, pages: Sequence[PageHash]) -> None:
-        lane = self._reading
-        for known in self._unknown(pages):
-            model, start = known.model, known.num_pages
-            new = pages[start:]
-            num_new = len(new)
-            for marker in self._objects.markers:
-                num_new = lane.num_leading(model, new[:num_new], marker)
-            if num_new < len(new):
-                self._absent.add(model, new[num_new], ABSENT_S)
-            # E serves only where it reaches from the prompt's first page on.
-            e_layers = [it for it in self._senders[model] if known.e_pages.get(it, 0) == start]
-            parent, there = pages[start - 1] if start else None, tuple(new[:num_new])
-            found = Change(added=True, model=model, parent=parent, pages=there, e_layers=())
-            self._show(lane, found, e_layers)
+        for model, layers in self._senders.items():
+            num_kv = self._ask(model, KV, pages)
+            for layer in layers:
+                self._ask(model, Part(layer), pages[:num_kv])
+
+    def _ask(self, model: ModelId, part: Part, pages: Sequence[PageHash]) -> int:
+        """Have the tree show how many leading pages are there."""
+        start = self._tree.remote.reach(HICACHE, model, pages, part)
+        new = pages[start:]
+        if not new or self._absent.has(model, part, new[0]):
+            return start
+        num_new, steps = len(new), self._objects.steps(part)
+        for marker in dict.fromkeys((steps[0], steps[-1])):
+            num_new = self._reading.num_leading(model, new[:num_new], marker)
+        if num_new < len(new):
+            self._absent.add(model, part, new[num_new], ABSENT_S)
+        parent = pages[start - 1] if start else None
+        self._tree.remote.add(HICACHE, model, parent, new[:num_new], part)
+        return start + num_new
 
     # In the thread that reads.
 
@@ -250,7 +244,8 @@ class HiCacheTier:
             except Exception as exc:  # noqa: BLE001  # The lane counts it, and says so.
                 lane.fail(repr(exc))
                 self._count("failed", 1)
-                self._lose(model, pages, ABSENT_S)
+                for part in {part_of(step) for step in staging.steps}:
+                    self._lose(model, pages, part, ABSENT_S)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
             self._note_speed(num_read_bytes, self._clock() - begun_at_s, staging.error)
             del staging
@@ -291,10 +286,10 @@ class HiCacheTier:
                 return culprit
         raise error
 
-    def _lose(self, model: ModelId, pages: Sequence[PageHash], seconds: float) -> None:
+    def _lose(self, model: ModelId, pages: Sequence[PageHash], part: Part, seconds: float) -> None:
         """The first of these pages could not be read: it is taken to stay away for so long."""
-        self._absent.add(model, pages[0], seconds)
-        self._lost_pages.append((model, pages))
+        self._absent.add(model, part, pages[0], seconds)
+        self._lost_pages.append((model, pages, part))
 
     def _lost(
         self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str
@@ -308,38 +303,27 @@ class HiCacheTier:
                 piece.key,
                 LogLimiter.EVERY_S,
             )
-        self._lose(model, pages[piece.page :], BROKEN_S)
+        self._lose(model, pages[piece.page :], part_of(piece.step), BROKEN_S)
         return StaleEntry(f"{piece.key} is {why}")
 
     # In the thread that writes.
 
     def _num_at_once(self, change: Change) -> int:
         """How many pages of an entry `PART_BYTES` are."""
-        layout = Layout.of(self._tree.family, 1, change.e_layers)
+        layout = Layout.of(self._tree.family, 1, change.part)
         return max(1, PART_BYTES // layout.page_bytes)
 
     def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Whether all of an entry is in the backend.
-
-        E of each layer comes first, then KV in `Objects.written` order: a page is found only when
-        all of it is there.
-        """
-        lane, remote, model = self._writing, self._tree.remote, change.model
+        """Whether all of an entry is in the backend."""
+        lane, is_there = self._writing, False
         if lane.is_paused:
             return False
-        steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), self._objects.written]
-        is_there = False
         try:
-            for each in steps:
-                if not self._write_steps(change, lease, each, is_over):
-                    return False
+            if not self._write_steps(change, lease, is_over):
+                return False
             is_there = True
-            if change.e_layers:
-                remote.add(HICACHE, model, change.parent, change.pages, change.e_layers)
-            else:  # It was loaded, which says nothing of the E that is there.
-                known = sum(remote.has(HICACHE, model, it) for it in change.pages)
-                new = change.part(Span(known, len(change.pages)))
-                self._show(lane, new, self._senders.get(model, ()))
+            new = change.model, change.parent, change.pages, change.part
+            self._tree.remote.add(HICACHE, *new)
         except Exception as exc:  # The lane counts it, and says so.
             if isinstance(exc, StaleEntry) and not lease.is_over:
                 raise  # It left memory; a lease that is over says that the backend is too slow.
@@ -350,12 +334,10 @@ class HiCacheTier:
         lane.succeed()
         return True
 
-    def _write_steps(
-        self, change: Change, lease: Lease, steps: Sequence[Step], is_over: Callable[[], bool]
-    ) -> bool:
+    def _write_steps(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
         """Write of each step what is not there, by the first and the last of the steps."""
         lane, model, pages = self._writing, change.model, change.pages
-        start = len(pages)
+        start, steps = len(pages), self._objects.steps(change.part)
         for step in dict.fromkeys((steps[0], steps[-1])):
             start = lane.num_leading(model, pages[:start], step)
         for batch in lane.batches(model, pages[start:], steps):

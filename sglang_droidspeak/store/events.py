@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cachetree import Cache, ModelId, PageHash
+from cachetree import KV, Cache, ModelId, PageHash
 from cachetree.tree import Change
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import (
@@ -88,6 +88,8 @@ class HostEvents:
 
     def _note(self, change: Change) -> None:
         """Any thread, with the cache's lock held."""
+        if change.part != KV:
+            return  # Events are of KV.
         if change.added:
             self._note_stored(change)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cachetree import Cache, ModelId, PageHash, Span, Turns, give_way
+from cachetree import KV, Cache, Deadline, ModelId, PageHash, Part, Turns, give_way
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req, UnifiedRadixCache
@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+
+_MAX_BRING_S = 0.5
+"""Seconds that a node waits for E of the pages before it."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
@@ -40,10 +43,11 @@ class EventTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """One new radix node: `slots` hold the KV of `pages`, which follow `parent`."""
+    """One new radix node: `slots` hold the KV of `pages`, which follow those `before`."""
 
     model: ModelId
-    parent: PageHash | None
+    before: Sequence[PageHash]
+    """All pages of the prompt up to the first."""
     pages: Sequence[PageHash]
     slots: torch.Tensor
     ready: Sequence[torch.cuda.Event]
@@ -123,7 +127,7 @@ class Insertions:
         return self._offloader.put(
             Offload(
                 model=owner.model,
-                parent=path[index - 1] if index else None,
+                before=path[:index],
                 pages=pages,
                 slots=transfer.device_indices[:num_tokens],
                 ready=ready(),
@@ -203,24 +207,33 @@ class Offloader:
         for event in offload.ready:
             event.synchronize()
         e_pool = self._pool.e_pool
+        self._store_part(offload, 0, KV)
         # Loaded pages hold no E of their own; what was computed after them does.
-        cut = e_pool.num_pages_without(offload.slots, self._pool.page_size)
-        self._store_pages(offload, Span(0, cut), ())
-        self._store_pages(offload, Span(cut, len(offload.pages)), tuple(e_pool.e))
+        first = e_pool.num_pages_without(offload.slots, self._pool.page_size)
+        for layer in e_pool.e:
+            if first < len(offload.pages):
+                self._bring_e([*offload.before, *offload.pages[:first]], offload.model, layer)
+                self._store_part(offload, first, Part(layer))
 
-    def _store_pages(self, offload: Offload, part: Span, e_layers: Sequence[int]) -> None:
-        pages = offload.pages[part.start : part.stop]
-        parent = offload.pages[part.start - 1] if part.start else offload.parent
-        if not pages:
-            return
-        reservation = self._cache.tree.reserve(offload.model, parent, pages, e_layers)
+    def _bring_e(self, pages: Sequence[PageHash], model: ModelId, layer: int) -> None:
+        """Have E of the pages before those that are stored, if it is anywhere."""
+        if pages and not self._cache.tree.has(model, pages[-1], Part(layer)):
+            self._cache.bring_e(model, pages, layer, Deadline.after(_MAX_BRING_S))
+
+    def _store_part(self, offload: Offload, first: int, part: Part) -> None:
+        """Store KV, or E of one layer, from page `first` on."""
+        pages = offload.pages[first:]
+        before = [*offload.before, *offload.pages[:first]]
+        parent = before[-1] if before else None
+        reservation = self._cache.tree.reserve(offload.model, parent, pages, part)
         if reservation is None:
             return
         with reservation:
             if not reservation.pages:
                 return
-            first, page_size = part.start + reservation.skipped, self._pool.page_size
-            slots = offload.slots[first * page_size : part.stop * page_size]
+            start, page_size = first + reservation.skipped, self._pool.page_size
+            stop = start + len(reservation.pages)
+            slots = offload.slots[start * page_size : stop * page_size]
             for step in reservation.steps:
                 self._pool.store(step, slots, reservation.views(step))
             reservation.commit()

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from cachetree import POOL_PREFIX, Location, ModelId, PageHash
+from cachetree import KV, POOL_PREFIX, Location, ModelId, PageHash, Part
 from cachetree.planning import Plan
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
@@ -60,7 +60,7 @@ class PoolIndex:
     """Scheduler thread only."""
 
     _tree: CacheTree
-    _e_layers: Sequence[int]
+    _e_parts: Sequence[Part]
     """Of which layers SGLang's forwards leave E beside the KV."""
     _page_size: int
     _num_slots: int
@@ -94,17 +94,21 @@ class PoolIndex:
         use.
         """
         location, remote = pool_of(namespace), self._tree.remote
-        most = self._num_slots // self._page_size
+        most = self._num_slots // self._page_size * (1 + len(self._e_parts))
         remote.limit(location, most)
         self._places[location] = None
         self._places.move_to_end(location)
-        num_known = remote.reach(location, model, pages, is_use=True)
+        num_known, _ = self._noted(location, model, pages)
         start = min(num_there, num_known)
         if start < len(pages):
             parent = pages[start - 1] if start else None
             has_e = num_loaded <= num_there <= num_known
-            e_layers = self._e_layers if has_e else ()
-            remote.add(location, model, parent, pages[start:], e_layers)
+            remote.add(location, model, parent, pages[start:])
+            for part in self._e_parts:
+                if has_e:
+                    remote.add(location, model, parent, pages[start:], part)
+                else:  # Other slots have these pages now.
+                    remote.drop(location, model, pages[start:], part)
         while len(self._places) > _MAX_PLACES or (
             sum(remote.num_pages[it] for it in self._places) > _MAX_POOLS * most
         ):
@@ -186,7 +190,14 @@ class PoolIndex:
         )
 
     def _num_with_e(self, plan: Plan, pages: Sequence[PageHash]) -> int:
-        if not self._e_layers:
-            return 0
-        noted = plan.location, plan.sender, pages[: plan.pages.stop]
-        return self._tree.remote.reach(*noted, self._e_layers, is_use=True)
+        return self._noted(plan.location, plan.sender, pages[: plan.pages.stop])[1]
+
+    def _noted(
+        self, location: Location, model: ModelId, pages: Sequence[PageHash]
+    ) -> tuple[int, int]:
+        """How many leading pages are noted, and how many with E; that is a use of both."""
+        num_kv, *with_e = (
+            self._tree.remote.reach(location, model, pages, part, is_use=True)
+            for part in (KV, *self._e_parts)
+        )
+        return num_kv, min(with_e, default=0)

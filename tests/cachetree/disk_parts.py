@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskEntry, DiskStore, entry_file
+from cachetree.disk import DiskFile, DiskStore, entry_file
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, ModelId, PageHash, Span, Step
-from cachetree.tree import Change
+from cachetree.ids import KV, Kind, ModelId, PageHash, Part, Span, Step, steps_of
+from cachetree.tree import CacheTree, Change
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -86,11 +86,10 @@ def change_of(
     model: ModelId,
     pages: Sequence[PageHash],
     parent: PageHash | None = None,
-    e_layers: Sequence[int] = (),
+    part: Part = KV,
 ) -> Change:
     """These pages come."""
-    layers = tuple(sorted(set(e_layers)))
-    return Change(added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers)
+    return Change(added=True, model=model, part=part, parent=parent, pages=tuple(pages))
 
 
 class Opened(DiskStore):
@@ -104,7 +103,7 @@ class Opened(DiskStore):
 
 
 def open_store(path: Path, num_bytes: int = BUDGET, family: Family = FAMILY) -> Opened:
-    return Opened(family, path, num_bytes, lambda change: None)
+    return Opened(CacheTree(family, host_bytes=0), path, num_bytes)
 
 
 def write(
@@ -115,35 +114,33 @@ def write(
     e_layers: Sequence[int] = (),
     num_runs: int = 1,
 ) -> bool:
-    """Write the pages of `text` from page `start` on."""
+    """Write KV, then E, of the pages of `text` from page `start` on."""
     pages = path_of(text)
     parent = pages[start - 1] if start else None
     new = pages[start:]
-    return store.write(change_of(model, new, parent, e_layers), views_of(model, new, num_runs))
+    return all(
+        store.write(change_of(model, new, parent, part), views_of(model, new, num_runs))
+        for part in (KV, *map(Part, e_layers))
+    )
 
 
-def steps_of(entry: DiskEntry) -> list[Step]:
-    layout = entry.record.layout
-    kv = [Step(Kind.KV, layer) for layer in range(layout.num_layers)]
-    return kv + [Step(Kind.E, layer) for layer in layout.e_layers]
-
-
-def check(store: DiskStore, entry: DiskEntry, pages: Span | None = None) -> None:
+def check(store: DiskStore, file: DiskFile, pages: Span | None = None) -> None:
     """Raises StaleEntry for a miss; anything but the right bytes fails the test."""
-    span = pages or Span(0, len(entry.record.pages))
-    for step in steps_of(entry):
+    record = file.record
+    span = pages or Span(0, len(record.pages))
+    for step in steps_of(record.part, file.layout.num_steps):
         into = memoryview(bytearray(len(span) * page_bytes(step)))
-        store.read(entry, step, span, into)
-        expected = content(entry.record.model, entry.record.pages[span.start : span.stop], step)
+        store.read(file, step, span, into)
+        expected = content(record.model, record.pages[span.start : span.stop], step)
         assert into == expected, f"wrong bytes at {step}"
 
 
-def num_right(store: DiskStore, model: ModelId, text: str) -> int:
+def num_right(store: DiskStore, model: ModelId, text: str, part: Part = KV) -> int:
     """How many leading pages of `text` can be read; all that is read is compared."""
     num = 0
-    for entry, span in store.index.find(model, path_of(text)):
+    for file, span in store.find(model, path_of(text), part):
         try:
-            check(store, entry, span)
+            check(store, file, span)
         except StaleEntry:
             break
         num += len(span)
@@ -156,7 +153,8 @@ def files_bytes(path: Path) -> int:
 
 def data_files(path: Path) -> list[Path]:
     """Those that hold entries, in the order in which they were begun."""
-    return sorted(it for it in path.iterdir() if it.name != "cachetree.lock")
+    files = (it for it in path.iterdir() if it.name != "cachetree.lock")
+    return sorted(files, key=lambda it: it.stat().st_mtime_ns)
 
 
 def place_of(path: Path, bytes_there: bytes) -> tuple[Path, int]:
@@ -239,9 +237,9 @@ def _write_all(store: DiskStore, entries: Sequence[tuple[str, int, Sequence[int]
 def _die_everywhere(path: Path) -> None:
     """New pages, E for pages that are there, and both where others have to go for them."""
     cases = [
-        (("abcde", 3, (0,)), BUDGET),
+        (("abcde", 3, (1,)), BUDGET),
         (("abcde", 0, (0, 1)), BUDGET),
-        (("abc" + "m" * 30, 3, (0,)), 16 << 10),
+        (("abc" + "m" * 30, 3, (1,)), 16 << 10),
     ]
     before, after = path / "before", path / "after"
     with open_store(before) as store:
@@ -298,7 +296,7 @@ def _starve(path: Path) -> None:
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-                _write_all(store, [("abcde", 3, (0,))])
+                _write_all(store, [("abcde", 3, (1,))])
             os._exit(0)
         _, status = os.waitpid(child, 0)
         is_killed = os.WIFSIGNALED(status)

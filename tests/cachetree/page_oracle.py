@@ -1,4 +1,4 @@
-"""What a tree must hold, as a slow and obvious set: per model, the prefixes that it has.
+"""What a tree must hold, as a slow and obvious set: per model and part, the prefixes it has.
 
 A page is named by the text up to and including it, so "abc" is the page after "ab". That is its
 place, too. In a place that a wrong advert gave it, it is named by the place before that as well.
@@ -6,16 +6,20 @@ place, too. In a place that a wrong advert gave it, it is named by the place bef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from tree_parts import FAMILY, PAGE, E, FakeTime
 
 from cachetree.checkpoint.family import Family
-from cachetree.ids import Location, ModelId
+from cachetree.ids import KV, Location, ModelId, Part
 from cachetree.tree.eviction import Retention
 from cachetree.tree.lease import Lease, Reservation
+
+Key = tuple[ModelId, Part]
+Named = tuple[Key, str]
+"""A page of one model and part."""
 
 
 def prefixes(text: str, start: int) -> list[str]:
@@ -28,50 +32,41 @@ def page_at(place: str) -> str:
     return place.rpartition("|")[2]
 
 
-@dataclass(eq=False)
-class Slab:
-    num_pages: int
-    e_layers: tuple[int, ...]
-
-    @property
-    def page_bytes(self) -> int:
-        return PAGE + len(self.e_layers) * E
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+def page_bytes(key: Key) -> int:
+    return PAGE if key[1] == KV else E
 
 
 @dataclass
 class Page:
-    slab: Slab
     used: int
     used_at_s: float = 0.0
 
 
 @dataclass
 class OpenPin:
-    pages: set[tuple[ModelId, str]]
+    pages: set[Named]
     at_s: float
 
 
 @dataclass
 class OpenReservation:
     handle: Reservation
-    model: ModelId
-    parent: str
+    key: Key
     pages: list[str]
-    slab: Slab
+    ground: set[Named]
+    """What they hang on."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.pages) * page_bytes(self.key)
 
 
 @dataclass
 class OpenLease:
     handle: Lease
-    model: ModelId
+    keys: list[Key]
     pages: list[str]
     at_s: float
-    e_layers: set[int]
-    """Of which all of them had E when it was made."""
 
 
 @dataclass
@@ -82,8 +77,8 @@ class Oracle:
     budget: int = 16 * PAGE
     clock: FakeTime = field(default_factory=FakeTime)
     retention: Retention = field(default_factory=Retention)
-    local: dict[tuple[ModelId, str], Page] = field(default_factory=dict)
-    remote: dict[tuple[Location, ModelId, str], tuple[int, ...]] = field(default_factory=dict)
+    local: dict[Named, Page] = field(default_factory=dict)
+    remote: set[tuple[Location, Key, str]] = field(default_factory=set)
     above: dict[str, str] = field(default_factory=dict)
     """The place before each place. A page that was advertised elsewhere has a place named so."""
     cuts: set[str] = field(default_factory=set)
@@ -92,67 +87,67 @@ class Oracle:
     leases: list[OpenLease] = field(default_factory=list)
     pins: dict[tuple[ModelId | None, str], OpenPin] = field(default_factory=dict)
     num_uses: int = 0
-    keep: tuple[ModelId, str] | None = None
-    """The page that the reservation being made hangs on."""
+    keep: set[Named] = field(default_factory=set)
+    """What the reservation being made hangs on."""
     is_sweeping: bool = False
 
     @property
     def num_bytes(self) -> int:
-        num_open = sum(it.slab.num_bytes for it in self.reservations)
-        return num_open + self.bytes_of(self.local.keys())
+        return sum(it.num_bytes for it in self.reservations) + self.bytes_of(self.local)
 
-    def held(self) -> set[tuple[ModelId, str]]:
-        held = {(it.model, page) for it in self.leases for page in it.pages}
-        held |= {(it.model, it.parent) for it in self.reservations}
-        return held | self.pinned_pages() | ({self.keep} if self.keep else set())
+    def held(self) -> set[Named]:
+        held = {(key, page) for it in self.leases for key in it.keys for page in it.pages}
+        return held.union(self.pinned_pages(), self.keep, *[it.ground for it in self.reservations])
 
-    def pinned_pages(self) -> set[tuple[ModelId, str]]:
+    def pinned_pages(self) -> set[Named]:
         return set().union(*[it.pages for it in self.pins.values()])
 
-    def bytes_of(self, pages: Collection[tuple[ModelId, str]]) -> int:
+    def bytes_of(self, pages: Iterable[Named]) -> int:
         """What stays where all pages but these go."""
-        return sum(self.local[page].slab.page_bytes for page in pages)
+        return sum(page_bytes(key) for key, _ in pages)
 
-    def is_taken(self, model: ModelId, page: str, e_layers: Collection[int]) -> bool:
-        """Whether storing it with this E adds to what is there, and takes nothing away."""
-        there = self.local.get((model, page))
-        return there is None or set(there.slab.e_layers) < set(e_layers)
-
-    def skipped(self, model: ModelId, pages: list[str], e_layers: Collection[int]) -> list[str]:
-        """The leading pages that need not be stored."""
-        return list(takewhile(lambda page: not self.is_taken(model, page, e_layers), pages))
+    def present(self, key: Key, pages: Iterable[str]) -> list[str]:
+        """The leading pages that are here."""
+        return list(takewhile(lambda page: (key, page) in self.local, pages))
 
     def is_expired(self, page: Page) -> bool:
         ttl_s = self.retention.ttl_s
         return ttl_s is not None and page.used_at_s <= self.clock.now_s - ttl_s
 
-    def held_bytes(self, also: Collection[tuple[ModelId, str]]) -> int:
-        """What is held stays, and all before it; `also` is about to be."""
-        ends = [it for it in {*self.held(), *also} if it in self.local]
-        pages = {(model, page) for model, text in ends for page in prefixes(text, 0)}
-        pages |= {(model, page) for model, text in ends for page in self.entry(model, text)}
-        return sum(it.slab.num_bytes for it in self.reservations) + self.bytes_of(pages)
+    def with_ground(self, key: Key, text: str) -> set[Named]:
+        """All of one key up to the end of the node of a page, and the KV under it."""
+        pages = {*prefixes(text, 0), *self.entry(key, text)}
+        return {(each, page) for each in (key, (key[0], KV)) for page in pages}
 
-    def entry(self, model: ModelId, page: str) -> list[str]:
+    def held_bytes(self, also: Collection[Named]) -> int:
+        """What is held stays, and all that it hangs on; `also` is about to be."""
+        ends = [it for it in {*self.held(), *also} if it in self.local]
+        pages = set().union(*[self.with_ground(*it) for it in ends])
+        return sum(it.num_bytes for it in self.reservations) + self.bytes_of(pages)
+
+    def entry(self, key: Key, page: str) -> list[str]:
         """All pages of the node that holds `page`."""
         pages = [page]
         while len(pages[0]) > 1 and pages[0][:-1] not in self.cuts:
             pages.insert(0, pages[0][:-1])
         while pages[-1] not in self.cuts:
-            below = [p for m, p in self.local if m == model and p[:-1] == pages[-1]]
+            below = [p for each, p in self.local if each == key and p[:-1] == pages[-1]]
             assert len(below) == 1
             pages += below
         return pages
 
-    def is_evictable(self, model: ModelId, page: str) -> bool:
-        pages = self.entry(model, page)
-        is_leaf = not any(m == model and p[:-1] == pages[-1] for m, p in self.local)
-        return is_leaf and not self.held() & {(model, p) for p in pages}
+    def is_evictable(self, key: Key, page: str) -> bool:
+        """Nothing is below it, and if it is KV, no E is beside it."""
+        pages = self.entry(key, page)
+        has_more = any(
+            p[:-1] == pages[-1] if each == key else key == (each[0], KV) and p == page
+            for each, p in self.local
+        )
+        return not has_more and not self.held() & {(key, p) for p in pages}
 
-    def touch(self, model: ModelId, text: str) -> None:
-        for page in {*prefixes(text, 0), *self.entry(model, text)}:
-            self.local[model, page].used = self.num_uses
-            self.local[model, page].used_at_s = self.clock.now_s
+    def touch(self, key: Key, text: str) -> None:
+        for each in self.with_ground(key, text):
+            self.local[each] = Page(self.num_uses, self.clock.now_s)
 
     def cover(
         self, parent: str, pages: Sequence[str], own: Mapping[str, str] | None = None
@@ -171,15 +166,15 @@ class Oracle:
         self.cuts |= set([at for at in covered if at in known][-1:])
         return covered
 
-    def drop_below(self, location: Location, model: ModelId, page: str) -> None:
+    def drop_below(self, location: Location, key: Key, page: str) -> None:
         """A remote entry goes, with all that hangs on it."""
         self.cuts.add(self.above[page])
-        for key in [key for key in self.remote if key[:2] == (location, model)]:
-            end = key[2]
+        for each in [it for it in self.remote if it[:2] == (location, key)]:
+            end = each[2]
             while end not in (page, ""):
                 end = self.above[end]
             if end:
-                del self.remote[key]
+                self.remote.remove(each)
         self.forget_cuts()
 
     def known(self) -> set[str]:
@@ -187,12 +182,3 @@ class Oracle:
 
     def forget_cuts(self) -> None:
         self.cuts &= self.known()
-
-
-def leading_e(have: list[tuple[int, ...]]) -> dict[int, int]:
-    """Per layer, how many of the first pages have E there."""
-    counts = {}
-    for layer in range(FAMILY.num_layers):
-        lacking = [i for i, e_layers in enumerate(have) if layer not in e_layers]
-        counts[layer] = lacking[0] if lacking else len(have)
-    return {layer: count for layer, count in counts.items() if count}

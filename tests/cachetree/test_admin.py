@@ -21,6 +21,7 @@ from transport_parts import (
     E_LAYER,
     FAMILY,
     MODEL,
+    PARTS,
     ask_status,
     eventually,
     new_tree,
@@ -193,7 +194,7 @@ def test_evict_knows_models_and_everything(run: Run) -> None:
 def test_evict_leaves_what_is_being_read(run: Run) -> None:
     with cache_of(worker=OBEYS) as cache:
         store(cache.tree, PAGES)
-        lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5))
+        lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5), PARTS)
         with lease:
             assert run("evict", cache.address, "--all")["num_bytes"] == 0
         assert run("evict", cache.address, "--all")["num_bytes"] == 64 * PAGE_TOTAL

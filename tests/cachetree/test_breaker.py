@@ -36,6 +36,7 @@ from cachetree import (
     Staging,
     StaleEntry,
 )
+from cachetree.ids import KV
 from cachetree.transport import wire
 from cachetree.transport.backoff import Breaker
 
@@ -208,9 +209,7 @@ class MoodyWorker(ScriptedWorker):
         if isinstance(message, wire.Hello):
             self.num_hellos += 1
         if isinstance(message, wire.Synced):
-            entry = wire.Entry(
-                added=True, model=MODEL, parent=b"", pages=b"".join(PAGES), e_layers=()
-            )
+            entry = wire.Entry(added=True, model=MODEL, parent=b"", pages=b"".join(PAGES), part=KV)
             super().send(identity, wire.Entries(entries=(entry,)))
         super().send(identity, message, *payload)
 

@@ -22,6 +22,7 @@ from transport_parts import (
     FAST,
     MODEL,
     PAGE_BYTES,
+    PARTS,
     check_content,
     content,
     eventually,
@@ -256,7 +257,7 @@ def test_pages_that_are_here_are_read_where_they_lie() -> None:
         fill(cache, PAGES)
         staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
         assert staging is not None and staging.is_complete
-        lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5))
+        lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5), PARTS)
         for step in staging.steps:
             theirs, ours = staging.views(step), lease.views(step)
             assert list(map(place, theirs)) == list(map(place, ours)), "a copy"

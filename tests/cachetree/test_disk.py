@@ -30,15 +30,15 @@ from disk_parts import (
 )
 
 from cachetree.checkpoint import Family
-from cachetree.disk import DiskEntry, DiskStore, entry_file
+from cachetree.disk import DiskFile, DiskStore, entry_file
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step, entry_steps
-from cachetree.tree import Change
+from cachetree.ids import KV, Kind, PageHash, Part, Span, Step, part_of, steps_of
+from cachetree.tree import CacheTree, Change
 
 
-def only(store: DiskStore, text: str) -> DiskEntry:
-    ((entry, _),) = store.index.find(A, path_of(text))
-    return entry
+def only(store: DiskStore, text: str, part: Part = KV) -> DiskFile:
+    ((file, _),) = store.find(A, path_of(text), part)
+    return file
 
 
 def test_what_is_written_is_read_and_found_again(tmp_path: Path) -> None:
@@ -52,10 +52,10 @@ def test_what_is_written_is_read_and_found_again(tmp_path: Path) -> None:
     with open_store(tmp_path) as again:
         assert [num_right(again, A, it) for it in ("abcdef", "abcxyzq", "abq")] == [6, 6, 2]
         assert num_right(again, B, "abx") == 3
-        assert again.status().num_entries == 3
+        assert again.status().num_entries == 3 + 3
         assert again.status().num_pages == 12
-        entry = only(again, "abcdef")
-        assert entry.record.layout.e_layers == (0, 2)
+        assert [num_right(again, A, "abcdef", Part(it)) for it in range(3)] == [6, 0, 6]
+        assert num_right(again, B, "abx", Part(1)) == 3
         assert write(again, A, "abcxyzq", start=6)
         assert num_right(again, A, "abcxyzq") == 7
 
@@ -64,13 +64,14 @@ def test_what_is_written_is_read_and_found_again(tmp_path: Path) -> None:
 def test_some_pages_of_one_layer_are_read_alone(tmp_path: Path, span: Span) -> None:
     with open_store(tmp_path) as store:
         write(store, A, "abcdef", e_layers=[1])
-        check(store, only(store, "abcdef"), span)
+        for part in (KV, Part(1)):
+            check(store, only(store, "abcdef", part), span)
 
 
 def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> None:
     """Pages of KV of 128 KiB, of which two are read at once, and smaller ones of E."""
     family = Family(**(msgspec.structs.asdict(FAMILY) | {"head_dim": 1024, "page_size": 32}))
-    steps = entry_steps(family.num_layers, (0, 2))
+    steps = [*steps_of(KV, family.num_layers), Step(Kind.E, 2)]
     kv = Step(Kind.KV, 1)
     size_of = {step: page_bytes(step, family) for step in steps}
     assert (size_of[kv], size_of[steps[-1]]) == (128 << 10, 512)
@@ -83,11 +84,12 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
 
     def read(store: DiskStore, step: Step, span: Span) -> None:
         into = memoryview(bytearray(len(span) * size_of[step]))
-        store.read(only(store, "abcdefg"), step, span, into)
+        store.read(only(store, "abcdefg", part_of(step)), step, span, into)
         assert [into] == views(step, span)
 
     with open_store(tmp_path, 1 << 30, family) as store:
-        assert store.write(change_of(A, pages, None, (0, 2)), views)
+        for part in (KV, Part(2)):
+            assert store.write(change_of(A, pages, None, part), views)
         for step in steps:
             for start in range(7):
                 for stop in range(start, 8):
@@ -101,8 +103,8 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
         read(store, kv, Span(5, 7))
         with pytest.raises(StaleEntry, match="checksum"):
             read(store, kv, Span(3, 7))
-        assert store.index.find(A, pages) == []
-        assert store.status().counts.num_damaged_entries == 1
+        assert store.find(A, pages) == store.find(A, pages, Part(2)) == []
+        assert store.status().counts.num_damaged_entries == 2, "E goes with its KV"
 
 
 def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
         assert write(store, A, "abc")
         assert files_bytes(tmp_path) == before
         assert write(store, A, "abcde")
-        assert [span for _, span in store.index.find(A, path_of("abcde"))] == [
+        assert [span for _, span in store.find(A, path_of("abcde"))] == [
             Span(0, 3),
             Span(0, 2),
         ]
@@ -129,9 +131,10 @@ def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: 
         assert write(store, A, "abc")
         above_itself = [*path_of("abcd")[3:], pages[0]]
         for looped in (pages[:1], above_itself):
-            assert not store.write(
-                change_of(A, looped, path_of("abc")[2], [0]), views_of(A, looped)
-            )
+            change = change_of(A, looped, path_of("abc")[2])
+            assert store.write(change, views_of(A, looped)) == (looped == pages[:1])
+        assert not write(store, A, "abcd", e_layers=[0], start=3)
+        assert write(store, A, "abc", e_layers=[0])
         jumped = [*path_of("xy"), *path_of("a")]
         assert not store.write(change_of(A, jumped), views_of(A, jumped))
         with pytest.raises(ValueError, match=r"has 4 bytes where 64 belong"):
@@ -139,7 +142,7 @@ def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: 
         assert num_right(store, A, "wxyz") == 0
         assert write(store, A, "wxyz")
     with open_store(tmp_path) as store:
-        assert [num_right(store, A, it) for it in ("abc", "wxyz", "xy")] == [3, 4, 0]
+        assert [num_right(store, A, it) for it in ("abcd", "wxyz", "xy")] == [4, 4, 0]
 
 
 def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
     with open_store(tmp_path, num_bytes=16 << 20) as store:
         assert write(store, A, "a" * num, e_layers=[1], num_runs=num)
         assert num_right(store, A, "a" * num) == num
-        assert store.status().num_entries == 1
+        assert store.status().num_entries == 2
 
 
 def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
@@ -189,7 +192,7 @@ def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
         write(store, A, "abcd", start=2)
         write(store, A, "abx", start=2)
         write(store, B, "ab")
-        entry = store.index.find(A, path_of("abcd"))[1][0]
+        entry = store.find(A, path_of("abcd"))[1][0]
         assert store.evict(A, path_of("abc"))
         assert not store.evict(A, path_of("abc"))
         with pytest.raises(StaleEntry, match="no longer on disk"):
@@ -265,27 +268,32 @@ def test_what_is_larger_than_the_budget_makes_no_room(
         assert (num_right(store, A, "kept"), num_right(store, A, "new")) == (4, 0)
 
 
-def test_the_listener_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
-    heard: list[Change] = []
+def test_the_tree_shows_all_that_is_there_and_nothing_else(tmp_path: Path) -> None:
+    texts = [f"{number % 7}" + "f" * (number % 11 + 1) for number in range(60)]
 
-    def there() -> set[object]:
-        pages: set[object] = set()
-        for change in heard:
-            assert change.parent is None or (change.model, change.parent) in pages
-            (pages.update if change.added else pages.difference_update)(
-                (change.model, page) for page in change.pages
-            )
-        return pages
+    def shown(tree: CacheTree) -> set[tuple[str, int]]:
+        return {
+            (text, it.num_pages) for text in texts for it in tree.match(path_of(text), is_use=False)
+        }
 
-    with Opened(FAMILY, tmp_path, 8 << 10, heard.append) as store:
-        for number in range(60):
-            write(store, A, f"{number % 7}" + "f" * (number % 11 + 1))
-        assert len(there()) == store.status().num_pages
-        assert any(not change.added for change in heard)
-    before = there()
-    heard.clear()
-    with Opened(FAMILY, tmp_path, 8 << 10, heard.append):
-        assert there() == before
+    heard: set[tuple[Part, PageHash]] = set()
+
+    def hear(change: Change) -> None:
+        named = {(change.part, page) for page in change.pages}
+        (heard.update if change.added else heard.difference_update)(named)
+
+    tree, again = (CacheTree(FAMILY, host_bytes=0) for _ in range(2))
+    tree.subscribe_kept(hear)
+    with Opened(tree, tmp_path, 8 << 10) as store:
+        for number, text in enumerate(texts):
+            write(store, A, text, e_layers=[1] if number % 2 else [])
+            assert shown(tree) == {
+                (text, num) for text in texts if (num := num_right(store, A, text))
+            }
+        assert store.status().counts.num_evicted_entries > 10
+        assert sum(part == KV for part, _ in heard) == store.status().num_pages
+    with Opened(again, tmp_path, 8 << 10):
+        assert shown(again) == shown(tree)
 
 
 def test_after_close_reads_miss_and_writes_fail(tmp_path: Path) -> None:
@@ -366,47 +374,33 @@ def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
             store.read(entry, step, Span(0, 3), memoryview(bytearray(5)))
         with pytest.raises(ValueError, match="exceeds the 3 pages"):
             store.read(entry, step, Span(0, 4), memoryview(bytearray(4 * page_bytes(step))))
-        with pytest.raises(StaleEntry, match="without E of layer 2"):
-            store.read(entry, Step(Kind.E, 2), Span(0, 3), memoryview(bytearray(48)))
         halves = np.zeros(3 * page_bytes(step) // 2, dtype=np.uint16)
         store.read(entry, step, Span(0, 3), halves.data)
         assert halves.tobytes() == content(A, path_of("abc"), step)
         assert num_right(store, A, "abc") == 3, "a wrong request dropped the entry"
 
 
-def e_found(store: DiskStore, text: str) -> list[tuple[int, ...]]:
-    """Of each page that is found, where it has E."""
-    found = store.index.find(A, path_of(text))
-    for entry, span in found:
-        check(store, entry, span)
-    return [entry.record.layout.e_layers for entry, span in found for _ in range(len(span))]
-
-
-def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> None:
+def test_e_is_written_beside_its_kv_and_costs_its_own_bytes(tmp_path: Path) -> None:
+    e_bytes = page_bytes(Step(Kind.E, 0))
     with open_store(tmp_path) as store:
+        assert not store.write(change_of(A, path_of("ab"), None, Part(0)), views_of(A, [])), "no KV"
         assert write(store, A, "abcdefgh", e_layers=[1])
         assert write(store, A, "abcxyz", start=3, e_layers=[1])
         assert write(store, A, "abcdefghij", start=8)
-        assert write(store, A, "abcde", e_layers=[0, 1])
-        # Of an entry that goes on, the rest stays as it was, and what stands on it.
-        assert e_found(store, "abcdefghij") == [(0, 1)] * 5 + [(1,)] * 3 + [()] * 2
-        assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
+        before = store.status().counts.num_written_bytes
+        assert write(store, A, "abcde", e_layers=[0])
+        written = store.status().counts.num_written_bytes - before
+        assert 5 * e_bytes <= written < 5 * (e_bytes + 26) + 120, "KV was written again"
         before = files_bytes(tmp_path)
-        for text, e_layers in (
-            ("abcdefgh", []),
-            ("abcdefgh", [2]),
-            ("abcde", [0, 1]),
-            ("abc", [1]),
-        ):
+        for text, e_layers in (("abcdefgh", []), ("abcde", [0, 1]), ("abc", [1])):
             assert write(store, A, text, e_layers=e_layers)
-        assert files_bytes(tmp_path) == before, "it adds nothing, or loses something"
+        assert files_bytes(tmp_path) == before, "it adds nothing"
         assert write(store, A, "abcdefghijk", e_layers=[0, 1])
-        assert e_found(store, "abcdefghijk") == [(0, 1)] * 11
-        assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
-        assert store.status().num_pages == 14
     with open_store(tmp_path) as store:
-        assert e_found(store, "abcdefghijk") == [(0, 1)] * 11
-        assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
+        for part in (KV, Part(0), Part(1)):
+            assert num_right(store, A, "abcdefghijk", part) == 11
+        assert [num_right(store, A, "abcxyz", Part(layer)) for layer in (0, 1)] == [3, 6]
+        assert store.status().num_pages == 14
         assert store.status().counts.num_damaged_entries == 0
         store.evict(None, [])
         assert store.status().num_entries == store.status().num_pages == 0
@@ -414,17 +408,44 @@ def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> Non
         assert store.status().num_pages == 0
 
 
-def test_pages_with_e_elsewhere_keep_it_and_gain_none_until_they_are_evicted(
-    tmp_path: Path,
-) -> None:
-    """Whoever writes them has no E to put beside the new: either would be lost."""
+def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
+    with open_store(tmp_path, num_bytes=16 << 10) as store:
+        assert write(store, A, "s" * 10, e_layers=[1])
+        seen = []
+        for number in range(120):
+            assert write(store, B, text_of(number, 1))
+            there = (it.record for it in store.files.coldest_first())
+            seen.append({it.part for it in there if it.model == A})
+        assert seen[0] == {KV, Part(1)} and seen[-1] == set()
+        assert {Part(1)} not in seen
+        assert write(store, A, "abc", e_layers=[1])
+        for number in range(120):
+            assert write(store, B, text_of(number, 1))
+            assert num_right(store, A, "abc", Part(1)) == num_right(store, A, "abc") == 3
+
+
+def test_what_begins_with_a_prefix_goes_with_its_e(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        assert write(store, A, "abc", e_layers=[0, 1])
-        assert write(store, A, "abcd", e_layers=[1, 2])
-        assert e_found(store, "abcd") == [(0, 1)] * 3 + [(1, 2)]
-    with open_store(tmp_path) as store:
-        assert write(store, A, "abcd", e_layers=[1, 2])
-        assert e_found(store, "abcd") == [(0, 1)] * 3 + [(1, 2)]
-        assert store.evict(A, path_of("abcd"))
-        assert write(store, A, "abcd", e_layers=[1, 2])
-        assert e_found(store, "abcd") == [(1, 2)] * 4
+        assert write(store, A, "ab")
+        assert write(store, A, "abcd", start=2)
+        assert write(store, A, "abcde", e_layers=[1])
+        assert write(store, A, "abx", start=2)
+        assert store.evict(A, path_of("abc"))
+        assert [num_right(store, A, "abcde", part) for part in (KV, Part(1))] == [2, 0]
+        assert num_right(store, A, "abx") == 3
+        assert store.status().num_entries == 2
+
+
+def test_what_was_published_twice_is_one_file(tmp_path: Path) -> None:
+    """The copy of a folder that lost its tree."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        with open_store(path) as store:
+            assert write(store, A, "abc", e_layers=[1])
+    names = {it.name for it in data_files(one)}
+    assert names == {it.name for it in data_files(other)} and len(names) == 2
+    for file in data_files(other):
+        (one / file.name).write_bytes(file.read_bytes())
+    with open_store(one) as store:
+        assert [num_right(store, A, "abc", part) for part in (KV, Part(1))] == [3, 3]
+        assert store.status().num_bytes == files_bytes(one)

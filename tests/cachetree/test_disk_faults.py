@@ -44,7 +44,7 @@ from cachetree.disk.entry_file import (
     size_of,
 )
 from cachetree.errors import ConfigError
-from cachetree.ids import Kind, ModelId, PageHash, Step
+from cachetree.ids import KV, Kind, ModelId, PageHash, Step, steps_of
 from cachetree.memory import Layout
 
 PARTS = Path(__file__).with_name("disk_parts.py")
@@ -71,7 +71,7 @@ def test_a_killed_writer_loses_at_most_its_last_entry(tmp_path: Path, num_bytes:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout
             assert writer.stdout.readline() == "open\n"
-            time.sleep(rng.uniform(0, 0.05))
+            time.sleep(rng.uniform(0, 0.1))
             writer.kill()
             lines = [it.split() for it in writer.stdout.read().split("\n")[:-1]]
         said |= {(ModelId(model), text) for model, text in lines}
@@ -109,7 +109,7 @@ def _fast(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(name="small")
 def _small(fast: Path) -> Path:
-    """A directory with three entries, the second on the first."""
+    """A directory with three entries of KV, the second on the first, and two of E."""
     with open_store(fast / "small") as store:
         assert write(store, A, "ab", e_layers=[1])
         assert write(store, A, "abc", start=2)
@@ -117,6 +117,8 @@ def _small(fast: Path) -> Path:
     return fast / "small"
 
 
+NUM_LOST = [3, 1, 2]
+"""Files, with E that stands on them."""
 TEXTS = ((A, "ab"), (A, "abc"), (B, "ab"))
 LEFT = ([0, 0, 2], [2, 2, 2], [2, 3, 0])
 """Pages that are right where an entry is damaged; the first takes the second with it."""
@@ -141,7 +143,7 @@ def test_any_byte_flipped_while_closed_hurts_only_its_entry(small: Path, fast: P
         flip(file, at, at % 8)
         with open_store(file.parent) as store:
             assert right_in(store) == LEFT[number], at
-            assert store.status().counts.num_damaged_entries == 1 + (number == 0), at
+            assert store.status().counts.num_damaged_entries == NUM_LOST[number], at
             assert files_bytes(file.parent) == store.status().num_bytes
             assert write(store, A, "abc")
             assert write(store, B, "ab")
@@ -157,7 +159,8 @@ def test_any_byte_flipped_while_open_hurts_only_its_entry(small: Path, fast: Pat
             right_of = {it: num_right(store, *it) for it in ((B, "ab"), (A, "abc"), (A, "ab"))}
             right = [right_of[it] for it in TEXTS]
             assert right in ([2, 3, 2], LEFT[number]), at
-            assert store.status().counts.num_damaged_entries == {7: 0, 2: 2}.get(sum(right), 1)
+            num_lost = 0 if right == [2, 3, 2] else NUM_LOST[number]
+            assert store.status().counts.num_damaged_entries == num_lost
 
 
 def test_a_file_cut_anywhere_hurts_only_its_entry(small: Path, fast: Path) -> None:
@@ -165,7 +168,7 @@ def test_a_file_cut_anywhere_hurts_only_its_entry(small: Path, fast: Path) -> No
         os.truncate(file, size)
         with open_store(file.parent) as store:
             assert right_in(store) == LEFT[number], size
-            assert store.status().counts.num_damaged_entries == 1 + (number == 0)
+            assert store.status().counts.num_damaged_entries == NUM_LOST[number]
             assert not file.exists()
             assert files_bytes(file.parent) == store.status().num_bytes
         shutil.rmtree(file.parent)
@@ -190,13 +193,11 @@ def test_a_size_that_cannot_be_is_not_allocated(small: Path) -> None:
 
 def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:
     file = file_of(small, A, "ab")
-    copy = file.with_name(file.name[:-1] + chr(ord(file.name[-1]) + 1))
-    while copy.exists():
-        copy = copy.with_name(copy.name[:-1] + chr(ord(copy.name[-1]) + 1))
+    copy = file.with_name(file.name[:-12] + "0" * 12)
     shutil.copy(file, copy)
     with open_store(small) as store:
         assert right_in(store) == [2, 3, 2]
-        assert store.status().num_entries == 3
+        assert store.status().num_entries == 5
         assert store.status().num_bytes == files_bytes(small)
     assert not copy.exists()
 
@@ -226,7 +227,7 @@ def test_a_sound_file_of_another_family_is_read_under_no_name(small: Path, tmp_p
     with pytest.raises(ConfigError, match=f"{theirs.name} of another family"):
         open_store(small)
     assert placed.read_bytes() == theirs.read_bytes()
-    placed.rename(small / f"{ours[:-12]}{'9' * 12}")
+    placed.rename(small / f"{ours[:-32]}{theirs.name[-32:]}")
     with open_store(small) as store:
         assert right_in(store) == [2, 3, 2]
         assert num_right(store, A, "other") == 0
@@ -239,11 +240,11 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
     """More than 10⁵ single-bit flips."""
     with open_store(tmp_path) as store:
         pages = path_of("".join(map(chr, range(33, 313))))
-        assert store.write(change_of(A, pages, None, [0]), views_of(A, pages))
-        ((entry, everything),) = store.index.find(A, pages)
+        assert store.write(change_of(A, pages), views_of(A, pages))
+        ((entry, everything),) = store.find(A, pages)
         (file,) = data_files(tmp_path)
-        steps = entry.record.layout.steps
-        payload = file.stat().st_size - entry.record.layout.num_bytes
+        steps = steps_of(KV, FAMILY.num_layers)
+        payload = file.stat().st_size - entry.layout.num_bytes
         sums_bytes = 8 * len(pages)
         into = memoryview(bytearray(len(pages) * page_bytes(Step(Kind.KV, 0))))
         num_flips = num_missed = 0
@@ -253,13 +254,13 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
             for number, step in enumerate(steps):
                 base = payload + number * into.nbytes
                 sums = payload - (len(steps) - number) * sums_bytes
-                read_pages(file, entry.record, step, everything, into)
+                read_pages(file, entry.layout, step, everything, into)
                 for at in (*range(base, base + into.nbytes), *range(sums, sums + sums_bytes)):
                     for bit in range(8):
                         os.pwrite(handle, bytes([whole[at] ^ 1 << bit]), at)
                         num_flips += 1
                         try:
-                            read_pages(file, entry.record, step, everything, into)
+                            read_pages(file, entry.layout, step, everything, into)
                         except OSError:
                             continue
                         num_missed += 1
@@ -279,14 +280,13 @@ def test_every_flipped_bit_of_a_file_is_detected(tmp_path: Path) -> None:
 def test_the_head_of_the_largest_file_is_not_too_large_to_be_read() -> None:
     """Its pages are the smallest that there are."""
     family = msgspec.structs.replace(FAMILY, num_layers=1, head_dim=1)
-    num_pages = MAX_FILE_BYTES // page_bytes_of(Layout.of(family, 1, ()))
-    layout = Layout.of(family, num_pages, ())
+    num_pages = MAX_FILE_BYTES // page_bytes_of(Layout.of(family, 1, KV))
+    layout = Layout.of(family, num_pages, KV)
     pages = tuple(PageHash(number.to_bytes(16, "big")) for number in range(layout.num_pages))
-    record = Record(
-        family=family.digest, model=A, num_before=0, parent=None, pages=pages, layout=layout
-    )
-    assert read_head(head_of(record), size_of(record), family) == record
-    assert 0 <= size_of(record) - MAX_FILE_BYTES < 300
+    record = Record(family=family.digest, model=A, part=KV, num_before=0, parent=None, pages=pages)
+    num_bytes = size_of(record, layout)
+    assert read_head(head_of(record), num_bytes, family) == record
+    assert 0 <= num_bytes - MAX_FILE_BYTES < 300
 
 
 @pytest.mark.parametrize("fault", ["vanished", "is a directory", "empty"])
@@ -308,5 +308,6 @@ def test_a_file_that_goes_is_a_miss_and_the_store_goes_on(
         assert old.name in caplog.text
         assert store.status().counts.num_damaged_entries == 1
         assert num_right(store, B, "other") == 5
-        assert write(store, A, "abc")
-        assert num_right(store, A, "abc") == 3
+        if fault != "is a directory":  # Which takes the name of these pages.
+            assert write(store, A, "abc")
+            assert num_right(store, A, "abc") == 3

@@ -94,7 +94,7 @@ def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path: Path) -
 def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
-        ((entry, _),) = store.index.find(A, path_of("abc"))
+        ((entry, _),) = store.find(A, path_of("abc"))
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(StaleEntry, match="open files"):
             check(store, entry)
@@ -130,11 +130,11 @@ def test_what_cannot_be_written_now_is_counted_and_is_no_damage(tmp_path: Path, 
         assert store.status().counts.num_evicted_entries > 10
         assert num_right(store, B, texts[-1]) == 4
         for number in range(100, 140):
-            before = store.index.entries()
+            before = store.files.coldest_first()
             with limited(what, 0):
                 for attempt in range(3):
                     assert not write(store, B, text_of(number, 4)), attempt
-            num_gone = len(before) - len(store.index.entries())
+            num_gone = len(before) - len(store.files.coldest_first())
             # What is found out before there is room costs nothing; then the room stays.
             assert num_gone <= (0 if what == resource.RLIMIT_NOFILE else 2), number
             assert num_right(store, B, text_of(number - 1, 4)) == 4

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from disk_parts import data_files
 from tier_parts import fetch, plan_of
-from transport_parts import FAMILY, MODEL, PAGE_BYTES, eventually, pages_of, store
+from transport_parts import FAMILY, MODEL, PAGE_BYTES, PARTS, eventually, pages_of, store
 
 from cachetree import (
     DISK,
@@ -101,7 +101,7 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -
     with with_disk(tmp_path) as (cache, clock):
         store_and_wait(cache, prompt(3))
         assert health_of(cache.status()).degraded == ()
-        with hanging(data_files(tmp_path)[:2]):
+        with hanging(data_files(tmp_path)[:4]):
             hung = [cache.fetch(WHOLE, prompt(it), Deadline.after(60)) for it in range(2)]
             eventually(lambda: not cache._disk._reads.num_waiting)
             assert num_on_disk(cache, prompt(2)) == 8, "left alone at once"
@@ -115,7 +115,7 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -
                 fetch(cache, DISK, prompt(2), Span(0, 8))
             promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
             cache._disk.promote(
-                MODEL, prompt(2)[-1], Deadline.after(60), lambda: True, promoted.put
+                MODEL, prompt(2)[-1], PARTS, Deadline.after(60), lambda: True, promoted.put
             )
             promoted.get(timeout=5)
             (complaint,) = health_of(cache.status()).degraded

@@ -19,7 +19,7 @@ from disk_parts import (
 )
 
 from cachetree.disk import DiskStore
-from cachetree.ids import ModelId, PageHash
+from cachetree.ids import KV, ModelId, PageHash, Part
 
 # Everything at once, against an oracle.
 
@@ -63,8 +63,11 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
         if action < 0.5:
             model, text, start, e_layers = draw()
             texts.append((model, text))
-            assert write(store, model, text, start, e_layers) or is_evicting
+            is_written = write(store, model, text, start, e_layers)
+            assert is_written or is_evicting
             oracle.pages[model].update(path_of(text))
+            for part in map(Part, e_layers):
+                assert num_right(store, model, text, part) == len(text) or is_evicting
         elif action < 0.6:
             pages = path_of(text)[: 1 + rng.randrange(len(text))]
             gone = evicted_with(store, model, pages)
@@ -77,6 +80,7 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
             most = oracle.most(model, text)
             num = num_right(store, model, text)
             assert num <= most if is_evicting else num == most
+            assert all(num_right(store, model, text, Part(it)) <= num for it in range(3))
         status = store.status()
         assert status.num_bytes == files_bytes(tmp_path) <= num_bytes
     assert store.status().counts.num_damaged_entries == 0
@@ -86,18 +90,19 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
 
 def evicted_with(store: DiskStore, model: ModelId, pages: Sequence[PageHash]) -> set[PageHash]:
     """What stands on the last of `pages`, and of the entries up to there what nothing else does."""
-    entries = [it for it in store.index.entries() if it.record.model == model]  # Parents first.
-    last = next((it for it in entries if pages[-1] in it.pages), None)
+    there = reversed(store.files.coldest_first())
+    files = [it.record for it in there if (it.record.model, it.record.part) == (model, KV)]
+    last = next((it for it in files if pages[-1] in it.pages), None)  # Parents come first.
     if last is None:
         return set()
     ends = set(last.pages).difference(pages[:-1])
     gone: set[PageHash] = set()
-    for entry in entries:
-        if entry.parent_page in ends | gone:
-            gone.update(entry.pages)
-    for entry in reversed(entries):
-        stand_on_it = {it for it in entries if it.parent_page in entry.pages}
-        is_above = entry.pages[-1] in pages or entry is last
+    for file in files:
+        if file.parent in ends | gone:
+            gone.update(file.pages)
+    for file in reversed(files):
+        stand_on_it = [it for it in files if it.parent in file.pages]
+        is_above = file.pages[-1] in pages or file is last
         if is_above and all(it.pages[0] in gone for it in stand_on_it):
-            gone.update(entry.pages)
+            gone.update(file.pages)
     return gone

@@ -35,7 +35,7 @@ from cachetree import (
     StaleEntry,
 )
 from cachetree.disk import DiskTier
-from cachetree.ids import Span
+from cachetree.ids import LOCAL, Span
 from cachetree.memory import scatter
 from cachetree.transport import wire
 from cachetree.tree import Lease, join_hashes
@@ -224,71 +224,26 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
         assert worker.match(other)[0].location == "local", "others were evicted for it"
 
 
-def load_without_e(worker: Cache, pages: Span) -> None:
-    """As a server stores what it has read of its own."""
-    new = PAGES[pages.start : pages.stop]
-    parent = PAGES[pages.start - 1] if pages.start else None
-    with worker.tree.reserve(MODEL, parent, new, ()) as reservation:
-        for step in reservation.steps:
-            kv = b"".join(content(page, step) for page in new)
-            scatter(reservation.views(step), memoryview(kv))
-        reservation.commit()
-
-
-def test_what_is_loaded_without_e_hides_from_nobody_the_e_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of more parts than peers may wait for, and where E of what comes before could not be
-    brought."""
-    monkeypatch.setattr("cachetree.disk.entry_file.MAX_FILE_BYTES", 4 * PAGE_TOTAL)
-    monkeypatch.setattr("cachetree.disk.tier._MAX_PROMOTIONS", 2)
-    with (
-        on_disk_only(tmp_path, host_bytes=3 * ROOM) as (worker, address),
-        reader_of(address) as cache,
-    ):
-        store(worker.tree, pages_of(64, "other"))
-        settle(worker, 128)
-        disk = worker._disk
-        num_written = disk.status().counts.num_written_entries
-        assert num_written > 32
-
-        with monkeypatch.context() as patch:
-            patch.setattr(DiskTier, "_promote_entry", lambda *_: False)  # There is no room.
-            load_without_e(worker, Span(0, 20))
-            settle(worker, 128)
-            eventually(lambda: not disk._hiding and not disk._reads.num_waiting)
-        goes_on = slow(worker, monkeypatch)
-        load_without_e(worker, Span(20, 64))
-        eventually(lambda: worker.tree._holds.open)
-        assert not disk._promotions.num_waiting, "no peer could have its pages read"
-        goes_on.set()
-        eventually(lambda: worker.match(PAGES)[0].e_pages == {E_LAYER: 64})
-        eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
-        fetched(cache, address, PAGES)
-        settle(worker, 128)
-        counts = disk.status().counts
-        assert counts.num_written_entries == num_written, "what was on disk was written again"
-
-
-def test_nothing_is_brought_below_pages_whose_e_could_not_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever fetches all of them later would find the last in memory, and bring no E."""
-    promote = DiskTier._promote_entry
+def test_kv_in_memory_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
+    """As a server stores what it has read of its own: without E."""
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                DiskTier,
-                "_promote_entry",
-                lambda tier, it, *keep: it.record.parent and promote(tier, it, *keep),
-            )
-            load_without_e(worker, Span(0, 20))
-            settle(worker, 64)
-            eventually(lambda: not worker._disk._hiding and not worker._disk._reads.num_waiting)
-            with pytest.raises(StaleEntry):
-                fetched(cache, address, PAGES)
+        num_written = worker._disk.status().counts.num_written_entries
+        with worker.tree.reserve(MODEL, None, PAGES) as reservation:
+            for step in reservation.steps:
+                kv = b"".join(content(page, step) for page in PAGES)
+                scatter(reservation.views(step), memoryview(kv))
+            reservation.commit()
+        assert {it.location: dict(it.e_pages) for it in worker.match(PAGES)} == {
+            LOCAL: {},
+            DISK: {E_LAYER: 64},
+        }
+        before = worker._disk.status().counts.num_read_bytes
+        assert seen(cache, address) == [(64, {E_LAYER: 64})]
         fetched(cache, address, PAGES)
-        eventually(lambda: seen(cache, address) == [(64, {E_LAYER: 64})])
+        assert worker._disk.status().counts.num_read_bytes - before == 64 * PAGE_BYTES, "only E"
+        assert worker.match(PAGES)[0].e_pages == {E_LAYER: 64}
+        settle(worker, 64)
+        assert worker._disk.status().counts.num_written_entries == num_written
 
 
 def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(

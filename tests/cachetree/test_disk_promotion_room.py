@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of
-from transport_parts import MODEL, eventually, pages_of, store
+from transport_parts import MODEL, PARTS, eventually, pages_of, store
 
 from cachetree import Cache, Deadline, Location, PageHash, StaleEntry
 
@@ -103,7 +103,7 @@ def test_what_a_peer_no_longer_wants_is_not_read(tmp_path: Path) -> None:
     with worker_of(tmp_path) as (worker, _):
         done = threading.Event()
         worker._disk.promote(
-            MODEL, FIRST[-1], Deadline.after(60), lambda: False, lambda _: done.set()
+            MODEL, FIRST[-1], PARTS, Deadline.after(60), lambda: False, lambda _: done.set()
         )
         assert done.wait(20)
         assert num_local(worker, FIRST) == 0
@@ -119,7 +119,7 @@ def test_what_was_read_for_a_peer_stays_until_the_fetch_begins(tmp_path: Path) -
             let_go.append(release)
             done.set()
 
-        worker._disk.promote(MODEL, FIRST[-1], Deadline.after(60), lambda: True, read)
+        worker._disk.promote(MODEL, FIRST[-1], PARTS, Deadline.after(60), lambda: True, read)
         assert done.wait(20)
         worker.tree.evict()
         assert num_local(worker, FIRST) == 60

@@ -26,6 +26,7 @@ from transport_parts import (
     FAST,
     MODEL,
     PAGE_BYTES,
+    PARTS,
     content,
     eventually,
     pages_of,
@@ -35,6 +36,7 @@ from transport_parts import (
 
 from cachetree import (
     DISK,
+    KV,
     LOCAL,
     Cache,
     CacheConfig,
@@ -76,7 +78,13 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, location: Locatio
 
 def store_and_wait(cache: Cache, pages: Sequence[PageHash]) -> None:
     store(cache.tree, pages)
-    eventually(lambda: num_found(cache, pages, DISK) == len(pages))
+    eventually(lambda: e_found(cache, pages, DISK) == len(pages))
+
+
+def e_found(cache: Cache, pages: Sequence[PageHash], location: Location) -> int:
+    """How many pages have KV and E there."""
+    there = [it for it in cache.match(pages) if it.location == location]
+    return sum(it.e_pages.get(E_LAYER, 0) for it in there)
 
 
 def test_what_left_memory_is_fetched_from_disk(tmp_path: Path) -> None:
@@ -92,7 +100,7 @@ def test_what_left_memory_is_fetched_from_disk(tmp_path: Path) -> None:
         for span in (Span(0, 8), Span(2, 5), Span(7, 8)):
             fetch(cache, prompt(0), span)
         status = cache.status()
-        assert status.disk.num_entries == 12
+        assert status.disk.num_entries == 24
         assert status.disk.num_late_entries == 0
 
 
@@ -126,6 +134,22 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
         fetch_too_late(cache, WHOLE, prompt(0), is_given_up=is_given_up)
 
 
+def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
+    """In the proportions of an 8B model, E of one layer is 1/16 of the KV."""
+    family = msgspec.structs.replace(FAMILY, num_layers=32, page_size=64)
+    pages = prompt(0)
+    kv = [memoryview(bytes(8 * family.kv_page_bytes))] * family.num_layers
+    e = memoryview(bytes(8 * family.e_page_bytes))
+    with open_cache(tmp_path, family, host_bytes=64 << 20) as cache:
+        assert cache.store(MODEL, None, pages, kv, {})
+        eventually(lambda: num_found(cache, pages, DISK) == 8)
+        before = cache.status().disk.counts.num_written_bytes
+        assert cache.store(MODEL, None, pages, kv, {1: e})
+        eventually(lambda: cache.status().disk.counts.num_written_bytes > before)
+        written = cache.status().disk.counts.num_written_bytes - before
+    assert e.nbytes <= written < 1.05 * e.nbytes
+
+
 def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         for number in range(8):
@@ -135,7 +159,7 @@ def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
         for number in [*range(8), 99]:
             assert num_found(cache, prompt(number), DISK) == 8, "closing did not write it"
             fetch(cache, prompt(number), Span(0, 8))
-        eventually(lambda: num_found(cache, prompt(99), LOCAL) == 8)
+        eventually(lambda: e_found(cache, prompt(99), LOCAL) == 8)
         eventually(lambda: cache.tree.num_bytes == 4 * PROMPT_BYTES)
         fetch(cache, prompt(99), Span(0, 8), LOCAL)
         assert num_found(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
@@ -284,7 +308,7 @@ def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
                 store(cache.tree, prompt(number))
                 time.sleep(0.02)
         status = cache._disk.status
-        eventually(lambda: status().num_entries + status().num_late_entries == 6)
+        eventually(lambda: status().num_entries + status().num_late_entries == 12)
         assert status().num_late_entries > 0
 
 
@@ -298,19 +322,25 @@ def test_what_is_read_into_memory_is_not_written_again(tmp_path: Path) -> None:
             for number in range(8):
                 promote(cache, prompt(number)).wait(20)
         store_and_wait(cache, prompt(9))
-        assert cache._disk.status().num_late_entries == 0
+        assert cache._disk.status().num_late_entries <= 1, "E of what waited had no lease"
     with open_cache(tmp_path, host_bytes=64 << 20) as cache:
         eventually(lambda: num_found(cache, prompt(0), LOCAL) == 8)
         store_and_wait(cache, prompt(10))
-        order = [it.pages[-1] for it in cache._disk._store.index.entries()]
-        assert order == [prompt(number)[-1] for number in range(10, -1, -1)]
+        records = [it.record for it in cache._disk._store.files.coldest_first()]
+        order = [it.pages[-1] for it in records if it.part == KV]
+        assert order == [prompt(number)[-1] for number in range(11)]
 
 
 def promote(cache: Cache, pages: Sequence[PageHash]) -> threading.Event:
     """Set once it has been tried."""
     done = threading.Event()
     cache._disk.promote(
-        MODEL, pages[-1], Deadline.after(20), lambda: True, lambda let_go: (let_go(), done.set())
+        MODEL,
+        pages[-1],
+        PARTS,
+        Deadline.after(20),
+        lambda: True,
+        lambda let_go: (let_go(), done.set()),
     )
     return done
 
@@ -331,7 +361,7 @@ def test_what_is_evicted_while_it_is_read_into_memory_is_gone_from_there_too(
         store_and_wait(cache, pages)
         eventually(lambda: not cache.status().held_bytes)
         cache.tree.evict()
-        file = data_files(tmp_path)[-1]
+        file = data_files(tmp_path)[-2]  # KV of the second half.
         file.unlink()
         os.mkfifo(file)  # Whoever opens it waits for somebody to write.
         done = promote(cache, pages)
@@ -340,7 +370,7 @@ def test_what_is_evicted_while_it_is_read_into_memory_is_gone_from_there_too(
         with pytest.raises(queue.Empty):
             freed.get(timeout=0.2)
         handle = os.open(file, os.O_RDWR)
-        assert freed.get(timeout=20)[0] == PROMPT_BYTES
+        assert freed.get(timeout=20)[0] == 8 * 4 * PAGE_BYTES, "KV of the first half"
         os.close(handle)
         assert done.wait(20)
         assert not cache.match(pages)
@@ -356,7 +386,8 @@ def test_what_is_evicted_while_it_is_written_is_gone_from_both(tmp_path: Path) -
             with pytest.raises(queue.Empty):
                 freed.get(timeout=0.2)
         num_bytes, num_disk_bytes = freed.get(timeout=20)
-        assert num_bytes == PROMPT_BYTES < num_disk_bytes
+        assert num_bytes == PROMPT_BYTES
+        assert num_disk_bytes > 8 * 4 * PAGE_BYTES, "of KV"
         assert not cache.match(prompt(0))
 
 
@@ -400,7 +431,8 @@ def test_an_order_to_evict_waits_for_no_disk_that_hangs(
         with cache._disk._store._writing:
             store(cache.tree, prompt(1))
             eventually(lambda: cache.status().held_bytes)
-            assert evict(cache).get(timeout=20) == (PROMPT_BYTES, 0)
+            e_bytes = 8 * PAGE_BYTES  # Of what waits to be written.
+            assert evict(cache).get(timeout=20) == (PROMPT_BYTES + e_bytes, 0)
             fetch(cache, prompt(0), Span(0, 8))
             eventually(lambda: num_found(cache, prompt(0), LOCAL) == 8)
 
@@ -458,20 +490,22 @@ def test_a_disk_that_hangs_hinders_no_close(
     cache = open_cache(tmp_path)
     store_and_wait(cache, prompt(0))
     cache.tree.evict()
-    (file,) = data_files(tmp_path)
-    file.unlink()
-    os.mkfifo(file)  # Whoever opens it waits for somebody to write.
+    files = data_files(tmp_path)
+    for file in files:
+        file.unlink()
+        os.mkfifo(file)  # Whoever opens it waits for somebody to write.
     staging = cache.fetch(WHOLE, prompt(0), Deadline.after(60))
     closing = threading.Thread(target=cache.close, daemon=True)
     closing.start()
     closing.join(20)
     is_hanging = closing.is_alive()
-    handle = os.open(file, os.O_RDWR)  # The disk answers at last.
+    handles = [os.open(file, os.O_RDWR) for file in files]  # The disk answers at last.
     assert not is_hanging
     assert "does not answer" in caplog.text
     with pytest.raises(StaleEntry):
         wait_all(staging)
-    os.close(handle)
+    for handle in handles:
+        os.close(handle)
 
 
 def test_many_threads_get_right_bytes_or_a_miss(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tree_parts import (
     FAMILY,
     FAR,
     KV,
+    KV_PART,
     PAGE,
     A,
     B,
@@ -23,7 +24,7 @@ from tree_parts import (
 )
 
 from cachetree.errors import ConfigError
-from cachetree.ids import PageHash
+from cachetree.ids import PageHash, Part
 from cachetree.tree.entries import Change
 from cachetree.tree.eviction import Retention
 from cachetree.tree.tree import CacheTree
@@ -64,7 +65,7 @@ def test_without_shared_prefixes_it_is_the_textbooks(seed: int) -> None:
             textbook.hit(page)
             num_hits += 1
         else:
-            reservation = tree.reserve(A, None, [page], [])
+            reservation = tree.reserve(A, None, [page])
             reservation.commit()
             assert gone == textbook.insert(page)
             num_evictions += len(gone)
@@ -77,7 +78,7 @@ def test_the_tail_of_a_split_node_keeps_its_place() -> None:
     store(tree, A, "x")
     store(tree, A, "abcd")
     store(tree, A, "y")
-    tree.remote.add(FAR, B, None, path("ab"), [])
+    tree.remote.add(FAR, B, None, path("ab"))
     store(tree, A, "z")
     assert [num_pages(tree, A, text) for text in ("x", "abcd")] == [0, 4]
 
@@ -97,8 +98,8 @@ def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
     """A page of E is as large as four of KV, and what goes first leaves holes of one."""
     tree = CacheTree(msgspec.structs.replace(FAMILY, hidden_size=16), host_bytes=12 * PAGE)
 
-    def put(text: str, *e_layers: int) -> bool:
-        reservation = tree.reserve(A, None, path(text), e_layers)
+    def put(text: str, part: Part = KV_PART) -> bool:
+        reservation = tree.reserve(A, None, path(text), part)
         if reservation is not None:
             reservation.commit()
         return reservation is not None
@@ -109,14 +110,14 @@ def test_e_finds_room_where_all_that_is_free_is_torn() -> None:
         tree.match(path(text))
     leased(tree, A, "d")
     # Three tails give enough bytes, d is read, and only e and f lie side by side.
-    assert put("g", 1)
+    assert put("g") and put("g", Part(1))
     assert tree.num_evictions == 5
     assert [num_pages(tree, A, it) for it in ("ay", "by", "cy", "d", "g")] == [2, 2, 2, 1, 1]
-    leases = [tree.lease(A, path(it), "test", far_future()) for it in ("ay", "by", "cy", "g")]
-    assert all(leases)
-    assert not put("h", 1)
+    leases = [leased(tree, A, text) for text in ("ay", "by", "cy")]
+    assert all([*leases, leased(tree, A, "g", 1)])
+    assert put("h") and not put("h", Part(1))
     assert tree.num_evictions == 5
-    assert tree.num_bytes == 8 * PAGE + 4 * KV
+    assert tree.num_bytes == 9 * PAGE + 4 * KV
 
 
 def test_bad_retention_is_refused_with_its_value() -> None:

@@ -269,7 +269,7 @@ def with_each_bit_flipped(sound: bytes) -> Iterator[memoryview]:
 
 
 MANY_PAGES = join_hashes(pages_of(192))
-ENTRY = wire.Entry(added=True, model=MODEL, parent=b"", pages=MANY_PAGES, e_layers=(E_LAYER,))
+ENTRY = wire.Entry(added=True, model=MODEL, parent=b"", pages=MANY_PAGES, part=E_LAYER)
 FETCH = wire.Fetch(
     id=3,
     model=MODEL,

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_parts import serving
 from test_security_settings import has_ipv6
-from transport_parts import FAST, MODEL, PAGE_BYTES, eventually, pages_of, store
+from transport_parts import E_LAYER, FAST, MODEL, PAGE_BYTES, PARTS, eventually, pages_of, store
 
 from cachetree import (
     LOCAL,
@@ -77,9 +77,9 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
         reader_of(worker.address) as cache,
     ):
         store(engine.tree, PAGES)
-        eventually(lambda: cache.match(PAGES))
+        eventually(lambda: cache.match(PAGES) and cache.match(PAGES)[0].e_pages == {E_LAYER: 64})
         fetched(cache, worker.address, PAGES)
-        eventually(lambda: worker.status().disk.num_pages == 64)  # type: ignore[union-attr]
+        eventually(lambda: worker.status().disk.num_entries == 2)  # type: ignore[union-attr]
         # The receiver may have the last frame before the worker has counted it.
         eventually(lambda: worker.status().worker.num_streams == 0)  # type: ignore[union-attr]
         there, here = scraped(worker), scraped(cache)
@@ -92,7 +92,7 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
         ("cachetree:hits_total", "memory"): 1,
         ("cachetree:served_fetches_total", "ok"): 1,
         ("cachetree:sent_bytes_total",): sent,
-        ("cachetree:pulls_total", engine.address, "fetched"): 1,
+        ("cachetree:pulls_total", engine.address, "fetched"): 2,
         ("cachetree:pulls_total", engine.address, "failed"): 0,
         ("cachetree:pulled_bytes_total", engine.address): 64 * PAGE_TOTAL,
         ("cachetree:waiting_pulls", engine.address): 0,
@@ -182,7 +182,7 @@ def test_leased_memory_counts_as_held() -> None:
     with cache_of(host_bytes=64 * PAGE_TOTAL) as cache:
         store(cache.tree, PAGES)
         assert health_of(cache.status()).degraded == ()
-        lease = cache.tree.lease(ModelId("sender"), PAGES, "test", Deadline.after(5))
+        lease = cache.tree.lease(ModelId("sender"), PAGES, "test", Deadline.after(5), PARTS)
         with lease:
             assert "cannot be evicted" in health_of(cache.status()).degraded[0]
         assert health_of(cache.status()).degraded == ()
@@ -358,7 +358,7 @@ def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serve
     with cache_of(serves=serves) as cache:
         store(cache.tree, PAGES)
         monkeypatch.setattr(CacheTree, "held_bytes", property(look))
-        with cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5)):
+        with cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5), PARTS):
             assert cache.status().held_bytes == 64 * PAGE_TOTAL
     assert len(looks) == 1
 

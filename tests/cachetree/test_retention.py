@@ -28,7 +28,7 @@ def test_a_pinned_prefix_stays_until_it_is_unpinned() -> None:
     assert tree.unpin(A, path("ab"))
     assert not tree.unpin(A, path("ab"))
     assert tree.num_pinned_bytes == 0
-    reservation = tree.reserve(B, None, path("01234567"), [])  # needs all there is
+    reservation = tree.reserve(B, None, path("01234567"))  # needs all there is
     assert reservation is not None
     assert num_pages(tree, A, "abcd") == 0
 
@@ -85,7 +85,7 @@ def test_pins_keep_no_more_than_their_share() -> None:
     assert tree.pin(A, path("ab")) == {A: 2}  # the same memory
     assert tree.num_pinned_bytes == 3 * PAGE
     # What pins leave is given; what would need theirs is refused, not waited for.
-    assert tree.reserve(A, None, path("012345"), []) is None
+    assert tree.reserve(A, None, path("012345")) is None
     store(tree, A, "01234")
     assert num_pages(tree, A, "abc") == 3
 
@@ -144,7 +144,7 @@ def test_sweep_of_a_crowd_takes_several_turns() -> None:
     clock = FakeTime()
     tree = CacheTree(FAMILY, host_bytes=1000 * PAGE, clock=clock, retention=Retention(ttl_s=10))
     for number in range(1000):
-        reservation = tree.reserve(A, None, [PageHash(number.to_bytes(16))], ())
+        reservation = tree.reserve(A, None, [PageHash(number.to_bytes(16))])
         assert reservation is not None
         with reservation:
             reservation.commit()
@@ -163,12 +163,12 @@ def test_an_operators_question_keeps_nothing_in_memory() -> None:
         store(cache.tree, A, "abcdefgh")
         cache.tree.remote.limit(FAR, 2 * len(pages))
         for far in (pages, path("ABCDEFGH")):
-            cache.tree.remote.add(FAR, A, None, far, ())
+            cache.tree.remote.add(FAR, A, None, far)
         question = verbs.Find(pages=join_hashes(pages))
         for is_here in (True, True, False):
             cache.tree.sweep()
             answer = ask(cache.address, question, verbs.Found, timeout_s=5)
             assert len(answer.holdings) == 1 + is_here
             clock.now_s += 0.5
-        cache.tree.remote.add(FAR, A, None, path("12345678"), ())
+        cache.tree.remote.add(FAR, A, None, path("12345678"))
         assert cache.tree.remote.reach(FAR, A, pages) == 0

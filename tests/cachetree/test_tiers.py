@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import pytest
 from tier_parts import fetch, plan_of
 from transport_parts import (
-    E_LAYER,
     FAMILY,
     MODEL,
+    PARTS,
     content,
     eventually,
     pages_of,
@@ -30,6 +30,7 @@ from cachetree import (
     ModelId,
     NoteSpeed,
     PageHash,
+    Part,
     Search,
     Span,
     Staging,
@@ -66,7 +67,7 @@ class ShelfTier:
             staging.write(step, 0, memoryview(payload))
         self.note_speed(64 << 20, 0.5, None)
 
-    def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
+    def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
         self.used.append(pages)
 
     def search(self, pages: Sequence[PageHash]) -> Search:
@@ -76,7 +77,8 @@ class ShelfTier:
 
     def answer(self) -> None:
         for pages, search in self.asked:
-            self.tree.remote.add(SHELF, MODEL, None, pages, [E_LAYER])
+            for part in PARTS:
+                self.tree.remote.add(SHELF, MODEL, None, pages, part)
             search.end()
 
     def status(self) -> Shelf:
@@ -230,7 +232,7 @@ def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
         return True
 
     tree = CacheTree(FAMILY, host_bytes=1 << 20)
-    store(tree, pages_of(2))
+    tree.reserve(MODEL, None, pages_of(2)).commit()
     behind = written_behind(tree, write)
     assert begun.wait(30)
     assert behind.close(0.0)
@@ -251,10 +253,10 @@ def test_what_is_late_while_an_entry_is_written_stays_counted(
 
     tree = CacheTree(FAMILY, host_bytes=1 << 20)
     behind = written_behind(tree, write)
-    store(tree, pages_of(2, "0 "))
+    tree.reserve(MODEL, None, pages_of(2, "0 ")).commit()
     assert begun.wait(30)
     for number in range(1, 12):  # The first of them waits.
-        store(tree, pages_of(2, f"{number} "))
+        tree.reserve(MODEL, None, pages_of(2, f"{number} ")).commit()
     may_end.set()
     assert behind.close(30)
     assert behind.num_late == 10

@@ -21,6 +21,7 @@ from security_parts import (
     ticket_of,
 )
 from transport_parts import (
+    E_LAYER,
     FAMILY,
     MODEL,
     SILENCE_S,
@@ -43,6 +44,7 @@ from cachetree import (
     Deadline,
     Kind,
     Location,
+    Part,
     PeerConfig,
     PeerState,
     ProtocolError,
@@ -50,7 +52,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.ids import entry_steps
+from cachetree.ids import KV, steps_of
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
 from cachetree.transport import frames, wire
@@ -102,7 +104,7 @@ def test_entries_are_copied_and_read_from_the_copy(us: Party, friend: Party) -> 
         worker_of(kept, **us.serving(friend)) as worker,
     ):
         with peer_of(engine.address, kept, friend.asking(us), keeper=new_keeper(kept)):
-            eventually(lambda: kept.num_pages == 256)
+            eventually(lambda: kept.has(MODEL, PAGES[-1], Part(E_LAYER)))
         with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
             fetch_all(peer, PAGES)
         assert engine.status().num_protocol_errors == 0
@@ -162,7 +164,7 @@ def test_a_copy_that_is_struck_is_made_again(
             assert peer.status.pulls.error == ""
     lease = kept.lease(MODEL, PAGES, "a test", Deadline.after(5))
     with lease:
-        for step in entry_steps(FAMILY.num_layers, ()):
+        for step in steps_of(KV, FAMILY.num_layers):
             assert b"".join(lease.views(step)) == b"".join(content(page, step) for page in PAGES)
 
 

@@ -108,7 +108,7 @@ def unasked_fetch(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) ->
 
 
 def impossible_entries(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-    entry = wire.Entry(added=True, model="m", parent=b"", pages=bytes(16), e_layers=(99,))
+    entry = wire.Entry(added=True, model="m", parent=b"", pages=bytes(16), part=99)
     worker.send(identity, wire.Entries(entries=(entry,)))
 
 

@@ -13,10 +13,12 @@ from tree_parts import (
     FARTHER,
     KV,
     KV0,
+    KV_PART,
     PAGE,
     A,
     B,
     E,
+    advertise,
     content,
     far_future,
     has_content,
@@ -28,8 +30,7 @@ from tree_parts import (
 )
 
 from cachetree.clock import Deadline
-from cachetree.errors import StaleEntry
-from cachetree.ids import DISK, LOCAL, Kind, Location, ModelId, PageHash, Span, Step
+from cachetree.ids import DISK, LOCAL, Kind, Location, ModelId, PageHash, Part, Span, Step
 from cachetree.memory import Arena, Blocks, Loan
 from cachetree.planning.plan import Match
 from cachetree.tree.entries import Change, Node
@@ -40,7 +41,7 @@ def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
     tree = make_tree()
     store(tree, A, "abcd", e_layers=[1])
     store(tree, B, "abx")
-    tree.remote.add(FAR, B, None, path("abc"), [0, 2])
+    advertise(tree, FAR, B, "abc", 0, 2)
     assert sorted(tree.match(path("abcz")), key=lambda m: (m.location, m.model)) == [
         Match(model=A, location=LOCAL, num_pages=3, e_pages={1: 3}),
         Match(model=B, location=LOCAL, num_pages=2, e_pages={}),
@@ -50,11 +51,12 @@ def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
     assert tree.match([]) == []
 
 
-def test_e_counts_only_without_a_gap_from_the_first_page() -> None:
+def test_e_is_kept_only_without_a_gap_from_the_first_page() -> None:
     tree = make_tree()
     store(tree, A, "ab", e_layers=[1, 2])
     store(tree, A, "abc", start=2, e_layers=[1])
-    store(tree, A, "abcd", start=3, e_layers=[1, 2])
+    store(tree, A, "abcd", start=3, e_layers=[1])
+    assert tree.reserve(A, path("abc")[-1], path("abcd")[3:], Part(2)) is None
     assert tree.match(path("abcd"))[0].e_pages == {1: 4, 2: 2}
 
 
@@ -66,14 +68,14 @@ def test_what_is_there_of_a_new_prompt_is_found_by_halving(
     prompt = [PageHash(bytes([it]) * 16) for it in range(200)]
     for stop in range(1, 101):  # A node each.
         parent = prompt[stop - 2] if stop > 1 else None
-        tree.reserve(A, parent, prompt[stop - 1 : stop], ()).commit()
+        tree.reserve(A, parent, prompt[stop - 1 : stop]).commit()
     compared: list[Node] = []
     num_common = Node.num_common
     monkeypatch.setattr(
         Node, "num_common", lambda self, *rest: compared.append(self) or num_common(self, *rest)
     )
     parent = prompt[num_before - 1] if num_before else None
-    reservation = tree.reserve(A, parent, prompt[num_before:], ())
+    reservation = tree.reserve(A, parent, prompt[num_before:])
     reservation.commit()
     assert (reservation.skipped, len(reservation.pages)) == (100 - num_before, 100)
     assert tree.match(prompt)[0].num_pages == 200
@@ -82,7 +84,7 @@ def test_what_is_there_of_a_new_prompt_is_found_by_halving(
 
 def test_a_reservation_is_invisible_until_it_is_committed() -> None:
     tree = make_tree()
-    reservation = tree.reserve(A, None, path("ab"), [])
+    reservation = tree.reserve(A, None, path("ab"))
     assert tree.num_bytes == 2 * PAGE
     assert tree.match(path("ab")) == []
     reservation.commit()
@@ -95,12 +97,12 @@ def test_a_reservation_is_invisible_until_it_is_committed() -> None:
 
 def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
     tree = make_tree()
-    reservation = tree.reserve(A, None, path("ab"), [])
+    reservation = tree.reserve(A, None, path("ab"))
     reservation.release()
     reservation.release()
     assert tree.num_bytes == 0
     with pytest.raises(ZeroDivisionError):  # noqa: SIM117
-        with tree.reserve(A, None, path("ab"), []) or pytest.fail("no room"):
+        with tree.reserve(A, None, path("ab")) or pytest.fail("no room"):
             _ = 1 // 0
     assert tree.num_bytes == 0
     assert tree.match(path("ab")) == []
@@ -113,18 +115,18 @@ def test_a_failed_allocation_leaves_nothing_behind() -> None:
 
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Broken(100 * PAGE))
     with pytest.raises(MemoryError):
-        tree.reserve(A, None, path("ab"), [])
+        tree.reserve(A, None, path("ab"))
     assert tree.num_bytes == 0
 
 
 def test_pages_that_the_model_has_are_skipped() -> None:
     tree = make_tree()
     store(tree, A, "ab")
-    reservation = tree.reserve(A, None, path("abcd"), [])
+    reservation = tree.reserve(A, None, path("abcd"))
     assert (reservation.skipped, list(reservation.pages)) == (2, path("abcd")[2:])
     assert sum(it.nbytes for it in reservation.views(KV0)) == 2 * KV
     reservation.release()
-    nothing = tree.reserve(A, None, path("ab"), [])
+    nothing = tree.reserve(A, None, path("ab"))
     assert (nothing.skipped, nothing.pages) == (2, ())
     nothing.commit()
     assert tree.num_bytes == 2 * PAGE
@@ -132,20 +134,20 @@ def test_pages_that_the_model_has_are_skipped() -> None:
 
 def test_an_orphan_is_refused() -> None:
     tree = make_tree()
-    assert tree.reserve(A, path("a")[0], path("ab")[1:], []) is None
+    assert tree.reserve(A, path("a")[0], path("ab")[1:]) is None
     store(tree, B, "a")
-    assert tree.reserve(A, path("a")[0], path("ab")[1:], []) is None
+    assert tree.reserve(A, path("a")[0], path("ab")[1:]) is None
 
 
 def test_e_at_a_layer_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="E at layer 3"):
-        make_tree().reserve(A, None, path("a"), [3])
+        make_tree().reserve(A, None, path("a"), Part(3))
 
 
 def test_two_reservations_of_the_same_pages_become_one_entry() -> None:
     tree = make_tree()
-    first = tree.reserve(A, None, path("ab"), [])
-    second = tree.reserve(A, None, path("abc"), [])
+    first = tree.reserve(A, None, path("ab"))
+    second = tree.reserve(A, None, path("abc"))
     first.commit()
     second.commit()
     assert num_pages(tree, A, "abc") == 3
@@ -168,8 +170,8 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
     whole = leased(tree, A, "abcdef").views(KV0)
     store(tree, B, "abxy")
     store(tree, B, "abcd", start=2)
-    assert lent == [6 * (PAGE + E), 4 * PAGE, 2 * PAGE]
-    after = leased(tree, A, "abcdef")
+    assert lent == [6 * PAGE, 6 * E, 4 * PAGE, 2 * PAGE]
+    after = leased(tree, A, "abcdef", 2)
     assert has_content(after, A, "abcdef", [2])
     # The pieces still lie side by side, so they move as one frame.
     assert len(after.views(KV0)) == 1
@@ -177,7 +179,7 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
     assert whole[0][0] == ord("!")
     e = Step(Kind.E, 2)
     assert b"".join(after.views(e, Span(1, 5))) == content(A, path("abcdef")[1:5], e)
-    with pytest.raises(StaleEntry, match="layer 1"):
+    with pytest.raises(ValueError, match="layer=1"):
         after.views(Step(Kind.E, 1))
 
 
@@ -241,7 +243,7 @@ def test_eviction_of_one_model_leaves_the_others() -> None:
 def test_bytes_come_back_with_each_page_that_goes() -> None:
     tree = make_tree(4)
     store(tree, A, "abcd")
-    tree.remote.add(FAR, B, None, path("ab"), [])  # splits the node in two
+    tree.remote.add(FAR, B, None, path("ab"))  # splits the node in two
     assert tree.num_bytes == 4 * PAGE
     store(tree, A, "z")
     assert num_pages(tree, A, "abcd") == 2
@@ -250,9 +252,9 @@ def test_bytes_come_back_with_each_page_that_goes() -> None:
 
 def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
     tree = make_tree()
-    tree.remote.add(FAR, A, None, path("abcd"), [1])
-    tree.remote.add(FARTHER, A, None, path("ab"), [])
-    tree.remote.add(FAR, A, path("abcd")[3], path("abcdef")[4:], [])
+    advertise(tree, FAR, A, "abcd", 1)
+    tree.remote.add(FARTHER, A, None, path("ab"))
+    tree.remote.add(FAR, A, path("abcd")[3], path("abcdef")[4:])
     assert tree.num_bytes == 0
     assert num_pages(tree, A, "abcdef", FAR) == 6
     tree.remote.drop(FAR, A, path("abcdef")[5:])
@@ -265,16 +267,16 @@ def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
     tree.remote.forget(FAR)
     assert tree.match(path("abcdef")) == []
     with pytest.raises(ValueError, match="not advertised"):
-        tree.remote.add(LOCAL, A, None, path("a"), [])
+        tree.remote.add(LOCAL, A, None, path("a"))
 
 
 def test_adverts_that_could_never_match_hide_nothing() -> None:
     tree = make_tree()
     store(tree, A, "abc")
-    tree.remote.add(FAR, A, path("ab")[1], path("abc")[2:], [])  # no parent there
-    tree.remote.add(FAR, A, None, path("abc")[1:], [])  # page b is not at the root
-    tree.remote.add(FAR, A, None, [*path("x"), *path("ab")], [])  # a is not after x
-    tree.remote.add(FARTHER, A, None, path("y") * 2, [])
+    tree.remote.add(FAR, A, path("ab")[1], path("abc")[2:])  # no parent there
+    tree.remote.add(FAR, A, None, path("abc")[1:])  # page b is not at the root
+    tree.remote.add(FAR, A, None, [*path("x"), *path("ab")])  # a is not after x
+    tree.remote.add(FARTHER, A, None, path("y") * 2)
     assert [(m.location, m.num_pages) for m in tree.match(path("abc"))] == [(LOCAL, 3)]
     assert num_pages(tree, A, "x", FAR) == 1
     leased(tree, A, "abc")
@@ -287,8 +289,8 @@ def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
     tree = make_tree()
     store(tree, A, "ab")
     store(tree, A, "abx")
-    tree.remote.add(FAR, B, None, path(head), [])
-    tree.remote.add(FAR, B, path(head)[-1], path("abcd")[3:], [])
+    tree.remote.add(FAR, B, None, path(head))
+    tree.remote.add(FAR, B, path(head)[-1], path("abcd")[3:])
     for text, num in (("abcd", 2), ("abcdef", 2), ("abxy", 3)):
         assert num_pages(tree, A, text) == num
 
@@ -298,8 +300,8 @@ def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "ab")
-    tree.remote.add(FAR, B, None, path("a"), [])
-    tree.remote.add(FAR, B, path("a")[0], [path("x")[0], *path("abcd")[2:]], [])
+    tree.remote.add(FAR, B, None, path("a"))
+    tree.remote.add(FAR, B, path("a")[0], [path("x")[0], *path("abcd")[2:]])
     for text in ("abc", "abcd", "abcdef"):
         assert num_pages(tree, A, text) == 2
 
@@ -309,8 +311,8 @@ def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_the
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "abx")
-    tree.remote.add(FAR, B, None, path("abx"), [])
-    tree.remote.add(FAR, B, path("abx")[-1], path("abcde")[3:], [])
+    tree.remote.add(FAR, B, None, path("abx"))
+    tree.remote.add(FAR, B, path("abx")[-1], path("abcde")[3:])
     for text, num in (("abcd", 2), ("abcde", 2), ("abcdef", 2), ("abxy", 3)):
         assert num_pages(tree, A, text) == num
 
@@ -318,15 +320,15 @@ def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_the
 def test_no_advert_keeps_a_page_out_that_is_here() -> None:
     tree = make_tree()
     store(tree, A, "ab")
-    tree.remote.add(FAR, B, None, path("x"), [])
-    tree.remote.add(FAR, B, path("x")[0], [path("abcd")[3], path("abc")[2]], [])
-    tree.remote.add(FARTHER, B, None, path("abcdef")[5:], [1])
+    tree.remote.add(FAR, B, None, path("x"))
+    tree.remote.add(FAR, B, path("x")[0], [path("abcd")[3], path("abc")[2]])
+    tree.remote.add(FARTHER, B, None, path("abcdef")[5:])
     store(tree, A, "abcdef")
     assert num_pages(tree, A, "abcdef") == 6
     with leased(tree, A, "abcdef") as lease:
         assert has_content(lease, A, "abcdef")
     assert num_pages(tree, B, "x", FAR) == 1, "what is not contradicted stays"
-    tree.remote.add(FAR, B, None, path("abcdef")[4:], [])
+    tree.remote.add(FAR, B, None, path("abcdef")[4:])
     assert num_pages(tree, A, "abcdef") == 6
 
 
@@ -346,11 +348,12 @@ def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(
     tree = make_tree()
     for place in order:
         model, pages = (B, lie) if place == FAR else (A, path("abcd"))
-        tree.remote.add(place, model, None, pages, [1])
+        for part in (KV_PART, Part(1)):
+            tree.remote.add(place, model, None, pages, part)
     for place in (FARTHER, DISK):
         assert num_pages(tree, A, "abcd", place) == 4
-        assert tree.remote.reach(place, A, path("abcd"), [1]) == 4
-        tree.remote.add(place, A, path("abcd")[-1], path("abcdef")[4:], [])
+        assert tree.remote.reach(place, A, path("abcd"), Part(1)) == 4
+        tree.remote.add(place, A, path("abcd")[-1], path("abcdef")[4:])
         assert num_pages(tree, A, "abcdef", place) == 6
     tree.remote.forget(FAR)
     tree.remote.drop(FARTHER, A, path("abcd")[2:])
@@ -360,7 +363,7 @@ def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(
 
 def test_wrong_advert_hides_nothing_that_is_stored_and_leased() -> None:
     tree = make_tree()
-    tree.remote.add(FAR, A, None, [path("ab")[1], path("abc")[2]], [])
+    tree.remote.add(FAR, A, None, [path("ab")[1], path("abc")[2]])
     store(tree, A, "abc")
     store(tree, A, "abcd", start=3)
     assert num_pages(tree, A, "abcd") == 4
@@ -375,15 +378,15 @@ def test_peer_has_a_bounded_number_of_models() -> None:
     tree.remote.limit(FAR, 1000, max_models=4)
     models = [ModelId(f"{number}") for number in range(10)]
     for model in models:
-        tree.remote.add(FAR, model, None, path("ab"), [])
-        tree.remote.add(FARTHER, model, None, path("a"), [])
+        tree.remote.add(FAR, model, None, path("ab"))
+        tree.remote.add(FARTHER, model, None, path("a"))
     assert sum(match.location == FAR for match in tree.match(path("ab"))) == 4
     assert tree.remote.num_dropped == {FAR: 12}
     assert sum(match.location == FARTHER for match in tree.match(path("ab"))) == 10
-    tree.remote.add(FAR, models[0], path("ab")[-1], path("abc")[2:], [])
+    tree.remote.add(FAR, models[0], path("ab")[-1], path("abc")[2:])
     assert num_pages(tree, models[0], "abc", FAR) == 3, "a known model may grow"
     tree.remote.drop(FAR, models[0], path("ab"))
-    tree.remote.add(FAR, models[9], None, path("a"), [])
+    tree.remote.add(FAR, models[9], None, path("a"))
     assert num_pages(tree, models[9], "a", FAR) == 1, "one that went makes room"
 
 
@@ -396,7 +399,7 @@ def test_subscribers_learn_of_every_change_in_order() -> None:
     ab, a = path("ab"), path("a")
 
     def change(added: bool, model: ModelId, parent: PageHash | None, *pages: PageHash) -> Change:
-        return Change(added=added, model=model, parent=parent, pages=pages, e_layers=())
+        return Change(added=added, model=model, parent=parent, pages=pages)
 
     # The first model's node was split by the second's.
     assert list(now) == [
@@ -421,7 +424,7 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
     tree = make_tree(3000)
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2500)]
     for i, page in enumerate(pages):
-        reservation = tree.reserve(A, pages[i - 1] if i else None, [page], [])
+        reservation = tree.reserve(A, pages[i - 1] if i else None, [page])
         reservation.commit()
     assert tree.match(pages)[0].num_pages == 2500
     assert len(list(tree.subscribe(lambda change: None)[0])) == 2500
@@ -434,7 +437,7 @@ def test_a_match_copies_no_hashes() -> None:
     """Blocks as large as a prompt's hashes come from the heap at a price that has no bound."""
     tree = make_tree(3000)
     pages = [PageHash(i.to_bytes(16, "big")) for i in range(2000)]
-    reservation = tree.reserve(A, None, pages, [])
+    reservation = tree.reserve(A, None, pages)
     reservation.commit()
     question = [*pages[:1501], *path("x" * 499)]
     tree.match(question)
@@ -481,7 +484,7 @@ def test_threads_share_one_tree() -> None:
 def test_how_far_a_location_reaches_is_no_use() -> None:
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE)
     store(tree, A, "abcde")
-    tree.remote.add(FAR, B, None, path("abc"), [])
+    tree.remote.add(FAR, B, None, path("abc"))
     for text, reach in (("abc", 3), ("abcde", 3), ("ab", 2), ("axc", 1), ("x", 0), ("", 0)):
         assert tree.remote.reach(FAR, B, path(text)) == reach
     assert tree.remote.reach(FAR, A, path("abc")) == tree.remote.reach(FARTHER, B, path("abc")) == 0

@@ -10,12 +10,15 @@ from tree_parts import (
     FAR,
     KV,
     KV0,
+    KV_PART,
     PAGE,
     A,
     B,
+    E,
     FakeTime,
     content,
     far_future,
+    has_content,
     leased,
     make_tree,
     num_pages,
@@ -25,7 +28,7 @@ from tree_parts import (
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step
+from cachetree.ids import Kind, Part, Span, Step
 from cachetree.memory import Arena
 from cachetree.memory.slab import Blocks, Loan
 from cachetree.tree import CacheTree
@@ -54,7 +57,7 @@ def test_a_lease_of_pages_that_are_gone_is_none() -> None:
     assert tree.lease(A, path("x"), "test", far_future()) is None
     # Consecutive means consecutive.
     assert tree.lease(A, [path("abc")[0], path("abc")[2]], "test", far_future()) is None
-    tree.remote.add(FAR, A, path("z")[0], path("zz")[1:], [])
+    tree.remote.add(FAR, A, path("z")[0], path("zz")[1:])
     assert tree.lease(A, path("z"), "test", far_future()) is None
 
 
@@ -62,13 +65,13 @@ def test_what_cannot_fit_evicts_nothing() -> None:
     tree = make_tree(4)
     store(tree, A, "ab")
     store(tree, A, "x")
-    assert tree.reserve(A, None, path("vwxyz"), []) is None
+    assert tree.reserve(A, None, path("vwxyz")) is None
     lease = leased(tree, A, "ab")
-    assert tree.reserve(A, None, path("uvw"), []) is None
+    assert tree.reserve(A, None, path("uvw")) is None
     assert num_pages(tree, A, "x") == 1
     # Pages that would hang below evictable ones need those to stay.
     lease.release()
-    assert tree.reserve(A, path("ab")[1], path("abcde")[2:], []) is None
+    assert tree.reserve(A, path("ab")[1], path("abcde")[2:]) is None
     assert num_pages(tree, A, "ab") == 2
 
 
@@ -77,7 +80,7 @@ def test_a_leased_page_and_all_before_it_stay() -> None:
     store(tree, A, "ab")
     store(tree, A, "abcd", start=2)
     lease = tree.lease(A, path("abc")[2:], "test", far_future())
-    assert tree.reserve(A, None, path("z"), []) is None
+    assert tree.reserve(A, None, path("z")) is None
     tree.evict()
     assert num_pages(tree, A, "abcd") == 4
     lease.release()
@@ -112,11 +115,11 @@ def test_leases_end_at_their_deadline() -> None:
     store(tree, A, "ab")
     lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
     clock.now_s = 4.9
-    assert tree.reserve(A, None, path("z"), []) is None
+    assert tree.reserve(A, None, path("z")) is None
     clock.now_s = 5.0
     view = lease.views(KV0)[0]
     held = bytes(view)
-    assert tree.reserve(A, None, path("z"), []) is None, "all bytes that there are can be seen"
+    assert tree.reserve(A, None, path("z")) is None, "all bytes that there are can be seen"
     with pytest.raises(StaleEntry, match="slow reader"):
         lease.views(KV0)
     assert bytes(view) == held  # a view taken before is never overwritten
@@ -173,30 +176,25 @@ def test_a_lease_that_ends_while_its_views_are_taken_gives_none() -> None:
     assert num_pages(tree, A, "xy") == 2
 
 
-def test_views_that_are_taken_while_their_pages_gain_e_are_never_overwritten() -> None:
-    memory = SlowArena(100 * PAGE)
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=memory)
-    store(tree, A, "ab")
-    lease = leased(tree, A, "ab")
-
-    def gain() -> None:
-        store(tree, A, "ab", e_layers=[1])
-
-    memory.meanwhile = gain
-    (view,) = lease.views(KV0)
-    expected = content(A, path("ab"), KV0)
-    assert bytes(view) == expected
-    lease.release()
-    del lease
-    for number in range(40):
-        store(tree, B, chr(ord("0") + number) * 2)
-    assert bytes(view) == expected
+def test_e_is_leased_with_its_kv_or_alone_and_neither_goes_meanwhile() -> None:
+    tree = make_tree()
+    store(tree, A, "ab", e_layers=[1, 2])
+    assert tree.lease(A, path("ab"), "test", far_future(), [KV_PART, Part(0)]) is None
+    both = leased(tree, A, "ab", 1)
+    e = tree.lease(A, path("ab"), "test", far_future(), [Part(2)])
+    assert tree.evict() == 0
+    assert has_content(both, A, "ab", [1])
+    assert b"".join(e.views(Step(Kind.E, 2))) == content(A, path("ab"), Step(Kind.E, 2))
+    both.release()
+    assert tree.evict() == 2 * E, "KV stays below E that is read"
+    e.release()
+    assert tree.evict() == 2 * (PAGE + E)
 
 
 def test_an_open_reservation_keeps_its_parent() -> None:
     tree = make_tree()
     store(tree, A, "ab")
-    reservation = tree.reserve(A, path("ab")[1], path("abc")[2:], [])
+    reservation = tree.reserve(A, path("ab")[1], path("abc")[2:])
     tree.evict()
     assert num_pages(tree, A, "ab") == 2
     reservation.commit()

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror
+from tree_oracle import ALPHABETS, LIAR, LOCATIONS, NAMES, PARTS, Mirror
 from tree_walks import DEEP, SHALLOW, random_walk, retention_of
 
-from cachetree.ids import Location
+from cachetree.ids import KV, Location, Part
 from cachetree.tree.eviction import Retention
 
 
@@ -22,7 +22,7 @@ def test_long_random_walks(seed: int, longest: int) -> None:
 texts = st.one_of([st.text(it, min_size=1, max_size=SHALLOW) for it in ALPHABETS])
 names = st.sampled_from(NAMES)
 locations = st.sampled_from(LOCATIONS)
-e_choices = st.sampled_from(E_CHOICES)
+parts = st.sampled_from(PARTS)
 indices = st.integers(0, SHALLOW)
 
 
@@ -37,14 +37,14 @@ class TreeMachine(RuleBasedStateMachine):
     def choose(self, ttl_s: float | None) -> None:
         self.mirror = Mirror(retention=Retention(ttl_s=ttl_s))
 
-    @rule(name=names, text=texts, start=indices, e_layers=e_choices)
-    def reserve(self, name: str, text: str, start: int, e_layers: tuple[int, ...]) -> None:
-        self.mirror.reserve(self.mirror.loaded[name], text, start % len(text), e_layers)
+    @rule(name=names, part=parts, text=texts, start=indices)
+    def reserve(self, name: str, part: Part, text: str, start: int) -> None:
+        self.mirror.reserve((self.mirror.loaded[name], part), text, start % len(text))
 
-    @rule(name=names, text=texts, e_layers=e_choices)
-    def store(self, name: str, text: str, e_layers: tuple[int, ...]) -> None:
+    @rule(name=names, part=parts, text=texts)
+    def store(self, name: str, part: Part, text: str) -> None:
         num_open = len(self.mirror.reservations)
-        self.mirror.reserve(self.mirror.loaded[name], text, 0, e_layers)
+        self.mirror.reserve((self.mirror.loaded[name], part), text, 0)
         if len(self.mirror.reservations) > num_open:
             self.mirror.commit(num_open)
 
@@ -58,9 +58,10 @@ class TreeMachine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         self.mirror.release(index % len(self.mirror.reservations))
 
-    @rule(name=names, text=texts, start=indices, seconds=st.integers(1, 5))
-    def lease(self, name: str, text: str, start: int, seconds: int) -> None:
-        self.mirror.lease(self.mirror.loaded[name], text, start % len(text), seconds)
+    @rule(name=names, part=parts, text=texts, start=indices, seconds=st.integers(1, 5))
+    def lease(self, name: str, part: Part, text: str, start: int, seconds: int) -> None:
+        model = self.mirror.loaded[name]
+        self.mirror.lease(model, list({KV, part}), text, start % len(text), seconds)
 
     @precondition(lambda self: self.mirror.leases)
     @rule(index=indices)
@@ -88,31 +89,30 @@ class TreeMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.mirror.clear()
 
-    @rule(location=locations, name=names, text=texts, start=indices, e_layers=e_choices)
-    def add_remote(
-        self,
-        location: Location,
-        name: str,
-        text: str,
-        start: int,
-        e_layers: tuple[int, ...],
-    ) -> None:
-        self.mirror.add_remote(
-            location, self.mirror.loaded[name], text, start % len(text), e_layers
-        )
+    @rule(location=locations, name=names, part=parts, text=texts, start=indices)
+    def add_remote(self, location: Location, name: str, part: Part, text: str, start: int) -> None:
+        key = (self.mirror.loaded[name], part)
+        self.mirror.add_remote(location, key, text, start % len(text))
 
-    @rule(location=locations, name=names, text=texts, start=indices)
-    def drop_remote(self, location: Location, name: str, text: str, start: int) -> None:
-        self.mirror.drop_remote(location, self.mirror.loaded[name], text, start % len(text))
+    @rule(location=locations, name=names, part=parts, text=texts, start=indices)
+    def drop_remote(self, location: Location, name: str, part: Part, text: str, start: int) -> None:
+        key = (self.mirror.loaded[name], part)
+        self.mirror.drop_remote(location, key, text, start % len(text))
 
     @rule(
-        name=names, text=texts, order=st.permutations(range(SHALLOW)), num=indices, parent=indices
+        key=st.tuples(names, parts),
+        text=texts,
+        order=st.permutations(range(SHALLOW)),
+        num=indices,
+        parent=indices,
     )
-    def lie(self, name: str, text: str, order: list[int], num: int, parent: int) -> None:
-        model = self.mirror.loaded[name]
-        had = [it[2] for it in self.mirror.remote if it[:2] == (LIAR, model)]
+    def lie(
+        self, key: tuple[str, Part], text: str, order: list[int], num: int, parent: int
+    ) -> None:
+        of = self.mirror.loaded[key[0]], key[1]
+        had = [it[2] for it in sorted(self.mirror.remote) if it[:2] == (LIAR, of)]
         pages = [text[: at + 1] for at in order if at < len(text)][: num + 1]
-        self.mirror.lie(model, ["", *had][parent % (len(had) + 1)], pages)
+        self.mirror.lie(of, ["", *had][parent % (len(had) + 1)], pages)
 
     @rule(location=st.sampled_from((*LOCATIONS, LIAR)))
     def forget(self, location: Location) -> None:

@@ -8,6 +8,7 @@ from tree_parts import (
     PAGE,
     A,
     B,
+    advertise,
     far_future,
     has_content,
     leased,
@@ -17,7 +18,7 @@ from tree_parts import (
     store,
 )
 
-from cachetree.ids import DISK, ModelId, PageHash
+from cachetree.ids import DISK, ModelId, PageHash, Part
 from cachetree.tree.entries import Change
 
 
@@ -61,18 +62,19 @@ def test_of_pages_that_are_no_prompt_each_is_compared() -> None:
 
 
 def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
-    """Also where its pages are elsewhere by the time it ends, with less E."""
+    """Also where its pages are elsewhere by the time it ends."""
     tree = make_tree()
     store(tree, A, "a", e_layers=[1])
     store(tree, A, "ax", start=1)
     wrong = [PageHash(b"g" * 16), path("ax")[1]]
-    known = tree.reserve(A, None, wrong, [1])
-    assert known.skipped == 0
-    open_one = tree.reserve(A, None, [PageHash(b"h" * 16), path("cy")[1]], [1])
+    known = tree.reserve(A, None, wrong)
+    e = tree.reserve(A, None, wrong, Part(1))
+    assert not e.pages, "their KV is not here"
+    open_one = tree.reserve(A, None, [PageHash(b"h" * 16), path("cy")[1]])
     assert open_one is not None
     store(tree, A, "c")
     store(tree, A, "cy", start=1)
-    for reservation in (known, open_one):
+    for reservation in (known, open_one, e):
         reservation.commit()
     assert [num_pages(tree, A, text) for text in ("ax", "cy")] == [2, 2]
     assert tree.held_bytes == 0
@@ -84,8 +86,8 @@ def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
 def test_of_a_store_that_names_a_page_twice_what_comes_before_is_kept(is_advertised: bool) -> None:
     tree = make_tree()
     if is_advertised:
-        tree.remote.add(FAR, B, None, path("yz"), [])
-    reservation = tree.reserve(A, None, [*path("yz"), *path("y")], [])
+        tree.remote.add(FAR, B, None, path("yz"))
+    reservation = tree.reserve(A, None, [*path("yz"), *path("y")])
     assert reservation is not None
     reservation.commit()
     assert (num_pages(tree, A, "yz"), tree.num_bytes) == (2, 2 * PAGE)
@@ -122,7 +124,7 @@ def test_what_is_kept_is_not_evicted_and_frees_nothing() -> None:
 def test_the_entry_before_a_reservation_stays_when_it_is_split_meanwhile() -> None:
     tree = make_tree()
     store(tree, A, "abc")
-    reservation = tree.reserve(A, None, path("abcd"), [])
+    reservation = tree.reserve(A, None, path("abcd"))
     store(tree, B, "abx")
     assert tree.evict(A) == 0
     reservation.commit()
@@ -142,12 +144,14 @@ def test_what_a_model_has_of_a_path() -> None:
     assert [tree.has(A, page) for page in pages] == [True] * 4 + [False]
     assert not tree.has(B, pages[0])
     assert not tree.remote.has(DISK, A, pages[0])
-    tree.remote.add(DISK, A, None, pages[:2], ())
+    tree.remote.add(DISK, A, None, pages[:2])
     assert [tree.remote.has(DISK, A, page) for page in pages] == [True] * 2 + [False] * 3
     assert tree.line(A, pages[2]) == [
-        Change(added=True, model=A, parent=None, pages=tuple(pages[:2]), e_layers=(1,)),
-        Change(added=True, model=A, parent=pages[1], pages=tuple(pages[2:4]), e_layers=()),
+        Change(added=True, model=A, parent=None, pages=tuple(pages[:2])),
+        Change(added=True, model=A, parent=pages[1], pages=tuple(pages[2:4])),
     ]
+    e = Change(added=True, model=A, part=Part(1), parent=None, pages=tuple(pages[:2]))
+    assert tree.line(A, pages[0], Part(1)) == [e]
     assert tree.line(A, pages[4]) == tree.line(B, pages[0]) == []
 
 
@@ -157,7 +161,7 @@ def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
     heard: list[Change] = []
     there, leave = tree.subscribe_kept(heard.append)
     first, second = (
-        Change(added=True, model=A, parent=None, pages=(page,), e_layers=())
+        Change(added=True, model=A, parent=None, pages=(page,))
         for page in (path("a")[0], path("b")[0])
     )
     assert list(there) == [first]
@@ -185,16 +189,8 @@ def test_who_hears_of_what_is_kept_hears_that_e_went_though_the_pages_are_on_dis
     tree.subscribe_kept(heard.append)
     for text, e_layers in (("ab", [1]), ("x", [0])):
         store(tree, A, text, e_layers=e_layers)
-        tree.remote.add(DISK, A, None, path(text), e_layers if text == "x" else [])
+        advertise(tree, DISK, A, text, *(e_layers if text == "x" else []))
     heard.clear()
     tree.evict()
-    assert heard == [Change(added=True, model=A, parent=None, pages=tuple(path("ab")), e_layers=())]
-
-
-def test_pages_around_those_that_have_e_gain_it() -> None:
-    tree = make_tree()
-    store(tree, A, "a")
-    store(tree, A, "ab", start=1, e_layers=[1])
-    store(tree, A, "abc", start=2)
-    store(tree, A, "abc", e_layers=[1])
-    assert tree.match(path("abc"))[0].e_pages == {1: 3}
+    ab = tuple(path("ab"))
+    assert heard == [Change(added=False, model=A, part=Part(1), parent=None, pages=ab)]

@@ -10,9 +10,22 @@ from itertools import count
 from types import FrameType, TracebackType
 
 import pytest
-from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
+from tree_parts import (
+    FAMILY,
+    FAR,
+    FARTHER,
+    PAGE,
+    A,
+    B,
+    FakeTime,
+    advertise,
+    make_tree,
+    num_pages,
+    path,
+    store,
+)
 
-from cachetree.ids import LOCAL, Location
+from cachetree.ids import KV, LOCAL, Location, ModelId, Part
 from cachetree.tree.entries import Change
 from cachetree.tree.eviction import Retention
 from cachetree.tree.slices import SLICE
@@ -59,7 +72,7 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         if location == LOCAL:
             store(tree, A, text)
         else:
-            tree.remote.add(location, A, None, path(text), [1])
+            advertise(tree, location, A, text, 1)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +82,9 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         lambda tree: list(tree.subscribe(lambda change: None)[0]),
         lambda tree: list(tree.subscribe_kept(lambda change: None)[0]),
         lambda tree: tree.remote.forget(FAR),
-        lambda tree: (tree.remote.limit(FAR, 10), tree.remote.add(FAR, A, None, path("x"), [])),
+        lambda tree: (tree.remote.limit(FAR, 10), tree.remote.add(FAR, A, None, path("x"))),
         lambda tree: tree.remote.drop_in_slices(FAR, A, path("s")),
-        lambda tree: tree.remote.add(FAR, A, None, path("s"), [0, 1]),
+        lambda tree: advertise(tree, FAR, A, "s", 0, 1),
         lambda tree: store(tree, A, "s", e_layers=[1]),
         lambda tree: tree.evict(),
         lambda tree: tree.evict(A, path("s")),
@@ -117,71 +130,6 @@ class BusyLock(CountingLock):
             self._is_busy = False
 
 
-def test_e_reaches_below_as_far_as_it_does_whatever_comes_while_it_spreads() -> None:
-    for seed in range(30):
-        rng = random.Random(seed)
-        tree = make_tree(9000)
-
-        def any_change(rng: random.Random = rng, tree: CacheTree = tree) -> None:
-            text = "".join(rng.choices("ab", k=rng.randint(1, 12)))
-            e_layers = rng.choice([[], [0], [0, 1], [0, 1, 2]])
-            if rng.random() < 0.5:
-                store(tree, A, text, e_layers=e_layers)
-            elif rng.random() < 0.8:
-                tree.remote.add(FAR, A, None, path(text), e_layers)
-            else:
-                tree.remote.drop(FAR, A, path(text))
-
-        for _ in range(80):
-            any_change()
-        tree._lock = tree.remote._lock = BusyLock(any_change)  # type: ignore[misc, assignment]
-        for text in ("a", "b", "abab", "bbaa"):
-            store(tree, A, text, e_layers=[0, 1, 2])
-            tree.remote.add(FAR, A, None, path(text), rng.choice([[0], [2], [0, 2]]))
-        for node in tree._trie.root.walk():
-            for entry in (*node.local.values(), *node.remote.values()):
-                said, above = entry.e_reach, entry.parent
-                entry.set_e(entry.e_layers)
-                assert said == entry.e_reach, f"seed {seed}, below {above}"
-
-
-@pytest.mark.parametrize("before", [[], [1]], ids=["gained", "lost"])
-def test_e_reaches_below_what_is_split_before_it_spreads(before: list[int]) -> None:
-    tree = make_tree(900)
-    tree.remote.add(FAR, A, None, path("abcd"), before)
-    tree.remote.add(FAR, A, path("abcd")[-1], path("abcdefgh")[4:], [1])
-    lock = BusyLock(lambda: tree.remote.add(FARTHER, B, None, path("abxy"), []))
-    tree.remote._lock = lock  # type: ignore[misc, assignment]
-    tree.remote.add(FAR, A, None, path("abcd"), [] if before else [1])
-    assert tree.remote.reach(FAR, A, path("abcdefgh"), [1]) == (0 if before else 8)
-
-
-def test_e_reaches_below_what_is_noted_again_while_it_spreads() -> None:
-    tree = make_tree(900)
-    tree.remote.add(FAR, A, None, path("a"), [])
-    texts = ["a" + chr(1000 + number) + "xy" for number in range(60)]
-    for text in texts:
-        tree.remote.add(FAR, A, path(text)[0], path(text)[1:3], [1])
-        tree.remote.add(FAR, A, path(text)[2], path(text)[3:], [1])
-    again = path(texts[0])
-    lock = BusyLock(lambda: tree.remote.add(FAR, A, again[0], again[1:3], [1]))
-    tree.remote._lock = lock  # type: ignore[misc, assignment]
-    tree.remote.add(FAR, A, None, path("a"), [1])
-    assert {tree.remote.reach(FAR, A, path(text), [1]) for text in texts} == {4}
-
-
-def test_e_of_a_store_reaches_below_what_is_split_before_it_spreads() -> None:
-    tree = make_tree(900)
-    store(tree, A, "abcd")
-    store(tree, A, "abcdefgh", 4, e_layers=[1])
-    reservation = tree.reserve(A, None, path("abcd"), [1])
-    lock = BusyLock(lambda: tree.remote.add(FARTHER, B, None, path("abxy"), []))
-    tree._lock = tree.remote._lock = lock  # type: ignore[misc, assignment]
-    reservation.commit()
-    (found,) = (it for it in tree.match(path("abcdefgh")) if it.location == LOCAL)
-    assert found.e_pages == {1: 8}
-
-
 def test_what_is_split_while_it_is_evicted_goes_but_for_what_is_kept() -> None:
     tree = make_tree(900)
     store(tree, A, "abcdef")
@@ -201,10 +149,11 @@ def test_what_comes_while_what_is_above_it_is_dropped_goes_too() -> None:
     numbers = count(2000)
 
     def more() -> None:
-        tree.remote.add(FAR, A, path("s")[0], path(f"s{chr(next(numbers))}")[1:], [])
+        tree.remote.add(FAR, A, path("s")[0], path(f"s{chr(next(numbers))}")[1:])
 
     tree.remote._lock = BusyLock(more)  # type: ignore[misc, assignment]
-    tree.remote.drop_in_slices(FAR, A, path("s"))
+    for part in (KV, Part(1)):
+        tree.remote.drop_in_slices(FAR, A, path("s"), part)
     assert tree.remote.num_pages[FAR] == 0
     assert not tree.match(path(f"s{chr(2001)}"))
 
@@ -220,6 +169,14 @@ def test_entries_that_have_grown_old_go_in_slices_too() -> None:
     assert max(lock.num_calls) <= MOST_CALLS
 
 
+def reach(
+    tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL
+) -> tuple[int, dict[int, int]]:
+    """Of KV, and of E."""
+    there = {it.model: it for it in tree.match(path(text)) if it.location == location}
+    return (there[model].num_pages, dict(there[model].e_pages)) if model in there else (0, {})
+
+
 def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
     """Asked for piece by piece while entries come and go."""
     for seed in range(20):
@@ -230,7 +187,7 @@ def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
             return "".join(rng.choices("ab", k=rng.randint(1, 9)))
 
         for _ in range(60):
-            store(tree, rng.choice((A, B)), some_text())
+            store(tree, rng.choice((A, B)), some_text(), e_layers=rng.choice(([], [1])))
         changes: deque[Change] = deque()
         there, unsubscribe = tree.subscribe(changes.append)
         seen: list[Change] = []
@@ -244,12 +201,12 @@ def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
         other = make_tree()
         for change in (*seen, *changes):
             if change.added:
-                other.remote.add(FAR, change.model, change.parent, change.pages, change.e_layers)
+                other.remote.add(FAR, change.model, change.parent, change.pages, change.part)
             else:
-                other.remote.drop(FAR, change.model, change.pages)
+                other.remote.drop(FAR, change.model, change.pages, change.part)
         for text in {some_text() for _ in range(200)}:
             for model in (A, B):
-                ours, theirs = (num_pages(tree, model, text), num_pages(other, model, text, FAR))
+                ours, theirs = reach(tree, model, text), reach(other, model, text, FAR)
                 assert ours == theirs, f"seed {seed}: {model} has {ours}, told were {theirs}"
 
 
@@ -257,11 +214,11 @@ def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go() -> None:
     tree = make_tree()
     tree.remote.limit(FAR, 12)
     for text in ("abcdef", "abxyz", "mno"):
-        tree.remote.add(FAR, A, None, path(text), [])
+        tree.remote.add(FAR, A, None, path(text))
     assert (tree.remote.num_pages[FAR], tree.remote.num_dropped[FAR]) == (12, 0)
     assert num_pages(tree, A, "abcdef", FAR) == 6  # A use.
-    tree.remote.add(FARTHER, A, None, path("abxyz"), [])
-    tree.remote.add(FAR, A, None, path("vw"), [])
+    tree.remote.add(FARTHER, A, None, path("abxyz"))
+    tree.remote.add(FAR, A, None, path("vw"))
     assert num_pages(tree, A, "abxyz", FAR) == 2
     assert num_pages(tree, A, "abcdef", FAR) == 6
     assert num_pages(tree, A, "abxyz", FARTHER) == 5, "it has no limit"
@@ -283,7 +240,7 @@ def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -
         pages = path(text)
         if rng.random() < 0.2:
             rng.shuffle(pages)
-        tree.remote.add(FAR, rng.choice((A, B)), None, pages, [])
+        tree.remote.add(FAR, rng.choice((A, B)), None, pages)
         assert tree.remote.num_pages[FAR] <= 50
         if rng.random() < 0.2:
             stored = rng.choice(texts)

@@ -17,7 +17,7 @@ from tree_parts import FakeTime
 
 from cachetree import Family
 from cachetree.errors import Cancelled, ConfigError, ProtocolError
-from cachetree.ids import Kind, ModelId, Step
+from cachetree.ids import KV, Kind, ModelId, Part, Step
 from cachetree.planning import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import Address, parse_listen, parse_remote, resolved
@@ -178,9 +178,7 @@ def test_steps_are_checked() -> None:
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
     pages = pages_of(2 * advertise.ENTRY_PAGES + 5)
     parent = pages_of(1, "root")[0]
-    change = Change(
-        added=True, model=ModelId("m"), parent=parent, pages=tuple(pages), e_layers=(1,)
-    )
+    change = Change(added=True, model=ModelId("m"), parent=parent, pages=tuple(pages), part=Part(1))
     entries = list(advertise.entries_of(change))
     assert b"".join(entry.pages for entry in entries) == b"".join(pages)
     assert [entry.parent for entry in entries] == [
@@ -188,13 +186,13 @@ def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
         pages[advertise.ENTRY_PAGES - 1],
         pages[2 * advertise.ENTRY_PAGES - 1],
     ]
-    removed = list(advertise.entries_of(msgspec.structs.replace(change, added=False, e_layers=())))
+    removed = list(advertise.entries_of(msgspec.structs.replace(change, added=False)))
     assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
 
 
 def test_entries_are_packed_in_order_into_small_messages() -> None:
     entries = [
-        wire.Entry(added=True, model="m" * 32, parent=b"", pages=page * 40, e_layers=())
+        wire.Entry(added=True, model="m" * 32, parent=b"", pages=page * 40, part=KV)
         for page in pages_of(500)
     ]
     groups = list(advertise.pack(entries))

@@ -164,7 +164,7 @@ def test_an_answer_that_is_too_long_for_a_message_ends_no_session() -> None:
 def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
     source = new_tree(PAGES[:2])
     for model in (MODEL, ModelId("other")):
-        reservation = source.reserve(model, None, PAGES[2:4], [])
+        reservation = source.reserve(model, None, PAGES[2:4])
         reservation.commit()
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         find = verbs.Find(pages=join_hashes([PAGES[2], PAGES[1]]))

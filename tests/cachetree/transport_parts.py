@@ -37,6 +37,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.clock import Clock
+from cachetree.ids import KV, Part
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import scatter
 from cachetree.memory.slab import ArenaFile, Blocks, Loan, Pool
@@ -61,6 +62,7 @@ FAMILY = Family(
 MODEL = ModelId("sender")
 PAGE_BYTES = FAMILY.kv_page_bytes
 E_LAYER = 2
+PARTS = (KV, Part(E_LAYER))
 STEPS = (Step(Kind.E, E_LAYER), Step(Kind.KV, 0), Step(Kind.KV, 1), Step(Kind.KV, 3))
 FAST = PeerConfig(
     frame_bytes=64 << 10,
@@ -96,11 +98,12 @@ def store(
     parent: PageHash | None = None,
     model: ModelId = MODEL,
 ) -> None:
-    reservation = tree.reserve(model, parent, pages, [E_LAYER])
-    for step in reservation.steps:
-        payload = b"".join(content(page, step) for page in reservation.pages)
-        scatter(reservation.views(step), memoryview(payload))
-    reservation.commit()
+    for part in PARTS:
+        reservation = tree.reserve(model, parent, pages, part)
+        for step in reservation.steps:
+            payload = b"".join(content(page, step) for page in reservation.pages)
+            scatter(reservation.views(step), memoryview(payload))
+        reservation.commit()
 
 
 class Heap:

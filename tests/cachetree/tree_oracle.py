@@ -1,4 +1,4 @@
-"""The tree beside a slow, obvious oracle: per model, the set of the prefixes that it has.
+"""The tree beside a slow, obvious oracle: per model and part, the set of the prefixes it has.
 
 A page is named by the text up to and including it, so "abc" is the page after "ab"; its token is
 the letter, and capitals are the same tokens of another tenant. Models have names, and a name may
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -20,21 +20,21 @@ from typing import Any
 import numpy as np
 import pytest
 from page_oracle import (
+    Key,
     OpenLease,
     OpenPin,
     OpenReservation,
     Oracle,
     Page,
-    Slab,
-    leading_e,
     page_at,
+    page_bytes,
     prefixes,
 )
-from tree_parts import FAMILY, KV0, content
+from tree_parts import FAMILY, content
 
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused, StaleEntry
-from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Span, entry_steps
+from cachetree.ids import KV, LOCAL, Location, ModelId, PageHash, Part, Span, steps_of
 from cachetree.memory import Blocks, Loan, scatter
 from cachetree.tree.entries import Change
 from cachetree.tree.hashing import page_hashes
@@ -44,7 +44,7 @@ NAMES = ("base", "adapter")
 LOCATIONS = (Location("tcp://far:1"), Location("tcp://farther:1"))
 LIAR = Location("tcp://liar:1")
 """Advertises pages where they cannot be; what is said of it in a match is not looked at."""
-E_CHOICES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 2), (0, 1, 2))
+PARTS = (KV, KV, Part(0), Part(2))
 ALPHABETS = ("abc", "ABC")
 """One per tenant."""
 SALTS = (b"", b"salt of the second tenant".ljust(32))
@@ -129,77 +129,77 @@ class Mirror(Oracle):
         self.num_operations += 1
         self.loaded[name] = ModelId(f"{name}, loaded as number {self.num_operations}")
 
-    def reserve(self, model: ModelId, text: str, start: int, e_layers: tuple[int, ...]) -> None:
+    def reserve(self, key: Key, text: str, start: int) -> None:
         self.num_operations += 1
         self.sweep()
-        pages, parent = prefixes(text, start), text[:start]
-        present = self.skipped(model, pages, e_layers)
+        model, part = key
+        parent, pages = text[:start], prefixes(text, start)
+        pages = self.present((model, KV), pages) if part != KV else pages
+        present = self.present(key, pages)
         new = pages[len(present) :]
-        slab = Slab(len(new), e_layers)
-        num_bytes = slab.num_bytes
-        before = new[0][:-1] if new else ""
-        held_bytes = self.held_bytes([(model, before)] if new else [])
-        is_orphan = bool(parent) and (model, parent) not in self.local
+        ground = {(key, new[0][:-1])} if new else set()
+        if new and part != KV:
+            ground.add(((model, KV), new[-1]))
+        num_bytes = len(new) * page_bytes(key)
+        held_bytes = self.held_bytes(ground)
+        is_orphan = bool(parent) and (key, parent) not in self.local
         self.wanted_bytes = num_bytes
         must_fit = not new or self.num_bytes + num_bytes <= self.budget
         must_fit |= held_bytes + num_bytes <= self.budget
-        self.keep = (model, before)
-        handle = self.tree.reserve(model, self.hash(parent), self.hashes(text)[start:], e_layers)
-        self.keep = None
+        self.keep = ground
+        handle = self.tree.reserve(model, self.hash(parent), self.hashes(text)[start:], part)
+        self.keep = set()
         assert (handle is not None) == (must_fit and not is_orphan)
         if handle is None:
             return
         assert handle.skipped == len(present)
-        assert list(handle.pages) == self.hashes(text)[start + len(present) :]
+        assert list(handle.pages) == [self.hash(page) for page in new]
         if not new:
             handle.commit()
             return
         for step in handle.steps:
             scatter(handle.views(step), memoryview(content(model, handle.pages, step)))
-        self.reservations.append(OpenReservation(handle, model, before, new, slab))
+        self.reservations.append(OpenReservation(handle, key, new, ground))
 
     def commit(self, index: int) -> None:
         self.num_operations += 1
         it = self.reservations.pop(index)
-        rest = it.pages[len(self.skipped(it.model, it.pages, it.slab.e_layers)) :]
+        rest = it.pages[len(self.present(it.key, it.pages)) :]
         if rest:
             self.cover(rest[0][:-1], rest)
-        kept = [page for page in rest if self.is_taken(it.model, page, it.slab.e_layers)]
-        is_gain = any((it.model, page) in self.local for page in kept)
-        for page in kept:
-            self.local[it.model, page] = Page(it.slab, 0)
-        if kept:
+            self.local.update({(it.key, page): Page(0) for page in rest})
             self.num_uses += 1
-            self.touch(it.model, kept[-1])
-        if is_gain:
-            self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
+            self.touch(it.key, rest[-1])
         self.added: list[Change] = []
         it.handle.commit()
         assert [page for change in self.added for page in change.pages] == [
-            self.hashes(page)[-1] for page in kept
+            self.hash(page) for page in rest
         ]
         for change in self.added:
             assert change.parent == self.hash(self.text_of[change.pages[0]][:-1])
-            assert change.e_layers == it.slab.e_layers
+            assert (change.model, change.part) == it.key
 
     def release(self, index: int) -> None:
         self.num_operations += 1
         self.reservations.pop(index).handle.release()
 
-    def lease(self, model: ModelId, text: str, start: int, seconds: float) -> None:
+    def lease(
+        self, model: ModelId, parts: Sequence[Part], text: str, start: int, seconds: float
+    ) -> None:
         self.num_operations += 1
-        pages = prefixes(text, start)
+        pages, keys = prefixes(text, start), [(model, part) for part in parts]
         at_s = self.clock.now_s + seconds
-        handle = self.tree.lease(model, self.hashes(text)[start:], "oracle", Deadline(at_s))
-        assert (handle is not None) == all((model, page) in self.local for page in pages)
+        hashes = self.hashes(text)[start:]
+        handle = self.tree.lease(model, hashes, "oracle", Deadline(at_s), parts)
+        assert (handle is not None) == all(
+            (key, page) in self.local for key in keys for page in pages
+        )
         if handle is not None:
-            e_layers = set.intersection(
-                *[set(self.local[model, page].slab.e_layers) for page in pages]
-            )
-            self.leases.append(OpenLease(handle, model, pages, at_s, e_layers))
+            self.leases.append(OpenLease(handle, keys, pages, at_s))
             self.check_content(self.leases[-1])
             self.num_uses += 1
-            self.touch(model, text)
+            for key in keys:
+                self.touch(key, text)
 
     def end_lease(self, index: int) -> None:
         self.num_operations += 1
@@ -207,7 +207,7 @@ class Mirror(Oracle):
         self.check_content(it)
         it.handle.release()
         with pytest.raises(StaleEntry):
-            it.handle.views(KV0)
+            it.handle.views(steps_of(it.keys[0][1], FAMILY.num_layers)[0])
 
     def advance(self, seconds: float) -> None:
         self.num_operations += 1
@@ -218,12 +218,12 @@ class Mirror(Oracle):
         self.num_operations += 1
         self.sweep()
         depths = {
-            each: num
-            for each in ({it for it, _ in self.local} if model is None else {model})
-            if (num := sum((each, page) in self.local for page in prefixes(text, 0)))
+            key: num
+            for key in {it for it, _ in self.local if model in (None, it[0])}
+            if (num := len(self.present(key, prefixes(text, 0))))
         }
         self.cuts |= {text[:num] for num in depths.values()}  # Also of a pin that is refused.
-        pages = {(each, page) for each, num in depths.items() for page in prefixes(text[:num], 0)}
+        pages = {(key, page) for key, num in depths.items() for page in prefixes(text[:num], 0)}
         at_s = inf if seconds is None else self.clock.now_s + seconds
         others = [it for key, it in self.pins.items() if key != (model, text)]
         wanted = self.bytes_of(set().union(pages, *[it.pages for it in others]))
@@ -232,7 +232,9 @@ class Mirror(Oracle):
             with pytest.raises(PinRefused, match=f"would keep {wanted} bytes"):
                 self.tree.pin(model, self.hashes(text), deadline)
             return
-        assert self.tree.pin(model, self.hashes(text), deadline) == depths
+        assert self.tree.pin(model, self.hashes(text), deadline) == {
+            each: num for (each, part), num in depths.items() if part == KV
+        }
         if pages:
             self.pins[model, text] = OpenPin(pages, at_s)
             self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
@@ -264,45 +266,38 @@ class Mirror(Oracle):
         self.tree.evict()
         assert all(not self.is_evictable(model, page) for model, page in self.local)
 
-    def add_remote(
-        self,
-        location: Location,
-        model: ModelId,
-        text: str,
-        start: int,
-        e_layers: tuple[int, ...],
-    ) -> None:
+    def add_remote(self, location: Location, key: Key, text: str, start: int) -> None:
         self.num_operations += 1
-        self.tree.remote.add(
-            location, model, self.hash(text[:start]), self.hashes(text)[start:], e_layers
-        )
-        if start == 0 or (location, model, text[:start]) in self.remote:
-            for page in self.cover(text[:start], prefixes(text, start)):
-                self.remote[location, model, page] = e_layers
+        model, part = key
+        parent, pages = self.hash(text[:start]), self.hashes(text)[start:]
+        self.tree.remote.add(location, model, parent, pages, part)
+        if start == 0 or (location, key, text[:start]) in self.remote:
+            covered = self.cover(text[:start], prefixes(text, start))
+            self.remote |= {(location, key, page) for page in covered}
 
-    def lie(self, model: ModelId, parent: str, pages: Sequence[str]) -> None:
+    def lie(self, key: Key, parent: str, pages: Sequence[str]) -> None:
         """Advertise pages in any order after a page that was advertised, or at the root."""
         self.num_operations += 1
         hashes = [self.hashes(page)[-1] for page in pages]
-        parent_page = page_at(parent)
-        self.tree.remote.add(LIAR, model, self.hash(parent_page), hashes, ())
-        if not parent or (LIAR, model, parent) in self.remote:
-            own = {page_at(at): at for of, whose, at in self.remote if (of, whose) == (LIAR, model)}
-            for at in self.cover(parent, pages, own):
-                self.remote[LIAR, model, at] = ()
+        model, part = key
+        self.tree.remote.add(LIAR, model, self.hash(page_at(parent)), hashes, part)
+        if not parent or (LIAR, key, parent) in self.remote:
+            own = {page_at(at): at for of, whose, at in self.remote if (of, whose) == (LIAR, key)}
+            self.remote |= {(LIAR, key, at) for at in self.cover(parent, pages, own)}
 
-    def drop_remote(self, location: Location, model: ModelId, text: str, start: int) -> None:
+    def drop_remote(self, location: Location, key: Key, text: str, start: int) -> None:
         self.num_operations += 1
-        self.tree.remote.drop(location, model, self.hashes(text)[start:])
+        model, part = key
+        self.tree.remote.drop(location, model, self.hashes(text)[start:], part)
         for page in prefixes(text, start):
-            if (location, model, page) in self.remote:
-                self.drop_below(location, model, page)
+            if (location, key, page) in self.remote:
+                self.drop_below(location, key, page)
                 break
 
     def forget(self, location: Location) -> None:
         self.num_operations += 1
         self.tree.remote.forget(location)
-        self.remote = {key: e for key, e in self.remote.items() if key[0] != location}
+        self.remote = {it for it in self.remote if it[0] != location}
         self.forget_cuts()
 
     def match(self, text: str) -> None:
@@ -313,38 +308,38 @@ class Mirror(Oracle):
             for m in self.tree.match(self.hashes(text))
             if m.location != LIAR
         }
-        expected: dict[tuple[Location, ModelId], tuple[int, dict[int, int]]] = {}
-        for model in {model for model, _ in self.local} | {model for _, model, _ in self.remote}:
-            pages = [self.local.get((model, page)) for page in prefixes(text, 0)]
-            have = [page.slab.e_layers for page in pages if page is not None]
-            if have:
-                expected[LOCAL, model] = (len(have), leading_e(have))
-                self.touch(model, text[: len(have)])
-            for location in LOCATIONS:
-                advertised = [self.remote.get((location, model, p)) for p in prefixes(text, 0)]
-                have = [e_layers for e_layers in advertised if e_layers is not None]
-                if have:
-                    expected[location, model] = (len(have), leading_e(have))
+        pages = prefixes(text, 0)
+        reaches: defaultdict[tuple[Location, ModelId], dict[Part, int]] = defaultdict(dict)
+        for key in {key for key, _ in self.local}:
+            if num := len(self.present(key, pages)):
+                reaches[LOCAL, key[0]][key[1]] = num
+                self.touch(key, text[:num])
+        for location, key in {it[:2] for it in self.remote if it[0] != LIAR}:
+            if num := sum((location, key, page) in self.remote for page in pages):
+                reaches[location, key[0]][key[1]] = num
+        expected = {
+            at: (num, {part: min(num, each) for part, each in by_part.items() if part != KV})
+            for at, by_part in reaches.items()
+            if (num := by_part.get(KV))
+        }
         assert found == expected
 
     # What must hold after each of them.
 
     def check(self) -> None:
         assert self.memory.num_bytes == self.tree.num_bytes == self.num_bytes <= self.budget
-        assert self.tree.num_pages == len(self.local)
+        models = Counter(model for (model, part), _ in self.local if part == KV)
+        assert self.tree.num_pages == models.total()
         assert self.tree.num_pinned_bytes == self.num_pinned_bytes
-        assert self.tree.pages_by_model() == Counter(model for model, _ in self.local)
+        assert self.tree.pages_by_model() == models
         noted = Counter(location for location, _, _ in self.remote)
         assert all(self.tree.remote.num_pages[it] == noted[it] for it in (*LOCATIONS, LIAR))
 
     def check_content(self, it: OpenLease) -> None:
-        hashes = self.hashes(it.pages[-1])[-len(it.pages) :]
-        for step in entry_steps(FAMILY.num_layers, range(FAMILY.num_layers)):
-            if step.kind is Kind.KV or step.layer in it.e_layers:
-                assert b"".join(it.handle.views(step)) == content(it.model, hashes, step)
-            else:
-                with pytest.raises(StaleEntry):
-                    it.handle.views(step)
+        hashes = [self.hash(page) for page in it.pages]
+        for model, part in it.keys:
+            for step in steps_of(part, FAMILY.num_layers):
+                assert b"".join(it.handle.views(step)) == content(model, hashes, step)
 
     def on_change(self, change: Change) -> None:
         """Additions are checked by `commit`; a removal must be the entry that had to go."""
@@ -352,18 +347,18 @@ class Mirror(Oracle):
             self.added.append(change)
             return
         self.num_evictions += 1
-        model, pages = change.model, [self.text_of[page] for page in change.pages]
+        key, pages = (change.model, change.part), [self.text_of[page] for page in change.pages]
         assert change.parent == self.hash(pages[0][:-1])
-        assert pages == self.entry(model, pages[0])
-        assert self.is_evictable(model, pages[-1])
+        assert pages == self.entry(key, pages[0])
+        assert self.is_evictable(key, pages[-1])
         if self.is_sweeping:
-            assert self.is_expired(self.local[model, pages[0]])
+            assert self.is_expired(self.local[key, pages[0]])
         elif self.wanted_bytes is not None:
             assert self.num_bytes + self.wanted_bytes > self.budget
-            candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
-            assert self.local[model, pages[0]].used == min(candidates)
+            candidates = [p.used for it, p in self.local.items() if self.is_evictable(*it)]
+            assert self.local[key, pages[0]].used == min(candidates)
         for page in pages:
-            del self.local[model, page]
+            del self.local[key, page]
         self.forget_cuts()
 
     def hashes(self, text: str) -> list[PageHash]:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
-from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step, entry_steps
+from cachetree.ids import KV as KV_PART
+from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Part, Step, steps_of
 from cachetree.memory import scatter
 from cachetree.tree.lease import Lease
 from cachetree.tree.tree import CacheTree
@@ -56,15 +57,29 @@ def content(model: ModelId, pages: Sequence[PageHash], step: Step) -> bytes:
 def store(
     tree: CacheTree, model: ModelId, text: str, start: int = 0, e_layers: Collection[int] = ()
 ) -> tuple[PageHash, ...]:
-    """Reserve, fill and commit the pages of `text` from page `start` on."""
-    pages = path(text)
+    """Reserve, fill and commit KV and E of the pages of `text` from page `start` on; returns those
+    that are new of the last part."""
+    pages, new = path(text), tuple[PageHash, ...]()
     parent = pages[start - 1] if start else None
-    reservation = tree.reserve(model, parent, pages[start:], e_layers)
-    with reservation:
-        for step in reservation.steps:
-            scatter(reservation.views(step), memoryview(content(model, reservation.pages, step)))
-        reservation.commit()
-    return reservation.pages
+    for part in (KV_PART, *map(Part, e_layers)):
+        reservation = tree.reserve(model, parent, pages[start:], part)
+        with reservation:
+            for step in reservation.steps:
+                piece = content(model, reservation.pages, step)
+                scatter(reservation.views(step), memoryview(piece))
+            reservation.commit()
+        new = reservation.pages
+    return new
+
+
+def advertise(
+    tree: CacheTree, location: Location, model: ModelId, text: str, *e_layers: int, start: int = 0
+) -> None:
+    """Note KV and E of the pages of `text` from page `start` on at a location."""
+    pages = path(text)
+    for part in (KV_PART, *map(Part, e_layers)):
+        parent = pages[start - 1] if start else None
+        tree.remote.add(location, model, parent, pages[start:], part)
 
 
 def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL) -> int:
@@ -72,8 +87,9 @@ def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = L
     return found[0].num_pages if found else 0
 
 
-def leased(tree: CacheTree, model: ModelId, text: str) -> Lease:
-    lease = tree.lease(model, path(text), "test", far_future())
+def leased(tree: CacheTree, model: ModelId, text: str, *e_layers: int) -> Lease:
+    parts = (KV_PART, *map(Part, e_layers))
+    lease = tree.lease(model, path(text), "test", far_future(), parts)
     assert lease is not None
     return lease
 
@@ -82,7 +98,8 @@ def has_content(lease: Lease, model: ModelId, text: str, e_layers: Collection[in
     """Whether the pages of `text` are what the lease reads, with E at these layers."""
     return all(
         b"".join(lease.views(step)) == content(model, path(text), step)
-        for step in entry_steps(FAMILY.num_layers, e_layers)
+        for part in (KV_PART, *map(Part, e_layers))
+        for step in steps_of(part, FAMILY.num_layers)
     )
 
 

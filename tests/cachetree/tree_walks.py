@@ -13,11 +13,11 @@ import random
 import time
 
 import msgspec
-from page_oracle import prefixes
-from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror, path
+from page_oracle import Key, prefixes
+from tree_oracle import ALPHABETS, LIAR, LOCATIONS, NAMES, PARTS, Mirror, path
 from tree_parts import FAMILY, PAGE
 
-from cachetree.ids import ModelId
+from cachetree.ids import KV
 from cachetree.tree.eviction import Retention
 
 SHALLOW, DEEP = 7, 30
@@ -40,10 +40,10 @@ def some_text(rng: random.Random, longest: int, earlier: str) -> str:
 def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
     start = rng.choice((0, 0, rng.randrange(len(text))))
     model, location = mirror.loaded[rng.choice(NAMES)], rng.choice(LOCATIONS)
-    e_layers = rng.choice(E_CHOICES)
+    key = (model, rng.choice(PARTS))
     choice = rng.random()
     if choice < 0.28:
-        mirror.reserve(model, text, start, e_layers)
+        mirror.reserve(key, text, start)
     elif choice < 0.53:
         if mirror.reservations:
             mirror.commit(rng.randrange(len(mirror.reservations)))
@@ -51,7 +51,7 @@ def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
         if mirror.reservations:
             mirror.release(rng.randrange(len(mirror.reservations)))
     elif choice < 0.64:
-        mirror.lease(model, text, start, rng.uniform(1, 5))
+        mirror.lease(model, list({KV, key[1]}), text, start, rng.uniform(1, 5))
     elif choice < 0.70:
         if mirror.leases:
             mirror.end_lease(rng.randrange(len(mirror.leases)))
@@ -66,26 +66,26 @@ def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
     elif choice < 0.805:
         mirror.load(rng.choice(NAMES))
     elif choice < 0.84:
-        mirror.add_remote(location, model, text, start, e_layers)
+        mirror.add_remote(location, key, text, start)
     elif choice < 0.86:
-        one_random_lie(mirror, rng, model, text)
+        one_random_lie(mirror, rng, key, text)
     elif choice < 0.89:
-        mirror.drop_remote(location, model, text, start)
+        mirror.drop_remote(location, key, text, start)
     elif choice < 0.90:
         mirror.forget(rng.choice((location, LIAR)))
     else:
         mirror.match(text)
 
 
-def one_random_lie(mirror: Mirror, rng: random.Random, model: ModelId, text: str) -> None:
+def one_random_lie(mirror: Mirror, rng: random.Random, key: Key, text: str) -> None:
     """Pages of one text and then of another, or in another order, at the root or elsewhere."""
     others = [page for _, page in mirror.local] or [text]
     num_other = rng.randrange(len(text))
     pages = prefixes(rng.choice(others)[:num_other], 0) + prefixes(text, num_other)
     if rng.random() < 0.3:
         pages = rng.sample(pages, rng.randint(1, len(pages)))
-    had = [place for location, of, place in mirror.remote if (location, of) == (LIAR, model)]
-    mirror.lie(model, rng.choice(("", *had)), pages)
+    had = [place for location, of, place in mirror.remote if (location, of) == (LIAR, key)]
+    mirror.lie(key, rng.choice(("", *had)), pages)
 
 
 def retention_of(seed: int) -> Retention:

@@ -59,6 +59,11 @@ def num_there(cache: Cache, pages: Sequence[PageHash]) -> int:
     return sum(it.num_pages for it in cache.match(pages) if it.location == HICACHE)
 
 
+def num_with_e(cache: Cache, pages: Sequence[PageHash]) -> int:
+    there = [it for it in cache.match(pages) if it.location == HICACHE]
+    return sum(it.e_pages.get(E_LAYER, 0) for it in there)
+
+
 def search(cache: Cache, pages: Sequence[PageHash]) -> int:
     """How many pages are there, once the backend has been asked."""
     for it in cache.search(pages):
@@ -167,12 +172,12 @@ def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
 
 def store_without_e(cache: Cache, pages: list[PageHash]) -> None:
     """As what was loaded from another cache."""
-    reservation = cache.tree.reserve(MODEL, None, pages, [])
+    reservation = cache.tree.reserve(MODEL, None, pages)
     assert reservation is not None
     reservation.commit()
 
 
 def store_and_wait(cache: Cache, pages: list[PageHash], parent: PageHash | None = None) -> None:
-    before = num_there(cache, pages)
+    before = num_with_e(cache, pages)
     store(cache.tree, pages, parent)
-    eventually(lambda: parent or num_there(cache, pages) == len(pages) > before)
+    eventually(lambda: parent or num_with_e(cache, pages) == len(pages) > before)

@@ -10,7 +10,7 @@ from engine_parts import page_hashes
 from transport_parts import ScriptedWorker
 
 from cachetree.checkpoint.family import Family
-from cachetree.ids import PAGE_HASH_BYTES
+from cachetree.ids import KV, PAGE_HASH_BYTES
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 
@@ -35,9 +35,7 @@ class _OfferingWorker(ScriptedWorker):
     def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
         if isinstance(message, wire.Synced):
             entries = tuple(
-                wire.Entry(
-                    added=True, model=self.model, parent=b"", pages=b"".join(pages), e_layers=(1,)
-                )
+                wire.Entry(added=True, model=self.model, parent=b"", pages=b"".join(pages), part=KV)
                 for pages in self._prompts
             )
             super().send(identity, wire.Entries(entries=entries))

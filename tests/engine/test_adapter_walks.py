@@ -221,7 +221,7 @@ class Walk:
             self.finish()
 
     def store(self, weights: str, pages: Sequence[PageHash]) -> None:
-        reservation = self.tree.reserve(ModelId(weights), None, pages, ())
+        reservation = self.tree.reserve(ModelId(weights), None, pages)
         if reservation is not None:
             with reservation:
                 for step in reservation.steps:

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from cachetree import LOCAL, Cache, CacheConfig, Location, ModelId, PageHash
+from cachetree import LOCAL, Cache, CacheConfig, Deadline, Location, ModelId, PageHash, Part
 from cachetree.transport import ask, verbs
 from cachetree.tree import join_hashes
 from profiles.random_models import shape, write_models
@@ -120,15 +120,27 @@ class Keeper:
         pages = page_hashes(tokens)
         slots = torch.zeros(0)
         self.offloader.storing = Offload(
-            model=model, parent=None, pages=pages, slots=slots, ready=(), told=told
+            model=model, before=(), pages=pages, slots=slots, ready=(), told=told
         )
         self.fill(pages, model)
         self.offloader.storing = None
 
     def fill(self, pages: Sequence[PageHash], model: ModelId = MODEL) -> None:
-        reservation = self.cache.tree.reserve(model, None, pages, ())
+        reservation = self.cache.tree.reserve(model, None, pages)
         assert reservation is not None
         reservation.commit()
+
+
+def test_e_that_comes_and_goes_is_no_event(keeper: Keeper) -> None:
+    tokens = list(range(2 * PAGE))
+    keeper.store(tokens, EventTokens(tokens, None))
+    keeper.events.take([], None)
+    pages = page_hashes(tokens)
+    keeper.cache.tree.reserve(MODEL, None, pages, Part(1)).commit()
+    lease = keeper.cache.tree.lease(MODEL, pages, "a test", Deadline.after(60))
+    assert keeper.cache.tree.evict()
+    assert lease is not None
+    assert keeper.events.take([], None) == []
 
 
 @pytest.fixture

@@ -1,35 +1,89 @@
-"""What is stored with E is this model's own: loaded pages are stored without."""
+"""E that is stored is this model's own: of loaded pages it comes from where it was kept."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transport_parts import E_LAYER, FAMILY, MODEL, pages_of
+from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of
 
-from cachetree import Cache, CacheConfig, Span
+from cachetree import (
+    DISK,
+    KV,
+    LOCAL,
+    Cache,
+    CacheConfig,
+    Change,
+    Location,
+    PageHash,
+    Part,
+    Span,
+)
 from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.insertions import Offload, Offloader
 
-PAGE, NUM_PAGES = FAMILY.page_size, 4
+PAGE = FAMILY.page_size
+PAGES = pages_of(4)
 
 
-@pytest.mark.parametrize("num_loaded", [0, 1, 3, 4])
-def test_loaded_pages_are_stored_without_e(num_loaded: int) -> None:
-    runner: Any = SimpleNamespace(dtype=torch.float32, device="cpu")
-    e_pool = EPool((E_LAYER,), NUM_PAGES * PAGE, Span(0, 8), runner)
-    slots = torch.arange(NUM_PAGES * PAGE)
-    e_pool.valid[slots[num_loaded * PAGE :]] = True
-    pool: Any = SimpleNamespace(e_pool=e_pool, page_size=PAGE, store=lambda *_: None)
+class Rig:
+    """Stores pages of which the first were loaded, and says what the cache took of KV and of E."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.stored: list[Change] = []
+        cache.tree.subscribe(self.stored.append)
+
+    def store(self, pages: list[PageHash], num_loaded: int, num_before: int = 0) -> None:
+        runner: Any = SimpleNamespace(dtype=torch.float32, device="cpu")
+        new = pages[num_before:]
+        e_pool = EPool((E_LAYER,), len(new) * PAGE, Span(0, 8), runner)
+        slots = torch.arange(len(new) * PAGE)
+        e_pool.valid[slots[num_loaded * PAGE :]] = True
+        pool: Any = SimpleNamespace(e_pool=e_pool, page_size=PAGE, store=lambda *_: None)
+        offloader = Offloader(self.cache, pool, None)
+        before = pages[:num_before]
+        offloader.put(Offload(model=MODEL, before=before, pages=new, slots=slots, ready=()))
+        offloader.close()
+
+    def pages_of(self, part: Part) -> list[PageHash]:
+        return [page for it in self.stored if it.added and it.part == part for page in it.pages]
+
+
+@pytest.mark.parametrize("num_loaded", [0, 1, 4])
+def test_pages_are_stored_with_e_unless_pages_before_them_were_loaded_without(
+    num_loaded: int,
+) -> None:
     config = CacheConfig(host_bytes=1 << 20, staging_bytes=1 << 16, serves=False)
     with Cache(FAMILY, config) as cache:
-        pages, stored = pages_of(NUM_PAGES), []
-        cache.tree.subscribe(stored.append)
-        offloader = Offloader(cache, pool, None)
-        offloader.put(Offload(model=MODEL, parent=None, pages=pages, slots=slots, ready=()))
-        offloader.close()
-    with_e = [page for it in stored if it.added and it.e_layers for page in it.pages]
-    without = [page for it in stored if it.added and not it.e_layers for page in it.pages]
-    assert (without, with_e) == (pages[:num_loaded], pages[num_loaded:])
+        rig = Rig(cache)
+        rig.store(PAGES, num_loaded)
+    assert rig.pages_of(KV) == PAGES
+    assert rig.pages_of(Part(E_LAYER)) == ([] if num_loaded else PAGES)
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_e_of_loaded_pages_is_brought_from_disk_for_what_follows(
+    tmp_path: Path, num_before: int
+) -> None:
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 1 << 20}
+    config = CacheConfig(host_bytes=1 << 20, staging_bytes=1 << 16, serves=False, **disk)
+    with Cache(FAMILY, config) as cache:
+        rig = Rig(cache)
+        rig.store(PAGES[:3], 0)
+        eventually(lambda: num_with_e(cache, DISK) == 3 and not cache.tree.held_bytes)
+        cache.tree.evict()
+        if num_before:
+            reservation = cache.tree.reserve(MODEL, None, PAGES[:num_before])
+            reservation.commit()
+        rig.store(PAGES, num_loaded=3 - num_before, num_before=num_before)
+        assert num_with_e(cache, LOCAL) == 4
+        eventually(lambda: num_with_e(cache, DISK) == 4)
+
+
+def num_with_e(cache: Cache, location: Location) -> int:
+    there = [it for it in cache.match(PAGES) if it.location == location]
+    return there[0].e_pages.get(E_LAYER, 0) if there else 0

@@ -243,7 +243,7 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
         metrics = CacheMetrics(cache.status, registry, beside=lambda: None)
         metrics.close()
         pages = [PageHash(bytes([number] * 16)) for number in range(4)]
-        reservation = cache.tree.reserve(ModelId("m"), None, pages, ())
+        reservation = cache.tree.reserve(ModelId("m"), None, pages)
         assert reservation is not None
         reservation.commit()
         cache.tree.evict()

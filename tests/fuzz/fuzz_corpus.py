@@ -18,6 +18,7 @@ from transport_parts import E_LAYER, FAMILY, MODEL
 
 from cachetree import LOCAL, Match
 from cachetree.disk import entry_file as files
+from cachetree.ids import KV
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
@@ -68,8 +69,8 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         verbs.Unpin(model=MODEL, pages=blob[:32]),
     ]
     entries = (
-        wire.Entry(added=True, model=MODEL, parent=b"", pages=blob, e_layers=(E_LAYER,)),
-        wire.Entry(added=False, model=MODEL, parent=PAGES[0], pages=blob[16:32], e_layers=()),
+        wire.Entry(added=True, model=MODEL, parent=b"", pages=blob, part=E_LAYER),
+        wire.Entry(added=False, model=MODEL, parent=PAGES[0], pages=blob[16:32], part=KV),
     )
     to_peer = [
         wire.hello(FAMILY, MODEL, 1 << 60),
@@ -90,14 +91,14 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
 
 def _record() -> tuple[bytes, bytes]:
     """A header, and behind it checksums and payload, of zeros."""
-    layout = Layout.of(FAMILY, 2, (E_LAYER,))
+    layout = Layout.of(FAMILY, 2, KV)
     record = files.Record(
         family=FAMILY.digest,
         model=MODEL,
         num_before=1,
         parent=PAGES[0],
+        part=KV,
         pages=tuple(PAGES[1:3]),
-        layout=layout,
     )
     rest = bytes(files._checksums_bytes(layout) + layout.num_bytes)
     return files.head_of(record)[files._PREFIX.size :], rest

@@ -195,7 +195,7 @@ def adverts(data: bytes) -> None:
             model=str(other % 2),
             parent=PAGES[start - 1] if start and kind % 5 else b"",
             pages=join_hashes(PAGES[start : start + count % 9]),
-            e_layers=(other % 5,) if other > 128 else (),
+            part=other % 5 - 1,
         )
         view.apply(wire.Entries(entries=(entry,)))
         for match in tree.match(PAGES):
