@@ -66,7 +66,7 @@ def add_commands(commands: Any) -> None:
         "it on other data, and `calibrate FILE ...` measures what the drift guard allows it.",
         allow_abbrev=False,
     )
-    add_flags(profile, "models", "data", "out", "choice")
+    add_flags(profile, "models", "many", "data", "out", "choice")
     profile.set_defaults(run=_profile)
 
     actions = profile.add_subparsers(
@@ -120,6 +120,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(args: argparse.Namespace) -> int:
+    if args.models or args.adapters:
+        return _profile_many(args)
     if is_missing(args, "profile", "sender", "receiver", "data", "out"):
         return 2
     from rich.console import Console
@@ -136,6 +138,25 @@ def _profile(args: argparse.Namespace) -> int:
     console.print(table_of(profile))
     console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
     return 0 if profile.passed else FAILED_GATE
+
+
+def _profile_many(args: argparse.Namespace) -> int:
+    if is_missing(args, "profile", "out"):
+        return 2
+    from rich.console import Console
+
+    from profiles.many import PAGE, Many
+    from profiles.pairs import read_entries
+
+    settings = settings_of(args, {}, Settings)
+    try:
+        outcomes = Many(settings, read_entries(settings), Console()).run()
+    except KeyboardInterrupt:
+        complain("droidspeak", "interrupted; the same command goes on from here")
+        return 130
+    show(f"wrote {args.out}; {PAGE} in it has the tables")
+    failed = any(it.profile is None or not it.profile.passed for it in outcomes)
+    return FAILED_GATE if failed else 0
 
 
 def _show(args: argparse.Namespace) -> int:

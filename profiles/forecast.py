@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from cachetree import Span
 from profiles.compute.measuring import comparing_steps, judging_steps, sweep_steps
@@ -12,6 +12,7 @@ from profiles.compute.mixtures import Mixture
 from profiles.compute.study import Step, longest_runs, mixtures_of
 from profiles.data.documents import Document
 from profiles.evidence import CostModel
+from profiles.report.words import duration
 from profiles.settings import Settings
 from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
@@ -19,8 +20,11 @@ from profiles.stats.measured import FULL_REUSE, Candidate, spread
 DECODED_SHARE: Final = 0.3
 """Of answers over plans worth trying that differ from the receiver's own, as far as one can know
 before; and of a draft that is not in the own answer."""
+SAID_TWICE: Final = 1.2
+"""A forecast of answers that do not stop is said from so many times the other on."""
 STEPS: Final = 5
-"""In which an answer is decoded whose draft is mostly right."""
+"""In which an answer is decoded whose draft is mostly right. Without one it takes half its tokens
+in steps: its own answer all of them, and over a plan's KV those after the first that differs."""
 FOLLOWED: Final = 2.0
 """What comparing a distribution with another costs, in times of making it."""
 
@@ -41,7 +45,7 @@ class Forecast:
         settings: Settings,
         fitted_on: Sequence[Document],
     ) -> float:
-        """Of a whole run, but for a smaller model. Corrected E is taken to try each block again."""
+        """Of a whole run, except a smaller model. Corrected E is taken to try each block again."""
         num_layers = self.costs.num_layers
         plans, others = typical_plans(num_layers, settings.plans)
         sweep = sweep_steps(train, blocks, num_layers, pruned=settings.pruned)
@@ -54,6 +58,13 @@ class Forecast:
         whole_s += sum(self.steps(held_out, judging_steps(held_out, plans, num_layers)))
         comparing = comparing_steps(held_out, others, num_layers)
         return whole_s + self._rest_s(held_out, comparing, range(len(held_out)))
+
+    def both(
+        self, train: Sequence[Document], held_out: Sequence[Document], *rest: Any
+    ) -> tuple[float, float]:
+        """Of `whole`: if answers are as long as the accepted ones, and if none stops by itself."""
+        most_s = self.whole(endless(train), endless(held_out), *rest)
+        return self.whole(train, held_out, *rest), most_s
 
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
@@ -132,7 +143,8 @@ class Forecast:
         reads all weights."""
         rows = num_answers * len(document.questions)
         tokens = rows * (_longest_suffix(document) + 2 * _longest(document))
-        steps_s = STEPS * self.costs.suffix_s * max(1.0, num_answers / 2)
+        steps = STEPS if _is_drafted(document) else max(STEPS, _longest(document) / 2)
+        steps_s = steps * self.costs.suffix_s * max(1.0, num_answers / 2)
         return steps_s + tokens * self.costs.num_layers * self._token_layer_s(document)
 
     def _token_layer_s(self, document: Document) -> float:
@@ -148,10 +160,33 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
     return plans, baselines(plans, plans[len(plans) // 2], range(num_layers))
 
 
+def endless(documents: Sequence[Document]) -> list[Document]:
+    """The same without drafts: no accepted answer says where one ends."""
+
+    def undrafted(it: Document) -> Document:
+        return replace(it, questions=tuple(replace(of, draft=()) for of in it.questions))
+
+    return [*map(undrafted, documents)]
+
+
+def spoken(least_s: float, most_s: float) -> str:
+    """A forecast for a person; the second only if it is another.
+
+    >>> spoken(50.0, 52.0), spoken(50.0, 342.0)
+    ('50 s', '50 s; up to 5 min 42 s if answers do not stop before --max-new')
+    """
+    most = f"; up to {duration(most_s)} if answers do not stop before --max-new"
+    return duration(least_s) + (most if most_s > SAID_TWICE * least_s else "")
+
+
+def _is_drafted(document: Document) -> bool:
+    return any(it.answers and it.draft for it in document.questions)
+
+
 def _longest(document: Document) -> int:
-    """Tokens of the longest answer; without an accepted one, as many as it may have."""
-    most = document.task.max_new
-    return max(len(it.draft) if it.answers else most for it in document.questions)
+    """Tokens of the longest answer; without a draft, as many as it may have."""
+    drafts = [len(it.draft) for it in document.questions]
+    return max(drafts) if _is_drafted(document) else document.task.max_new
 
 
 def _longest_suffix(document: Document) -> int:

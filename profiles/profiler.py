@@ -13,7 +13,7 @@ import datetime
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from cachetree import ConfigError, write_profile
+from cachetree import ConfigError, Span, write_profile
 from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
 from profiles.answerers import answerers, measure_small, time_costs
@@ -42,11 +42,10 @@ from profiles.compute.models import (
 from profiles.compute.room import Sizes, bounds_of, require_fitting
 from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.controls import measure_controls
-from profiles.data.documents import Document, by_task, first_of_each_task, key_of
+from profiles.data.documents import Document, Tokens, by_task, first_of_each_task, key_of
 from profiles.environment import read_environment
-from profiles.evidence import Making, MeasuredProfile
-from profiles.forecast import Forecast
-from profiles.report.words import duration
+from profiles.evidence import CostModel, Making, MeasuredProfile
+from profiles.forecast import Forecast, spoken
 from profiles.settings import Settings, choose_device
 from profiles.splits import (
     hardly_enough,
@@ -75,12 +74,24 @@ _DECISIVE: Final = ("dtype", "group", "pruned")
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
-def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
+@dataclass
+class Shared:
+    """What pairs of one receiver measure once."""
+
+    costs: CostModel | None = None
+    """None until it is timed."""
+    answers: dict[str, list[Tokens]] = field(default_factory=dict)
+    """The receiver's own, by document."""
+
+
+def profile_pair(
+    settings: Settings, console: Console, shared: Shared | None = None
+) -> MeasuredProfile:
     """Measure a pair and write its profile to `settings.out`.
 
     Raises CacheTreeError or RecordError with a message for a person.
     """
-    began = time.monotonic()
+    began, shared = time.monotonic(), shared or Shared()
     require_place(settings.out)
     settings.devices()
     _, ours = look_at_pair(*settings.pair)
@@ -94,7 +105,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     documents = [*train.documents, *held_out.documents]
     num_contexts = len({it.context for it in documents})
     group = settings.group or default_group(pair.num_layers)
-    blocks = grid(pair.num_layers, group)
+    blocks = blocks_of(settings, pair.num_layers)
     sender, receiver = answerers(pair, documents, *settings.memory_gb)
     if settings.e_correction:
         num_maps = len({it.start for it in blocks if it.start})
@@ -104,17 +115,21 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     journal = open_journal(settings, (sender, receiver), models, train.documents)
     held_out = replace(held_out, documents=in_judged_order(held_out.documents, journal, settings))
     if journal.costs is None:
-        costs = time_costs(receiver.model, "receiver", documents, settings, console)
-        journal.put(Timed(costs=costs))
+        if shared.costs is None:
+            shared.costs = time_costs(receiver.model, "receiver", documents, settings, console)
+        journal.put(Timed(costs=shared.costs))
     forecast = Forecast(journal.costs, receiver.model.head_layers)
-    whole_s = forecast.whole(train.documents, held_out.documents, blocks, settings, fitted_on)
+    least_s, most_s = forecast.both(
+        train.documents, held_out.documents, blocks, settings, fitted_on
+    )
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {num_contexts} contexts, "
-        f"about {duration(whole_s)}",
+        f"about {spoken(least_s, most_s)}",
         highlight=False,
+        soft_wrap=True,
     )
     before_s = journal.seconds
-    bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    bench = Bench(sender=sender, receiver=receiver, journal=journal, answers=shared.answers)
     watched = Watched(bench, forecast, console)
     steps = sweep_steps(train.documents, blocks, pair.num_layers, pruned=settings.pruned)
     swept = watched.measure("training", TRAIN, train.documents, steps)
@@ -203,6 +218,15 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     return profile
 
 
+def blocks_of(settings: Settings, num_layers: int) -> list[Span]:
+    """The grid that is swept."""
+    return grid(num_layers, settings.group or default_group(num_layers))
+
+
+def dtype_of(settings: Settings) -> torch.dtype:
+    return getattr(torch, settings.dtype)
+
+
 def chosen(
     plans: Sequence[Candidate], tried: Measured, documents: Sequence[Document], settings: Settings
 ) -> Choice:
@@ -251,7 +275,7 @@ def open_pair(settings: Settings) -> Pair:
     device, sender_device = settings.devices()
     return load_pair(
         *settings.pair,
-        dtype=getattr(torch, settings.dtype),
+        dtype=dtype_of(settings),
         device=device,
         sender_device=sender_device,
     )

@@ -38,7 +38,9 @@ def flag(group: str, default: Any, text: str, metavar: str | None = None, **rest
     )
 
 
-_models, _data, _out, _choice = (partial(flag, it) for it in ("models", "data", "out", "choice"))
+_models, _many, _data, _out, _choice = (
+    partial(flag, it) for it in ("models", "many", "data", "out", "choice")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,17 @@ class Settings:
         "of each device's memory, beside the models' weights; default: most of what is free",
         "GIB",
     )
+
+    models: Path | None = _many(
+        None,
+        "YAML with NAME: {model: PATH, adapter: PATH, data: [FILE]} of each model; all pairs of "
+        "them that can matter are profiled, into the folder --out",
+        "FILE",
+    )
+    adapters: Path | None = _many(
+        None, "folder of PEFT adapters; NAME.jsonl in it asks adapter NAME, or the base", "DIR"
+    )
+    base: Path | None = _many(None, "checkpoint that --adapters are of", "PATH")
 
     data: tuple[str, ...] = _data(
         (),

@@ -154,16 +154,31 @@ def make_room(
     """Batch sizes for the largest of the documents; ConfigError where not even one row fits."""
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
-        # Four: the sender's KV, the receiver's, and while judging a recompute beside a CacheBlend.
-        kept = sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
+        kept = _kept_bytes(sizes, document)
         held, row = held_bytes(sizes, document, num_mixtures), row_bytes(sizes, document)
-        least = held + _with_holes(max(row, sizes.distribution))
-        _require(kept, least, bounds, document)
+        _require(kept, _least_bytes(sizes, document, num_mixtures), bounds, document)
         spare = bounds.host - kept - held if bounds.device is None else bounds.device - held
         usable = max(spare / 2, spare - MOST_HOLES)  # the rest is for the holes
         rows = min(rows, int(usable / row))
         positions = min(positions, int(usable / sizes.distribution))
     return Room(rows=rows, positions=positions)
+
+
+def most_needed(sizes: Sizes, documents: Iterable[Document]) -> int:
+    """Bytes of host and device that the largest of the documents needs beside weights."""
+    return max(_kept_bytes(sizes, it) + _least_bytes(sizes, it, 1) for it in documents)
+
+
+def _kept_bytes(sizes: Sizes, document: Document) -> int:
+    """On the host. Four: the sender's KV, the receiver's, and while judging a recompute beside a
+    CacheBlend."""
+    return sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
+
+
+def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
+    """On the device, if rows and distributions go one by one."""
+    most = max(row_bytes(sizes, document), sizes.distribution)
+    return held_bytes(sizes, document, num_mixtures) + _with_holes(most)
 
 
 def require_fitting(

@@ -19,7 +19,7 @@ from profiles.compute.examination import Answerer, Examination
 from profiles.compute.journal import Entry, Journal
 from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 from profiles.compute.mixtures import Mixture
-from profiles.data.documents import Document, key_of
+from profiles.data.documents import Document, Tokens, key_of
 from profiles.stats.measured import FULL_REUSE, Candidate
 
 TRAIN: Final = "train"
@@ -47,6 +47,8 @@ class Bench:
     journal: Journal
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     """Maps of E by digest, for plans that name one."""
+    answers: dict[str, list[Tokens]] = field(default_factory=dict)
+    """The receiver's own, by document; other pairs of the receiver may have asked for them."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
     """Called after each step, with whether it was measured just now or found in the journal."""
 
@@ -185,7 +187,9 @@ class Study:
     def _refer(self) -> dict[str, object]:
         sender, receiver, document = self.bench.sender, self.bench.receiver, self.document
         theirs = sender.answer(document, self._passes.theirs)
-        answers = receiver.answer(document, self._passes.own)
+        if (answers := self.bench.answers.get(self._key)) is None:
+            answers = receiver.answer(document, self._passes.own)
+            self.bench.answers[self._key] = answers
         examination = self._examine(answers)
         reuse = mixtures_of([FULL_REUSE], self.bench.num_layers)
         return {

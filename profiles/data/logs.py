@@ -16,7 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -60,6 +60,8 @@ class Asked:
     model: str
     place: str
     """`file:line`, and which of the line's prompts if it has several."""
+    number: int = 0
+    """Of its line: who asked first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    found += _asked_in(line, f"{path.name}:{number}", tokenizer)
+                    asked = _asked_in(line, f"{path.name}:{number}", tokenizer)
+                    found += [replace(it, number=number) for it in asked]
                 except _Unusable as exc:
                     unusable[str(exc)] += 1
     except OSError as exc:
@@ -185,14 +188,18 @@ def said_of(log: Log, contexts: Sequence[Context], documents: Sequence[Document]
         lengths = sorted(len(it.prefix) + it.tail for it in documents)
         said.append(
             f"{len(documents)} contexts of {lengths[0]} to {lengths[-1]} tokens "
-            f"({round(median(lengths))} in the median) with {sizes[0]} to {sizes[-1]} prompts each"
+            f"({round(median(lengths))} in the median) with {_range(sizes)} each"
         )
     else:
         said.append("no context that is shared by two different ones")
     if alone := len(log.asked) - num_sharing:
-        said.append(f"{alone} repeat another or share less than a page, and are left out")
+        said.append(f"left out, as they repeat another or share less than a page: {alone}")
     said += [f"{number} of which each {why}" for why, number in log.unusable.items()]
     return "; ".join(said)
+
+
+def _range(sizes: Sequence[int]) -> str:
+    return f"{sizes[0]} to {sizes[-1]} prompts" if sizes[0] < sizes[-1] else f"{sizes[0]} prompts"
 
 
 def _asked_in(line: str, place: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Asked]:

@@ -16,7 +16,16 @@ from profiles.evidence import (
     MeasuredProfile,
 )
 from profiles.report import words
+from profiles.stats.gate import (
+    MOST_CONTEXTS,
+    MOST_CONTEXTS_NAMED,
+    contexts_lacking,
+    nothing_to_lose,
+    proven,
+)
 
+LOW_QUALITY: Final = 0.3
+"""Of full prefill, below which the data are to be looked at first."""
 CRITICAL_SHARE: Final = 0.25
 CRITICAL_KL: Final = 0.01
 """A layer is critical if its KL is this share of the largest layer's, and so many nats."""
@@ -105,3 +114,40 @@ def shown_on(profile: MeasuredProfile) -> str:
     shown = (it.shown for it in profile.baselines if it.shown)
     number, whole = next((it.num_contexts for it in shown), "few"), profile.held_out.num_contexts
     return f"{number} of the {whole:,} held-out contexts"
+
+
+def next_steps(profile: MeasuredProfile) -> list[str]:
+    """What to do about a pair that did not pass, or that passed and saves nothing."""
+    found = list[str]()
+    quality = profile.full_prefill_quality
+    if quality < LOW_QUALITY:
+        found.append(
+            f"full prefill itself has only {words.quality(quality)}: look at template, data and "
+            "metric first"
+        )
+    n, m = profile.held_out.mean_lengths
+    if all(ttft_ratio(profile, it.ttft_s) >= 1 for it in profile.frontier):
+        found.append(
+            f"no plan is faster than full prefill at {n:,} + {m:,} tokens: measure at the lengths "
+            "that you serve"
+        )
+    plans = [profile.frontier[place] for place in profile.order]
+    first = next(iter(plans[len(proven(plans, profile.tolerance)) :]), None)
+    if profile.passed or first is None or nothing_to_lose(profile.held_out):
+        return found
+    needed = contexts_lacking(first, profile.held_out, profile.tolerance)
+    block = words.plan(first)
+    if needed is None:
+        found.append(
+            f"{block} loses more than {words.stated_percent(profile.tolerance)}: more data "
+            "would not change that; try --e-correction, or accept more by --tolerance"
+        )
+    elif needed > MOST_CONTEXTS_NAMED:
+        found.append(f"no amount of data that you will have could prove {block}")
+    else:
+        most = f", with --most-contexts {needed}" if needed > MOST_CONTEXTS else ""
+        found.append(
+            f"about {needed:,} held-out contexts of each task could prove {block}: give twice as "
+            f"many in all{most}"
+        )
+    return found

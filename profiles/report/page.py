@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from profiles.evidence import MeasuredProfile
-from profiles.report import tables
+from profiles.report import derived, tables
 
 TEMPLATES: Final = Environment(
     loader=PackageLoader("profiles.report", "."), autoescape=True, undefined=StrictUndefined
 )
+
+
+def write_page(path: Path, title: str, shown: Sequence[tables.Table]) -> None:
+    """A page of tables alone."""
+    page = TEMPLATES.get_template("tables.html.jinja").render(title=title, tables=shown)
+    path.write_text(page, encoding="utf-8")
 
 
 def write_report(profile: MeasuredProfile, folder: Path) -> list[Path]:
@@ -31,6 +38,7 @@ def write_report(profile: MeasuredProfile, folder: Path) -> list[Path]:
         picture.save(profile, path)
     page = TEMPLATES.get_template("page.html.jinja").render(
         profile=profile,
+        next_steps=derived.next_steps(profile),
         summary=tables.summary(profile),
         measured=(tables.frontier(profile), tables.tasks(profile), tables.baselines(profile)),
         pictures=[(it, base64.b64encode(drawn[it].read_bytes()).decode()) for it in PICTURES],

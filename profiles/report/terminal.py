@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from profiles.evidence import MeasuredProfile
-from profiles.report import tables
+from profiles.report import derived, tables
 
 _DIGEST_CHARACTERS: Final = 16
 
@@ -29,10 +29,12 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
         tables.making(profile),
     )
     said = Text.assemble((verdict, f"bold {colour}"), f": {profile.reason}\n")
-    return Group(said, *map(_drawn, shown))
+    for it in derived.next_steps(profile):
+        said.append(f"next: {it}\n")
+    return Group(said, *map(drawn, shown))
 
 
-def _drawn(table: tables.Table) -> RenderableType:
+def drawn(table: tables.Table) -> RenderableType:
     """Text is taken as it is, brackets too; nothing of it is markup."""
     drawn = Table(
         title=Text(table.title) if table.title else None,

@@ -110,14 +110,13 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         for it, point in zip(choice.order, served, strict=False)
     ][::-1]
     least = min((len(judged.candidates[it]) for it in choice.order[: len(served)]), default=None)
-    digests = [it.sha256 for it in (*train.files, *held_out.files)]
     all_layers = BlockQuality(start=0, stop=found.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
         version=VERSION,
         sender=found.sender,
         receiver=found.receiver,
         metric="+".join(sorted({it.task.metric.value for it in held_out.documents})),
-        data_sha256=hashlib.sha256("".join(digests).encode()).hexdigest(),
+        data_sha256=data_digest(train, held_out),
         num_questions=split.num_questions,
         sender_quality=split.sender.mean,
         full_prefill_quality=full.mean,
@@ -151,6 +150,11 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         made=made,
         judged=_kept(found),
     )
+
+
+def data_digest(train: Data, held_out: Data) -> str:
+    digests = [it.sha256 for it in (*train.files, *held_out.files)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def longest_used(documents: Sequence[Document], page_size: int) -> int:

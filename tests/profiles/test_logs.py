@@ -123,7 +123,7 @@ def test_contexts_of_a_log_are_those_of_its_data(tokenizer, tmp_path):
     written = {tuple(tokenizer(it).input_ids) for it in texts}
     assert {it.prefix + of.suffix for it in found for of in it.questions} == written
     assert {len(it.questions) for it in found} == {3} and len(found) == 6
-    assert "18 prompts; 6 contexts of 1" in source.note and "3 to 3 prompts each" in source.note
+    assert "18 prompts; 6 contexts of 1" in source.note and "with 3 prompts each" in source.note
     for it in found:
         assert len(it.prefix) % PAGE == 0 and it.opening < PAGE
         for bare in without(it):
@@ -169,7 +169,7 @@ def test_prompts_that_share_nothing_and_too_few_contexts_are_refused(tokenizer, 
     with pytest.raises(RecordError, match=r"6 prompts; no context that is shared .*too few"):
         documents(alone, tokenizer)
     one = log_of(tmp_path / "one", [{"text": it} for it in prompts(1)])
-    with pytest.raises(RecordError, match=r"1 contexts? .*too few contexts"):
+    with pytest.raises(RecordError, match=r"1 contexts of .*too few contexts"):
         documents(one, tokenizer)
     with pytest.raises(RecordError, match=r"has no prompt, as no line is a request"):
         read_log(DATA / "train.jsonl", tokenizer)

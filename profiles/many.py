@@ -1,0 +1,282 @@
+"""Profiles of every pair of several models that can matter, one after the other.
+
+    list      which pairs can matter, by worth, and why the others cannot
+    forecast  time and memory of each, by a cost model that is timed once for models of one shape
+    measure   each pair as `profile_pair` does; the pairs of a receiver ask for its answers once
+    report    one table, and one page with it
+
+A pair that fails does not end the run. Each keeps its own journal, and one that has a profile of
+the same models and data is not measured again: the same command continues where it was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import transformers
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from cachetree import CacheTreeError, ConfigError
+from profiles.answerers import answerer_of, time_costs
+from profiles.compute.fitting import NUM_FITTED
+from profiles.compute.journal import Journal, Timed
+from profiles.compute.models import load_model, load_tokenizer, look_at
+from profiles.compute.room import GIB, Sizes, most_needed
+from profiles.data.documents import first_of_each_task
+from profiles.data.logs import Context, contexts_of, read_log
+from profiles.evidence import CostModel, MeasuredProfile, read_measured
+from profiles.forecast import Forecast, spoken
+from profiles.pairs import Entry, Wanted, pairs_of
+from profiles.profiler import Shared, blocks_of, dtype_of, profile_pair, require_place
+from profiles.report import derived, words
+from profiles.report.page import write_page
+from profiles.report.tables import Table, table
+from profiles.report.terminal import drawn
+from profiles.settings import LOG, Settings
+from profiles.splits import load_splits
+from profiles.stats.artifact import Data, data_digest
+
+PAGE: Final = "index.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What is known of models of one shape before any pair is measured."""
+
+    costs: CostModel
+    head_layers: float
+    sizes: Sizes
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A pair with what it will take."""
+
+    wanted: Wanted
+    settings: Settings
+    seconds: tuple[float, float]
+    """If answers are as long as the accepted ones, and if none stops by itself."""
+    num_bytes: int
+    """Of host and device together, weights of both models among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    wanted: Wanted
+    profile: MeasuredProfile | None
+    """None if it could not be measured."""
+    problem: str = ""
+
+
+class Many:
+    """A run over the pairs of some models; raises ConfigError for what no pair can be made of."""
+
+    def __init__(self, settings: Settings, entries: Mapping[str, Entry], console: Console) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        require_place(settings.out / PAGE)
+        self._settings, self._entries, self._console = settings, entries, console
+        self._logs = [it.removeprefix(LOG) for it in settings.data if it.startswith(LOG)]
+        self._asked_of = dict.fromkeys(entries)
+        self.pairs = pairs_of(entries, settings, self._contexts() if self._logs else None)
+        self._splits: dict[str, tuple[Data, Data]] = {}
+
+    def run(self) -> list[Outcome]:
+        """Profile them all; those that cannot be measured are among the outcomes."""
+        out, console = self._settings.out, self._console
+        wanted = [it for it in self.pairs if not it.why_not]
+        if not wanted:
+            reasons = {f"{it.about}: {it.why_not}" for it in self.pairs}
+            raise ConfigError("no pair can be profiled: " + "; ".join(sorted(reasons)))
+        planned = self._plan(wanted)
+        self._show(planned_table(planned), others_table(self.pairs))
+        shared = {name: Shared() for name in self._entries}
+        outcomes = list[Outcome]()
+        for number, it in enumerate(planned, start=1):
+            console.rule(f"{number} of {len(planned)}: {it.wanted.name}")
+            outcomes.append(self._measure(it, shared[it.wanted.receiver]))
+        shown = outcome_table(outcomes), others_table(self.pairs)
+        self._show(*shown)
+        write_page(out / PAGE, "Pairs", shown)
+        return outcomes
+
+    def _measure(self, it: Planned, shared: Shared) -> Outcome:
+        wanted, out = it.wanted, it.settings.out
+        try:
+            if (made := self._made(it)) is not None:
+                self._say(f"{out} is of these models and data; remove it to measure again")
+                return Outcome(wanted=wanted, profile=made)
+            shared.costs = shared.costs or self._timings[self._shape(wanted.receiver)].costs
+            return Outcome(wanted=wanted, profile=profile_pair(it.settings, self._console, shared))
+        except CacheTreeError as exc:
+            self._say(f"{wanted.name}: {exc}")
+            return Outcome(wanted=wanted, profile=None, problem=str(exc))
+
+    def _made(self, it: Planned) -> MeasuredProfile | None:
+        """A profile of an earlier run, if it is of the same models, data and tolerance."""
+        if not it.settings.out.is_file():
+            return None
+        found, ends = read_measured(it.settings.out), it.settings.pair
+        same = (found.sender, found.receiver) == tuple(look_at(end).identity for end in ends)
+        same &= found.data_sha256 == data_digest(*self._splits[it.wanted.receiver])
+        return found if same and found.tolerance == it.settings.tolerance else None
+
+    def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
+        """Forecasts, in the order in which pairs are measured."""
+        settings = {it.name: self._settings_of(it) for it in wanted}
+        for it in wanted:
+            if it.receiver not in self._splits:
+                tokenizer, positions = self._reading(it.receiver)
+                found = load_splits(settings[it.name], tokenizer, positions)
+                self._splits[it.receiver] = found
+        return [self._planned(it, settings[it.name]) for it in wanted]
+
+    def _planned(self, it: Wanted, settings: Settings) -> Planned:
+        train, held_out = (part.documents for part in self._splits[it.receiver])
+        timing = self._timings[self._shape(it.receiver)]
+        forecast = Forecast(timing.costs, timing.head_layers)
+        blocks = blocks_of(settings, timing.sizes.num_layers)
+        fitted_on = [train[place] for place in first_of_each_task(train, NUM_FITTED)]
+        needed = most_needed(timing.sizes, [*train, *held_out])
+        return Planned(
+            wanted=it,
+            settings=settings,
+            seconds=forecast.both(train, held_out, blocks, settings, fitted_on),
+            num_bytes=2 * timing.weight_bytes + needed,
+        )
+
+    @cached_property
+    def _timings(self) -> dict[str, Timing]:
+        """By shape of model: one receiver stands for all, on the documents of all."""
+        receivers: dict[str, list[str]] = {}
+        for name in self._splits:
+            receivers.setdefault(self._shape(name), []).append(name)
+        return {shape: self._timed(shape, names) for shape, names in receivers.items()}
+
+    def _timed(self, shape: str, names: Sequence[str]) -> Timing:
+        settings, source = self._settings, self._entries[names[0]].source
+        documents = [it for name in names for part in self._splits[name] for it in part.documents]
+        device, _ = settings.devices()
+        model = load_model(source, dtype=dtype_of(settings), device=device)
+        tokenizer = load_tokenizer(source)
+        answerer = answerer_of(model, tokenizer, documents, memory_gb=settings.memory_gb)
+        journal = Journal.beside(settings.out / "costs", shape, settings.dtype, str(device))
+        if journal.costs is None:
+            costs = time_costs(answerer.model, "receiver", documents, settings, self._console)
+            journal.put(Timed(costs=costs))
+        journal.close()
+        return Timing(
+            costs=journal.costs,
+            head_layers=answerer.model.head_layers,
+            sizes=Sizes.of(answerer.model),
+            weight_bytes=sum(it.numel() * it.element_size() for it in model.parameters()),
+        )
+
+    def _contexts(self) -> list[Context]:
+        """Of the logs, with the models as the entries name them."""
+        tokenizer, _ = self._reading(next(iter(self._entries)))
+        asked = [it for path in self._logs for it in read_log(Path(path), tokenizer).asked]
+        strange = sorted({it.model for it in asked} - self._entries.keys())
+        bare = [name for name, it in self._entries.items() if not it.adapter]
+        if len(strange) == len(bare) == 1:  # A base answers to any name.
+            self._asked_of[bare[0]], strange = strange[0], []
+        if strange:
+            self._say(f"prompts of {', '.join(strange)} are no model's of these; they are left out")
+        names = {asked: name for name, asked in self._asked_of.items() if asked}
+        known = [replace(it, model=names.get(it.model, it.model)) for it in asked]
+        known = [it for it in known if it.model in self._entries]
+        return contexts_of(known, self._settings.page_size)
+
+    def _settings_of(self, it: Wanted) -> Settings:
+        """Those of one pair."""
+        sender, receiver = (self._entries[name] for name in (it.sender, it.receiver))
+        stated = {name: getattr(receiver, name) for name in ("template", "metric", "max_new")}
+        is_logged = self._logs and not receiver.data
+        return replace(
+            self._settings,
+            sender=sender.source.path,
+            sender_lora=sender.source.adapter,
+            receiver=receiver.source.path,
+            receiver_lora=receiver.source.adapter,
+            data=receiver.data or self._settings.data,
+            asked_of=(self._asked_of[it.receiver] or it.receiver) if is_logged else None,
+            out=self._settings.out / f"{it.sender}_to_{it.receiver}.json",
+            **{name: value for name, value in stated.items() if value is not None},
+        )
+
+    def _shape(self, name: str) -> str:
+        return look_at(self._entries[name].source).config.to_json_string()
+
+    def _reading(self, name: str) -> tuple[PreTrainedTokenizerBase, int]:
+        source = self._entries[name].source
+        return load_tokenizer(source), look_at(source).config.max_position_embeddings
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def _show(self, *tables: Table) -> None:
+        for it in tables:
+            if it.rows:
+                self._console.print(drawn(it))
+
+
+def planned_table(planned: Sequence[Planned]) -> Table:
+    least_s, most_s = (sum(it.seconds[which] for it in planned) for which in (0, 1))
+    found = table(
+        f"Pairs to profile: about {spoken(least_s, most_s)}",
+        planned,
+        {
+            "pair": lambda it: it.wanted.name,
+            "prompts": lambda it: f"{it.wanted.num_prompts:,}",
+            "tokens": lambda it: f"{it.wanted.num_tokens:,}",
+            "time": lambda it: words.duration(it.seconds[0]),
+            "memory": lambda it: f"{it.num_bytes / GIB:.2g} GiB",
+        },
+        caption=(
+            "prompts: of the log, about what the sender had read first; tokens: that they share; "
+            "memory: weights of both models, and what one context needs at least"
+        ),
+    )
+    is_logged = any(it.wanted.num_prompts for it in planned)
+    return found if is_logged else found.without("prompts", "tokens")
+
+
+def others_table(pairs: Iterable[Wanted]) -> Table:
+    """By reason, as most of the pairs have the same few."""
+    reasons: dict[str, dict[str, None]] = {}
+    for it in pairs:
+        if it.why_not:
+            reasons.setdefault(it.why_not, {})[it.about] = None
+    rows = tuple((", ".join(about), why) for why, about in reasons.items())
+    return Table(title="Not profiled", headers=("pairs", "why"), rows=rows, is_prose=True)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    def said(it: Outcome) -> tuple[str, ...]:
+        profile = it.profile
+        if profile is None:
+            return it.wanted.name, "not measured", words.ABSENT, words.ABSENT, it.problem
+        plan = derived.recommended(profile)
+        verdict = "passed" if profile.passed else "failed"
+        next_steps = "; ".join(derived.next_steps(profile)) or words.ABSENT
+        if plan is None:
+            return it.wanted.name, verdict, words.ABSENT, words.ABSENT, next_steps
+        share = words.percent(derived.ttft_ratio(profile, plan.ttft_s))
+        return it.wanted.name, verdict, words.plan(plan), share, next_steps
+
+    num_passed = sum(it.profile is not None and it.profile.passed for it in outcomes)
+    return Table(
+        title=f"{num_passed} of {words.counted(len(outcomes), 'pair')} passed",
+        headers=("pair", "verdict", "recomputes", "of full", "what next"),
+        rows=tuple(map(said, outcomes)),
+        caption=(
+            "recomputes: layers, where all others are loaded; of full: predicted time to the first "
+            "token in per cent of a full prefill. `droidspeak profile show FILE` has the reason"
+        ),
+        is_prose=True,
+    )

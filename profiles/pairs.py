@@ -1,0 +1,177 @@
+"""Which pairs of several models can matter, and why the others cannot.
+
+A model that reads a document first computes its KV, and others may load that. What they compute
+from it is another model's KV in part, and is offered to nobody. So a pair matters if its sender
+reads first. A base usually does, and its adapters follow; a request log says who does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cachetree import ConfigError, read_yaml, settings_of
+from cachetree.checkpoint import read_invocation
+from profiles.adapters import ADAPTER_CONFIG
+from profiles.compute.models import ModelSource, look_at, look_at_pair
+from profiles.data.logs import BASE, Context
+from profiles.settings import Settings
+
+FIRST_ALONE: Final = (
+    "the sender is an adapter, and reads after its base: what it computes then is offered to "
+    "nobody; if it reads first, show it by --from-log or name it among the receiver's senders"
+)
+
+NEVER_AFTER: Final = "in the log the receiver was asked nothing that the sender had read first"
+NO_DATA: Final = "nothing to ask the receiver; give it data, or --from-log"
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model of a models file, by the name that servers give it. Paths are from the file on."""
+
+    model: str
+    adapter: str = ""
+    data: tuple[str, ...] = ()
+    """What it is asked as a receiver; the command's own if none."""
+    senders: tuple[str, ...] | None = None
+    """Whose KV it may load; None for all that can matter."""
+    template: str | None = None
+    metric: str | None = None
+    max_new: int | None = None
+
+    @property
+    def source(self) -> ModelSource:
+        return ModelSource(
+            path=Path(self.model), adapter=Path(self.adapter) if self.adapter else None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One directed pair, by names."""
+
+    sender: str
+    receiver: str
+    why_not: str = ""
+    """Why it needs no profile, or can have none; empty if it is to be profiled."""
+    about: str = ""
+    """Pairs that this reason is about."""
+    num_prompts: int = 0
+    """Of a log, those that the receiver was asked about what the sender had read first."""
+    num_tokens: int = 0
+    """Tokens of these that the two share."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.sender} → {self.receiver}"
+
+
+def read_entries(settings: Settings) -> dict[str, Entry]:
+    """The models that the settings name, by file or by folder; raises ConfigError."""
+    if settings.models is not None:
+        path = settings.models
+        stated = read_yaml(path, "models file")
+        if not isinstance(stated, dict) or len(stated) < 2:
+            raise ConfigError(f"models file {path} names fewer than two models; write NAME: each")
+        found = {
+            str(name): settings_of(it, Entry, f"{path}: {name}") for name, it in stated.items()
+        }
+        return {name: _from(path.parent, it) for name, it in found.items()}
+    folder, base = settings.adapters, settings.base
+    if base is None:
+        raise ConfigError("--adapters is given without --base; name the model that they are of")
+    found = {BASE: Entry(model=str(base), data=_beside(folder, BASE))}
+    for config in sorted(folder.glob(f"*/{ADAPTER_CONFIG}")):
+        name = config.parent.name
+        found[name] = Entry(model=str(base), adapter=str(config.parent), data=_beside(folder, name))
+    if len(found) < 2:
+        raise ConfigError(f"{folder} has no folder with an {ADAPTER_CONFIG}; name theirs")
+    return found
+
+
+def _beside(folder: Path, name: str) -> tuple[str, ...]:
+    data = folder / f"{name}.jsonl"
+    return (str(data),) if data.is_file() else ()
+
+
+def _from(folder: Path, it: Entry) -> Entry:
+    """Its paths as seen from here; data may be no path."""
+    data = tuple(str(folder / of) if (folder / of).exists() else of for of in it.data)
+    adapter = it.adapter and str(folder / it.adapter)
+    return msgspec.structs.replace(it, model=str(folder / it.model), adapter=adapter, data=data)
+
+
+def pairs_of(
+    entries: Mapping[str, Entry], settings: Settings, contexts: Iterable[Context] | None
+) -> list[Wanted]:
+    """Every directed pair: first what is to be profiled, by worth, and then the others.
+
+    `contexts` are those of a log whose models have the entries' names; None without a log.
+    """
+    problems = {name: _problem(it) for name, it in entries.items()}
+    reads = None if contexts is None else reads_of(contexts)
+    followers = {receiver for _, receiver in reads or ()}
+    found = []
+    for receiver, theirs in entries.items():
+        for sender, ours in entries.items():
+            if sender == receiver:
+                continue
+            num_prompts, num_tokens = (reads or {}).get((sender, receiver), (0, 0))
+            it = Wanted(
+                sender=sender, receiver=receiver, num_prompts=num_prompts, num_tokens=num_tokens
+            )
+            broken = next((name for name in (receiver, sender) if problems[name]), None)
+            why_not, about = "", it.name
+            if broken is not None:
+                why_not, about = problems[broken], f"all of {broken}"
+            elif not (theirs.data or settings.data):
+                why_not, about = NO_DATA, f"any → {receiver}"
+            elif theirs.senders is not None:
+                why_not = "" if sender in theirs.senders else "its entry names other senders"
+            elif reads is not None:
+                why_not = "" if num_prompts else NEVER_AFTER
+                about = it.name if receiver in followers else f"any → {receiver}"
+            elif ours.adapter:
+                why_not = FIRST_ALONE
+            why_not = why_not or _apart(ours.source, theirs.source)
+            found.append(replace(it, why_not=why_not, about=about))
+    return sorted(found, key=lambda it: (bool(it.why_not), -it.num_tokens))
+
+
+def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, int]]:
+    """By who read first and who was asked after: prompts, and tokens that they share."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for it in contexts:
+        first = min(it.asked, key=lambda of: of.number).model
+        for of in it.asked:
+            if of.model != first:
+                prompts, tokens = found.get((first, of.model), (0, 0))
+                found[first, of.model] = prompts + 1, tokens + it.num_shared
+    return found
+
+
+def _problem(it: Entry) -> str:
+    """Why no pair with a model is profiled; empty if nothing speaks against it."""
+    try:
+        if it.adapter and read_invocation(Path(it.adapter)):
+            return (
+                f"{Path(it.adapter).name} is an activated adapter: its KV before the invocation is "
+                "its base's, which needs no profile"
+            )
+        look_at(it.source)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def _apart(sender: ModelSource, receiver: ModelSource) -> str:
+    try:
+        theirs, ours = look_at_pair(sender, receiver)
+    except ConfigError as exc:
+        return str(exc)
+    same = theirs.identity == ours.identity
+    return "both are the same model, which shares exactly without a profile" if same else ""
