@@ -43,7 +43,8 @@ class _Actions(argparse._SubParsersAction):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
     ) -> None:
-        flags = {it.dest: it.option_strings for it in parser._actions if it.option_strings}
+        actions = reversed(parser._actions)  # Of two flags of one value the first is named.
+        flags = {it.dest: it.option_strings for it in actions if it.option_strings}
         stated = (name for name, it in vars(namespace).items() if it is not None)
         given = [flags[it][0] for it in stated if it in flags]
         known = self.choices[values[0]]._option_string_actions if values[0] in self.choices else ()

@@ -19,6 +19,7 @@ from profiles.data.metrics import Metric
 from profiles.data.records import RecordError, read_records
 from profiles.data.tasks import TaskOptions
 from profiles.evidence import read_measured
+from sglang_droidspeak.cli import main
 
 PAGE = 16
 TASK = TaskOptions(template="{context}{input}", metric=Metric.SAME, max_new=8).task_for("")
@@ -197,3 +198,9 @@ def test_a_log_alone_makes_a_profile(tmp_path):
     assert profile.controls.startswith("without the document 0%")
     status, said = run("show", str(out), "--verify-verdict")
     assert status == 0, said
+
+
+def test_a_flag_before_an_action_is_named_as_it_was_given(capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "--data", "x", "verify", "pair.json"])
+    assert "give --data after verify" in capsys.readouterr().err
