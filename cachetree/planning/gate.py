@@ -36,7 +36,7 @@ def allowed_blocks(
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
         # The own cache is exact whatever is recomputed; a block only where asked for by name.
-        if block is None or demand.requested.sender == match.model:
+        if not block or demand.requested.sender == match.model:
             return [_quality(block or EMPTY_SPAN, 1.0)]
         allowed = _allowed_of_others(demand, profiles)
         if demand.gate is Gate.ENFORCE and block not in (it.block for it in allowed):
@@ -90,11 +90,11 @@ def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]
 
 
 def _ungated(block: Span, allowed: Sequence[BlockQuality]) -> NoReuse:
-    names = sorted({_named(it.block) for it in allowed}) or ["none"]
+    names = ", ".join(sorted({_named(it.block) for it in allowed}))
     return NoReuse(
         reason=Reason.UNGATED_BLOCK,
-        detail=f"block {_named(block)} is none of those that a profile has proven; allowed: "
-        f"{', '.join(names)}",
+        detail=f"block {_named(block)} is none of those that a profile has proven; "
+        + (f"allowed: {names}" if names else "no block is allowed"),
     )
 
 

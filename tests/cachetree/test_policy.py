@@ -374,6 +374,13 @@ def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:
     assert plan_for(match(R), demand=by_block).block == Span(0, 0)
 
 
+def test_the_own_cache_answers_who_wants_nothing_recomputed() -> None:
+    """Such as an activated adapter before its invocation, where the model is the base."""
+    asked = replace(DEMAND, requested=Requested(block=EMPTY_SPAN))
+    assert plan_for(match(R), demand=asked, profiles={}).is_exact
+    assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
+
+
 def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
     """Also where the own cache would answer, or the device has them all."""
     asked = replace(DEMAND, requested=Requested(block=Span(4, 5)))

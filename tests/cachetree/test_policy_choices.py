@@ -123,7 +123,7 @@ def measured_on(num_tokens: int) -> Profiles:
             [match(R)],
             index_profiles([FAILED]),
             Reason.UNGATED_BLOCK,
-            "block 3:5 is none of those that a profile has proven; allowed: none",
+            "block 3:5 is none of those that a profile has proven; no block is allowed",
         ),
         (
             DEMAND,
