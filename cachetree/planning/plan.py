@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from cachetree.ids import MAX_LAYERS, Kind, Location, ModelId, Span, Step
+from cachetree.ids import EMPTY_SPAN, MAX_LAYERS, Kind, Location, ModelId, Span, Step
 
 
 class Strategy(StrEnum):
@@ -67,6 +67,8 @@ class Plan:
     e_map: str = ""
     """Digest of the map that corrects E before the block begins; empty where none does. What is
     exact has none."""
+    head: Span = EMPTY_SPAN
+    """Pages right before `pages` that the receiver computes in full, whoever has them."""
     is_lossy: bool = False
     """What is loaded was encoded: even the receiver's own KV comes back approximate."""
     strategy: Strategy = Strategy.PIPELINED
@@ -77,6 +79,11 @@ class Plan:
         """What tells it from other plans, whatever the prompt and wherever the pages are."""
         block = (self.block.start, self.block.stop) if len(self.block) else None
         return PlanId(self.sender, self.receiver, block, bool(self.e_map))
+
+    @property
+    def first_page(self) -> int:
+        """The first page that the device has not."""
+        return self.head.start if self.head else self.pages.start
 
     @property
     def transition_layers(self) -> tuple[int, ...]:
@@ -155,6 +162,8 @@ class Demand:
     """Pages that the device has already."""
     first_approximate: int | None = None
     """Those that it has as approximate KV, which approximate plans go on from; None: the others."""
+    num_head: int = 0
+    """First pages that approximate plans leave to the receiver."""
     num_new_tokens: int = 0
     """Tokens after `num_pages`, which are computed in any case."""
     min_pages: int = 1

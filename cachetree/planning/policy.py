@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from cachetree.ids import LOCAL, Location, ModelId, Span, is_pool, nearness
+from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span, is_pool, nearness
 from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
 from cachetree.planning.plan import Demand, Match, NoReuse, Plan, Reason
 from cachetree.planning.prediction import (
@@ -228,7 +228,9 @@ def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference
     if demand.first_approximate is None:
         return plan
     first = demand.first_approximate
-    return replace(plan, pages=Span(first, max(first, stop)))
+    start = max(first, demand.num_head)
+    head = Span(first, start) if first < start else EMPTY_SPAN
+    return replace(plan, pages=Span(start, max(start, stop)), head=head)
 
 
 def _fitted(
@@ -244,7 +246,7 @@ def _fitted(
     staging_gb = (demand.max_fetch_bytes or 0) / _GIB
     full = f"{demand.min_pages} pages, the fewest worth a fetch, exceed staging_gb, {staging_gb:g}"
     for end, reason, detail in (
-        (stop, _few_left(demand, start), f"{held} the device"),
+        (stop, _few_left(demand, plan.first_page), f"{held} the device"),
         (with_e, Reason.NO_E, no_e),
         (staged, Reason.STAGING_FULL, full),
         (at_once, Reason.RECOMPUTE_TOO_LONG, _TOO_LONG),
@@ -263,12 +265,14 @@ def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
     """The forward over the rest of the prompt has its price with the plan, too."""
     plan, page_size, num_tokens = it.plan, demand.page_size, demand.num_tokens
     times = times_of(plan, page_size, costs)
+    head = Span(plan.head.start * page_size, plan.head.stop * page_size)
     full_s = full_prefill_s(Span(demand.num_held * page_size, num_tokens), costs.prefill)
     rest_s = full_prefill_s(Span(plan.pages.stop * page_size, num_tokens), costs.prefill)
-    if times is None or full_s is None or rest_s is None:
-        in_vain = demand.num_layers * (demand.num_held - plan.pages.start)
+    head_s = full_prefill_s(head, costs.prefill) if head else 0.0
+    if times is None or full_s is None or rest_s is None or head_s is None:
+        in_vain = demand.num_layers * (demand.num_held - plan.first_page)
         return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))
-    ttft_s = times.ttft_s + rest_s
+    ttft_s = head_s + times.ttft_s + rest_s
     return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s)
 
 

@@ -12,7 +12,8 @@ SGLang joins the two without a mark between. A key of the base model's that ends
 of an adapter is therefore made another tenant's, which no user can name.
 
 After a change of plans a new generation of requests reads none of the approximate KV from before:
-its number stands after APPROXIMATE.
+its number stands after APPROXIMATE. After it stands how many first pages the prompt shares with
+many others: in that namespace these are exact.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _TENANT: Final = "droidspeak_tenant"
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
 _GENERATION: Final = "droidspeak_generation"
+_HEAD: Final = "droidspeak_head"
 _WITHOUT_E: Final = "droidspeak_without_e"
 _NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
@@ -128,14 +130,31 @@ def place_of(req: Req) -> str:
 
 
 def approximate_of(req: Req) -> str:
-    """Where approximate KV lies for requests of its generation."""
-    return APPROXIMATE + getattr(req, _GENERATION, "") + namespace_of(req)
+    """Where approximate KV lies for requests of its generation, with a head as long."""
+    head = f"#{num_head(req)}" if num_head(req) else ""
+    return APPROXIMATE + getattr(req, _GENERATION, "") + head + namespace_of(req)
 
 
 def join(req: Req, generation: str) -> None:
     """Have the request share approximate KV with those of its generation only; while the request
     holds nothing of SGLang's tree."""
     _note(req, _GENERATION, generation)
+
+
+def has_head(req: Req) -> bool:
+    """Whether it was decided how long the request's head is, which then stays."""
+    return hasattr(req, _HEAD)
+
+
+def num_head(req: Req) -> int:
+    """First pages of its prompt that its own model computes, whoever has them."""
+    return getattr(req, _HEAD, 0)
+
+
+def lead(req: Req, num_pages: int) -> None:
+    """Have the request read approximate KV behind so many exact pages only; while it holds nothing
+    of SGLang's tree."""
+    _note(req, _HEAD, num_pages)
 
 
 def keep_apart(req: Req, adapters: Collection[str]) -> None:

@@ -134,6 +134,8 @@ class ForwardPass:
         started_s = time.monotonic()
         try:
             with self._ranks.together():
+                for row, load in loads.items():
+                    self._prefill.run_in_full(batch, row, load.head)
                 self._recompute(batch, loads)
         except RanksApart:
             raise
@@ -146,6 +148,8 @@ class ForwardPass:
         for row, load in loads.items():
             if row not in lacking and load.plan.is_exact:
                 self._keep_e(batch.reqs[row], load)
+            if row not in lacking:
+                _uncount(batch.reqs[row], len(load.head))
         # Before any full prefill: the batch's end waits for these reads.
         self._loader.read_by_current_stream(batch.hicache_consumer_index)
         for row, error in lacking.items():
@@ -208,27 +212,33 @@ class ForwardPass:
     def _fall_back(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError) -> None:
         """Have every layer of a load in place by a full prefill, of which SGLang has counted the
         tokens as read from a cache."""
-        req = batch.reqs[row]
+        req, tokens = batch.reqs[row], load.whole
         log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
         self._loader.abandon(load, error)
         begun_s = time.monotonic()
         load.is_good = False
         try:
             with self._ranks.together():
-                self._prefill.run_in_full(batch, row, load.at)
+                self._prefill.run_in_full(batch, row, tokens)
             load.is_good = True
         except RanksApart:
             raise
         except Exception:  # SGLang aborts the batch's loading requests.
             log.exception("request %s: the full prefill of its prefix failed", name_of(req.rid))
         traces.fell_back(req, load.cause, begun_s)
-        if not req.retracted_stain:  # It counts what comes first alone.
-            req.cached_tokens -= len(load.at)
-            req.cached_tokens_host -= len(load.at)
+        _uncount(req, len(tokens))
         if not load.plan.is_exact:
             prefixes.note_approximate(req, prefixes.num_approximate(req) - len(load.at))
-        if not load.at.start:
+        if not tokens.start:
             prefixes.move(req, approximate=False)
+
+
+def _uncount(req: Req, num_tokens: int) -> None:
+    """So many tokens that SGLang takes for cached were computed. Of a retracted request it counts
+    what came first only."""
+    if not req.retracted_stain:
+        req.cached_tokens -= num_tokens
+        req.cached_tokens_host -= num_tokens
 
 
 def _parts_of(batch: ScheduleBatch, requests: Sequence[Request]) -> list[_Part]:
@@ -236,11 +246,11 @@ def _parts_of(batch: ScheduleBatch, requests: Sequence[Request]) -> list[_Part]:
     began_s, rows = time.monotonic(), {req.rid: row for row, req in enumerate(batch.reqs)}
     work: list[float] = [*batch.extend_lens]
     for it in requests:
-        work[rows[it.req.rid]] += it.planned.step_share * len(it.load.at)
+        work[rows[it.req.rid]] += len(it.load.head) + it.planned.step_share * len(it.load.at)
     return [
         _Part(
             request=it,
-            tokens=Span(it.load.at.start, batch.prefix_lens[row] + batch.extend_lens[row]),
+            tokens=Span(it.load.whole.start, batch.prefix_lens[row] + batch.extend_lens[row]),
             share=work[row] / sum(work),
             delay_s=it.delay_s,
             began_s=began_s,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cachetree import Deadline, FetchError, Kind, Span, Step, Turns
+from cachetree import EMPTY_SPAN, Deadline, FetchError, Kind, Span, Step, Turns
 from cachetree.planning import Plan
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
 from sglang_droidspeak.request.copies import READS, Copies, Laps
@@ -39,6 +39,8 @@ class Load:
     """Where its tokens stand in the prompt, within plan.pages; SGLang may have promised fewer."""
     slots: torch.Tensor
     """KV slots of these tokens, on the device, int64."""
+    head: Span = EMPTY_SPAN
+    """Tokens right before `at`, whose KV the batch computes in full first; often none."""
     patience_s: float = math.inf
     """How long its forward may still wait for layers that are late."""
     copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
@@ -54,6 +56,11 @@ class Load:
     is_good: bool = field(default=True, init=False)
     """Whether its slots hold what they should, however that came about."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @property
+    def whole(self) -> Span:
+        """All tokens that its batch brings beside its new ones."""
+        return Span(self.at.start - len(self.head), self.at.stop)
 
     @property
     def cause(self) -> str:

@@ -40,9 +40,10 @@ from cachetree.transport import PeerState, Source
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models, Owner
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.controls import name_of, parse_controls
+from sglang_droidspeak.request.heads import MAX_HEAD, SharedHeads
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 from sglang_droidspeak.start.config import GIB
 from sglang_droidspeak.start.this_server import ThisServer
@@ -131,6 +132,7 @@ class Planner:
     """How often what is in service of a pair has changed."""
     out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
     """Not even for a request that names them where no gate decides."""
+    _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
     off: str = field(default="", init=False)
     """Outcome of every request since this server was retired, after which nothing is planned any
     more: `weights_updated` or `loader_failed`. Empty before."""
@@ -153,6 +155,24 @@ class Planner:
         prefixes.keep_apart(req, self._models.ids)
         if self._generation:
             prefixes.join(req, str(self._generation))
+        if self._has_heads and not prefixes.has_head(req):
+            prefixes.lead(req, self._heads.length(self._first_pages(req)))
+
+    def note(self, req: Req) -> None:
+        """A user's request has come: what its prompt begins with may be a head by now. Before the
+        request is met; on all ranks, and again as often as it is seen."""
+        if self._has_heads and not asking.is_own(req):
+            self._heads.note(self._first_pages(req))
+
+    @property
+    def _has_heads(self) -> bool:
+        """Whether any request may read approximate KV."""
+        return bool(self.profiles) or self._cache.family.codec is not Codec.NONE
+
+    def _first_pages(self, req: Req) -> list[PageHash]:
+        page_size = self._server.page_size
+        num_tokens = min(len(req.full_untruncated_fill_ids), (MAX_HEAD + 1) * page_size)
+        return prefixes.pages_of(req, num_tokens, page_size, req.lora_id or "")
 
     def refusal(self, req: Req) -> str:
         """Why nothing is planned for it, whoever has its pages; empty where something may be."""
@@ -214,7 +234,8 @@ class Planner:
             return True  # SGLang finds all of it, and nothing is loaded.
         approximate = None if demand.first_approximate is None else held.approximate
         demand = replace(demand, first_page=held.exact, first_approximate=approximate)
-        left = replace(plan, pages=Span(start, plan.pages.stop))
+        head = Span(min(held.approximate, plan.head.stop), plan.head.stop)
+        left = replace(plan, pages=Span(start, plan.pages.stop), head=head)
         costs = self.costs({plan.location})
         links = {it: replace(link, byte_s=0.0, fixed_s=0.0) for it, link in costs.links.items()}
         saved_s = saving_s(left, demand, replace(costs, links=links))
@@ -280,6 +301,7 @@ class Planner:
             num_pages=num_pages,
             first_page=held.exact,
             first_approximate=None if is_experiment else held.approximate,
+            num_head=prefixes.num_head(req),
             num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * usual.page_size,
             ttft_target_s=target_ms / 1000 if target_ms else usual.ttft_target_s,
             requested=requested,

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from cachetree import PageHash, Plan, Span
+from cachetree import EMPTY_SPAN, PageHash, Plan, Span
 from cachetree.planning import Patience
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.load import Load
@@ -151,14 +151,22 @@ class Request:
         source = sources.of(self.plan, self.pages, self.req, tree)
         if source is not None:
             self.reach(Phase.FETCHING)
-            self.source, self.num_there = source, self.plan.pages.start
+            self.source, self.num_there = source, self.plan.first_page
 
-    def begin_load(self, at: Span, slots: torch.Tensor) -> None:
-        """SGLang has these slots for tokens that stand there in the prompt."""
+    def begin_load(self, at: Span, slots: torch.Tensor, head: Span = EMPTY_SPAN) -> None:
+        """SGLang has these slots for tokens that stand there in the prompt, and slots for a head
+        before them."""
         self.reach(Phase.LOADING)
         self.queued_s = self.age_s
         left_s = max(0.0, self.left_s(self.source.staging.num_landed_bytes))
-        self.load = Load(plan=self.plan, source=self.source, at=at, slots=slots, patience_s=left_s)
+        self.load = Load(
+            plan=self.plan,
+            source=self.source,
+            at=at,
+            slots=slots,
+            head=head,
+            patience_s=left_s,
+        )
 
     def settle(self) -> None:
         self.reach(Phase.SETTLED)

@@ -125,18 +125,21 @@ class WaitingRequests:
             return 0
         request = self._requests[rid]
         first, span = prefixes.page_hash(first_key), request.plan.pages
-        if first not in request.own_pages[span.start : span.stop]:
+        if first not in request.own_pages[request.plan.first_page : span.stop]:
             return 0
-        num_pages = span.stop - request.own_pages.index(first)
+        start = request.own_pages.index(first)
+        num_pages, num_head = span.stop - start, max(0, span.start - start)
         if self._is_decoding:
-            num_pages = min(num_pages, self._most_pages(request))
-        return num_pages
+            num_pages = min(num_pages, num_head + self._most_pages(request))
+        return num_pages if num_pages > num_head else 0
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
         """Tokens of a step of SGLang that so many loaded tokens take."""
         if not self.has_source(rid):
             return 0
-        return math.ceil(num_tokens * _step_share(self._requests[rid]))
+        request = self._requests[rid]
+        num_head = min(num_tokens, len(request.plan.head) * self._page_size)
+        return num_head + math.ceil((num_tokens - num_head) * _step_share(request))
 
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> bool:
         """Have the pages of `keys` loaded into `slots` with the next batch; False where that
@@ -149,9 +152,10 @@ class WaitingRequests:
         planned = request.planned
         request.req.skip_radix_cache_insert |= planned.is_experiment and not planned.plan.is_exact
         first = request.own_pages.index(prefixes.page_hash(keys[0]))
-        pages = Span(first, first + len(keys))
+        pages = Span(max(first, planned.plan.pages.start), first + len(keys))
         at = Span(pages.start * self._page_size, pages.stop * self._page_size)
-        request.begin_load(at, slots)
+        head = Span(first * self._page_size, at.start)
+        request.begin_load(at, slots[len(head) :] if head else slots, head)
         self._note_approximate(request, first, 0 if planned.plan.is_exact else len(at))
         if planned.is_approximate:
             where = prefixes.approximate_of(request.req)
@@ -202,7 +206,8 @@ class WaitingRequests:
     def _most_pages(self, request: Request) -> int:
         """Pages that fill one step. A page of the step stays for the request's own tokens."""
         share, page_size = _step_share(request), self._page_size
-        most = (self._meter.step_tokens - page_size) / (share * page_size) if share else math.inf
+        num_left = self._meter.step_tokens - (1 + len(request.plan.head)) * page_size
+        most = num_left / (share * page_size) if share else math.inf
         return int(min(most, len(request.plan.pages)))
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
@@ -229,6 +234,7 @@ class WaitingRequests:
         request = self._requests[req.rid] = Request(req)
         req.refresh_fill_ids()  # All ranks look up what the device has of it.
         prefixes.move(req, approximate=False)  # On all of them, until the first has decided.
+        self._planner.note(req)
         self._planner.meet(req)
         if not self._asks or self._planner.refusal(req):
             return request
@@ -308,7 +314,7 @@ class WaitingRequests:
         is_better = False
         if self._pool_index.has_approximate and not must_stay_exact(request.req):
             held = self._pool_index.held(request.req, len(request.pages), tree)
-            is_better = held.approximate > held.exact
+            is_better = held.approximate > max(held.exact, prefixes.num_head(request.req))
         prefixes.move(request.req, approximate=is_better)
 
     def _take_up(self, request: Request, planned: Planned, tree: UnifiedRadixCache) -> None:

@@ -372,6 +372,27 @@ def test_approximate_kv_is_never_on_offer(trio: Trio) -> None:
     assert trio.watcher.num_pages(longer, trio.models["receiver"]) == 0
 
 
+def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(
+    trio: Trio,
+) -> None:
+    """Two pages. The first prompt has loaded them, before anything was known of a head."""
+    shared = prompt(40, seed=31)
+    asked = [[*shared, *prompt(120, seed=32 + number)] for number in range(4)]
+    for number, (tokens, num_own, num_cached) in enumerate(
+        zip(asked, (0, 32, 32, 160), (144, 112, 144, 0), strict=True)
+    ):
+        if number < 3:
+            trio.send("sender", tokens)
+        reply = answer(trio.receiver, tokens)
+        sender, block = ("receiver", Span(0, 0)) if number == 3 else ("sender", Span(2, 3))
+        reply.assert_equals(trio.expected(sender, tokens, block, own=num_own % 160))
+        told = reply.provenance
+        assert told["approximate_tokens"] == max(0, 144 - num_own), number
+        assert (told["exact"], reply.meta["cached_tokens"]) == (number == 3, num_cached), number
+    repeated = answer(trio.receiver, asked[1]).provenance
+    assert (repeated["outcome"], repeated["approximate_tokens"]) == ("on_device", 112)
+
+
 def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Trio) -> None:
     """A block asked for by name, with the gate off, serves its own request only."""
     tokens = prompt(160, seed=15)

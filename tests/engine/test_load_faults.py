@@ -19,7 +19,7 @@ from waiting_parts import request
 
 from cachetree.clock import Deadline
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
-from cachetree.ids import Location, ModelId, Span, Step
+from cachetree.ids import EMPTY_SPAN, Location, ModelId, Span, Step
 from cachetree.memory.staging import Staging
 from cachetree.names import ModelNames
 from cachetree.planning.plan import Plan
@@ -71,6 +71,7 @@ class Prefills:
 
     def __init__(self) -> None:
         self.blocks: list[Span] = []
+        self.in_full: list[Span] = []
         self.failures = 0
 
     def run(self, _batch: Any, prefixes: Any) -> None:
@@ -79,8 +80,10 @@ class Prefills:
             raise torch.OutOfMemoryError("a test")
         self.blocks += [it.block for it in prefixes]
 
-    def run_in_full(self, batch: Any, _row: int, _tokens: Span) -> None:
-        self.run(batch, [SimpleNamespace(block=EVERYTHING)])
+    def run_in_full(self, batch: Any, _row: int, tokens: Span) -> None:
+        if tokens:
+            self.in_full.append(tokens)
+            self.run(batch, [SimpleNamespace(block=EVERYTHING)])
 
 
 class Rig:
@@ -115,8 +118,11 @@ class Rig:
         self.req = request()
         self.req.extend_end = NUM_TOKENS + 1
 
-    def loading(self, num_landed: int | None = None, num_there: int = 0) -> Request:
-        """With so many of its steps, or all; of its tokens the device has so many."""
+    def loading(
+        self, num_landed: int | None = None, num_there: int = 0, num_head: int = 0
+    ) -> Request:
+        """With so many of its steps, or all; of its tokens the device has so many, and it computes
+        so many after them."""
         staging = Staging(dict.fromkeys(PLAN.steps, NUM_TOKENS), Deadline.after(60))
         for step in PLAN.steps[:num_landed]:
             staging.write(step, 0, memoryview(bytes(NUM_TOKENS)))
@@ -124,8 +130,10 @@ class Rig:
         source = Staged(PLAN, self.pool, staging)
         prefixes.move(self.req, approximate=True)
         prefixes.note_approximate(self.req, NUM_TOKENS)
-        at = Span(num_there, NUM_TOKENS)
-        return loading(PLAN, source, at, SLOTS[num_there:], self.req)
+        at = Span(num_there + num_head, NUM_TOKENS)
+        it = loading(PLAN, source, at, SLOTS[at.start :], self.req)
+        it.load.head = Span(num_there, at.start) if num_head else EMPTY_SPAN
+        return it
 
     def told(self) -> dict[str, Any]:
         self.labels.report([self.req])
@@ -154,7 +162,7 @@ class Rig:
         index = self.loader.start([it.load])
         self.forward.expect(index, [it])
         if not self.req.retracted_stain:  # As SGLang counts.
-            self.req.cached_tokens, self.req.cached_tokens_host = NUM_TOKENS, len(it.load.at)
+            self.req.cached_tokens, self.req.cached_tokens_host = NUM_TOKENS, len(it.load.whole)
         batch = SimpleNamespace(
             reqs=[self.req],
             prefix_lens=[NUM_TOKENS],
@@ -230,6 +238,17 @@ def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None
     assert not rig.is_told_exact()
     assert prefixes.is_approximate(rig.req)
     assert rig.num_cached == (PAGE, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_head_is_computed_first_and_counts_as_computed(rig: Rig, fails: bool) -> None:
+    rig.prefills.failures = int(fails)
+    assert rig.end(rig.launch(rig.loading(num_head=PAGE)))
+    whole, head = Span(0, NUM_TOKENS), Span(0, PAGE)
+    assert rig.prefills.in_full == ([head, whole] if fails else [head])
+    assert rig.prefills.blocks == [EVERYTHING] * fails or [EVERYTHING, PLAN.block]
+    assert rig.num_cached == ((0, 0) if fails else (NUM_TOKENS - PAGE,) * 2)
+    assert rig.is_told_exact() == fails
 
 
 def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -> None:

@@ -129,7 +129,12 @@ def test_a_requests_own_target_counts() -> None:
 
 def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
     planner, _ = planned(10)
-    before, after = (SimpleNamespace(extra_key=None, lora_id=None) for _ in range(2))
+    before, after = (
+        SimpleNamespace(
+            extra_key=None, lora_id=None, cache_salt=None, full_untruncated_fill_ids=[1, 2]
+        )
+        for _ in range(2)
+    )
     planner.meet(before)
     planner.put_in_service(PROFILE)
     planner.meet(after)

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from benchmarks.random_adapters import write_adapter
+from cachetree.checkpoint import Codec
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
@@ -631,7 +632,13 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(
     models.add(lora_id, write_adapter(tmp_path / "sql", model))
     if is_activated:
         models._invocations[lora_id] = tuple(prompt[17:19])
-    planner = made(Planner, models=models, activated=ActivatedAdapters(models))
+    family = SimpleNamespace(codec=Codec.NONE)
+    planner = made(
+        Planner,
+        cache=SimpleNamespace(family=family),
+        models=models,
+        activated=ActivatedAdapters(models),
+    )
     adapters = unsent(prompt, lora_id, tenant, None)
     planner.meet(adapters)
     namespace = f"{lora_id}@17" if is_activated else lora_id
@@ -665,7 +672,13 @@ def test_nor_where_the_users_own_adapter_is_never_invoked(model: Path, tmp_path:
     for lora_id in (sql, judge):
         models.add(lora_id, write_adapter(tmp_path / lora_id, model))
     models._invocations[judge] = (7,)
-    planner = made(Planner, models=models, activated=ActivatedAdapters(models))
+    family = SimpleNamespace(codec=Codec.NONE)
+    planner = made(
+        Planner,
+        cache=SimpleNamespace(family=family),
+        models=models,
+        activated=ActivatedAdapters(models),
+    )
     user = unsent([5] * 20, judge, sql, None)
     for _ in range(2):
         planner.meet(user)

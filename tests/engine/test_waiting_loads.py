@@ -312,7 +312,7 @@ def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
     planned = WANTED | {"is_experiment": False, "patience": Patience(saving_s=7.0)}
     planners: list[Any] = [
         planner_of(**planned),
-        SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal),
+        planner_that(None),  # type: ignore[arg-type]
     ]
     both = [
         waiting_with(cache, planner=planner, ranks=pair.rank(number))

@@ -191,7 +191,8 @@ class Now:
 
 
 def planner_that(plan: Callable[..., Planned | Declined]) -> Any:
-    return SimpleNamespace(meet=lambda _req: None, refusal=prefixes.refusal, plan=plan)
+    nothing = dict.fromkeys(("note", "meet"), lambda _req: None)
+    return SimpleNamespace(**nothing, refusal=prefixes.refusal, plan=plan)
 
 
 def planner_of(**planned: Any) -> Any:
