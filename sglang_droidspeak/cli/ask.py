@@ -203,8 +203,12 @@ def explanation_lines(told: dict[str, Any]) -> Iterator[str]:
         yield f"         full prefill of the rest {predicted}"
     for it in told["holdings"]:
         yield f"has it   {it['model']} at {it['location']}: {_held(it)}"
+    for model, num_pages in told["approximate"].items():
+        yield f"has it   {model} only approximately: {num_pages:,} pages, for its own use"
     for it in told["ways"]:
         yield f"way      {_way(it)}"
+    if told["profile_command"]:
+        yield f"missing  {told['profile_command']}"
     if told["measured"]:
         yield f"measured {_measured(told['measured'])}"
 

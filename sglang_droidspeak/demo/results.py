@@ -67,8 +67,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_reused(self) -> bool:
+        """Whether most of it was. First pages that all prompts share the receiver computes."""
         provenance = self.provenance
-        return provenance.outcome == "reused" and provenance.reused_tokens == self.num_reusable
+        return provenance.outcome == "reused" and 2 * provenance.reused_tokens > self.num_reusable
 
 
 Samples = Mapping[Condition, Sequence[Sample]]

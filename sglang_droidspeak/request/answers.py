@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any, Final
 
 import msgspec
 
 from cachetree import LOCAL, Cache, ModelId, Span
 from cachetree.metrics import Health, health_of
-from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weigh
+from cachetree.planning import Match, PairProfile, Plan, Profiles, Reason, Weighed, weigh
 from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import LoRARef, Scheduler
@@ -61,6 +62,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     full_prefill_s: float | None = None
     """Predicted, of what the device lacks."""
     ways: Sequence[Weighed] = ()
+    profile_command: str = ""
+    """What makes the profile that is missing, with the paths that this server knows."""
+    approximate: Mapping[ModelId, int] = {}
+    """Pages of a prompt that was not sent, which other models of this server have as approximate
+    KV only: no other model reads these."""
     measured: RequestProvenance | None = None
     """None of a prompt that was not sent."""
 
@@ -193,8 +199,50 @@ class Answers:
             raise LookupError(
                 f"no request {asked!r} among the last {len(told)} that this server has answered"
             )
-        it = self._unsent(question, scheduler) if asked is None else told[asked]
-        return explained(it, self._page_size, self._planner.profiles)
+        if asked is not None:
+            it, approximate = told[asked], {}
+        else:
+            it, approximate = self._unsent(question, scheduler), self._others(question, scheduler)
+        found = explained(it, self._page_size, self._planner.profiles)
+        missing = (way.sender for way in found.ways if way.reason == Reason.NO_PROFILE.value)
+        command = "".join(
+            self._profile_command(it, found.model, scheduler) for it in [*missing][:1]
+        )
+        return msgspec.structs.replace(found, profile_command=command, approximate=approximate)
+
+    def _profile_command(
+        self, sender: ModelId, receiver: ModelId | None, scheduler: Scheduler
+    ) -> str:
+        """With a word in place of a path that this server does not know."""
+        base = scheduler.server_args.model_path
+        paths = {
+            self._planner.model_of(lora_id): (base, it.lora_path)
+            for lora_id, it in self._lora_refs.items()
+        }
+        paths[self._planner.model_of(None)] = (base,)
+        names, words = self._cache.names.now, ["droidspeak profile"]
+        for role, model in (("sender", sender), ("receiver", receiver)):
+            path, *lora = paths.get(model, (f"PATH_OF_{names.get(model, model)}",))
+            words += [f"--{role} {quote(path)}", *(f"--{role}-lora {quote(it)}" for it in lora)]
+        return " ".join((*words, "--data DATA.jsonl --out PROFILE.json"))
+
+    def _others(self, question: Question, scheduler: Scheduler) -> dict[ModelId, int]:
+        """What other models of this server have of a prompt as approximate KV only, in pages."""
+        found: dict[ModelId, int] = {}
+        asked = self._lora_id(question.adapter)
+        for lora_id in {None, *self._lora_refs} - {asked}:
+            model = self._planner.model_of(lora_id)
+            req = asking.unsent(
+                question.input_ids, lora_id, question.extra_key, question.cache_salt
+            )
+            if model is None or self._planner.refusal(req):
+                continue
+            req.refresh_fill_ids()
+            self._planner.meet(req)
+            held = self._planner.held(req, scheduler.tree_cache)
+            if held.approximate > held.exact:
+                found[model] = held.approximate
+        return found
 
     def _unsent(self, question: Question, scheduler: Scheduler) -> Label:
         """What would become of it if it came now."""

@@ -174,6 +174,15 @@ class Planner:
         num_tokens = min(len(req.full_untruncated_fill_ids), (MAX_HEAD + 1) * page_size)
         return prefixes.pages_of(req, num_tokens, page_size, req.lora_id or "")
 
+    def model_of(self, lora_id: str | None) -> ModelId | None:
+        """Of an adapter that is loaded, or of the base; None if its content is not known."""
+        return self._models.of(lora_id)
+
+    def held(self, req: Req, tree: UnifiedRadixCache) -> Held:
+        """What the device has for a request that was met."""
+        num_pages = len(prefixes.reusable_pages(req, self._server.page_size))
+        return self._pool.held(req, num_pages, tree)
+
     def refusal(self, req: Req) -> str:
         """Why nothing is planned for it, whoever has its pages; empty where something may be."""
         return self.off or prefixes.refusal(req)

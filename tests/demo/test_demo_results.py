@@ -80,7 +80,7 @@ def test_a_condition_that_reused_nothing_fails_with_its_outcomes() -> None:
 
 
 def test_reuse_of_a_part_of_the_document_is_not_reuse_of_it() -> None:
-    part = sample(num_reusable=144)
+    part = sample(num_reusable=256)
     assert len(list(reuse_failures(samples(full_reuse=[part] * 10), "speed"))) == 1
 
 

@@ -17,8 +17,9 @@ import pytest
 from answering import answering
 from test_labels import Counts, request
 from test_planner import PAGE, planned
-from test_policy import DEMAND, FAR, MEASURED, PROFILES, R, S, match
+from test_policy import DEMAND, FAR, MEASURED, OTHER, PROFILES, R, S, match
 
+from cachetree.ids import ModelId
 from cachetree.names import ModelNames
 from cachetree.planning import Considered, Link
 from sglang_droidspeak.cli import main
@@ -33,6 +34,8 @@ from sglang_droidspeak.request.labels import (
     consider,
 )
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.planner import Declined
+from sglang_droidspeak.store.pool import Held
 
 SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 
@@ -51,7 +54,9 @@ def ask(it: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -> di
     output = SimpleNamespace(internal_state={"sglang": "its own"})
     asked = SimpleNamespace(rid=f"{page}: {json.dumps(question)}")
     it = it if isinstance(it, Answers) else answers(it)
-    it.add(output, SimpleNamespace(), asked)  # type: ignore[arg-type]
+    args = SimpleNamespace(model_path="/models/base")
+    scheduler = SimpleNamespace(server_args=args, waiting_queue=(), tree_cache=None)
+    it.add(output, scheduler, asked)  # type: ignore[arg-type]
     assert output.internal_state.keys() == {KEY}
     return json.loads(json.dumps(output.internal_state[KEY]))
 
@@ -121,6 +126,52 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     assert it.full_prefill_s == pytest.approx(1.61)
     (holding,) = it.holdings
     assert (holding.num_pages, holding.e_pages[3]) == (10, 10)
+
+
+SQL = SimpleNamespace(lora_name="sql", lora_path="/adapters/my sql")
+
+
+def with_an_adapter(labels: Labels) -> Answers:
+    """A base R and an adapter of unknown worth, on which nothing is reused."""
+    it = answers(labels)
+    it._lora_refs = {"1": SQL}  # type: ignore[dict-item]
+    it._planner = SimpleNamespace(  # type: ignore[assignment]
+        profiles={},
+        refusal=lambda _req: "",
+        meet=lambda _req: None,
+        model_of=lambda lora_id: "a" * 32 if lora_id else R,
+        held=lambda req, _tree: Held(0, 7 if req.lora_id else 0),
+        plan=lambda *_: Declined("no_match"),
+    )
+    return it
+
+
+@pytest.mark.parametrize(
+    ("sender", "told"),
+    [
+        (ModelId("a" * 32), "--sender /models/base --sender-lora '/adapters/my sql'"),
+        (S, "--sender PATH_OF_elsewhere"),
+        (OTHER.model_id, f"--sender PATH_OF_{OTHER.model_id}"),
+    ],
+)
+def test_a_missing_profile_comes_with_the_command_that_makes_it(
+    labels: Labels, sender: ModelId, told: str
+) -> None:
+    it = with_an_adapter(labels)
+    it._cache.names.call(S, "elsewhere")
+    considered = Considered(DEMAND, [match(sender)], MEASURED)
+    labels.told["r1"] = Label(RequestProvenance(outcome="no_profile"), 161, considered)
+    shown = [*explanation_lines(ask(it, request_id="r1"))]
+    command = f"droidspeak profile {told} --receiver /models/base --data DATA.jsonl"
+    assert f"missing  {command} --out PROFILE.json" in shown
+
+
+def test_a_model_that_has_a_prompt_only_approximately_is_told(labels: Labels) -> None:
+    told = ask(with_an_adapter(labels), input_ids=[1, 2, 3])
+    assert told["approximate"] == {"a" * 32: 7}
+    assert f"has it   {'a' * 32} only approximately: 7 pages" in "\n".join(explanation_lines(told))
+    own = ask(with_an_adapter(labels), input_ids=[1, 2, 3], adapter="sql")
+    assert own["approximate"] == {}
 
 
 @pytest.mark.parametrize("page", [asking.EXPLAIN, asking.GUARD])
@@ -264,6 +315,7 @@ def test_a_way_without_pages_names_neither_pages_nor_layers() -> None:
     way = {"sender": "a", "location": "pool", "pages": [26, 26], "block": [6, 24]}
     way |= {"quality": 0.9, "reason": "too_short"}
     told = {"outcome": "too_short", "detail": "", "cause": "", "remedy": "", "model": ""}
+    told |= {"approximate": {}, "profile_command": ""}
     told |= {"prompt_tokens": 416, "page_tokens": 16, "device_pages": 26, "full_prefill_s": None}
     (line,) = [
         it
