@@ -126,11 +126,17 @@ def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
     assert "droidspeak:requests_total" in renamed
 
 
+def here(word: str) -> str:
+    """A path of a volume, as what the repository has in its place."""
+    word = word.replace("/models/base", "examples/pairs/weights/foundation")
+    return re.sub("/models/profiles|(/models)?/adapters", "examples/real", word)
+
+
 def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    for name in ("reader", "answerer"):
-        program, *words = shlex.split(services[name]["command"])
+    for name in ("reader", "answerer", "lora"):
+        program, *words = map(here, shlex.split(services[name]["command"]))
         assert program == "droidspeak"
         options_of(droidspeak().parse_args(words))
         assert words[words.index("--otlp-traces-endpoint") + 1] == "tempo:4317"
@@ -140,9 +146,29 @@ def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
     config = read_config(args.config)
     assert config.traces == "tempo:4317"
     targets = (DEPLOY / "prometheus/prometheus.yaml").read_text()
-    assert set(re.findall(r'"(\w+):\d+"', targets)) == {"worker", "reader", "answerer"}
-    for volume in services["prometheus"]["volumes"] + services["grafana"]["volumes"]:
+    assert set(re.findall(r'"(\w+):\d+"', targets)) == {*services} - {
+        "prometheus",
+        "tempo",
+        "grafana",
+    }
+    volumes = {it for of in services.values() for it in of.get("volumes", ())}
+    for volume in volumes - {"../build/real:/models:ro"}:  # `make real` makes that one.
         assert (DEPLOY / volume.partition(":")[0]).is_dir()
+
+
+def test_adapters_and_profiles_come_from_one_place_with_the_maps() -> None:
+    """Whatever serves adapters names each, and has what its profiles need beside them."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    (pod,) = [it for it in PODS if it["metadata"]["name"] == "lora"]
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    in_compose = shlex.split(services["lora"]["command"])
+    for words in (in_compose, container["command"]):
+        named = [it.partition("=")[0] for it in words if re.match(r"\w+=/", it)]
+        assert named == ["questions", "json", "summaries"]
+        for name in named:
+            assert (ROOT / "examples/real" / name / "adapter_config.json").is_file()
+    assert not pod["spec"]["template"]["spec"].get("hostPID")
+    assert "/adapters" in in_compose and "--profile=/models/profiles" in container["command"]
 
 
 KUBERNETES = [
@@ -231,7 +257,8 @@ def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = {it["metadata"]["name"] for it in of_kind("Service")}
     for pod in PODS:
         (container,) = pod["spec"]["template"]["spec"]["containers"]
-        program, *words = [it.replace("/keys/", f"{tmp_path}/") for it in container["command"]]
+        commands = (it.replace("/keys/", f"{tmp_path}/") for it in container["command"])
+        program, *words = map(here, commands)
         ports = {str(it["containerPort"]) for it in container["ports"]}
         if program == "cachetree":
             told = {it.rpartition(":")[2] for it in (worker.listen, config.http)}
@@ -240,6 +267,9 @@ def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
             continue
         args = droidspeak().parse_args(words)
         linker = options_of(args)["unified-cache-external-linker-config"]
+        if args.listen is None:
+            assert not args.peer
+            continue
         extra = linker["linker_extra_config"]
         told = {it.removeprefix("--port=") for it in words if it.startswith("--port=")}
         assert ports == {*told, args.listen.rpartition(":")[2], str(extra["bulk_port"])}
