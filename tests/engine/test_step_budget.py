@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,7 +25,9 @@ from waiting_parts import (
 )
 
 from cachetree.errors import FetchError
-from cachetree.planning import PrefillCost
+from cachetree.ids import Span
+from cachetree.planning import Costs, Link, PrefillCost
+from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.waiting import WaitingRequests
 
@@ -170,3 +173,72 @@ def test_what_has_not_all_come_fails_before_it_is_admitted_and_holds_up_nobody()
     cache.stagings[0].fail(FetchError("a test"))
     assert not look(waiting, req, is_decoding=True)
     assert not waiting.has_source("r1")
+
+
+@dataclass
+class OneStep:
+    """SGLang's, as far as one step's tokens go."""
+
+    rem_chunk_tokens: int | None
+    can_run_list: list[Any]
+    is_decoding: bool
+
+    @property
+    def running_batch(self) -> Any:
+        return SimpleNamespace(is_empty=lambda: not self.is_decoding)
+
+    def ceil_paged_tokens(self, num_tokens: int) -> int:
+        return -(-num_tokens // PAGE) * PAGE
+
+
+@pytest.mark.parametrize(
+    ("room", "others", "is_decoding", "charge"),
+    [
+        (96, [], True, 64),  # All of it,
+        (96, ["another"], True, 64),
+        (64, ["another"], True, 64),  # also where it does not fit any more;
+        (64, [], True, 48),  # but the first of a step always does,
+        (64, [], False, 32),  # and in one step, if that holds up nobody.
+        (16, [], False, 0),
+        (None, [], True, 64),
+    ],
+)
+def test_recomputed_layers_take_their_share_of_a_step(
+    room: int | None, others: list[Any], is_decoding: bool, charge: int
+) -> None:
+    """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
+    waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
+    queue = Queue(waiting, waiting, waiting, waiting)
+    queue._least_chunk = PAGE
+    req: Any = SimpleNamespace(rid="r1", prefix_len=32, full_untruncated_fill_ids=range(180))
+    adder: Any = OneStep(room, others, is_decoding)
+    assert queue.charge(5, adder, req, 160) == 5 + charge
+
+
+@pytest.mark.parametrize(("max_stall_s", "share"), [(None, 0.5), (0.048, 1.0), (0.192, 0.25)])
+@pytest.mark.parametrize("copy_s", [0.0, 0.012])
+def test_a_steps_tokens_are_filled_by_layers_and_copies(
+    max_stall_s: float | None, share: float, copy_s: float
+) -> None:
+    """Block [1, 4) computes two layers of four whole. A step of 96 tokens takes 96 ms; the copies
+    of as many tokens take an eighth of that, or nothing."""
+    settings = SimpleNamespace(max_stall_s=max_stall_s)
+    planner: Any = SimpleNamespace(
+        _server=SimpleNamespace(settings=settings, page_size=PAGE),
+        _meter=SimpleNamespace(step_tokens=96),
+    )
+    plan, layer = replace(PLAN, block=Span(1, 4)), PrefillCost(token_s=1e-3 / 4, context_s=0.0)
+    costs = Costs(
+        kv_page_bytes=6,
+        e_page_bytes=10,
+        prefill=PrefillCost(token_s=1e-3, context_s=0.0),
+        recompute=layer,
+        links={PLAN.location: Link(byte_s=0.0, copy_byte_s=copy_s / 96)},
+    )
+    share += copy_s / (max_stall_s or 0.096)
+    assert Planner._step_share(planner, plan, costs) == pytest.approx(share)
+    loads = replace(plan, block=Span(0, 0))
+    of_copies = copy_s * 24 / 16 / (max_stall_s or 0.096)
+    assert Planner._step_share(planner, loads, costs) == pytest.approx(of_copies)
+    unmeasured = replace(costs, prefill=None, recompute=None, links={})
+    assert Planner._step_share(planner, plan, unmeasured) == (0.0 if max_stall_s else 0.5)

@@ -205,6 +205,12 @@ def planner_without(outcome: str, detail: str = "") -> Any:
     return planner_that(lambda *_: Declined(outcome, detail))
 
 
+def counting_on(exact: int, approximate: int | None = None) -> Any:
+    """What was considered for a request of which the device has so many pages."""
+    demand = SimpleNamespace(first_page=exact, first_approximate=approximate)
+    return SimpleNamespace(demand=demand, matches=())
+
+
 def server_with(**settings: Any) -> Any:
     """Without a store that is asked what it has, unless it is given one."""
     known = {
