@@ -1,26 +1,122 @@
-"""One way to a backend: slots for what goes it, and whether it is worth asking. A backend fails,
-hangs, and recovers on its own."""
+"""Objects in a backend, and a lane to it: slots for objects that move, and a pause after failures.
+
+A backend fails, hangs, and recovers on its own. Each page has one object per kind and layer. So a
+plan reads only the layers that it loads, in their order, and finds E apart from KV. An object of
+64 KiB and more costs a file backend no more per byte than a larger one does.
+
+    bytes [0, 8)     magic and version
+    bytes [8, 16)    size of the payload, little-endian
+    bytes [16, 24)   checksum of the key and the payload
+    bytes [24, ...)  payload
+
+Nothing read is believed: the header is made again from what was expected and what has come.
+"""
 
 from __future__ import annotations
 
 import logging
+import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Final
 
-from cachetree import STALL_S, Calls, Clock, ModelId, PageHash, Step
+from cachetree import STALL_S, Calls, Clock, Kind, Location, ModelId, PageHash, Part, Step, steps_of
+from cachetree.checkpoint import Family
+from cachetree.memory import checksum_of_parts
 from cachetree.transport import Backoff
 from sglang_droidspeak.engine.hicache import Backend
-from sglang_droidspeak.hicache.objects import Objects, Piece
 
 log = logging.getLogger(__name__)
 
+HICACHE: Final = Location("hicache")
+"""Location of all objects."""
+_MAGIC: Final = b"droidkv1"
+_HEADER: Final = struct.Struct("<8sQQ")
+_SLOT_UNIT: Final = 8192
+"""Both halves of a slot are whole pages of the system, for backends that bypass its cache."""
+MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
 """As many as SGLang asks about at once."""
 MAX_FAILURES: Final = 3
 """In a row; then nothing is asked for a while."""
 MIN_PAUSE_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One object of a fetch or of an entry, on its way."""
+
+    page: int
+    """Counted from the first page of the fetch or the entry."""
+    step: Step
+    key: str
+    slot: int
+    memory: memoryview
+    """As much of that slot as it takes."""
+
+    def seal(self, payload: memoryview) -> None:
+        body = self.memory[_HEADER.size :]
+        body[:] = payload
+        self.memory[: _HEADER.size] = _header(self.key, body)
+
+    def opened(self) -> memoryview | None:
+        """The payload; None where it is not what was stored under this key."""
+        body = self.memory[_HEADER.size :]
+        return body if self.memory[: _HEADER.size] == _header(self.key, body) else None
+
+
+class Objects:
+    """Keys and sizes of one family's objects."""
+
+    def __init__(self, family: Family) -> None:
+        self._prefix: Final = f"droidspeak3-{family.digest[:16]}"
+        self._family: Final = family
+        largest = _HEADER.size + max(map(family.page_bytes, Kind))
+        self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
+
+    def steps(self, part: Part) -> tuple[Step, ...]:
+        """All objects of a page, in the order of writing. If the first and the last are there, the
+        page is taken to be whole."""
+        # A page whose first is there has lost none to a backend that drops the oldest; where its
+        # last is there, all have been written.
+        return steps_of(part, self._family.num_layers)[::-1]
+
+    def page_bytes(self, step: Step) -> int:
+        return self._family.page_bytes(step.kind)
+
+    def size(self, step: Step) -> int:
+        return _HEADER.size + self.page_bytes(step)
+
+    def key(self, model: ModelId, page: PageHash, step: Step) -> str:
+        """The page covers tokens and tenant, the prefix sizes, dtype, tokenizer, RoPE and rank."""
+        return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
+
+
+def _header(key: str, body: memoryview) -> bytes:
+    found = checksum_of_parts([memoryview(key.encode()), body])
+    return _HEADER.pack(_MAGIC, body.nbytes, found)
+
+
+class AbsentPages:
+    """Pages that were not there, and until when that is believed. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until_s: OrderedDict[tuple[ModelId, Part, PageHash], float] = OrderedDict()
+
+    def add(self, model: ModelId, part: Part, page: PageHash, seconds: float) -> None:
+        with self._lock:
+            self._until_s.pop((model, part, page), None)
+            self._until_s[model, part, page] = self._clock() + seconds
+            if len(self._until_s) > MAX_ABSENT:
+                self._until_s.popitem(last=False)
+
+    def has(self, model: ModelId, part: Part, page: PageHash) -> bool:
+        return self._until_s.get((model, part, page), 0.0) > self._clock()
 
 
 class Lane:

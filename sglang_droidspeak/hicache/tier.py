@@ -47,9 +47,7 @@ from cachetree.memory import Layout, Staging
 from cachetree.transport import LogLimiter
 from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.engine.hicache import Backend
-from sglang_droidspeak.hicache.absent import AbsentPages
-from sglang_droidspeak.hicache.lane import Lane
-from sglang_droidspeak.hicache.objects import HICACHE, Objects, Piece
+from sglang_droidspeak.hicache.lane import HICACHE, AbsentPages, Lane, Objects, Piece
 
 log = logging.getLogger(__name__)
 

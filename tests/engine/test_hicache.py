@@ -46,8 +46,7 @@ from cachetree import (
 from cachetree.tree.remote_entries import RemoteEntries
 from sglang_droidspeak.engine.hicache import check_backend
 from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
-from sglang_droidspeak.hicache.absent import AbsentPages
-from sglang_droidspeak.hicache.objects import Piece
+from sglang_droidspeak.hicache.lane import AbsentPages, Piece
 
 NUM_OBJECTS = 8 * 5
 """Of a prompt of eight pages: KV of four layers, E of one."""
