@@ -45,11 +45,10 @@ from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
 from sglang_droidspeak.request.answers import Answers
-from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.load import Loader
+from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies

@@ -14,7 +14,7 @@ import torch
 
 from cachetree import Span
 from cachetree.checkpoint import Codec
-from sglang_droidspeak.request.copies import Copies
+from sglang_droidspeak.request.load import Copies
 from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.rows import Coding, DeviceRows
 

@@ -1,24 +1,100 @@
 """What a request has while it loads: pages of its source, and the KV slots that they go into. A
-thread copies them while the scheduler thread computes, on CUDA on a stream of its own."""
+thread copies them while the scheduler thread computes, on CUDA on a stream of its own. `Copies`
+orders these streams, and runs without SGLang."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from cachetree import EMPTY_SPAN, Deadline, FetchError, Kind, Span, Step, Turns
 from cachetree.planning import Plan
-from sglang_droidspeak.engine.names import LayerWiseLoadCounter
-from sglang_droidspeak.request.copies import READS, Copies, Laps
-from sglang_droidspeak.request.source import Source
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.request.source import Source
 
 log = logging.getLogger(__name__)
+
+TimedCopies = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+"""Events on a stream: before and after each copy."""
+READS: Final = -1
+"""In place of a layer: what the forward's stream reads of a batch's staging."""
+
+
+class Copies:
+    """Order between the copy stream and the forward stream on CUDA; nothing to order elsewhere."""
+
+    def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
+        self._device: Final = torch.get_device_module(device)
+        self._forwards: Final = forward_stream
+        self._taken: Final = [forward_stream, self._device.current_stream()]
+        self._stream: Final = self.another_stream()
+        self._is_timed: Final = device == "cuda"
+        self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
+        """By batch and layer: its copies, all that were begun, are done."""
+
+    def another_stream(self) -> Any:
+        """Draw a stream that runs no forwards and was not drawn here before. torch hands out 32
+        CUDA streams in turn, and SGLang has some of them."""
+        while (stream := self._device.Stream()) in self._taken:
+            pass
+        self._taken.append(stream)
+        return stream
+
+    def begin(self, index: int) -> None:
+        """A batch's slots may have been freed by a forward that still runs and writes them."""
+        self._events[index] = {}
+        self._stream.wait_stream(self._device.current_stream())
+        if self._forwards is not None:
+            self._stream.wait_stream(self._forwards)
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """For a thread that copies, once: when it leaves the stream it is on the process's first
+        device, which may be another server's."""
+        return self._device.stream(self._stream)
+
+    def record(self, index: int, layer: int) -> None:
+        """Record an event behind all work queued so far; `forward_waits` and `end` wait for it."""
+        self._events[index][layer] = event = self._device.Event()
+        event.record()
+
+    @contextlib.contextmanager
+    def timed(self, timed_copies: TimedCopies) -> Iterator[None]:
+        """Between two events of the current stream; where the host copies, its clock does."""
+        if not self._is_timed:
+            yield
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        stop.record()
+        timed_copies.append((start, stop))
+
+    def forward_waits(self, index: int, layer: int) -> None:
+        """Called by the KV pool before a forward reads `layer`, also if the layer failed: then no
+        event was recorded."""
+        if event := self._events[index].get(layer):
+            self._device.current_stream().wait_event(event)
+
+    def current_stream_waits(self) -> None:
+        self._device.current_stream().wait_stream(self._stream)
+
+    def stop(self) -> None:
+        """Block until no copy runs. A device that is gone runs none."""
+        with contextlib.suppress(Exception):
+            self._device.synchronize()
+
+    def end(self, index: int) -> None:
+        for event in self._events.pop(index, {}).values():
+            event.synchronize()
 
 
 class ForwardWaitExceeded(FetchError):
@@ -46,7 +122,7 @@ class Load:
     copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
     """When each layer's began and ended, decoding included, on monotonic time; on CUDA were
     issued."""
-    laps: Laps = field(default_factory=list, init=False)
+    timed_copies: TimedCopies = field(default_factory=list, init=False)
     """On CUDA, before and after each layer's copies on their stream."""
     copied_bytes: int = field(default=0, init=False)
     """Out of host memory, as they are stored."""
@@ -75,9 +151,9 @@ class Load:
     @property
     def copy_s(self) -> float:
         """What the copies took where they ran, once its batch is over."""
-        if not self.laps or not all(stop.query() for _, stop in self.laps):
+        if not self.timed_copies or not all(stop.query() for _, stop in self.timed_copies):
             return self.copied_s
-        return sum(start.elapsed_time(stop) for start, stop in self.laps) / 1000
+        return sum(start.elapsed_time(stop) for start, stop in self.timed_copies) / 1000
 
     def copy(self, layer: int, copies: Copies) -> None:
         """Copy a layer once it has come; not one that is computed, or does not come. Blocks."""
@@ -96,7 +172,7 @@ class Load:
                 return
             started_s = time.monotonic()
             try:
-                with copies.timed(self.laps):
+                with copies.timed(self.timed_copies):
                     self.copied_bytes += self.source.copy(layer, self.at, self.slots)
                 self.copies_s.append((started_s, time.monotonic()))
             except Exception:
@@ -140,6 +216,8 @@ class Loader:
     """
 
     def __init__(self, num_layers: int, copies: Copies) -> None:
+        from sglang_droidspeak.engine.names import LayerWiseLoadCounter
+
         self._num_layers = num_layers
         self._copies = copies
         self.counter = LayerWiseLoadCounter(num_layers, copies.forward_waits)

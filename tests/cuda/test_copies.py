@@ -16,8 +16,7 @@ from cachetree.checkpoint import Codec
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.memory import copying
-from sglang_droidspeak.request.copies import Copies
-from sglang_droidspeak.request.load import Load, Loader
+from sglang_droidspeak.request.load import Copies, Load, Loader
 from sglang_droidspeak.store.rows import Coding, ServerPool
 
 WIDTH, NUM_LAYERS = 64, 2

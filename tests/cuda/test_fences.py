@@ -28,8 +28,7 @@ from cachetree.errors import FetchError
 from cachetree.ids import LOCAL, Kind, PageHash, Span, Step
 from cachetree.memory import Layout
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.request.copies import Copies
-from sglang_droidspeak.request.load import Loader
+from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.pool import PoolPages
 from sglang_droidspeak.store.rows import DeviceRows

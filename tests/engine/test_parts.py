@@ -176,14 +176,14 @@ def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch) -> None
     it, noted = load_of(Pages()), []
 
     @contextlib.contextmanager
-    def timed(laps: Any) -> Iterator[None]:
-        noted.append(laps)
+    def timed(timed_copies: Any) -> Iterator[None]:
+        noted.append(timed_copies)
         yield
 
     for layer in range(4):  # Two of them are computed.
         it.copy(layer, SimpleNamespace(timed=timed))
     assert (it.copied_bytes, it.copied_s, it.copy_s) == (20, 0.75, 0.75)
-    assert all(laps is it.laps for laps in noted)
+    assert all(each is it.timed_copies for each in noted)
 
 
 def test_what_is_given_up_ends_its_fetch_and_says_so() -> None:
