@@ -45,8 +45,8 @@ from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
 from sglang_droidspeak.request.answers import Answers
-from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.followers import Followers
+from sglang_droidspeak.request.forward import BatchForward
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.planner import Planner
@@ -158,10 +158,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._meter,
             self._labels,
             planner,
-            InFlightPrefills(self._cache.tree, planner, self._models, params.page_size),
+            Followers(self._cache.tree, planner, self._models, params.page_size),
             self._ranks,
         )
-        self._forward = ForwardPass(
+        self._forward = BatchForward(
             attachment, self._loader, self._meter, self._labels, self._ranks
         )
         self._forward.warm(forward_stream)

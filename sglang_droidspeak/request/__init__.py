@@ -2,7 +2,7 @@
 
     seen       queue      every request that waits, in SGLang's order
                waiting    asks tiers that do not advertise; may wait for one that computes the
-                          same pages right now (in_flight)
+                          same pages right now (followers)
     planned    planner    whose KV, how many tokens, which layers are computed anew
     fetching   source     staged in host memory, or in this server's own pool
     arriving   arrivals   E is there, and the rest should be before the recompute is over: no more

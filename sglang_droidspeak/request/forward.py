@@ -48,7 +48,7 @@ NO_CONSUMER = -1
 """Index at which the KV pool waits for no load: a partial prefill reads what it wrote itself."""
 
 
-class ForwardPass:
+class BatchForward:
     """Scheduler thread only. `run_batch` hooks TpModelWorker.forward_batch_generation."""
 
     def __init__(

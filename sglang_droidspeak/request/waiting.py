@@ -27,7 +27,7 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.arrivals import NUM_NEXT, Arrivals
 from sglang_droidspeak.request.controls import name_of, parse_controls
-from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.followers import Followers
 from sglang_droidspeak.request.labels import Labels, consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import (
@@ -56,7 +56,7 @@ class WaitingRequests:
     _meter: Meter
     _labels: Labels
     _planner: Planner
-    _in_flight: InFlightPrefills
+    _followers: Followers
     _ranks: Ranks
     _requests: dict[str, Request] = field(default_factory=dict, init=False)
 
@@ -75,7 +75,7 @@ class WaitingRequests:
         if len(self._requests) > len(queue):
             for rid in self._requests.keys() - {req.rid for req in queue}:
                 self._requests.pop(rid).settle()
-        self._in_flight.prune(self._requests)
+        self._followers.prune(self._requests)
         seen = [it for it in requests if it.phase is Phase.SEEN]
         if seen:
             self._decide(seen, tree, num_waiting=len(queue) - 1)
@@ -182,7 +182,7 @@ class WaitingRequests:
         for request in self._requests.values():
             request.settle()
         self._requests.clear()
-        self._in_flight.clear()
+        self._followers.clear()
 
     def _note_approximate(self, request: Request, num_read: int, num_loaded: int = 0) -> None:
         """It reads so many pages of the device, and loads so many approximate tokens."""
@@ -292,7 +292,7 @@ class WaitingRequests:
                 self._read_what_is_there(request, tree)
                 if prefixes.is_approximate(req):
                     return found  # Nobody can read what it will leave.
-            return None if self._in_flight.follow(request, found, tree) else found
+            return None if self._followers.follow(request, found, tree) else found
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
             prefixes.move(req, approximate=False)

@@ -14,7 +14,7 @@ from cachetree.planning.prediction import full_prefill_s
 from cachetree.planning.speeds import MOST, Margin
 from sglang_droidspeak.cost import Fit, Meter
 from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.forward import BatchForward
 
 SHAPE = PrefillCost.of_sizes(4096)
 LENGTHS = (16, 64, 200, 800, 3000, 8000)
@@ -191,7 +191,7 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
     plans = [SimpleNamespace(block=block, e_map="", is_exact=False) for block in blocks]
     source = SimpleNamespace(e=lambda *_: [])
     loads = [SimpleNamespace(plan=plan, at=Span(0, 32), source=source) for plan in plans]
-    ForwardPass._recompute(forwards, None, dict(enumerate(loads)))  # type: ignore[arg-type]
+    BatchForward._recompute(forwards, None, dict(enumerate(loads)))  # type: ignore[arg-type]
     assert ran == blocks
     assert (meter.recompute is not None) == is_measured
 

@@ -351,7 +351,7 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
     settings = SimpleNamespace(forward_wait_s=0.05, recompute_attention="server")
     server = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
     parts: dict[str, Any] = dict.fromkeys(("loader", "labels"))
-    forwards = forward.ForwardPass(
+    forwards = forward.BatchForward(
         attachment=SimpleNamespace(  # type: ignore[arg-type]
             runner=runner, e_pool=None, stack=None, server=server
         ),

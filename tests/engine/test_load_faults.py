@@ -29,7 +29,7 @@ from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
-from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.forward import BatchForward
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -102,7 +102,7 @@ class Rig:
         table[0, :NUM_TOKENS] = SLOTS
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
         self.forward = made(
-            ForwardPass,
+            BatchForward,
             attachment=SimpleNamespace(
                 server=server,
                 runner=runner,

@@ -20,7 +20,7 @@ from cachetree.planning import Costs, Link, PlanId, weigh
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.followers import Followers
 from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planner
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.start.config import Settings
@@ -279,7 +279,7 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
     models: Any = MagicMock(__len__=lambda _: 2)
     models.owner_of = lambda req: Owner(S if req is leader else R, None, None)
     remote = SimpleNamespace(reach=lambda *_: 0)
-    leaders = InFlightPrefills(SimpleNamespace(remote=remote), planner, models, PAGE)
+    leaders = Followers(SimpleNamespace(remote=remote), planner, models, PAGE)
     leader: Any = SimpleNamespace(rid="leads", lora_id="x", extra_key="x", cache_salt=None)
     first, second = Request(leader), Request(planner.asked)
     first.pages = second.pages = PAGES

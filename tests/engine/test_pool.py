@@ -39,7 +39,7 @@ from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.asking import unsent
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.followers import Followers
 from sglang_droidspeak.request.planner import Declined, Planner
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool
@@ -450,12 +450,12 @@ class FakeReq:
 
 @dataclass
 class Crowd:
-    leaders: InFlightPrefills
+    leaders: Followers
     index: PoolIndex
 
 
 def follow(
-    leaders: InFlightPrefills, req: Any, pages: list[PageHash], found: Declined = NO_MATCH
+    leaders: Followers, req: Any, pages: list[PageHash], found: Declined = NO_MATCH
 ) -> Request | None:
     """A request that may read what is approximate, if it is to wait."""
     it = Request(req)
@@ -469,7 +469,7 @@ def crowd(shelf: Shelf) -> Crowd:
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
     planner = SimpleNamespace(demand=lambda *_args: None, would_save_s=lambda *_args, **_: 1.0)
-    made.leaders = InFlightPrefills(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
+    made.leaders = Followers(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
     return made
 
 

@@ -34,7 +34,7 @@ from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import Metrics, Saving
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
-from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.forward import BatchForward
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.request.planner import Declined
@@ -62,7 +62,7 @@ class Rig:
             forward=nullcontext,
         )
         self.forward = made(
-            ForwardPass,
+            BatchForward,
             meter=meter,
             labels=Labels(self.metrics, ModelNames()),
             ranks=Ranks(None),

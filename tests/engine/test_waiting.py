@@ -50,7 +50,7 @@ from cachetree.transport import Source
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
-from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.followers import Followers
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned
 from sglang_droidspeak.request.request import Phase
@@ -158,8 +158,8 @@ class Team:
 
 
 def waiting_in(team: Any) -> WaitingRequests:
-    leaders = InFlightPrefills(team, team, team, PAGE)
-    return waiting_with(Asked(), planner=team, in_flight=leaders)[0]
+    leaders = Followers(team, team, team, PAGE)
+    return waiting_with(Asked(), planner=team, followers=leaders)[0]
 
 
 def test_a_follower_waits_for_its_leader_until_that_is_gone_or_has_answered(now: Now) -> None:
@@ -191,11 +191,11 @@ def test_a_follower_waits_for_its_leader_until_that_is_gone_or_has_answered(now:
 @pytest.mark.parametrize("held", [Held(1, 3), Held(3, 1)])
 def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held: Held) -> None:
     followed: list[Any] = []
-    in_flight = SimpleNamespace(
+    followers = SimpleNamespace(
         follow=lambda it, *_: followed.append(it.req), prune=lambda _waiting: None
     )
     planner, req = planner_without("no_match"), request()
-    waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
+    waiting, _ = waiting_with(Asked(held=held), planner=planner, followers=followers)
     look(waiting, req)
     assert followed == ([] if (held.approximate > held.exact) else [req])
 
@@ -691,12 +691,12 @@ def test_ranks_look_in_the_same_place_for_one_that_waits_for_another() -> None:
     """It was retracted, and had read approximate KV. SGLang may sort and touch it by its place."""
     pair = Pair()
     planner = planner_without("no_profile")
-    in_flight = SimpleNamespace(follow=lambda *_: True, prune=lambda _waiting: None)
+    followers = SimpleNamespace(follow=lambda *_: True, prune=lambda _waiting: None)
     for number in range(2):
         req = request()
         prefixes.move(req, approximate=True)
         waiting, _ = waiting_with(
-            Asked(held=Held(3, 1)), planner=planner, in_flight=in_flight, ranks=pair.rank(number)
+            Asked(held=Held(3, 1)), planner=planner, followers=followers, ranks=pair.rank(number)
         )
         assert look(waiting, req) == {"r1"}
         assert not prefixes.is_approximate(req)

@@ -232,7 +232,7 @@ def waiting_with(cache: Asked, **parts: Any) -> tuple[WaitingRequests, Told]:
         "meter": FakeMeter(recompute=None),
         "labels": told,
         "planner": planner_of(**WANTED),
-        "in_flight": SimpleNamespace(
+        "followers": SimpleNamespace(
             follow=lambda *_: False, prune=lambda _waiting: None, clear=lambda: None
         ),
         "ranks": Ranks(None),

@@ -28,7 +28,7 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 
 
 @dataclass(frozen=True, slots=True)
-class InFlightPrefill:
+class Leader:
     """One request in full prefill: these pages will be in the pool as `model`'s."""
 
     req: Req
@@ -38,14 +38,14 @@ class InFlightPrefill:
 
 
 @dataclass(eq=False)
-class InFlightPrefills:
+class Followers:
     """Scheduler thread only."""
 
     _tree: CacheTree
     _planner: Planner
     _models: Models
     _page_size: int
-    _leaders: dict[str, InFlightPrefill] = field(default_factory=dict, init=False)
+    _leaders: dict[str, Leader] = field(default_factory=dict, init=False)
 
     def follow(self, request: Request, found: Planned | Declined, tree: UnifiedRadixCache) -> bool:
         """Whether it is to wait, once and no longer than that saves, for a request that computes
@@ -57,7 +57,7 @@ class InFlightPrefills:
         place = pool_of(namespace_of(req))
         is_declined, known = isinstance(found, Declined), found.considered
         num_planned, saving_s = (0, 0.0) if is_declined else (found.plan.pages.stop, found.saving_s)
-        longest: dict[Location, InFlightPrefill] = {}
+        longest: dict[Location, Leader] = {}
         leaders = () if is_declined and found.outcome in _READS_NOBODY else self._leaders.values()
         for it in leaders:
             num_pages = 0 if it.place == place else _num_common(it.pages, pages)
@@ -74,10 +74,10 @@ class InFlightPrefills:
                 request.patience = Patience(saving_s=saved_s - saving_s)
                 return True
         if is_declined:
-            self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
+            self._leaders[req.rid] = Leader(req, owner.model, place, pages)
         return False
 
-    def _is_over(self, awaited: InFlightPrefill) -> bool:
+    def _is_over(self, awaited: Leader) -> bool:
         """Whether the pages are there, or will not come."""
         leader = self._leaders.get(awaited.req.rid)
         return leader is None or leader.req is not awaited.req or self._has_left(awaited)
@@ -91,7 +91,7 @@ class InFlightPrefills:
     def clear(self) -> None:
         self._leaders.clear()
 
-    def _has_left(self, it: InFlightPrefill) -> bool:
+    def _has_left(self, it: Leader) -> bool:
         return self._tree.remote.reach(it.place, it.model, it.pages) == len(it.pages)
 
 
