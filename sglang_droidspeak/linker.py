@@ -78,7 +78,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any],
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        refuse.tree_components({it.name for it in components})
+        refuse.check_tree_components({it.name for it in components})
         ensure_page_hashes()
         mark_log()
         pool = params.token_to_kv_pool_allocator.get_kvcache()

@@ -73,14 +73,14 @@ def check_front_end(server_args: ServerArgs) -> Settings:
         server = load_this_server(server_args)
         settings = server.settings
         if args.enable_lora:
-            refuse.activated(
+            refuse.check_activated(
                 args.lora_paths or (),
                 lambda it: read_invocation(folder_of(it.lora_path)),
                 args.max_loras_per_batch,
                 args.lora_target_modules or (),
             )
         if args.device == "cuda":  # On CPUs memory is taken as it fills.
-            refuse.memory(settings, args.tp_size, free_memory_bytes() / GIB)
+            refuse.check_memory(settings, args.tp_size, free_memory_bytes() / GIB)
         if settings.guard_path is not None:
             check_record(Path(settings.guard_path))
         with ExitStack() as held:

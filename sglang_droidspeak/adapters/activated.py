@@ -36,7 +36,7 @@ class ActivatedAdapters:
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
         """Of SGLang's LoRAManager, beside what it has loaded; raises ConfigError."""
-        refuse.activated(
+        refuse.check_activated(
             (*manager.lora_refs.values(), *loading),
             lambda it: self._models.invocation(it.lora_id),
             manager.max_loras_per_batch,

@@ -89,7 +89,7 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
     from sglang_droidspeak.start.this_server import read_server
 
     own = own_of(flags)
-    refuse.page_size(own.page_size)
+    refuse.check_page_size(own.page_size)
     return read_server(
         json.dumps(settings).encode(),
         model,

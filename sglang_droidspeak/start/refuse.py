@@ -137,11 +137,11 @@ VARIABLES: Final[Mapping[str, str]] = {
 # Before anything is loaded.
 
 
-def arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]) -> None:
+def check_arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]) -> None:
     """Those of SGLang, as they were given and as it resolved them, and which of `VARIABLES` are
     set; `hip` is torch's version of ROCm."""
     for field, (accepted, why) in _ACCEPTED.items():
-        # On some devices SGLang resolves that to the checkpoint's own, which `weights` judges.
+        # On some devices SGLang resolves that to the checkpoint's own; see `check_weights`.
         value = getattr(given if field == "quantization" else args, field)
         if value not in accepted:
             raise ConfigError(
@@ -153,10 +153,10 @@ def arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]
         )
     if hip is not None:
         raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
-    page_size(args.page_size or 1)
+    check_page_size(args.page_size or 1)
 
 
-def page_size(num_tokens: int) -> None:
+def check_page_size(num_tokens: int) -> None:
     if num_tokens < MIN_PAGE_SIZE:
         raise ConfigError(
             f"page_size is {num_tokens}: every page is found by a key, and so small ones cost more "
@@ -165,7 +165,7 @@ def page_size(num_tokens: int) -> None:
         )
 
 
-def weights(model_path: str, found: Quantization | None, tested: Collection[str]) -> None:
+def check_weights(model_path: str, found: Quantization | None, tested: Collection[str]) -> None:
     """`found` is what SGLang makes of the checkpoint, and `tested` the setting."""
     if found is None:
         return
@@ -185,7 +185,7 @@ def weights(model_path: str, found: Quantization | None, tested: Collection[str]
         )
 
 
-def model(identity: ModelIdentity, model_path: str) -> None:
+def check_model(identity: ModelIdentity, model_path: str) -> None:
     if identity.architecture not in ARCHITECTURES | EXACT_ONLY:
         raise ConfigError(
             f"model class {identity.architecture} of {model_path} is not supported; "
@@ -200,7 +200,7 @@ def model(identity: ModelIdentity, model_path: str) -> None:
         )
 
 
-def blocks(settings: Settings, identity: ModelIdentity) -> None:
+def check_blocks(settings: Settings, identity: ModelIdentity) -> None:
     """What only a class that shares by blocks has a use for."""
     if identity.architecture in ARCHITECTURES:
         return
@@ -215,7 +215,7 @@ def blocks(settings: Settings, identity: ModelIdentity) -> None:
             )
 
 
-def capture_layers(settings: Settings, identity: ModelIdentity) -> None:
+def check_capture_layers(settings: Settings, identity: ModelIdentity) -> None:
     for layer in settings.capture_layers or ():
         if not 0 < layer < identity.num_layers:
             raise ConfigError(
@@ -223,7 +223,7 @@ def capture_layers(settings: Settings, identity: ModelIdentity) -> None:
             )
 
 
-def ports(settings: Settings, tp_size: int) -> None:
+def check_ports(settings: Settings, tp_size: int) -> None:
     """Those of all ranks, which follow on the first rank's."""
     port = int((settings.listen or ":0").rpartition(":")[2])
     if settings.listen and not port and tp_size > 1:
@@ -238,7 +238,7 @@ def ports(settings: Settings, tp_size: int) -> None:
         )
 
 
-def memory(settings: Settings, tp_size: int, free_gb: float) -> None:
+def check_memory(settings: Settings, tp_size: int, free_gb: float) -> None:
     """Of the host, which all ranks page-lock before the first request, where there is a device."""
     taken_gb = settings.taken_gb(tp_size)
     if taken_gb >= free_gb:
@@ -249,7 +249,7 @@ def memory(settings: Settings, tp_size: int, free_gb: float) -> None:
         )
 
 
-def failed_profile(settings: Settings, failed: str) -> None:
+def check_failed_profile(settings: Settings, failed: str) -> None:
     """One that is named in the settings; `failed` says what is wrong."""
     if settings.gate == "enforce":
         raise ProfileError(
@@ -257,7 +257,7 @@ def failed_profile(settings: Settings, failed: str) -> None:
         )
 
 
-def another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> None:
+def refuse_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> None:
     """A profile without this model: names the first field in which the side that is more like it
     differs."""
     differing = {
@@ -276,7 +276,7 @@ def another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> N
     )
 
 
-def activated(
+def check_activated(
     refs: Collection[LoRARef],
     invocation: Callable[[LoRARef], Sequence[int]],
     num_slots: int,
@@ -303,7 +303,7 @@ def activated(
 # When the model is loaded.
 
 
-def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
+def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
     """One that is none of `plain`, whose KV is one row per slot, layer and half."""
     layout = getattr(pool, "kv_cache_layout", "none")
     if type(pool) is not plain or layout != "nhd":
@@ -318,7 +318,7 @@ def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
         )
 
 
-def tree_components(names: set[str]) -> None:
+def check_tree_components(names: set[str]) -> None:
     """Of SGLang's radix tree."""
     if names != {"FULL"}:
         raise ConfigError(

@@ -139,10 +139,10 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     args = engine.resolved(server_args)
     require_supported()
     variables = engine.switched_on(refuse.VARIABLES)
-    refuse.arguments(server_args, args, torch.version.hip, variables)
+    refuse.check_arguments(server_args, args, torch.version.hip, variables)
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
     tested = parse_settings(extra).gpu_tested_weights
-    refuse.weights(args.model_path, engine.quantization(server_args), tested)
+    refuse.check_weights(args.model_path, engine.quantization(server_args), tested)
     refs = args.lora_paths if args.enable_lora else None
     return read_server(
         msgspec.json.encode(extra, order="sorted"),
@@ -172,9 +172,9 @@ def read_server(
         check_backend(settings.hicache_backend, settings.hicache_config)
     path = folder_of(model_path, revision)
     identity = read_model_identity(path, user_cache())
-    refuse.model(identity, model_path)
-    refuse.blocks(settings, identity)
-    refuse.capture_layers(settings, identity)
+    refuse.check_model(identity, model_path)
+    refuse.check_blocks(settings, identity)
+    refuse.check_capture_layers(settings, identity)
     e_width = _e_width(settings.codec, identity, page_size, tp_size)
     has_adapters = lora_paths is not None
     folders = map(folder_of, lora_paths or ())
@@ -245,7 +245,7 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
             check_worker(config.worker)
         for peer in config.peers:
             check_peer(peer, config.peer_at(peer))
-    refuse.ports(settings, tp_size)
+    refuse.check_ports(settings, tp_size)
 
 
 def _read_profiles(
@@ -266,11 +266,11 @@ def _read_profiles(
                 sides = tuple(msgspec.structs.replace(it, weights=identity.weights) for it in sides)
             if identity not in sides:
                 if is_named:
-                    refuse.another_pair(file, profile, identity)
+                    refuse.refuse_pair(file, profile, identity)
                 continue
             if not profile.is_usable:
                 failed = f"profile {file} did not pass its gate: {profile.reason}"
                 if is_named:
-                    refuse.failed_profile(settings, failed)
+                    refuse.check_failed_profile(settings, failed)
                 log.warning("%s; it is not used", failed)
             yield file, profile

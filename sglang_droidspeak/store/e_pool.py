@@ -111,7 +111,7 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
     if runner.is_draft_worker:
         return
     pool = runner.token_to_kv_pool
-    refuse.kv_pool(pool, MHATokenToKVPool)
+    refuse.check_kv_pool(pool, MHATokenToKVPool)
     stack = LayerStack(runner.model) if server.has_blocks else None
     start = get_parallel().tp_rank * server.e_width
     columns = Span(start, start + server.e_width)

@@ -49,9 +49,9 @@ def test_settings_of_blocks_are_refused(setting: dict[str, object]) -> None:
         num_attention_heads=1,
         weights="",
     )
-    refuse.blocks(Settings(), granite)
+    refuse.check_blocks(Settings(), granite)
     with pytest.raises(ConfigError, match=f"{next(iter(setting))} is .* GraniteForCausalLM cannot"):
-        refuse.blocks(Settings(**setting), granite)  # type: ignore[arg-type]
+        refuse.check_blocks(Settings(**setting), granite)  # type: ignore[arg-type]
 
 
 @pytest.mark.server

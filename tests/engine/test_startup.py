@@ -336,7 +336,7 @@ def accepted(model: Path) -> Any:
     given = server_args(model, {})
     given.resolve_once()
     args = engine.resolved(given)
-    refuse.arguments(args, args, None, ())
+    refuse.check_arguments(args, args, None, ())
     return args
 
 
@@ -346,7 +346,7 @@ def accepted(model: Path) -> Any:
 def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
         altered = Altered(accepted, field, value)
-        refuse.arguments(altered, altered, None, ())
+        refuse.check_arguments(altered, altered, None, ())
 
 
 def test_who_asks_for_no_quantisation_by_name_is_accepted(model: Path) -> None:
@@ -372,12 +372,12 @@ def test_repositories_of_adapters_are_looked_for_once(
 
 @pytest.mark.parametrize("value", ["auto", "safetensors", LoadFormat.RUNAI_STREAMER])
 def test_formats_that_read_the_checkpoints_files_are_accepted(accepted: Any, value: str) -> None:
-    refuse.arguments(accepted, Altered(accepted, "load_format", value), None, ())
+    refuse.check_arguments(accepted, Altered(accepted, "load_format", value), None, ())
 
 
 def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
     seen = Altered(accepted, "", None)
-    refuse.arguments(seen, seen, None, ())
+    refuse.check_arguments(seen, seen, None, ())
     assert seen.asked == set(REFUSED)
 
 
@@ -421,15 +421,15 @@ class OtherPool(Pool):
     ],
 )
 def test_a_kv_pool_that_is_no_plain_rows_is_refused(pool: Any, words: str) -> None:
-    refuse.kv_pool(Pool(), Pool)
+    refuse.check_kv_pool(Pool(), Pool)
     with pytest.raises(ConfigError, match=words):
-        refuse.kv_pool(pool, Pool)
+        refuse.check_kv_pool(pool, Pool)
 
 
 def test_only_full_attention_has_a_tree_that_is_read() -> None:
-    refuse.tree_components({"FULL"})
+    refuse.check_tree_components({"FULL"})
     with pytest.raises(ConfigError, match="tree components FULL, SWA are not supported"):
-        refuse.tree_components({"SWA", "FULL"})
+        refuse.check_tree_components({"SWA", "FULL"})
 
 
 @pytest.mark.parametrize("name", refuse.VARIABLES)
@@ -503,7 +503,7 @@ def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_pat
 def test_weights_as_sglang_runs_them(found: Quantization, tested: Any, words: str) -> None:
     expected = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
     with expected:
-        refuse.weights("there", found, tested)
+        refuse.check_weights("there", found, tested)
 
 
 def test_fp8_kv_of_quantised_weights_is_refused_by_what_the_checkpoint_says(
@@ -649,7 +649,7 @@ def test_rotations_by_the_whole_batch(model: Path, tmp_path: Path) -> None:
         file.write_text(json.dumps(config | changes))
         identity = read_model_identity(copy)
         with pytest.raises(ConfigError, match=remedy) if remedy else contextlib.nullcontext():
-            refuse.model(identity, str(copy))
+            refuse.check_model(identity, str(copy))
 
 
 def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
