@@ -131,7 +131,7 @@ def _compare(folder: str) -> int:
         show(sentence)
     show(
         f"{len(lacking)} missing, {len(changed)} changed since SGLang {release.VERSION}, of "
-        f"{len(release.USED)} functions and classes, and the fields of {len(release.FIELDS)}"
+        f"{len(probe.USED)} functions and classes, and the fields of {len(release.FIELDS)}"
     )
     return int(bool(lacking or changed))
 
@@ -153,7 +153,7 @@ def installation() -> Iterator[Check]:
     yield _check(
         "hooks",
         not moved,
-        f"{moved} of {len(release.USED)} moved",
+        f"{moved} of {len(probe.USED)} moved",
         "`droidspeak doctor --sglang` lists them; reinstall SGLang where it was changed",
     )
     plugins = {it.name for it in entry_points(group="sglang.srt.plugins")}

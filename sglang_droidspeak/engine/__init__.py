@@ -1,6 +1,6 @@
 """What SGLang is to this package: the only place that names it.
 
-    v0_5_23    what of that release is hooked, called and read, and hashes of its source
+    v0_5_23    what of that release is hooked and read; its JSON file has hashes of what is used
     probe      refuses another SGLang, and tells from its source what moved in it
     names      its types and functions, in one list
     layers     its decoder layers: where E leaves them, and how a block of them is run

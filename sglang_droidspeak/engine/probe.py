@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Final
 from cachetree import ConfigError
 from sglang_droidspeak.engine import release
 
+USED: Final[Mapping[str, str]] = json.loads(Path(release.__file__).with_suffix(".json").read_text())
+"""Functions and classes that are hooked, called or done in their place, where they are defined, and
+a hash of the source of each."""
 _HASH_DIGITS: Final = 12
 _DEFINES: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -44,7 +48,7 @@ def compare(root: Path) -> tuple[list[str], list[str]]:
     """What is used and the SGLang in that folder does not have, and functions and classes whose
     source there is not the one that was read; one sentence each."""
     lacking, changed = [], []
-    for target, recorded in release.USED.items():
+    for target, recorded in USED.items():
         try:
             found = source_hash(root, target)
         except NotThere as exc:

@@ -65,9 +65,9 @@ def other(tmp_path: Path) -> Path:
 def test_what_moved_is_told_in_a_line_each(
     other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    used = {it: told for it, told in release.USED.items() if ".Req." in it or ".residual." in it}
+    used = {it: told for it, told in probe.USED.items() if ".Req." in it or ".residual." in it}
     fields = {it: told for it, told in release.FIELDS.items() if it.endswith(".Req")}
-    monkeypatch.setattr(release, "USED", used)
+    monkeypatch.setattr(probe, "USED", used)
     monkeypatch.setattr(release, "FIELDS", fields)
     assert main(["doctor", "--sglang", str(other)]) == 0
 
@@ -101,7 +101,7 @@ def test_a_folder_without_sglang_is_refused(
 
 def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
     recorded = {it.rpartition(".")[2]: set(names.split()) for it, names in release.FIELDS.items()}
-    used = {it.rpartition(".")[2] for it in release.USED}
+    used = {it.rpartition(".")[2] for it in probe.USED}
     missing = [
         f"{path.name}: {node.value.id}.{node.attr}"
         for path in sorted((ROOT / "sglang_droidspeak").rglob("*.py"))
@@ -137,12 +137,12 @@ def test_whatever_is_called_is_recorded() -> None:
                     if getattr(function, "__module__", "").startswith("sglang."):
                         found.add(f"{function.__module__}.{function.__qualname__}")
     assert {f"{STREAM}.start", f"{OF}.ScheduleBatch.init_new"} <= found
-    made = {it.removesuffix(".__init__") for it in release.USED}
+    made = {it.removesuffix(".__init__") for it in probe.USED}
     assert found - made == set()
 
 
 def test_whatever_is_called_of_its_objects_is_recorded() -> None:
-    used = {it.rpartition(".")[2] for it in release.USED}
+    used = {it.rpartition(".")[2] for it in probe.USED}
     missing = [
         ast.unparse(node.func)
         for node in nodes()
@@ -167,7 +167,7 @@ def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
             if any(isinstance(of, ast.FunctionDef) and of.name == "forward" for of in it.body)
         }
     assert len(found) > 15
-    assert found - release.USED.keys() == set()
+    assert found - probe.USED.keys() == set()
 
 
 def test_a_name_is_found_where_it_is_defined(tmp_path: Path) -> None:

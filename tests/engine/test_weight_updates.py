@@ -30,7 +30,7 @@ from struck_parts import scraped
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.planning import write_profile
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.engine import HookType, place_hooks, release
+from sglang_droidspeak.engine import HookType, place_hooks, probe, release
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.linker import DroidSpeakLinker
 
@@ -155,7 +155,7 @@ def test_the_probe_names_every_hooked_function() -> None:
         if isinstance(value, str) and value.startswith("sglang.srt.")
     }
     hooked -= {release.SCHEDULER_MODULE, release.NATIVE_HASH}  # That one is imported there.
-    assert hooked | {*release.WEIGHTS_WRITTEN} <= release.USED.keys()
+    assert hooked | {*release.WEIGHTS_WRITTEN} <= probe.USED.keys()
 
 
 NAMES = ("whole", "begun", "reset")
