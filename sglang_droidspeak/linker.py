@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from cachetree import Cache, ConfigError, MakeTier, Part, with_names
+from cachetree import Cache, MakeTier, Part, with_names
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
 from cachetree.metrics import StatusPage
 from cachetree.transport import parse_http, serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
+from sglang_droidspeak.adapters.hooks import AdapterHooks
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import Hook, HookType, release, tracing
@@ -176,29 +177,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         answers = Answers(
             self._cache, planner, self._labels, adapters, params.page_size, guard.answer
         )
-        hooks: dict[str, Hook] = {
-            **dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE)),
-            release.UPDATE_FROM_DISK: (self._update_from_disk, HookType.AROUND),
-            release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
-            release.REPLAY_LEN: (queue.charge, HookType.AFTER),
-            release.MATCH: (queue.match, HookType.AROUND),
-            release.FORWARD: (self._forward.run_batch, HookType.AROUND),
-            release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
-            release.REPORT: (self._replies.stream, HookType.AROUND),
-            release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
-            release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
-            release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-            release.INTERNAL_STATE: (answers.add, HookType.AFTER),
-        }
+        hooks = self._hooks(queue, answers)
         if runner.lora_manager is not None:
-            hooks |= {
-                release.LOAD_LORA: (self._load_lora, HookType.AROUND),
-                release.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
-                release.VALIDATE_LORA: (self._validate_lora, HookType.BEFORE),
-                release.PREPARE_LORA: (self._activated.prepare, HookType.AROUND),
-                release.FITS_LORA_GRAPH: (self._activated.fits_graph, HookType.AROUND),
-                release.CAN_SCHEDULE_LORA: (self._activated.can_schedule, HookType.AROUND),
-            }
+            hooks |= AdapterHooks(
+                self._models, self._activated, self._ranks, self._pool_index.forget
+            ).table()
         if params.enable_kv_cache_events:
             self._insertions.name = params.kv_event_lora_names.register
             if settings.host_gb:
@@ -225,6 +208,22 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._cache.address or "no address",
             ", ".join(it.address for it in self._cache.sources()) or "no peers",
         )
+
+    def _hooks(self, queue: Queue, answers: Answers) -> dict[str, Hook]:
+        return {
+            **dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE)),
+            release.UPDATE_FROM_DISK: (self._update_from_disk, HookType.AROUND),
+            release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
+            release.REPLAY_LEN: (queue.charge, HookType.AFTER),
+            release.MATCH: (queue.match, HookType.AROUND),
+            release.FORWARD: (self._forward.run_batch, HookType.AROUND),
+            release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
+            release.REPORT: (self._replies.stream, HookType.AROUND),
+            release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
+            release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
+            release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+            release.INTERNAL_STATE: (answers.add, HookType.AFTER),
+        }
 
     def _tell_names(self) -> None:
         self._metrics.tell_names(self._cache.names.now)
@@ -311,35 +310,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._waiting.clear()
         self._cache.stop_serving()
         self._while_serving.close()
-
-    def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> Any:
-        """All ranks have it then, or none has: SGLang asks the first one alone how it went."""
-        lora_id = lora_ref.lora_id
-
-        def load() -> None:
-            result = original(manager, lora_ref)
-            if not result.success:
-                raise ConfigError(result.error_message)
-            self._ranks.agree()
-
-        try:
-            with self._ranks.together():
-                self._models.load(lora_id, folder_of(lora_ref.lora_path), load)
-        except Exception as exc:  # noqa: BLE001  # SGLang, too, answers with what went wrong.
-            if lora_id in manager.lora_refs:
-                manager.unload_lora_adapter(lora_ref)
-            self._models.drop(lora_id)
-            return manager.create_lora_update_result(success=False, error_message=str(exc))
-        return manager.create_lora_update_result(success=True)
-
-    def _validate_lora(self, manager: Any, _config: object, lora_ref: LoRARef) -> None:
-        """Of one from files, or from tensors; SGLang answers with the ConfigError."""
-        self._activated.require_room(manager, lora_ref)
-
-    def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:
-        if result.success:
-            self._models.drop(lora_ref.lora_id)
-            self._pool_index.forget(lora_ref.lora_id)
 
     def close(self) -> None:
         self.reset()

@@ -21,8 +21,8 @@ from benchmarks.random_adapters import write_adapter
 from cachetree import ConfigError, ModelId
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
+from sglang_droidspeak.adapters.hooks import AdapterHooks
 from sglang_droidspeak.adapters.models import Models
-from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
 
 MAX_LORAS = 5
@@ -74,10 +74,10 @@ def scheduler_of(slots: Slots, *, is_overlapped: bool) -> Any:
     )
 
 
-def linker_of(ranks: Ranks) -> Any:
+def hooks_of(ranks: Ranks) -> AdapterHooks:
     """With models whose folders have their names."""
     models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
-    return SimpleNamespace(_models=models, _activated=ActivatedAdapters(models), _ranks=ranks)
+    return AdapterHooks(models, ActivatedAdapters(models), ranks, lambda _lora_id: None)
 
 
 def of_one() -> ActivatedAdapters:
@@ -144,7 +144,7 @@ class Loads:
     load = LoRAManager._load_lora_adapter
     load_from_tensors = LoRAManager._load_lora_adapter_from_tensors
 
-    def __init__(self, linker: Any, max_loras_per_batch: int, refs: list[LoRARef]) -> None:
+    def __init__(self, hooks: Any, max_loras_per_batch: int, refs: list[LoRARef]) -> None:
         self.max_loras_per_batch = max_loras_per_batch
         self.lora_refs = {it.lora_id: it for it in refs}
         self.target_modules = {"qkv_proj"}
@@ -153,13 +153,13 @@ class Loads:
         self.configs: dict[str, Any] = {}
         self.base_hf_config = SimpleNamespace(vocab_size=1)
         self.num_pinned_loras = 0
-        self._linker = linker
+        self._hooks = hooks
 
     def has(self, ref: LoRARef) -> bool:
         return ref.lora_id in self.lora_refs
 
     def validate_new_adapter(self, config: Any, ref: LoRARef) -> None:
-        DroidSpeakLinker._validate_lora(self._linker, self, config, ref)
+        self._hooks.validate(self, config, ref)
 
     def load_lora_weights(self, _ref: LoRARef, _tensors: Any = None) -> None:
         if self.fails:
@@ -181,16 +181,16 @@ class Loads:
 def test_one_that_no_batch_could_hold_is_refused_before_it_is_loaded(
     adapter: Path, num_slots: int, pinned: int, is_pinned: bool, is_refused: bool
 ) -> None:
-    linker = linker_of(Ranks(None))
-    manager = Loads(linker, num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
+    hooks = hooks_of(Ranks(None))
+    manager = Loads(hooks, num_slots, [ref(f"p{i}", pinned=True) for i in range(pinned)])
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(adapter), pinned=is_pinned)
-    result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
+    result = hooks.load(Loads.load, manager, late)
     assert result.success == manager.has(late) == (not is_refused)
     if is_refused:
         assert f"{LATE} takes two slots" in result.error_message
         assert "--max-loras-per-batch leaves 1" in result.error_message
     else:
-        linker._activated.require_room(manager)
+        hooks.activated.require_room(manager)
 
 
 class OtherRank(Ranks):
@@ -210,18 +210,18 @@ def test_all_ranks_have_a_new_adapter_or_none_has(
     adapter: Path, tmp_path: Path, broken: str | None, is_well: bool
 ) -> None:
     """What is being read is the same on all of them, whichever failed, and where."""
-    linker = linker_of(OtherRank(is_well=is_well))
-    models = linker._models
+    hooks = hooks_of(OtherRank(is_well=is_well))
+    models = hooks.models
     folder = shutil.copytree(adapter, tmp_path / "a")
     if broken == "folder":
         shutil.rmtree(folder)
         folder.write_text("no folder")
     if broken == "invocation":
         (folder / "adapter_config.json").write_text("{")
-    manager = Loads(linker, 4, [])
+    manager = Loads(hooks, 4, [])
     manager.fails = broken == "load"
     late = LoRARef(lora_id="x", lora_name=LATE, lora_path=str(folder), pinned=False)
-    result = DroidSpeakLinker._load_lora(linker, Loads.load, manager, late)
+    result = hooks.load(Loads.load, manager, late)
     is_loaded = broken is None and is_well
     assert result.success == manager.has(late) == models.is_reading("x") == is_loaded
     assert bool(models.invocation("x")) == is_loaded
@@ -229,10 +229,10 @@ def test_all_ranks_have_a_new_adapter_or_none_has(
 
 
 def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> None:
-    linker = linker_of(Ranks(None))
-    linker._models.add("x", adapter)
-    manager = Loads(linker, 3, [ref("x"), ref("p", True)])
-    linker._activated.require_room(manager)
+    hooks = hooks_of(Ranks(None))
+    hooks.models.add("x", adapter)
+    manager = Loads(hooks, 3, [ref("x"), ref("p", True)])
+    hooks.activated.require_room(manager)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for pinned in (True, False):
         late = LoRARef(lora_id="q", lora_name="q", lora_path=str(adapter), pinned=pinned)
@@ -268,7 +268,7 @@ def test_the_log_says_where_an_adapter_acts_and_what_sglang_ignores(
     config = json.loads((adapter / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | stated))
     caplog.set_level("INFO")
-    linker_of(Ranks(None))._models.add("x", folder)
+    hooks_of(Ranks(None)).models.add("x", folder)
     lines = [it.getMessage() for it in caplog.records if f"adapter {folder}" in it.getMessage()]
     assert says in lines[0] and len(lines) == 1 + bool(warns)
     assert warns in lines[-1]
