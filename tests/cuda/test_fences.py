@@ -25,8 +25,7 @@ from virtual_cuda import ROOT, Line, VirtualCuda
 
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
-from cachetree.ids import LOCAL, Kind, PageHash, Span, Step
-from cachetree.memory import Layout
+from cachetree.ids import KV, LOCAL, Kind, PageHash, Span, Step, steps_of
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.source import Staged
@@ -129,9 +128,11 @@ def an_offload(engine: Engine) -> list[PageHash]:
     older_forward(engine, slots)
     pages = engine.store(TOKENS, slots)
     # A peer asks for what is stored, and SGLang gives the slots to another request.
-    lease = engine.cache.tree.lease(engine.model, pages, "a peer", Deadline.after(60))
-    for step in Layout.of(engine.cache.family, 2, engine.e_pool.e).steps:
-        engine.cuda.on_host(reads=lease.views(step))
+    parts = (KV, *engine.e_pool.e)
+    lease = engine.cache.tree.lease(engine.model, pages, "a peer", Deadline.after(60), parts)
+    for part in parts:
+        for step in steps_of(part, engine.cache.family.num_layers):
+            engine.cuda.on_host(reads=lease.views(step))
     older_forward(engine, slots)
     return pages
 
