@@ -108,7 +108,7 @@ FIELDS: Mapping[str, str] = {
         "waiting_queue chunked_req grammar_manager tree_cache policy "
         "enable_priority_scheduling enable_priority_preemption "
         "priority_scheduling_preemption_threshold schedule_low_priority_values_first "
-        "truncation_align_size page_size "
+        "truncation_align_size page_size server_args "
         "enable_lora_overlap_loading lora_overlap_loader"
     ),
     _GRAMMARS: "grammar_queue",
