@@ -41,7 +41,6 @@ class ChangeQueue:
         """What is in the tree now; what comes later is taken in from here on."""
         self.close()
         with self._lock:
-            self._changes.clear()
             self.num_taken = self.num_noted
             self.has_overflowed = False
         there, self.close = self._tree.subscribe_kept(self._note)

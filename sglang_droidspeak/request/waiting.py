@@ -295,7 +295,6 @@ class WaitingRequests:
             return None if self._followers.follow(request, found, tree) else found
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
-            prefixes.move(req, approximate=False)
             return Declined("error")
 
     def _decline(self, request: Request, why: Declined) -> None:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -483,17 +483,35 @@ def test_a_crowd_that_the_kernel_does_not_keep_back_is_dismissed_for_who_comes()
             assert talker.recv(1) == b""
 
 
-def test_crowd_of_one_source_ends_no_connection_of_another() -> None:
-    with Door(shows_all=True) as door, ExitStack() as stack:
+class Hosts:
+    """A listener; its connections seem to come from these hosts, one after another."""
+
+    def __init__(self, listener: socket.socket, hosts: Iterable[str]) -> None:
+        self._listener, self._hosts = listener, iter(hosts)
+        self.fileno, self.close = listener.fileno, listener.close
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        connection, _ = self._listener.accept()
+        return connection, (next(self._hosts), 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "crowd"),
+    [
+        ("192.0.2.1", ["192.0.2.2"] * 300),
+        ("2001:db9::1", [f"2001:db8::{number:x}" for number in range(300)]),
+    ],
+)
+def test_crowd_of_one_source_ends_no_connection_of_another(host: str, crowd: list[str]) -> None:
+    door = Door(shows_all=True)
+    door.port._listener = Hosts(door.port._listener, [host, *crowd])
+    with door, ExitStack() as stack:
         where = ("127.0.0.1", door.port.issue_ticket("owner").port)
-
-        def connected(host: str) -> socket.socket:
-            return stack.enter_context(socket.create_connection(where, source_address=(host, 0)))
-
-        first = connected("127.0.0.3")
-        crowd = [connected("127.0.0.2") for _ in range(300)]
+        first, *others = (
+            stack.enter_context(socket.create_connection(where)) for _ in range(1 + len(crowd))
+        )
         eventually(lambda: door.num_waiting == _MAX_SILENT)
-        assert crowd[0].recv(1) == b""
+        assert others[0].recv(1) == b""
         with pytest.raises(BlockingIOError):
             first.recv(1, socket.MSG_DONTWAIT)
 

@@ -132,6 +132,23 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -
         assert evicted(cache)[1] > PROMPT_BYTES
 
 
+def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path: Path) -> None:
+    with with_disk(tmp_path) as (cache, clock):
+        with hanging(data_files(tmp_path)[:1]):
+            promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
+            cache._disk.promote(
+                MODEL, prompt(0)[-1], Deadline.after(60), lambda: True, promoted.put
+            )
+
+            def is_left_alone() -> bool:
+                clock.skew_s += STALL_S
+                return num_on_disk(cache, prompt(2)) == 0
+
+            eventually(is_left_alone)
+        promoted.get(timeout=5)
+        assert num_on_disk(cache, prompt(2)) == 8
+
+
 def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ from transport_parts import (
 
 from cachetree import CacheTree, Location, Worker, WorkerConfig
 from cachetree.transport import wire
-from cachetree.transport.advertise import Advert, Advertiser, RemoteView
+from cachetree.transport.advertise import Advert, Advertiser, ChangeQueue, RemoteView
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MESSAGE, Frame, Unsealed
 
@@ -168,6 +168,35 @@ def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     assert wire.Synced() in told[-told[::-1].index(wire.Reset()) :]
     assert tree.match(PAGES)[0].num_pages == 64
     advertiser.close()
+
+
+def test_what_went_while_changes_were_dropped_is_known_no_more() -> None:
+    source, tree, others = new_tree(PAGES[:8]), new_tree(), pages_of(3, "others ")
+    advertiser = Advertiser(source, max_pending=1, wake=lambda: None, clock=time.monotonic)
+    view = RemoteView(tree, Location("tcp://worker:1"))
+    for advert in iter(advertiser.next, None):
+        view.apply(advert)
+    assert tree.match(PAGES[:8])[0].num_pages == 8
+    source.evict()
+    store(source, others)
+    for advert in iter(advertiser.next, None):
+        view.apply(advert)
+    assert not tree.match(PAGES[:8])
+    assert tree.match(others)[0].num_pages == 3
+    advertiser.close()
+
+
+def test_after_changes_were_dropped_the_next_ones_are_told_once_from_a_new_snapshot_on() -> None:
+    tree = new_tree()
+    changes = ChangeQueue(tree, max_changes=1, wake=lambda: None)
+    assert not list(changes.restart())
+    for number in range(3):
+        store(tree, pages_of(1, f"{number} "))
+    assert changes.has_overflowed and not changes.take()
+    assert len(list(changes.restart())) == 3
+    store(tree, pages_of(1, "3 "))
+    assert len(changes.take()) == 1 and not changes.has_overflowed
+    changes.close()
 
 
 def accepted_at(port: int) -> Iterator[socket.socket]:

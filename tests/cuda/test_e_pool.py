@@ -84,6 +84,16 @@ def test_e_of_what_was_copied_is_taken_over_but_where_layers_have_run(pool) -> N
     assert e_pool.valid[slots].tolist() == [True, True, False, False]
 
 
+@pytest.mark.parametrize("has_own_e", [False, True])
+def test_a_partial_prefill_writes_only_its_own_models_e_and_marks_none(pool, has_own_e) -> None:
+    e_pool, stack = pool
+    slots = torch.arange(4, device="cuda")
+    ones = dict.fromkeys((1, 3), torch.ones(4, HIDDEN, device="cuda"))
+    stack.forward(slots, ones, has_own_e=has_own_e)
+    assert [e_pool.e[layer][2].unique().item() for layer in (1, 3)] == [float(has_own_e)] * 2
+    assert not e_pool.valid.cpu().any()
+
+
 def test_slots_lose_their_e_without_a_wait(cuda: VirtualCuda, pool) -> None:
     e_pool, stack = pool
     slots = torch.arange(16, device="cuda")

@@ -35,6 +35,7 @@ from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
+from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.rows import ServerPool
 
 PAGE, NUM_LAYERS, NUM_TOKENS = 16, 4, 64
@@ -101,12 +102,13 @@ class Rig:
         table = torch.zeros(1, 128, dtype=torch.int64)
         table[0, :NUM_TOKENS] = SLOTS
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+        self.e_pool = EPool((), 200, Span(0, 1), SimpleNamespace(dtype=None, device="cpu"))
         self.forward = made(
             BatchForward,
             attachment=SimpleNamespace(
                 server=server,
                 runner=runner,
-                e_pool=MagicMock(),
+                e_pool=self.e_pool,
                 stack=None,
             ),
             loader=self.loader,
@@ -273,6 +275,12 @@ def test_what_is_loaded_without_e_is_the_requests_to_tell(
     assert source.adopt_e.call_count == (not fails)
     assert prefixes.num_without_e(rig.req) == (0 if adopts is True or fails else NUM_TOKENS)
     assert_reuse_works(rig)
+
+
+def test_slots_that_are_loaded_into_lose_the_e_of_their_last_owner(rig: Rig) -> None:
+    rig.e_pool.valid[:] = True
+    assert_reuse_works(rig)
+    assert (~rig.e_pool.valid).nonzero().flatten().tolist() == SLOTS.tolist()
 
 
 def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from math import nan
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from cachetree.checkpoint import Codec
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded, FetchError
-from cachetree.ids import EMPTY_SPAN, Kind, Location, ModelId, PageHash, Span, Step
+from cachetree.ids import DISK, EMPTY_SPAN, LOCAL, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan, Requested
 from cachetree.status import FetchCounts
@@ -33,7 +34,7 @@ from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.request import load as load_of_a_request
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.request.load import ForwardWaitExceeded, Load
-from sglang_droidspeak.request.meta_info import provenance_of
+from sglang_droidspeak.request.meta_info import outcome_of, provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
@@ -226,6 +227,18 @@ def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None
         assert told.overlap == pytest.approx(overlap)
     assert told.block == (1, 3)
     assert (told.recomputed_layers, told.loaded_layers) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sender", "location", "outcome"),
+    [("r", LOCAL, "own"), ("r", DISK, "own"), ("r", "tcp://far", "reused"), ("s", LOCAL, "reused")],
+)
+def test_what_a_model_reads_of_its_own_here_is_called_own(
+    sender: str, location: str, outcome: str
+) -> None:
+    it = loading_request()
+    plan = replace(it.load.plan, sender=ModelId(sender), location=Location(location))
+    assert outcome_of(plan) == outcome
 
 
 def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:

@@ -177,6 +177,13 @@ def test_at_admission_counts_what_the_device_has_by_then(
     assert planner.still_saves(found.plan, demand, held) == saves
 
 
+@pytest.mark.parametrize("held", [Held(8, 0), Held(0, 9)])
+def test_at_admission_an_experiment_goes_on_from_exact_kv(held: Held) -> None:
+    planner, found = planned()
+    demand = replace(found.demand, first_approximate=None)
+    assert planner.still_saves(found.plan, demand, held)
+
+
 @pytest.mark.parametrize(
     ("location", "fixed_s", "saving_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
 )

@@ -214,6 +214,24 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     waiting.clear()
 
 
+def test_what_was_told_to_be_exact_still_loads_exact_kv() -> None:
+    cache, req = Asked(), request()
+    Labels(UNCOUNTED, ModelNames()).report([req])
+    own = replace(PLAN, sender=PLAN.receiver)
+    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"plan": own}))
+    assert look(waiting, req)
+    loading(waiting, cache, req)
+    assert prefixes.num_approximate(req) == 0 and not prefixes.is_approximate(req)
+
+
+def test_what_was_told_to_be_exact_reads_no_approximate_kv_of_the_device() -> None:
+    req = request()
+    Labels(UNCOUNTED, ModelNames()).report([req])
+    waiting, _ = waiting_with(Asked(held=Held(1, 3)), planner=planner_without("no_match"))
+    assert not look(waiting, req)
+    assert not prefixes.is_approximate(req)
+
+
 @pytest.mark.parametrize("found", [planned_as(PLAN), Declined("no_match")])
 def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read(found: Any) -> None:
     team: Any = Team()
@@ -527,6 +545,19 @@ def test_what_the_pool_has_is_locked_when_it_is_taken() -> None:
     assert not look(waiting, req)
     loading(waiting, cache, req)
     assert locked == [(plan, reusable_pages(req, PAGE), req, TREE)]
+
+
+def test_approximate_pages_that_were_loaded_are_noted_and_count_for_whoever_finds_them() -> None:
+    cache, first, second = Asked(held=Held(0, 3)), request("first"), request("second")
+    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"is_experiment": False}))
+    look(waiting, first)
+    loading(waiting, cache, first)
+    assert cache.loaded == reusable_pages(first, PAGE)
+    waiting, _ = waiting_with(cache, planner=planner_without("no_match"))
+    look(waiting, second)
+    second.prefix_len = 3 * PAGE
+    waiting.admitted([second])
+    assert prefixes.num_approximate(second) == 3 * PAGE
 
 
 @pytest.mark.parametrize("waited_s", [3.0, 12.0])

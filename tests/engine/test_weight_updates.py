@@ -135,14 +135,19 @@ def test_update_from_disk_turns_reuse_off_if_any_rank_has_written(
     linker._ranks.least = lambda mine: [mine[0] and not written_elsewhere]
     linker._retire = partial(DroidSpeakLinker._retire, linker)
     linker._weights_change = partial(DroidSpeakLinker._weights_change, linker)
+    linker._update_from_disk = partial(DroidSpeakLinker._update_from_disk, linker)
+    hooks = DroidSpeakLinker._hooks(linker, MagicMock(), MagicMock())
+    ((write, before),) = {hooks[it] for it in release.WEIGHTS_WRITTEN}
+    from_disk, around = hooks[release.UPDATE_FROM_DISK]
+    assert (before, around) == (HookType.BEFORE, HookType.AROUND)
 
     def update(path: str) -> None:
         if written_here:
-            linker._weights_change()
+            write()
         raise OSError(path)
 
     with pytest.raises(OSError, match="broken"):
-        DroidSpeakLinker._update_from_disk(linker, update, "broken")
+        from_disk(update, "broken")
     is_off = linker._planner.off == "weights_updated"
     assert is_off == linker._cache.stop_serving.called == (written_here or written_elsewhere)
 
