@@ -19,13 +19,16 @@ from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from benchmarks.__main__ import NAMES as BENCHMARKS
 from cachetree.cli import main as cachetree_main
 from cachetree.cli import parser as cachetree
+from cachetree.cli.serve import parse_config
 from profiles.data.records import read_records
+from profiles.pairs import Entry
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.fleet.fleet import sglang_flags
@@ -117,6 +120,8 @@ def _run(words: list[str]) -> None:
             droidspeak().parse_args(words[1:])  # The shipped profiles are from before scores.
         case ["droidspeak", "profile", "show", *_] | ["droidspeak", "report" | "identity", *_]:
             assert main(words[1:]) == 0
+        case ["droidspeak", "serve", *rest] if any("build/real" in it for it in rest):
+            droidspeak().parse_args(words[1:])  # `make real` makes its models.
         case ["droidspeak", "serve", *rest]:
             assert main(["serve", "--dry-run", *rest]) == 0
         case ["droidspeak", *rest]:
@@ -157,10 +162,17 @@ def _run(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("fence", of("yaml"), ids=str)
-def test_settings_are_accepted(fence: Fence) -> None:
+def test_settings_are_accepted(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     told = yaml.safe_load(fence.text)
     if any(name.startswith("kv-events") for name in told):
         assert told.keys() <= sglang_flags()
+        return
+    if "cache" in told:
+        parse_config(told, str(fence))
+        return
+    if "base" in told:
+        msgspec.convert(told, dict[str, Entry])
         return
     linker = told.get("unified-cache-external-linker-config", {"linker_extra_config": told})
     parse_settings(linker["linker_extra_config"])

@@ -191,13 +191,10 @@ def test_what_the_pages_ask_of_servers(servers, tmp_path, monkeypatch, capsys) -
                 assert main([ran_one, *rest]) == 0
             case ["droidspeak", "doctor" as ran_one, *rest]:
                 main([ran_one, *rest])
-            case ["curl" as ran_one, url, *rest]:
-                text = subprocess.check_output(["curl", "-s", url, *rest])
-                assert "droidspeak" in json.loads(text)["meta_info"]
             case _:
                 continue
         ran.append(ran_one)
-    assert sorted(ran) == ["curl"] * 2 + ["doctor"] * 5 + ["explain"] * 2 + ["peers"]
+    assert sorted(ran) == ["doctor"] * 5 + ["explain"] * 2 + ["peers"]
     # The page's port is not this sender's; whether the links are fast enough for so small a model,
     # nobody knows.
     wrong = re.findall(r"(?m)^WRONG (.*)", capsys.readouterr().out)
