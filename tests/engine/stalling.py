@@ -10,13 +10,13 @@ from engine_parts import page_hashes
 from transport_parts import ScriptedWorker
 
 from cachetree.checkpoint.family import Family
-from cachetree.ids import KV, PAGE_HASH_BYTES
+from cachetree.ids import KV, PAGE_HASH_BYTES, Part
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 
 
 class _OfferingWorker(ScriptedWorker):
-    """Offers prompts of a model of its own."""
+    """Offers prompts of a model of its own, with E at layer 1."""
 
     def __init__(
         self,
@@ -35,8 +35,11 @@ class _OfferingWorker(ScriptedWorker):
     def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
         if isinstance(message, wire.Synced):
             entries = tuple(
-                wire.Entry(added=True, model=self.model, parent=b"", pages=b"".join(pages), part=KV)
+                wire.Entry(
+                    added=True, model=self.model, part=part, parent=b"", pages=b"".join(pages)
+                )
                 for pages in self._prompts
+                for part in (KV, Part(1))
             )
             super().send(identity, wire.Entries(entries=entries))
         super().send(identity, message, *payload)
