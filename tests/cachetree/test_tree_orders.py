@@ -176,9 +176,9 @@ def test_who_hears_of_what_is_kept_hears_of_the_disk_and_of_no_peer() -> None:
     tree, pages = make_tree(), path("ab")
     heard: list[Change] = []
     tree.subscribe_kept(heard.append)
-    tree.remote.add(FAR, A, None, pages, ())
+    tree.remote.add(FAR, A, None, pages)
     assert not heard, "a peer has said it"
-    tree.remote.add(DISK, A, None, pages, ())
+    tree.remote.add(DISK, A, None, pages)
     tree.remote.drop(DISK, A, pages)
     assert [(it.added, it.pages) for it in heard] == [(True, tuple(pages)), (False, tuple(pages))]
 

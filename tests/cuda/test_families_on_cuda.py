@@ -30,7 +30,7 @@ from virtual_cuda import VirtualCuda
 
 from benchmarks.oracle import partial_prefill, prefill
 from cachetree.clock import Deadline
-from cachetree.ids import Kind, Span, Step
+from cachetree.ids import KV, Kind, Span, Step, part_of, steps_of
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.store.pool import PoolPages
 
@@ -195,8 +195,10 @@ def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torc
     (match,) = engine.cache.match(pages)
     assert (match.num_pages, match.e_pages) == (len(pages), {1: len(pages)})
     found = 0.0
-    lease = engine.cache.tree.lease(engine.model, pages, "test", Deadline.after(300))
-    for step in (Step(Kind.E, 1), *(Step(Kind.KV, at) for at in range(engine.num_layers))):
+    e = Step(Kind.E, 1)
+    parts = (part_of(e), KV)
+    lease = engine.cache.tree.lease(engine.model, pages, "test", Deadline.after(300), parts)
+    for step in (e, *steps_of(KV, engine.num_layers)):
         raw = b"".join(bytes(it) for it in lease.views(step))
         stored = torch.frombuffer(bytearray(raw), dtype=torch.float32)
         found = max(found, float((stored - own[step].reshape(-1)).abs().max()))

@@ -97,7 +97,7 @@ def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(
     def insert(*_: object, up_to: int) -> None:
         assert offered(own[1:3])
         (offload,) = offloader.put.call_args.args
-        assert (offload.model, offload.parent) == ("m", pages[0])
+        assert (offload.model, offload.before) == ("m", pages[:1])
         assert offload.pages == pages[stored.start : stored.stop]
         assert offload.slots.tolist() == [*range(len(stored) * PAGE)]
         offloader.reset_mock()
