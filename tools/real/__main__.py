@@ -26,7 +26,7 @@ from tools.merge import merge_folder
 from tools.real.base import BaseError, base_model
 from tools.real.check import MAX_NEW, METRICS, TEMPLATE, check
 from tools.real.questions import SETS, SKILLS, write_sets
-from tools.real.sharing import RECIPE, distill, judge, write_lessons
+from tools.real.sharing import LONG300, RECIPE, distill, judge, write_lessons
 from tools.real.train import RECIPES, train
 
 SHIPPED: Final = Path("examples/real")
@@ -50,6 +50,8 @@ def main() -> int:
             _, long = write_lessons(SHIPPED / "packages.jsonl", data)
             judge(base, args.adapter, [long, data / "questions/held_out.jsonl"])
         elif args.command == "check":
+            if args.set == LONG300:
+                write_lessons(SHIPPED / "packages.jsonl", args.work / "data")
             adapter = None if args.base else args.adapter or SHIPPED / args.skill
             check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
         elif args.command == "profile":
@@ -126,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     of_profile.add_argument("--lora", action="store_true", help="as adapters in one server")
     of_check = commands.add_parser("check", help="judge an adapter, or the base alone")
     of_check.add_argument("skill", choices=SKILLS)
-    of_check.add_argument("--set", choices=SETS, default="verify")
+    of_check.add_argument("--set", choices=[*SETS, LONG300], default="verify")
     whose = of_check.add_mutually_exclusive_group()
     whose.add_argument("--adapter", type=Path, help=f"default: {SHIPPED}/SKILL")
     whose.add_argument("--base", action="store_true", help="no adapter")

@@ -14,11 +14,12 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tqdm import tqdm
@@ -36,6 +37,7 @@ from profiles.stats.gate import interval
 from tools.real.check import TEMPLATE
 from tools.real.packages import Package, read_packages
 from tools.real.questions import Asked, askable, document
+from tools.real.train import WEIGHTS
 
 SKILL: Final = "questions"
 LONG: Final = (15, 25)
@@ -52,6 +54,8 @@ RECIPE: Final = (
     *("--max-disk-gb", "14"),
 )
 """Flags of the shipped adapter."""
+LONG300: Final = "long300"
+"""Set of the skill `questions`: 15 questions about each document of `long`."""
 _DRAWS: Final = 10
 
 
@@ -71,7 +75,7 @@ def long_questions(packages: Path) -> Iterator[Record]:
     for number in range(20):
         chosen, rng = drawn[25 * number : 25 * number + 25], Random(f"long300 {number}")
         asked = [rng.choice(askable(it, chosen)) for it in rng.sample(chosen, 15)]
-        yield from _records("long300", number, document(chosen), asked)
+        yield from _records(LONG300, number, document(chosen), asked)
 
 
 def _harder(chosen: Sequence[Package], rng: Random) -> Asked:
@@ -94,7 +98,7 @@ def _records(name: str, number: int, context: str, asked: Sequence[Asked]) -> It
 
 def write_lessons(packages: Path, out: Path) -> tuple[Path, Path]:
     """Write what is learned and what is judged on long documents, as `out/questions/SET.jsonl`."""
-    files = out / SKILL / "train.jsonl", out / SKILL / "long300.jsonl"
+    files = out / SKILL / "train.jsonl", out / SKILL / f"{LONG300}.jsonl"
     files[0].parent.mkdir(parents=True, exist_ok=True)
     write_records(lessons(packages), files[0])
     write_records(long_questions(packages), files[1])
@@ -125,7 +129,9 @@ def judge(base: Path, adapter: Path, sets: Sequence[Path]) -> None:
     source = ModelSource(path=base)
     model, tokenizer = load_model(source, dtype=torch.bfloat16), load_tokenizer(source)
     model.set_attn_implementation(ATTENTION)
-    student = make_student(model, config["r"], 0, adapter)
+    with tempfile.TemporaryDirectory() as folder:
+        ordinary = _as_ordinary(adapter, config, Path(folder))
+        student = make_student(model, config["r"], 0, ordinary)
     reader = Reader(model, ends_of(model, tokenizer), as_base=student.disable_adapter)
     options = TaskOptions(template=TEMPLATE, metric=Metric.F1, max_new=16, chat=True)
     stated = ",".join(map(str, config["alora_invocation_tokens"]))
@@ -152,6 +158,13 @@ def judge(base: Path, adapter: Path, sets: Sequence[Path]) -> None:
             tqdm.write(
                 f"{file.stem} {kind}: {it.mean:.3f} [{it.low:.3f}, {it.high:.3f}] of {number}"
             )
+
+
+def _as_ordinary(adapter: Path, config: dict[str, Any], folder: Path) -> Path:
+    """Copy an activated adapter without its invocation: the judge decides where it acts."""
+    (folder / WEIGHTS).symlink_to((adapter / WEIGHTS).resolve())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"alora_invocation_tokens": None}))
+    return folder
 
 
 def kind_of(question: str) -> str:
