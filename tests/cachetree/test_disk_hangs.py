@@ -137,7 +137,7 @@ def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path: Path) -> Non
         with hanging(data_files(tmp_path)[:1]):
             promoted: queue.SimpleQueue[object] = queue.SimpleQueue()
             cache._disk.promote(
-                MODEL, prompt(0)[-1], Deadline.after(60), lambda: True, promoted.put
+                MODEL, prompt(0)[-1], PARTS, Deadline.after(60), lambda: True, promoted.put
             )
 
             def is_left_alone() -> bool:

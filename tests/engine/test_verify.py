@@ -120,6 +120,9 @@ class Served(Client):
         if self.fault == "document":
             offered = [ids for _ in offered]
         num = max((_common(ids, it) for it in offered), default=0)
+        if num > cached and self.fault in ("late", "always late"):
+            self.fault = self.fault.removeprefix("late")
+            return {"outcome": "fallback: SlowLink"}, cached
         if num <= cached or self.fault == "no profile":
             outcome = "off" if off else "no_profile" if num else "no_match"
             return {"outcome": outcome}, cached
@@ -188,6 +191,7 @@ def test_sound_servers_pass_every_check() -> None:
         ("cancel", "receiver: cancel"),
         ("dead", "receiver: device"),
         ("no profile", "reuse"),
+        ("always late", "reuse"),
         ("off", "mode off"),
         ("document", "another document"),
         ("tenant", "another tenant"),
@@ -206,6 +210,11 @@ def test_reuse_that_does_not_pay_is_tried_by_its_block_and_is_no_fault() -> None
     found = checked("dear")
     assert all(found.values()), found
     assert "first token" not in found
+
+
+def test_one_load_that_comes_too_late_is_no_fault() -> None:
+    found = checked("late")
+    assert all(found.values()), found
 
 
 def test_distance_is_judged_on_a_users_own_data_alone() -> None:
