@@ -120,11 +120,11 @@ def _settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         remedy="give both servers the same --page-size",
     )
     linker = states[1].get("unified_cache_external_linker_config") or {}
-    gate = (linker.get("linker_extra_config") or {}).get("gate")
+    is_on = (linker.get("linker_extra_config") or {}).get("gate") != "none"
     yield Check(
         name="gate",
-        ok=gate != "none",
-        found="off: any block that a request names is served, proven or not" if gate else "on",
+        ok=is_on,
+        found="on" if is_on else "off: any block that a request names is served, proven or not",
         remedy="leave `gate` out of the receiver's settings; `none` is for measurements",
     )
 

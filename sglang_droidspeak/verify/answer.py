@@ -6,11 +6,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, Final
 
 import msgspec
 
+from profiles.data.documents import common_start
 from sglang_droidspeak.fleet import ServerFailed
 from sglang_droidspeak.fleet.client import Client
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
@@ -104,6 +104,5 @@ def difference(one: Answer, other: Answer) -> str:
 
 def distance_of(served: Answer, exact: Answer) -> float:
     """Mean total variation, 0 to 1, up to the first position at which the tokens differ."""
-    pairs = zip(served.tokens, exact.tokens, strict=False)
-    num = 1 + sum(1 for _ in takewhile(lambda it: it[0] == it[1], pairs))
+    num = 1 + len(common_start([served.tokens, exact.tokens]))
     return distance(served.likely[:num], exact.likely[:num])

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import takewhile
 from statistics import fmean, median
 from typing import Final
 
@@ -14,7 +13,7 @@ import msgspec
 import requests
 
 from cachetree import CacheTreeError
-from sglang_droidspeak.engine.asking import GUARD
+from profiles.data.documents import common_start
 from sglang_droidspeak.fleet.client import Client
 from sglang_droidspeak.guard.plans import GuardState
 from sglang_droidspeak.request.outcomes import advice_on
@@ -62,9 +61,6 @@ class Run:
     def reused(self) -> list[Pair]:
         return [it for it in self.answers if it.served.label.outcome == "reused"]
 
-    def log_of(self, client: Client) -> str:
-        return f"look into the log of the server at {client.url}"
-
 
 def all_checks(run: Run) -> Iterator[Check]:
     """In an order in which the first failure explains those below it."""
@@ -102,10 +98,9 @@ def _of(
 def tokenizers(run: Run) -> Iterator[Check]:
     """Both make the same of scripts, spaces, digits and emoji."""
     ours, theirs = (tokenize(it, _CORPUS) for it in (run.sender, run.receiver))
-    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     found = f"{len(ours)} tokens of a text of many scripts, the same from both"
     if ours != theirs:
-        at = min(len(ours), len(theirs)) if same is None else same
+        at = len(common_start([ours, theirs]))
         found = f"expected the same tokens of one text; they differ from token {at} on"
     remedy = "serve both with the same tokenizer files; models of two families share nothing"
     yield Check(name="tokenizer", ok=ours == theirs, found=found, remedy=remedy)
@@ -120,20 +115,20 @@ def device(run: Run, client: Client) -> Iterator[Check]:
         name="cold",
         ok=cold.cached_tokens == 0,
         found=f"{cold.cached_tokens:,} tokens cached under a salt that nobody used; expected 0",
-        remedy="another tenant's cache was read; " + run.log_of(client),
+        remedy="another tenant's cache was read; " + _log_of(client),
     )
     warm = ask(client, first, salt, mode="off")
-    yield _hit("warm", run, client, warm, _pages(len(first) - 1, run.page))
-    yield _same("warm answer", run, client, cold, warm)
+    yield _hit("warm", client, warm, (len(first) - 1) // run.page * run.page)
+    yield _same("warm answer", client, cold, warm)
     partial = ask(client, second, salt, mode="off")
-    yield _hit("partial hit", run, client, partial, len(prompt.prefix))
+    yield _hit("partial hit", client, partial, len(prompt.prefix))
     if run.flushes:
         client.flush()
         back = ask(client, first, salt)
         name = "after a flush"
         if back.label.outcome == "own":
-            yield _hit(name, run, client, back, len(prompt.prefix))
-            yield _same("answer after a flush", run, client, cold, back)
+            yield _hit(name, client, back, len(prompt.prefix))
+            yield _same("answer after a flush", client, cold, back)
         elif back.label.outcome == "slower":
             said = "full prefill is predicted to be as fast as host memory"
             yield Check(name=name, ok=True, found=said)
@@ -153,7 +148,7 @@ def together(run: Run, client: Client) -> Iterator[Check]:
     found = "4 questions at once, answered as one by one"
     if wrong:
         found = f"expected the answers of one by one; {len(wrong)} of 4 differ: {wrong[0]}"
-    yield Check(name="four at once", ok=not wrong, found=found, remedy=run.log_of(client))
+    yield Check(name="four at once", ok=not wrong, found=found, remedy=_log_of(client))
 
 
 def cancel(run: Run, client: Client) -> Iterator[Check]:
@@ -169,7 +164,7 @@ def cancel(run: Run, client: Client) -> Iterator[Check]:
     found = "the next question is answered as ever"
     if wrong:
         found = f"expected the same answer after a cancelled request; {wrong}"
-    yield Check(name="cancel", ok=not wrong, found=found, remedy=run.log_of(client))
+    yield Check(name="cancel", ok=not wrong, found=found, remedy=_log_of(client))
 
 
 def reuse(run: Run) -> Iterator[Check]:
@@ -222,10 +217,10 @@ def off(run: Run) -> Iterator[Check]:
     label = answer.label
     found = f"outcome {label.outcome}, {label.reused_tokens:,} tokens of others; expected off and 0"
     ok = label.outcome == "off" and not label.reused_tokens
-    yield Check(name="mode off", ok=ok, found=found, remedy=run.log_of(run.receiver))
+    yield Check(name="mode off", ok=ok, found=found, remedy=_log_of(run.receiver))
     unmatched = ask(run.receiver, prompt.prefix + prompt.suffixes[0], new_salt())
     for name, it in (("off", answer), ("no match", unmatched)):
-        yield _same(f"full prefill by {name}", run, run.receiver, exact, it)
+        yield _same(f"full prefill by {name}", run.receiver, exact, it)
 
 
 def others(run: Run) -> Iterator[Check]:
@@ -233,7 +228,7 @@ def others(run: Run) -> Iterator[Check]:
     read, unread, salt = run.prompts[0], run.prompts[-1], new_salt()
     ask(run.sender, read.prefix, salt, **PUBLISH)
     for name, prompt, of, most in (
-        ("another document", unread, salt, _num_common(read.prefix, unread.prefix)),
+        ("another document", unread, salt, len(common_start([read.prefix, unread.prefix]))),
         ("another tenant", read, new_salt(), 0),
     ):
         answer = ask(run.receiver, prompt.prefix + prompt.suffixes[0], of)
@@ -241,7 +236,7 @@ def others(run: Run) -> Iterator[Check]:
             name=name,
             ok=answer.label.reused_tokens <= most,
             found=f"{answer.label.reused_tokens:,} tokens taken; expected at most {most:,}",
-            remedy="serve without reuse and report this; " + run.log_of(run.receiver),
+            remedy="serve without reuse and report this; " + _log_of(run.receiver),
         )
 
 
@@ -264,7 +259,7 @@ def labels(run: Run) -> Iterator[Check]:
     found = f"{len(run.answers)} of {len(run.answers)} agree with what was sent"
     if wrong:
         found = f"expected labels as sent; {wrong[0]}"
-    yield Check(name="labels", ok=not wrong, found=found, remedy=run.log_of(run.receiver))
+    yield Check(name="labels", ok=not wrong, found=found, remedy=_log_of(run.receiver))
 
 
 def distance(run: Run) -> Iterator[Check]:
@@ -276,7 +271,7 @@ def distance(run: Run) -> Iterator[Check]:
         found = f"{len(exact)} answers say exact, and are as full prefill's"
         if wrong:
             found = f"expected full prefill's answer where it says exact; {wrong[0]}"
-        remedy = run.log_of(run.receiver)
+        remedy = _log_of(run.receiver)
         yield Check(name="exact answers", ok=not wrong, found=found, remedy=remedy)
     if inexact:
         mean = fmean(distance_of(it.served, it.exact) for it in inexact)
@@ -316,7 +311,7 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float]:
 
 def _allowed(run: Run, answer: Answer) -> float | None:
     """What the drift guard allows the answer's plan; None if it does not watch it."""
-    state = msgspec.convert(run.receiver.post(GUARD), GuardState)
+    state = msgspec.convert(run.receiver.post("/droidspeak/guard"), GuardState)
     key = answer.label.block, answer.label.e_corrected
     plans = [
         it
@@ -327,29 +322,24 @@ def _allowed(run: Run, answer: Answer) -> float | None:
     return plans[0].allowed if plans else None
 
 
-def _hit(name: str, run: Run, client: Client, answer: Answer, least: int) -> Check:
+def _hit(name: str, client: Client, answer: Answer, least: int) -> Check:
     found = f"{answer.cached_tokens:,} tokens cached of {answer.prompt_tokens:,}"
     ok = answer.cached_tokens >= least
     if not ok:
         found += f"; expected {least:,}"
-    return Check(name=name, ok=ok, found=found, remedy=run.log_of(client))
+    return Check(name=name, ok=ok, found=found, remedy=_log_of(client))
 
 
-def _same(name: str, run: Run, client: Client, one: Answer, other: Answer) -> Check:
+def _same(name: str, client: Client, one: Answer, other: Answer) -> Check:
     wrong = difference(one, other)
     found = f"expected the same answer; {wrong}" if wrong else "the same greedy tokens"
-    return Check(name=name, ok=not wrong, found=found, remedy=run.log_of(client))
+    return Check(name=name, ok=not wrong, found=found, remedy=_log_of(client))
+
+
+def _log_of(client: Client) -> str:
+    return f"look into the log of the server at {client.url}"
 
 
 def _why(client: Client, answer: Answer) -> str:
     remedy = advice_on(answer.label.outcome).remedy
     return f"{remedy} `droidspeak explain {answer.id} --url {client.url}` says more"
-
-
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = takewhile(lambda it: it[0] == it[1], zip(one, other, strict=False))
-    return sum(1 for _ in pairs)
-
-
-def _pages(num_tokens: int, page: int) -> int:
-    return num_tokens // page * page

@@ -41,6 +41,16 @@ def test_version_names_both(capsys) -> None:
     )
 
 
+def test_commands_start_without_heavy_imports() -> None:
+    """`--help` and `peers` would wait five seconds for SGLang."""
+    code = (
+        "import sys, sglang_droidspeak.cli;"
+        "print(sorted({'sglang', 'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said == "[]\n"
+
+
 def test_identity_as_json(capsys) -> None:
     code, out, _ = run(capsys, "identity", str(SMALL.receiver), "--json")
     fields = json.loads(out)
