@@ -45,13 +45,14 @@ ROOM = 64 * PAGE_TOTAL
 
 
 def settle(worker: Cache, num_pages: int) -> None:
-    """Until so many pages are on disk, and nobody reads memory any more."""
+    """Wait until so many pages are on disk, with their E, and nobody reads memory any more.
 
-    def is_settled() -> bool:
-        status = worker.status()
-        return (status.disk.num_pages, status.held_bytes) == (num_pages, 0)
+    E is written after its KV: what is evicted between the two would never be written.
+    """
 
-    eventually(is_settled)
+    eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
+    eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
+    eventually(lambda: worker.status().held_bytes == 0)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,11 @@ def worker_of(folder: Path) -> Iterator[tuple[Cache, Location]]:
 
 
 def settle(worker: Cache, num_pages: int) -> None:
-    """Wait until so many pages are on disk and nothing is held."""
+    """Wait until so many pages are on disk, with their E, and nothing is held.
+
+    E is written after its KV: what is evicted between the two would never be written.
+    """
+    eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
     eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
     eventually(lambda: worker.tree.held_bytes == worker.tree.num_pinned_bytes)
 
