@@ -1,5 +1,5 @@
 """What a cache asks of a further place that keeps entries, a disk or a store of the cluster, and
-what these are made of: threads that take their turns, and one that writes behind a tree."""
+what these are made of: worker threads, and one of them that writes behind a tree."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ MakeTier = Callable[[CacheTree, NoteSpeed], Tier]
 """Raises ConfigError where the tier cannot work."""
 
 
-def give_way() -> None:
-    """Have the calling thread run after others, where the system can tell threads apart.
+def lower_priority() -> None:
+    """Have the calling thread run after others, if the system can tell threads apart.
 
     Nor does it take a processor from whoever computes there when it wakes (`SCHED_BATCH`).
     """
@@ -109,9 +109,9 @@ def _ignore(_item: object, _error: Exception) -> None:
     """If no thread waits for an item."""
 
 
-class Turns(Generic[T]):
-    """What is put is taken in turn, by daemon threads: what they call may hang, and the end of the
-    process does not wait for them."""
+class WorkerThread(Generic[T]):
+    """A daemon thread, or several, that take what is put, in order: their calls may hang, and the
+    end of the process does not wait for them."""
 
     def __init__(
         self,
@@ -211,16 +211,16 @@ class Calls:
             return now_s - min(self._begun_at_s.values(), default=now_s) > self._stall_s
 
 
-class Moves:
-    """Entered while an entry moves from one place to another, by several threads at once."""
+class MoveBarrier:
+    """Threads enter it around each move of an entry, several at once; `stopped` keeps them out."""
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()
+        self._may_begin = threading.Lock()
         self._changed = threading.Condition()
         self._num_under_way = 0
 
     def __enter__(self) -> None:
-        with self._gate, self._changed:
+        with self._may_begin, self._changed:
             self._num_under_way += 1
 
     def __exit__(self, *_: object) -> None:
@@ -233,7 +233,7 @@ class Moves:
         """Wait until the moves under way have ended, and let none begin inside the block; False if
         one has not ended by then, or another thread still stops them."""
         deadline = Deadline.after(timeout_s)
-        if not self._gate.acquire(timeout=timeout_s):
+        if not self._may_begin.acquire(timeout=timeout_s):
             yield False
             return
         try:
@@ -243,7 +243,7 @@ class Moves:
                 )
             yield have_ended
         finally:
-            self._gate.release()
+            self._may_begin.release()
 
 
 IsOver = Callable[[], bool]
@@ -275,7 +275,7 @@ class WriteBehind:
         """`write` takes entries to `location`, `num_at_once` pages in a call; what it raises is
         logged."""
         self.num_late = 0
-        self.moves: Final = Moves()
+        self.moves: Final = MoveBarrier()
         """What one call writes, from before it is leased until it is no more."""
         self._unheard: set[int] = set()
         self._closes_at_s = inf
@@ -285,7 +285,7 @@ class WriteBehind:
         self._write: Final = write
         self._num_at_once: Final = num_at_once
         self._clock: Final = clock
-        self._turns: Turns[Change] = Turns(name, self._write_all, fail=self._lose)
+        self._thread: WorkerThread[Change] = WorkerThread(name, self._write_all, fail=self._lose)
         there, self._unsubscribe = tree.subscribe(self._note)
         for change in there:
             self._note(change)
@@ -294,7 +294,7 @@ class WriteBehind:
         """Write what waits until then; whether the thread has ended soon after. Idempotent."""
         self._unsubscribe()
         self._closes_at_s = min(self._closes_at_s, self._clock() + timeout_s)
-        return self._turns.close(timeout_s + GRACE_S)
+        return self._thread.close(timeout_s + GRACE_S)
 
     def is_over(self) -> bool:
         """As `IsOver`; any thread."""
@@ -313,14 +313,14 @@ class WriteBehind:
         """Called under the tree's lock."""
         if not change.added or threading.get_ident() in self._unheard:
             return
-        if self._turns.num_waiting >= MAX_WAITING or not self._turns.put(change):
+        if self._thread.num_waiting >= MAX_WAITING or not self._thread.put(change):
             self.num_late += 1
 
     def _lose(self, _change: Change, _error: Exception) -> None:
         self.num_late += 1
 
     def _write_all(self, changes: Iterator[Change]) -> None:
-        give_way()
+        lower_priority()
         for change in changes:
             try:
                 is_late = not self._is_written(change)

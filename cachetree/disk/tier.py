@@ -29,7 +29,7 @@ from cachetree.tier import (
     IsOver,
     NoteSpeed,
     Search,
-    Turns,
+    WorkerThread,
     WriteBehind,
 )
 from cachetree.tree import CacheTree, Change, Lease
@@ -72,10 +72,10 @@ class DiskTier:
         self._store: Final = DiskStore(tree, path, budget_bytes)
         with ExitStack() as undo:
             undo.callback(self._store.close)
-            self._reads = _turns("cachetree-disk-read", self.num_readers, undo)
-            self._promotions = _turns("cachetree-disk-promote", 1, undo)
+            self._reads = _threads("cachetree-disk-read", self.num_readers, undo)
+            self._promotions = _threads("cachetree-disk-promote", 1, undo)
             """One line at a time: two that fit one after another need not fit side by side."""
-            self._orders = _turns("cachetree-disk-evict", 2, undo)
+            self._orders = _threads("cachetree-disk-evict", 2, undo)
             """Two threads: one may hang in the deletion of a file."""
             self._behind = WriteBehind(
                 tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
@@ -346,11 +346,11 @@ class DiskTier:
         return is_here or tree.num_bytes + file.layout.num_bytes <= tree.host_bytes
 
 
-def _turns(name: str, num_threads: int, undo: ExitStack) -> Turns[Callable[[], object]]:
+def _threads(name: str, num_threads: int, undo: ExitStack) -> WorkerThread[Callable[[], object]]:
     """Threads that call what is put; `undo` ends them."""
-    turns = Turns(name, _call_all, num_threads)
-    undo.callback(turns.close, GRACE_S)
-    return turns
+    threads = WorkerThread(name, _call_all, num_threads)
+    undo.callback(threads.close, GRACE_S)
+    return threads
 
 
 def _call_all(calls: Iterator[Callable[[], object]]) -> None:

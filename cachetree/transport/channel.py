@@ -18,7 +18,7 @@ from cachetree.memory import checksum
 from cachetree.transport import frames
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame, Ticket, Unsealed
-from cachetree.transport.receiver import FetchReceiver
+from cachetree.transport.receiver import FrameReceiver
 from cachetree.transport.send_queue import SendQueue
 
 _MAX_READS: Final = 64
@@ -30,7 +30,7 @@ _UNSENT_BYTES: Final = 256 << 10
 _KEEPALIVE_PROBES: Final = 3
 
 
-ReceiverOf = Callable[[Frame], FetchReceiver | None]
+ReceiverOf = Callable[[Frame], FrameReceiver | None]
 """Who takes the payload of a frame that is no message; None for nobody. Raises ProtocolError for
 one that ends the connection."""
 
@@ -56,7 +56,7 @@ class Channel:
         """The one that comes now; None where a header is next."""
         self._into: memoryview | None = None
         """Where it goes; None for nowhere."""
-        self._receiver: FetchReceiver | None = None
+        self._receiver: FrameReceiver | None = None
         """Whose that is; None where it is nowhere, and of a message."""
         self._at = 0
         """How many of its bytes have come."""

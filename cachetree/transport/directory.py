@@ -32,13 +32,13 @@ Look = Callable[[], Sequence[Location]]
 OSError or ValueError where there is no answer."""
 
 
-class Rounds:
-    """Does one thing every few seconds, in a thread of its own that others never wait for.
+class PeriodicTask:
+    """A task that a thread of its own does every few seconds; others never wait for that thread.
 
     Its failures are logged, each minute one; `has_gone_well` is set once there was none.
     """
 
-    def __init__(self, name: str, turn: Callable[[], object]) -> None:
+    def __init__(self, name: str, step: Callable[[], object]) -> None:
         """`name` is a URL."""
         self.name: Final = without_password(name)
         self.error = ""
@@ -47,7 +47,7 @@ class Rounds:
         self._limiter = LogLimiter()
         self._closing = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(turn,), name=f"cachetree-directory {self.name}", daemon=True
+            target=self._run, args=(step,), name=f"cachetree-directory {self.name}", daemon=True
         )
         self._thread.start()
 
@@ -56,9 +56,9 @@ class Rounds:
         self._closing.set()
         self._thread.join(most_s)
 
-    def _run(self, turn: Callable[[], object]) -> None:
+    def _run(self, step: Callable[[], object]) -> None:
         while not self._closing.is_set():
-            self._do(turn)
+            self._do(step)
             self._closing.wait(ASK_EVERY_S)
 
     def _do(self, step: Callable[[], object]) -> None:

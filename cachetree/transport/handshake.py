@@ -1,6 +1,6 @@
 """Proving who is who: CURVE on both ends of a connection, and what a failed handshake means.
 
-    peer: Credentials                       worker: Gate
+    peer: Credentials                       worker: AccessControl
     own key pair, the worker's key          own key pair, the peers' keys
     greeting                          ◄─►   greeting     both use CURVE, or neither does
     hello, with a key of the moment   ──►                unreadable to a worker with another key
@@ -60,7 +60,7 @@ _MAX_EVENTS: Final = 256
 """Handshakes decided in one turn, and events of connections seen."""
 _MAX_CONNECTIONS: Final = 256
 """Those that have not said a word, and as many that have. A peer's question takes milliseconds."""
-_EVENTS: Final = (  # Of those not let in, whom this gate has refused itself are not reported again.
+_EVENTS: Final = (  # Without those that AccessControl refuses, which it reports itself.
     FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 )
 _EVENTS_ENDPOINT: Final = "inproc://cachetree.connections"
@@ -75,7 +75,7 @@ class Refusal:
     why: str
 
 
-class Gate:
+class AccessControl:
     """Lets in everyone who can reach a worker's socket or, where it has a key, the holders of some.
     Used by the worker's thread after construction.
 
@@ -245,17 +245,17 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
     return Credentials(keys.read_key_pair(key_file or ""), server)
 
 
-def check_worker(config: WorkerConfig) -> tuple[Address, Gate]:
+def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
     """Where a worker will listen and whom it lets in; raises ConfigError where it could not start,
     but for binding its address."""
     listen = parse_listen(
         config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
     )
     if config.key_file is None:
-        return listen, Gate(None, obeys=config.admin is not None and listen.is_loopback)
+        return listen, AccessControl(None, obeys=config.admin is not None and listen.is_loopback)
     allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
     admins = keys.read_public_keys(config.admin or (), field="admin")
-    return listen, Gate(keys.read_key_pair(config.key_file), allowed, admins)
+    return listen, AccessControl(keys.read_key_pair(config.key_file), allowed, admins)
 
 
 def hold_ports(config: WorkerConfig, held: ExitStack) -> None:

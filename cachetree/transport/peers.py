@@ -20,7 +20,13 @@ from cachetree.transport import keys, verbs
 from cachetree.transport.address import parse_address, parse_remote
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.config import PeerConfig
-from cachetree.transport.directory import Look, Rounds, is_directory, parse_directory, resolved
+from cachetree.transport.directory import (
+    Look,
+    PeriodicTask,
+    is_directory,
+    parse_directory,
+    resolved,
+)
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer import NO_WORKER, Peer
 from cachetree.transport.pulls import Keeper
@@ -59,7 +65,7 @@ class Peers:
         """By directory: whom it named last, and how they are read."""
         self._gone_at_s: dict[Location, float] = {}
         """Of those of `now` that are in no settings, since when; infinity while they are there."""
-        self._rounds: list[Rounds] = []
+        self._tasks: list[PeriodicTask] = []
         self._limiter = LogLimiter(clock)
         self._is_closed = False
         self.now: Mapping[Location, Peer] = {}
@@ -80,27 +86,27 @@ class Peers:
         """From now on add whom a directory names, and take out who is gone; raises ConfigError."""
         config = check_found(url, config)
         look = partial(resolved, parse_directory(url))
-        self._rounds.append(Rounds(url, partial(self.look, url, look, config)))
+        self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
         """Peers and directories in a few words; from any thread, without waiting."""
-        return (*(it.status.source for it in self.now.values()), *map(_source, self._rounds))
+        return (*(it.status.source for it in self.now.values()), *map(_source, self._tasks))
 
     def wait_ready(self, deadline: Deadline) -> bool:
         """Block until every directory has answered and every peer is ready; whether they did."""
-        have = [it.has_gone_well.wait(deadline.remaining_s()) for it in self._rounds]
+        have = [it.has_gone_well.wait(deadline.remaining_s()) for it in self._tasks]
         return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
 
     def close(self) -> None:
         """Idempotent. All end at once; who does not in `CLOSE_S` is left to itself."""
         self._is_closed = True
-        for rounds in self._rounds:
-            rounds.close(0.0)
+        for task in self._tasks:
+            task.close(0.0)
         for peer in self.now.values():
             peer.close(0.0)
         until = Deadline.after(CLOSE_S)
-        for rounds in self._rounds:
-            rounds.close(until.remaining_s())
+        for task in self._tasks:
+            task.close(until.remaining_s())
         for peer in self.now.values():  # With those that a directory found meanwhile.
             peer.close(until.remaining_s())
 
@@ -178,10 +184,10 @@ def check_found(url: str, config: PeerConfig) -> PeerConfig:
     return msgspec.structs.replace(config, server_key=allowed[0])
 
 
-def _source(rounds: Rounds) -> verbs.Source:
-    is_well = rounds.has_gone_well.is_set() and not rounds.error
+def _source(task: PeriodicTask) -> verbs.Source:
+    is_well = task.has_gone_well.is_set() and not task.error
     state = PeerState.READY if is_well else PeerState.CONNECTING
-    return verbs.Source(address=rounds.name, state=state.value, reason=rounds.error)
+    return verbs.Source(address=task.name, state=state.value, reason=task.error)
 
 
 def _is_plain(host: str) -> bool:

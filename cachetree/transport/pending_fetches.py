@@ -19,7 +19,7 @@ from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Bandwidth
-from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
+from cachetree.transport.receiver import NOT_ASKED, FrameReceiver
 from cachetree.transport.send_queue import MOST_BATCH_BYTES
 from cachetree.transport.status import PeerStatus
 from cachetree.tree import join_hashes
@@ -57,9 +57,9 @@ class PendingFetches:
         """While there is one: its owner sets it."""
         self.as_copies = False
         """As in a `Fetch`, of all of them: its owner sets it."""
-        self._asked: dict[int, FetchReceiver] = {}
+        self._asked: dict[int, FrameReceiver] = {}
         """By the request that is under way for it."""
-        self._broken: list[FetchReceiver] = []
+        self._broken: list[FrameReceiver] = []
         """Those that no request is under way for."""
 
     @property
@@ -75,7 +75,7 @@ class PendingFetches:
         return link.channel.received_bytes if link.arena is None else self._counts.num_landed_bytes
 
     @property
-    def _all(self) -> list[FetchReceiver]:
+    def _all(self) -> list[FrameReceiver]:
         return [*self._asked.values(), *self._broken]
 
     @property
@@ -113,14 +113,14 @@ class PendingFetches:
             )
             self.refuse(staging, error)
         else:
-            self._ask(FetchReceiver(model, pages, staging, self._landed, self._broke))
+            self._ask(FrameReceiver(model, pages, staging, self._landed, self._broke))
 
     def refuse(self, staging: Staging, error: FetchError) -> None:
         """Fail one that was not begun."""
         self._counts.num_failed_fetches += 1
         staging.fail(error)
 
-    def receiver_of(self, frame: Frame) -> FetchReceiver | None:
+    def receiver_of(self, frame: Frame) -> FrameReceiver | None:
         """None where it crossed with our Cancel; raises ProtocolError."""
         if frame.id > self._link.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
@@ -178,7 +178,7 @@ class PendingFetches:
         for receiver in self._all:
             self._end(receiver, type(error)(str(error)))
 
-    def _ask(self, receiver: FetchReceiver) -> None:
+    def _ask(self, receiver: FrameReceiver) -> None:
         link, staging = self._link, receiver.staging
         receiver.id = link.new_id()
         receiver.num_requests += 1
@@ -208,14 +208,14 @@ class PendingFetches:
         else:
             self._asked[receiver.id] = receiver
 
-    def _landed(self, receiver: FetchReceiver, num_bytes: int) -> None:
+    def _landed(self, receiver: FrameReceiver, num_bytes: int) -> None:
         self._counts.num_landed_bytes += num_bytes
         if receiver.staging.is_complete:
             self._measure(receiver, None)
             self._withdraw(receiver)
             self._breaker.succeeded()
 
-    def _broke(self, receiver: FetchReceiver, error: FetchError) -> None:
+    def _broke(self, receiver: FrameReceiver, error: FetchError) -> None:
         """It cannot go on; where what came was wrong, or did not come, it is asked for again."""
         if not isinstance(error, ProtocolError):
             self._end(receiver, error)
@@ -225,7 +225,7 @@ class PendingFetches:
         self._link.send(wire.Cancel(id=receiver.id))
         self._suspend(receiver, error)
 
-    def _suspend(self, receiver: FetchReceiver, error: FetchError) -> None:
+    def _suspend(self, receiver: FrameReceiver, error: FetchError) -> None:
         self._withdraw(receiver)
         receiver.since_s = self._clock()
         if receiver.num_requests > self._config.max_retries:
@@ -233,20 +233,20 @@ class PendingFetches:
         else:
             self._broken.append(receiver)
 
-    def _owed_to(self, receiver: FetchReceiver, link: Connection) -> int:
+    def _owed_to(self, receiver: FrameReceiver, link: Connection) -> int:
         """The most that the worker can have sent for it and that has not come."""
         staging = receiver.staging
         rest_bytes = staging.num_bytes - staging.num_landed_bytes
         return 0 if link.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)
 
-    def _withdraw(self, receiver: FetchReceiver) -> None:
+    def _withdraw(self, receiver: FrameReceiver) -> None:
         """No request is under way for it any more."""
         if self.link is not None and (owed_bytes := self._owed_to(receiver, self.link)):
             self.link.owed[receiver.id] = owed_bytes
         del self._asked[receiver.id]
         receiver.id = NOT_ASKED
 
-    def _end(self, receiver: FetchReceiver, error: FetchError) -> None:
+    def _end(self, receiver: FrameReceiver, error: FetchError) -> None:
         """It fails."""
         error = receiver.staging.error or error
         if receiver.id != NOT_ASKED:
@@ -263,6 +263,6 @@ class PendingFetches:
         self._counts.num_failed_fetches += not isinstance(error, Cancelled)
         receiver.staging.fail(error)
 
-    def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
+    def _measure(self, receiver: FrameReceiver, error: FetchError | None) -> None:
         num_bytes = self._carried_bytes - receiver.asked_at_bytes
         self.bandwidth.note(num_bytes, self._clock() - receiver.since_s, error)

@@ -17,7 +17,7 @@ NOT_ASKED: Final = 0
 """In place of a request's id."""
 
 
-class FetchReceiver:
+class FrameReceiver:
     """Places the frames of one fetch, over one request or several. Used by one thread, which alone
     lands anything in `staging`.
 
@@ -29,8 +29,8 @@ class FetchReceiver:
         model: ModelId,
         pages: Sequence[PageHash],
         staging: Staging,
-        landed: Callable[[FetchReceiver, int], None],
-        broke: Callable[[FetchReceiver, FetchError], None],
+        landed: Callable[[FrameReceiver, int], None],
+        broke: Callable[[FrameReceiver, FetchError], None],
     ) -> None:
         """`landed` hears of so many bytes that are there and right, `broke` of a frame that is
         wrong, or that nobody wants any more."""

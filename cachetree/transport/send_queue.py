@@ -15,7 +15,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
-from cachetree.tier import give_way
+from cachetree.tier import lower_priority
 from cachetree.transport import frames
 from cachetree.transport.frames import Frame, Unsealed
 from cachetree.transport.wakeup import CLOSE_S
@@ -147,7 +147,7 @@ class SendQueue:
 
     def _run(self) -> None:
         try:
-            give_way()
+            lower_priority()
             self._connect()
             while not self._is_over and (part := self._parts.get()) is not None:
                 batch = [part, *self._more(part.size)]

@@ -39,7 +39,7 @@ from cachetree import (
     Search,
     Span,
     StaleEntry,
-    Turns,
+    WorkerThread,
     WriteBehind,
     part_of,
 )
@@ -116,10 +116,10 @@ class HiCacheTier:
         self._lines = LogLimiter(clock)
         self._is_closed = False
         tree.remote.limit(HICACHE, MAX_KNOWN_PAGES)
-        self._searches: Turns[tuple[Sequence[PageHash], Search]] = Turns(
+        self._searches: WorkerThread[tuple[Sequence[PageHash], Search]] = WorkerThread(
             "hicache-search", self._search_all, fail=lambda it, _: it[1].end()
         )
-        self._fetches: Turns[tuple[ModelId, Sequence[PageHash], Staging]] = Turns(
+        self._fetches: WorkerThread[tuple[ModelId, Sequence[PageHash], Staging]] = WorkerThread(
             "hicache-read", self._read_all, fail=self._fail_fetch
         )
         self._behind = WriteBehind(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cachetree import EMPTY_SPAN, Deadline, FetchError, Kind, Span, Step, Turns
+from cachetree import EMPTY_SPAN, Deadline, FetchError, Kind, Span, Step, WorkerThread
 from cachetree.planning import Plan
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Loader:
         self.counter = LayerWiseLoadCounter(num_layers, copies.forward_waits)
         self.is_alive = True
         """False once the thread has failed."""
-        self._turns: Turns[tuple[int, Sequence[Load]]] = Turns(
+        self._thread: WorkerThread[tuple[int, Sequence[Load]]] = WorkerThread(
             "droidspeak-loader", self._run, fail=self._fail
         )
 
@@ -233,7 +233,7 @@ class Loader:
         self._copies.begin(index)
         for load in () if self.is_alive else loads:
             load.fail()  # Before the forward, which then computes the prefix in full.
-        self._turns.put((index, loads))
+        self._thread.put((index, loads))
         return index
 
     def read_by_current_stream(self, index: int) -> None:
@@ -251,7 +251,7 @@ class Loader:
         self._copies.end(index)
 
     def close(self) -> None:
-        self._turns.close(10)
+        self._thread.close(10)
 
     def _run(self, batches: Iterator[tuple[int, Sequence[Load]]]) -> None:
         with torch.inference_mode(), self._copies.on_stream():

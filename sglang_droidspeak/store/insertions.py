@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cachetree import KV, Cache, Deadline, ModelId, PageHash, Part, Turns, give_way
+from cachetree import KV, Cache, Deadline, ModelId, PageHash, Part, WorkerThread, lower_priority
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req, UnifiedRadixCache
@@ -155,7 +155,7 @@ class Offloader:
         """Of these, how many are stored, or never will be,"""
         self._num_taken = 0
         """and of how many of those SGLang knows: as many on each rank of a server."""
-        self._turns: Turns[tuple[Offload | None]] = Turns(
+        self._thread: WorkerThread[tuple[Offload | None]] = WorkerThread(
             "droidspeak-offload", self._run, fail=self._let_go
         )
 
@@ -165,7 +165,7 @@ class Offloader:
         if self.num_put - self._num_taken >= MAX_IN_FLIGHT:
             return False
         self.num_put += 1
-        self._turns.put((offload,))
+        self._thread.put((offload,))
         return True
 
     @property
@@ -184,10 +184,10 @@ class Offloader:
         self._num_taken = self.num_done
 
     def close(self) -> None:
-        self._turns.close(10)
+        self._thread.close(10)
 
     def _run(self, offloads: Iterator[tuple[Offload | None]]) -> None:
-        give_way()
+        lower_priority()
         with torch.inference_mode(), self._device.stream(self._stream):
             for (offload,) in offloads:
                 self.storing = offload

@@ -55,7 +55,7 @@ from cachetree.memory.copying import checksum
 from cachetree.memory.slab import ArenaFile, Pool
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, Unsealed, pack
-from cachetree.transport.receiver import FetchReceiver
+from cachetree.transport.receiver import FrameReceiver
 from cachetree.tree import join_hashes
 
 PAGES = pages_of(4)
@@ -328,7 +328,7 @@ def test_every_flipped_bit_of_a_payload_is_detected() -> None:
     for page in PAGES:
         payload = content(page, step)
         staging = Staging({step: len(payload)}, Deadline.after(60))
-        receiver = FetchReceiver(MODEL, [page], staging, unheard, lambda _, it: errors.append(it))
+        receiver = FrameReceiver(MODEL, [page], staging, unheard, lambda _, it: errors.append(it))
         receiver.id = 1
         frame = Frame(id=1, offset=0, size=len(payload), checksum=checksum(payload))
         room = receiver.buffer_for(frame)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from transport_parts import begun, eventually, new_tree, pages_of, peer_of, store, worker_of
 
-from cachetree import FetchError, PeerState, Turns
-from cachetree.tier import give_way
+from cachetree import FetchError, PeerState, WorkerThread
+from cachetree.tier import lower_priority
 from cachetree.transport import send_queue
 from cachetree.transport.address import parse_remote
 from cachetree.transport.frames import Frame, Unsealed
@@ -31,10 +31,12 @@ def breaking(items: Iterator[object]) -> None:
 
 def test_what_a_failed_thread_has_and_gets_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
     failed: list[tuple[int, str]] = []
-    turns = Turns("a-thread", breaking, fail=lambda it, error: failed.append((it, str(error))))
+    thread = WorkerThread(
+        "a-thread", breaking, fail=lambda it, error: failed.append((it, str(error)))
+    )
     for number in range(4):
-        assert turns.put(number)
-    assert turns.close(10)
+        assert thread.put(number)
+    assert thread.close(10)
     assert failed == [(number, "a test") for number in (1, 2, 3)]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "a-thread" in line and "a test" in line
@@ -45,22 +47,22 @@ def test_a_thread_that_waits_keeps_nothing_of_what_it_took() -> None:
         for item in items:
             del item
 
-    turns, item = Turns("a-thread", take), Item()
+    thread, item = WorkerThread("a-thread", take), Item()
     known = weakref.ref(item)
-    turns.put(item)
+    thread.put(item)
     del item
     eventually(lambda: known() is None, 5)
-    turns.close(10)
+    thread.close(10)
 
 
 def test_a_system_without_priorities_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.SCHED_BATCH")
     monkeypatch.setattr("os.setpriority", lambda *_: None)
-    give_way()
+    lower_priority()
 
 
 def test_a_connection_whose_sender_ends_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_queue, "give_way", lambda: 1 / 0)
+    monkeypatch.setattr(send_queue, "lower_priority", lambda: 1 / 0)
     near, far = socket.socketpair()
     with near, far:
         woken = threading.Event()

@@ -18,7 +18,7 @@ from sglang_droidspeak.store.insertions import Offloader
 
 
 def test_a_flush_does_not_wait_for_an_offloader_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(insertions, "give_way", lambda: 1 / 0)
+    monkeypatch.setattr(insertions, "lower_priority", lambda: 1 / 0)
     pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
     offloader = Offloader(MagicMock(), pool, None)
     assert all(offloader.put(None) for _ in range(3))

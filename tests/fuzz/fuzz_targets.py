@@ -33,7 +33,7 @@ from cachetree.transport.admin import AdminService
 from cachetree.transport.advertise import RemoteView
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import KEY_BYTES, Frame, Seals, Unsealed
-from cachetree.transport.receiver import FetchReceiver
+from cachetree.transport.receiver import FrameReceiver
 from cachetree.tree import join_hashes
 from cachetree.tree.tree import CacheTree
 from profiles.environment import memory_bytes
@@ -127,7 +127,7 @@ def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
     assert not _tree()._trie.root.children, "something stayed in the tree"
 
 
-class _Receiver(FetchReceiver):
+class _Receiver(FrameReceiver):
     """Takes the frames of request 1."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class _Receiver(FetchReceiver):
     def is_pending(self, frame: Frame) -> bool:
         return frame.offset % 3 > 0
 
-    def _raise(self, _: FetchReceiver, error: CacheTreeError) -> None:
+    def _raise(self, _: FrameReceiver, error: CacheTreeError) -> None:
         raise error
 
 
