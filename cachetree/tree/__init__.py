@@ -3,7 +3,7 @@
 from cachetree.tree.entries import Change
 from cachetree.tree.eviction import Retention
 from cachetree.tree.hashing import join_hashes, page_digests, page_hashes, split_hashes
-from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.holds import Lease, Reservation
 from cachetree.tree.listeners import Listener
 from cachetree.tree.tree import CacheTree
 

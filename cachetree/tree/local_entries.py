@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from cachetree.ids import EMPTY_SPAN, KV, ModelId, Span
 from cachetree.tree.entries import LocalEntry, LocalKey
 from cachetree.tree.eviction import Eviction
-from cachetree.tree.holds import Holds
-from cachetree.tree.lease import Reservation
+from cachetree.tree.holds import Holds, Reservation
 from cachetree.tree.listeners import ChangeListeners
 from cachetree.tree.trie import PageTrie, depth_of
 
@@ -90,7 +89,7 @@ class LocalEntries:
         change, trie = reservation.change, self._trie
         key, pages = (change.model, change.part), change.pages
         place = None if change.parent is None else trie.find_local(key, change.parent)
-        last = trie.last_with(key, place, pages)
+        last = trie.longest_prefix(pages, lambda node: key in node.local, place)
         start = stop = depth_of(last) - depth_of(place)
         added: list[LocalEntry] = []
         for node in trie.cover(last, pages[start:], lambda node: bool(node.local)):

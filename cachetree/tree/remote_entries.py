@@ -102,7 +102,7 @@ class RemoteEntries:
         """How many leading `pages` are noted at `location`."""
         key = (location, model, part)
         with self._lock:
-            place = self._trie.deepest(pages, lambda node: key in node.remote)
+            place = self._trie.longest_prefix(pages, lambda node: key in node.remote)
             if is_use and place is not None:
                 place.node.remote[key].use()
             return depth_of(place)

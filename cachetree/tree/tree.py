@@ -16,8 +16,7 @@ from cachetree.names import ModelNames
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Node
 from cachetree.tree.eviction import Eviction, Retention
-from cachetree.tree.holds import Holds
-from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.holds import Holds, Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
@@ -128,10 +127,12 @@ class CacheTree:
             place = None if parent is None else self._trie.find_local(key, parent)
             if parent is not None and place is None:
                 return None
-            last = ground = self._trie.last_with(key, place, pages)
+            last = ground = self._trie.longest_prefix(pages, lambda node: key in node.local, place)
             if part != KV:
                 with_kv = (model, KV)
-                ground = self._trie.last(pages, lambda node: with_kv in node.local, place) or place
+                ground = self._trie.compared_prefix(
+                    pages, lambda node: with_kv in node.local, place
+                )
                 pages = pages[: depth_of(ground) - depth_of(place)]
             skipped = depth_of(last) - depth_of(place)
             whole = Change(added=True, model=model, part=part, parent=parent, pages=tuple(pages))
@@ -290,7 +291,7 @@ class CacheTree:
     def num_there(self, pages: Sequence[PageHash]) -> int:
         """How many leading `pages` anybody has. Each is compared: they need not be a prompt's."""
         with self._lock:
-            return depth_of(self._trie.last(pages))
+            return depth_of(self._trie.compared_prefix(pages))
 
     # Changes of local entries, for the advertiser.
 

@@ -152,34 +152,35 @@ class PageTrie:
         index = node.num_pages - 1 if node.pages[-1] == page else node.pages.index(page)
         return Place(node, index, index + 1)
 
-    def deepest(
+    def longest_prefix(
         self,
         pages: Sequence[PageHash],
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """The end of the longest prefix of `pages`, right after `parent`; None where it is empty.
+        """The end of the longest prefix of `pages`, right after `parent`; `parent` if it is empty.
 
         Only nodes count that `has` is true of, if it is given; then it is of all above them, too.
         With a `parent` it has to be given, and to be true of what is local alone.
 
         `pages` are trusted to be a chain, so a page that is in its place says that all before it
         are, and the last such page is found by halving, whatever nodes they are in. What was
-        advertised is not trusted: a page that lies below others than `pages` is none that was
-        found.
+        advertised is not trusted: a page that lies below others than `pages` does not count.
         """
         node: Node | None = None
         first, num_found, stop = depth_of(parent), 0, len(pages)
         probe = stop - 1
         while num_found < stop:
-            found = self._index.find_at(pages[probe], first + probe, has)
-            if found is None:
+            at = self._index.find_at(pages[probe], first + probe, has)
+            if at is None:
                 stop = probe
             else:
-                node, num_found = found, probe + 1
+                node, num_found = at, probe + 1
             probe = (num_found + stop) // 2
-        if node is None or not self._is_after(node, pages):
-            return self.last(pages, has, parent)
+        if node is None:
+            return parent
+        if not self._is_after(node, pages):
+            return self.compared_prefix(pages, has, parent)
         stop = first + num_found - node.start
         return Place(node, max(0, stop - num_found), stop)
 
@@ -199,13 +200,13 @@ class PageTrie:
             node = above
         return True
 
-    def last(
+    def compared_prefix(
         self,
         pages: Sequence[PageHash],
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """As `deepest`; every page is compared, so that it holds for any."""
+        """As `longest_prefix`, for pages that need not be a chain: each is compared."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         pages, num = tuple(pages), 0
         while num < len(pages):
@@ -219,7 +220,7 @@ class PageTrie:
                 break
             num += num_here
             index += num_here
-        return Place(node, max(0, index - num), index) if num else None
+        return Place(node, max(0, index - num), index) if num else parent
 
     def path_anywhere(self, pages: Sequence[PageHash], has: Has) -> list[Place]:
         """The places that hold the longest prefix of `pages`, wherever the first of them is in a
@@ -228,26 +229,17 @@ class PageTrie:
         if first is None:
             return []
         before = first._replace(stop=first.start)
-        return list(upwards(self.last(pages, has, before), depth_of(before)))[::-1]
+        return list(upwards(self.compared_prefix(pages, has, before), depth_of(before)))[::-1]
 
     def find_local(self, key: LocalKey, page: PageHash) -> Place | None:
         return self.find(page, lambda node: key in node.local)
-
-    def last_with(
-        self, key: LocalKey, place: Place | None, pages: Sequence[PageHash]
-    ) -> Place | None:
-        """The end of the leading `pages` after `place` that are here under that key; `place` where
-        there are none."""
-        if not pages or self._index.find_at(pages[0], depth_of(place)) is None:
-            return place  # As mostly, at one look.
-        return self.deepest(pages, lambda node: key in node.local, place) or place
 
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
         """The nodes of all prompts that begin with `pages`, then those above; children first.
 
         As it goes on, any of them may be taken out or split.
         """
-        last = self.last(pages)
+        last = self.compared_prefix(pages)
         if depth_of(last) < len(pages):
             return
         top = last.node if last else self.root
@@ -349,7 +341,7 @@ def find_matches(
     """The longest prefix of `pages` per (model, location), and the entries where they end."""
     used: dict[LocalKey, LocalEntry] = {}
     known: dict[RemoteKey, RemoteEntry] = {}
-    place = trie.deepest(pages)
+    place = trie.longest_prefix(pages)
     if place is None:
         return [], (), ()
     num_kv: dict[ModelId, int] = {}

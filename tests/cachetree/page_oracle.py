@@ -15,7 +15,7 @@ from tree_parts import FAMILY, PAGE, E, FakeTime
 from cachetree.checkpoint.family import Family
 from cachetree.ids import KV, Location, ModelId, Part
 from cachetree.tree.eviction import Retention
-from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.holds import Lease, Reservation
 
 Key = tuple[ModelId, Part]
 Named = tuple[Key, str]

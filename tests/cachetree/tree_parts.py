@@ -10,7 +10,7 @@ from cachetree.clock import Deadline
 from cachetree.ids import KV as KV_PART
 from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Part, Step, steps_of
 from cachetree.memory import scatter
-from cachetree.tree.lease import Lease
+from cachetree.tree.holds import Lease
 from cachetree.tree.tree import CacheTree
 
 FAMILY = Family(
