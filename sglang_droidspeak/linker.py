@@ -48,11 +48,11 @@ from sglang_droidspeak.request import meta_info
 from sglang_droidspeak.request.answers import Answers
 from sglang_droidspeak.request.followers import Followers
 from sglang_droidspeak.request.forward import BatchForward
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import refuse

@@ -64,7 +64,7 @@ def check_front_end(server_args: ServerArgs) -> Settings:
     from cachetree.disk import Directory
     from cachetree.transport import Address, hold_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
-    from sglang_droidspeak.guard.record import check_record
+    from sglang_droidspeak.guard.service import check_record
     from sglang_droidspeak.start import refuse
     from sglang_droidspeak.start.this_server import folder_of, load_this_server
 

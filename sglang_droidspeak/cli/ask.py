@@ -16,8 +16,7 @@ from cachetree import CacheTreeError, ConfigError, printable, with_names
 from cachetree.cli import show
 from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.fleet.client import ask_server
-from sglang_droidspeak.guard.detector import strength
-from sglang_droidspeak.guard.plans import ALL, GuardState
+from sglang_droidspeak.guard.plans import ALL, GuardState, strength
 from sglang_droidspeak.request.meta_info import KEY
 
 _PATIENCE_S: Final = 10

@@ -4,28 +4,68 @@ An alarm takes a plan out of service, and with it those of its profile that prom
 pair continues with the best of the others; without any it is off. Exact plans always stay. A plan
 is watched more closely at first and while there is some evidence against it, and after an alarm all
 that are left. With `gate: none`, a block that requests name is watched as a plan that promises
-nothing. A document adds evidence once, and an hour adds a bounded share of it (`detector`).
+nothing. A document adds evidence once, and an hour adds a bounded share of it.
+
+How far an answer was from an exact run
+---------------------------------------
+
+SGLang reports the most likely tokens of each side, and none of the others is more likely than the
+last of them. Total variation is the most that the two sides give differently to any set of tokens.
+So it has a lower bound: the sum of what one side gives more than the other can at most. The bound
+is 0 if both are the same, and close if few tokens have nearly all of the probability.
+
+Has the mean of these distances risen above what is allowed?
+------------------------------------------------------------
+
+A Shiryaev-Roberts e-detector for the mean of values in [0, 1] (Shin, Ramdas and Rinaldo,
+"E-detectors: a nonparametric framework for sequential change detection", NEJSDS 2024):
+
+    evidence' = (evidence + 1) * (1 + bet * (x - allowed)),   averaged over several bets
+
+While each value's mean, given all before it, is at most `allowed`, the second factor's is at most
+1, so evidence grows by at most 1 per observation on average, whatever the distribution. Summed over
+all plans of a server that holds for every shadow it runs, whichever plan that is of. An alarm at
+`threshold` therefore comes after at least `threshold` shadows of the whole server on average,
+however many plans it has. How often shadows are run may depend on the evidence: a decision about
+the next one uses the past alone.
+
+Ordinary traffic breaks that condition: hard documents come one after another, and then the mean
+given the past is above the mean of all. Nothing can be proven about any order. So limits keep a
+cluster from being taken for drift: an hour multiplies evidence by `HOUR` at most, and a document
+adds evidence once. Limits only lower evidence, so the bound above still holds. An alarm takes five
+bad hours or more. `benchmarks/guard_drift.py` counts false alarms in clustered traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from math import exp
+from statistics import fmean
 from typing import Annotated, Final, Literal
 
 import msgspec
 
 from cachetree import ModelId
 from cachetree.planning import BlockQuality, PairProfile, PlanId
-from sglang_droidspeak.guard.detector import (
-    NO_EVIDENCE,
-    Evidence,
-    limited,
-    observed,
-    strength,
-    suspicion,
-)
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
+
+TOP: Final = 20
+"""Tokens that SGLang reports of each position."""
+POSITIONS: Final = 8
+"""Positions of an answer that are compared, from its first on."""
+
+LogProbs = Mapping[int, float]
+"""Log-probabilities of one position by token id: the most likely tokens, perhaps others too."""
+
+SHARES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+"""Bets, as shares of the largest one, under which a value of 0 would leave nothing."""
+NO_EVIDENCE: Final = (0.0,) * len(SHARES)
+HOUR: Final = 10.0
+"""The most by which an hour multiplies evidence."""
+
+Evidence = tuple[float, ...]
+"""Evidence under each bet, in the order of SHARES."""
 
 ALARM: Final = 1e5
 """So many shadows of a healthy server come before a false alarm on average, at least."""
@@ -222,3 +262,45 @@ def _watched(it: BlockQuality) -> WatchedPlan:
         allowed=(it.tv_bound or 0.0) + NOISE,
         quality=it.quality,
     )
+
+
+def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
+    """The evidence with one more value, in [0, 1]; `allowed` is above 0."""
+    return tuple(
+        (1.0 + before) * (1.0 - share + share * x / allowed)
+        for before, share in zip(evidence, SHARES, strict=True)
+    )
+
+
+def limited(evidence: Evidence, began: Evidence) -> Evidence:
+    """At most HOUR times the evidence at the beginning of the hour, plus one."""
+    return tuple(min(now, HOUR * (1.0 + then)) for now, then in zip(evidence, began, strict=True))
+
+
+def strength(evidence: Evidence) -> float:
+    """The mean over all bets, to be compared with a threshold."""
+    return fmean(evidence)
+
+
+def suspicion(evidence: Evidence) -> float:
+    """A number that rises after fewer values than `strength` and proves nothing: at most 1 if all
+    values are 0, 2 if they stay at half of what is allowed, and without bound beyond that."""
+    return max(share * now for share, now in zip(SHARES, evidence, strict=True))
+
+
+def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
+    """Mean total variation, 0 to 1, over as many positions as both have, at least one."""
+    pairs = zip(served, exact, strict=False)
+    return fmean(total_variation(ours, theirs) for ours, theirs in pairs)
+
+
+def total_variation(served: LogProbs, exact: LogProbs) -> float:
+    """A lower bound of the total variation between both."""
+    ours, theirs = ({token: exp(it) for token, it in one.items()} for one in (served, exact))
+    return max(_excess(ours, theirs), _excess(theirs, ours))
+
+
+def _excess(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Probability that the first gives to its known tokens above what the second can at most."""
+    most = sorted(other.values(), reverse=True)[:TOP][-1]
+    return min(1.0, sum(max(0.0, it - other.get(token, most)) for token, it in one.items()))

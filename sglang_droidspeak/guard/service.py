@@ -1,14 +1,20 @@
-"""The drift guard's half in the scheduler: it hears of shadows and takes plans out of service."""
+"""The drift guard's half in the scheduler: it hears of shadows and takes plans out of service.
+
+What it knows is kept in a file from one start to the next.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from cachetree import ModelId, ModelNames, with_names
+from cachetree import ConfigError, ModelId, ModelNames, with_names
+from cachetree.disk import hold, new_file
 from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.guard.plans import (
     ALL,
@@ -21,7 +27,6 @@ from sglang_droidspeak.guard.plans import (
     left_of,
     watched,
 )
-from sglang_droidspeak.guard.record import read_record, write_record
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.start.config import Settings
@@ -30,6 +35,10 @@ log = logging.getLogger("droidspeak.guard")
 
 MAX_OTHERS: Final = 1000
 """Pairs in the record whose profiles this server does not have now."""
+_hold = functools.cache(hold)
+"""Until this process ends."""
+_VERSION: Final = 1
+_MAX_BYTES: Final = 16 << 20
 
 
 class PairsInService:
@@ -154,3 +163,57 @@ class PairsInService:
                 ", ".join(silent),
                 NOISE,
             )
+
+
+class _Record(msgspec.Struct, frozen=True):
+    version: int
+    pairs: tuple[WatchedPair, ...]
+
+
+def read_record(path: Path) -> tuple[WatchedPair, ...]:
+    """None where there is no file; raises ConfigError where it is not one of these."""
+    remedy = "remove it, which puts every pair in service again, or give another guard_path"
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise ConfigError(f"guard_path {path} has more than {_MAX_BYTES >> 20} MiB; {remedy}")
+        record = msgspec.json.decode(raw, type=_Record)
+    except FileNotFoundError:
+        return ()
+    except OSError as exc:
+        raise ConfigError(f"guard_path {path} cannot be read: {exc.strerror}; {remedy}") from exc
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"guard_path {path} has no drift guard's record: {exc}; {remedy}"
+        ) from exc
+    if record.version != _VERSION:
+        raise ConfigError(
+            f"guard_path {path} has version {record.version}, this release {_VERSION}; {remedy}"
+        )
+    return record.pairs
+
+
+def check_record(path: Path) -> None:
+    """Keep other servers away from it while this process lives; raises ConfigError where one has
+    it, where what is known cannot be read, or where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _hold(path.absolute().with_name(f".{path.name}.lock"))
+        write_record(path, read_record(path))
+    except BlockingIOError:
+        raise ConfigError(
+            f"guard_path {path} is another server's; give each server a file of its own"
+        ) from None
+    except OSError as exc:
+        raise ConfigError(
+            f"guard_path {path} cannot be written: {exc.strerror}; give a file in a folder of this "
+            "user"
+        ) from exc
+
+
+def write_record(path: Path, pairs: Iterable[WatchedPair]) -> None:
+    """Replace it as a whole, for its owner alone; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path.resolve()) as file:
+        file.write(msgspec.json.encode(_Record(_VERSION, tuple(pairs))))

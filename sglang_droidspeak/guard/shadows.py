@@ -37,8 +37,16 @@ import msgspec
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.asking import ANSWERED, SECRET
-from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
-from sglang_droidspeak.guard.plans import HOUR_S, GuardQuestion, GuardState, Shadow
+from sglang_droidspeak.guard.plans import (
+    HOUR_S,
+    POSITIONS,
+    TOP,
+    GuardQuestion,
+    GuardState,
+    LogProbs,
+    Shadow,
+    distance,
+)
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@
                           them
                forward    partial_prefill computes the others, and what has not come
                           in time is prefilled in full; then SGLang's own forward runs
-    settled    labels     what it has read is noted (meta_info), and told once, with its answer
+    settled    report     what it has read is noted (meta_info), and told once, with its answer
                replies    which may wait until others can read what it has left
 
 `request` says what follows on what; `waiting` has all that are in SGLang's queue. The scheduler

@@ -20,10 +20,10 @@ from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import LoRARef, Scheduler
 from sglang_droidspeak.metrics import Saving
-from sglang_droidspeak.request.labels import Label, Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance, outcome_of
 from sglang_droidspeak.request.outcomes import advice_on
 from sglang_droidspeak.request.planner import Planned, Planner, Price
+from sglang_droidspeak.request.report import Label, Labels
 
 log = logging.getLogger(__name__)
 

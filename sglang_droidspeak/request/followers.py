@@ -18,8 +18,8 @@ from cachetree.tree import CacheTree
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.engine.prefixes import namespace_of
-from sglang_droidspeak.request.labels import must_stay_exact
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
+from sglang_droidspeak.request.report import must_stay_exact
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.pool import pool_of
 

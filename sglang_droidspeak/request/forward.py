@@ -17,12 +17,12 @@ from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode, Req, ScheduleBatch
 from sglang_droidspeak.ranks import Ranks, RanksApart
-from sglang_droidspeak.request import traces
+from sglang_droidspeak.request import report
 from sglang_droidspeak.request.controls import name_of
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Load, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance, provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.e_pool import Attachment
 
@@ -111,7 +111,7 @@ class BatchForward:
         forward_s = time.monotonic() - started_s
         for request in requests:
             self._labels.note(request.req, provenance_of(request, recompute, forward_s))
-            traces.loaded(request, recompute)
+            report.loaded(request, recompute)
         return result
 
     def _count_saving(self, part: _Part) -> None:
@@ -225,7 +225,7 @@ class BatchForward:
             raise
         except Exception:  # SGLang aborts the batch's loading requests.
             log.exception("request %s: the full prefill of its prefix failed", name_of(req.rid))
-        traces.fell_back(req, load.cause, begun_s)
+        report.fell_back(req, load.cause, begun_s)
         _uncount(req, len(tokens))
         if not load.plan.is_exact:
             prefixes.note_approximate(req, prefixes.num_approximate(req) - len(load.at))

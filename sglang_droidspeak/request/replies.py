@@ -18,7 +18,7 @@ from typing import Any, Final
 from cachetree import Cache, Deadline
 from sglang_droidspeak.engine.names import Req
 from sglang_droidspeak.request.controls import parse_controls
-from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.store.insertions import Offloader
 
 _LOOK_S: Final = 0.001

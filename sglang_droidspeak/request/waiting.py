@@ -24,11 +24,10 @@ from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import traces
+from sglang_droidspeak.request import report
 from sglang_droidspeak.request.arrivals import NUM_NEXT, Arrivals
 from sglang_droidspeak.request.controls import name_of, parse_controls
 from sglang_droidspeak.request.followers import Followers
-from sglang_droidspeak.request.labels import Labels, consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import (
     UNMEASURED_S,
@@ -37,6 +36,7 @@ from sglang_droidspeak.request.planner import (
     Planner,
     absence_of,
 )
+from sglang_droidspeak.request.report import Labels, consider, must_stay_exact
 from sglang_droidspeak.request.request import Phase, Request
 from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.start.config import at_rank
@@ -299,7 +299,7 @@ class WaitingRequests:
 
     def _decline(self, request: Request, why: Declined) -> None:
         request.settle()
-        traces.matched(request, why.outcome)
+        report.matched(request, why.outcome)
         told = RequestProvenance(outcome=why.outcome, detail=why.detail or None)
         self._labels.note(request.req, told)
         few_left = (Reason.TOO_SHORT.value, Reason.ON_DEVICE.value)
@@ -331,7 +331,7 @@ class WaitingRequests:
                 else request.pages
             )
             request.match_s = request.age_s
-            traces.matched(request)
+            report.matched(request)
             request.fetch(self._sources, tree)
         except Exception:
             log.exception("request %s: this rank cannot do as planned", name_of(req.rid))
@@ -340,7 +340,7 @@ class WaitingRequests:
     def _give_up(self, request: Request, outcome: str) -> None:
         """It was planned, and reads nothing by its plan."""
         if outcome != Reason.ON_DEVICE.value:
-            traces.given_up(request, outcome.removeprefix("fallback: "))
+            report.given_up(request, outcome.removeprefix("fallback: "))
             self._labels.metrics.count_saving(request.plan, -request.delay_s)
         queued_ms = round(1000 * request.age_s, 3)
         is_fault = outcome.startswith("fallback")

@@ -13,7 +13,7 @@ import msgspec
 from profiles.data.documents import common_start
 from sglang_droidspeak.fleet import ServerFailed
 from sglang_droidspeak.fleet.client import Client
-from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
+from sglang_droidspeak.guard.plans import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 CLOSE: Final = 0.05

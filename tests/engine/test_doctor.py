@@ -35,8 +35,8 @@ from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.answers import Answers
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.request.report import Labels
 
 NEAR = {"address": FAR, "state": "ready", "reason": "", "model": ""}
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,15 +26,15 @@ from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.ask import explanation_lines
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.request.answers import Answers, explained
-from sglang_droidspeak.request.labels import (
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.planner import Declined
+from sglang_droidspeak.request.report import (
     MAX_MATCHES,
     MAX_TOLD,
     Label,
     Labels,
     consider,
 )
-from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
-from sglang_droidspeak.request.planner import Declined
 from sglang_droidspeak.store.pool import Held
 
 SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})

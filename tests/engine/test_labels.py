@@ -27,8 +27,8 @@ from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
-from sglang_droidspeak.request.labels import Labels, must_stay_exact
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.report import Labels, must_stay_exact
 
 
 class Counts:

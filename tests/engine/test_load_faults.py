@@ -30,9 +30,9 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.forward import BatchForward
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.e_pool import EPool

@@ -32,9 +32,9 @@ from cachetree.names import ModelNames
 from cachetree.planning import Patience, PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.queue import Queue
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.store.pool import PoolPages
 
 E, FIRST_KV, LAST_KV = Step(Kind.E, 1), Step(Kind.KV, 0), Step(Kind.KV, 3)

@@ -35,9 +35,9 @@ from sglang_droidspeak.metrics import Metrics, Saving
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.forward import BatchForward
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.request.planner import Declined
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.pool import Held
 

@@ -16,8 +16,7 @@ from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.asking import ANSWERED
 from sglang_droidspeak.guard import shadows
-from sglang_droidspeak.guard.distance import POSITIONS
-from sglang_droidspeak.guard.plans import GuardQuestion, GuardState
+from sglang_droidspeak.guard.plans import POSITIONS, GuardQuestion, GuardState
 from sglang_droidspeak.guard.shadows import MAX_WAITING, Budget, Shadows
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import Settings

@@ -28,9 +28,9 @@ from waiting_parts import (
 from cachetree.errors import DeadlineExceeded
 from cachetree.names import ModelNames
 from sglang_droidspeak.engine import tracing
-from sglang_droidspeak.request import traces
-from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request import report
 from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 ON = pytest.mark.usefixtures("is_on")
@@ -82,7 +82,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: s
     taken, _ = loading(waiting, cache, req)
     taken.runnable_s = taken.seen_s + taken.queued_s - 1.5
     taken.load.copies_s = [(5.0, 6.0), (6.5, 7.5)]
-    traces.loaded(taken, (3.0, 4.0))
+    report.loaded(taken, (3.0, 4.0))
     stats = req.time_stats
     e_start, e_stop, e = stats.of("fetch_e")
     kv_start, kv_stop, kv = stats.of("fetch_kv")
@@ -172,6 +172,6 @@ def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch: pytest.Monke
     look(waiting, req)
     assert told.by_rid[req.rid].outcome == "fallback: DeadlineExceeded"
     nothing: Any = object()
-    traces.loaded(nothing, (0.0, 1.0))
-    traces.fell_back(nothing, "", 0.0)
-    traces.noted(nothing, nothing)
+    report.loaded(nothing, (0.0, 1.0))
+    report.fell_back(nothing, "", 0.0)
+    report._trace(nothing, nothing)

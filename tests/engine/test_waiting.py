@@ -51,8 +51,8 @@ from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.request.followers import Followers
-from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Phase
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import pytest
 
-from sglang_droidspeak.guard.detector import (
+from sglang_droidspeak.guard.plans import (
     HOUR,
     NO_EVIDENCE,
     SHARES,

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from sglang_droidspeak.guard.distance import TOP, LogProbs, distance, total_variation
+from sglang_droidspeak.guard.plans import TOP, LogProbs, distance, total_variation
 
 Probs = list[float]
 

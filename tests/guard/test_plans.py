@@ -20,7 +20,7 @@ from cachetree.names import ModelNames
 from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.cli.ask import guard_lines
 from sglang_droidspeak.engine import asking
-from sglang_droidspeak.guard import record
+from sglang_droidspeak.guard import service
 from sglang_droidspeak.guard.plans import (
     NOISE,
     GuardQuestion,
@@ -31,8 +31,7 @@ from sglang_droidspeak.guard.plans import (
     left_of,
     watched,
 )
-from sglang_droidspeak.guard.record import check_record, read_record, write_record
-from sglang_droidspeak.guard.service import PairsInService
+from sglang_droidspeak.guard.service import PairsInService, check_record, read_record, write_record
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.answers import Answers
 from sglang_droidspeak.request.meta_info import KEY
@@ -331,7 +330,7 @@ def test_what_the_server_before_wrote_last_is_kept(
 ) -> None:
     """As it ends, and lets go of the record."""
     path, last = tmp_path / "guard.json", (watched(PAIR),)
-    monkeypatch.setattr(record, "_hold", lambda _: write_record(path, last))
+    monkeypatch.setattr(service, "_hold", lambda _: write_record(path, last))
     check_record(path)
     assert read_record(path) == last
 
