@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from importlib.metadata import version
 
-from cachetree.cli import ask, bench, keygen, serve
+from cachetree.cli import ask, keygen, serve
 from cachetree.cli.serve import parse_config
 from cachetree.cli.show import complain, escape_output, show, show_json, status_of
 
@@ -31,7 +31,6 @@ def parser() -> argparse.ArgumentParser:
     serve.add_parser(commands)
     keygen.add_parser(commands)
     ask.add_parsers(commands)
-    bench.add_parser(commands)
     return top
 
 

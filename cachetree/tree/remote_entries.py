@@ -122,13 +122,6 @@ class RemoteEntries:
                 found.append((source, Span(begin, node.start + stop)))
         return found
 
-    def longest(self, location: Location) -> Change | None:
-        """The most pages whose KV is noted there in one run, as an addition."""
-        with self._lock:
-            entries = [it for it in self._orders.get(location, ()) if it.key[2] == KV]
-            entry = max(entries, key=lambda it: it.node.num_pages, default=None)
-            return entry.change(added=True) if entry else None
-
     def drop(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> None:

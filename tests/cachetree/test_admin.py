@@ -337,8 +337,6 @@ def test_a_family_that_cannot_be_is_refused(changed: dict[str, object], said: st
         (["match", "--tokens", "/nowhere"], "--tokens needs --page-size"),
         (["match", "--tokens", "/", "--page-size", "16", "--salt", "abcd"], "--salt has 4 digits"),
         (["pin", "--pages", "00" * 16, "--ttl", "-1"], "above 0"),
-        (["bench"], "holds nothing to read"),
-        (["bench", "--num", "0"], "above 0"),
     ],
 )
 def test_bad_words_are_one_clear_line(
@@ -350,16 +348,15 @@ def test_bad_words_are_one_clear_line(
         assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--timeout", "--mib"])
 @pytest.mark.parametrize("number", ["nan", "inf", "0", "-1"])
 def test_a_number_that_means_nothing_is_refused_by_name(
-    option: str, number: str, capsys: pytest.CaptureFixture[str]
+    number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To wait until it is not a number is to wait for ever, without a pause."""
     with pytest.raises(SystemExit):
-        main(["bench", "tcp://127.0.0.1:1", f"{option}={number}"])
+        main(["ping", "tcp://127.0.0.1:1", f"--timeout={number}"])
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told.endswith(f"argument {option}: {number} is no finite number above 0")
+    assert told.endswith(f"argument --timeout: {number} is no finite number above 0")
 
 
 def test_questions_of_one_turn_are_counted_out_once() -> None:
@@ -381,20 +378,10 @@ def test_an_order_with_half_a_page_is_refused() -> None:
         assert ask_status(worker.address, timeout_s=5).num_protocol_errors == 0
 
 
-def test_bench_measures_what_is_there(run: Run) -> None:
-    with cache_of() as cache:
-        store(cache.tree, PAGES)
-        result = run("bench", cache.address, "--num", "3")
-        assert (result["model"], result["num_fetches"]) == (MODEL, 3)
-        assert result["fetch_bytes"] == 64 * 4 * 2048
-        assert set(result["round_trip_ms"]) == {"p50", "p90", "p99"}  # type: ignore[call-overload]
-        assert result["gb_per_s"]["p50"] > 0  # type: ignore[index]
-
-
 def test_nobody_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-        for verb in (["match", "--pages", "00" * 16], ["evict", "--all"], ["bench"]):
+        for verb in (["match", "--pages", "00" * 16], ["evict", "--all"]):
             assert main([verb[0], address, *verb[1:], "--timeout", "0.2"]) == 1
             (line,) = capsys.readouterr().err.splitlines()
             assert "no worker answered" in line
