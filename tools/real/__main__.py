@@ -2,8 +2,8 @@
 
     python -m tools.real                    the base, the data and whole checkpoints of the skills
     python -m tools.real train questions    train an adapter: 10 to 30 minutes on one core
-    python -m tools.real distill --out DIR  make that skill share its base's KV exactly
-    python -m tools.real judge DIR          its quality by length and kind of question
+    python -m tools.real distill questions --out DIR    make a skill share its base's KV exactly
+    python -m tools.real judge questions DIR            its quality by length and kind of question
     python -m tools.real check questions    its quality on documents that nothing was chosen on
     python -m tools.real profile base questions
 
@@ -26,10 +26,17 @@ from tools.merge import merge_folder
 from tools.real.base import BaseError, base_model
 from tools.real.check import MAX_NEW, METRICS, TEMPLATE, check
 from tools.real.questions import SETS, SKILLS, write_sets
-from tools.real.sharing import LONG300, RECIPE, distill, judge, write_lessons
+from tools.real.sharing import (
+    ASKED,
+    LONG300,
+    PACKAGES,
+    SHIPPED,
+    distill,
+    judge,
+    write_lessons,
+)
 from tools.real.train import RECIPES, train
 
-SHIPPED: Final = Path("examples/real")
 BASE: Final = "base"
 WEIGHTS: Final = "model.safetensors"
 
@@ -38,20 +45,17 @@ def main() -> int:
     args = parser().parse_args()
     try:
         base = base_model(args.work)
-        files = write_sets(SHIPPED / "packages.jsonl", args.work / "data")
+        files = write_sets(PACKAGES, args.work / "data")
         tqdm.write(f"{len(files)} sets of questions are in {args.work / 'data'}")
         if args.command == "train":
-            packages, work = SHIPPED / "packages.jsonl", args.work / args.skill
-            train(args.skill, RECIPES[args.skill], base, packages, work)
+            train(args.skill, RECIPES[args.skill], base, PACKAGES, args.work / args.skill)
         elif args.command == "distill":
-            return distill(base, SHIPPED, args.work / "data", args.out, *RECIPE, *args.flags)
+            return distill(args.skill, base, args.work / "data", args.out, *args.flags)
         elif args.command == "judge":
-            data = args.work / "data"
-            _, long = write_lessons(SHIPPED / "packages.jsonl", data)
-            judge(base, args.adapter, [long, data / "questions/held_out.jsonl"])
+            judge(args.skill, base, args.adapter, args.work / "data")
         elif args.command == "check":
             if args.set == LONG300:
-                write_lessons(SHIPPED / "packages.jsonl", args.work / "data")
+                write_lessons(PACKAGES, args.work / "data", args.skill)
             adapter = None if args.base else args.adapter or SHIPPED / args.skill
             check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
         elif args.command == "profile":
@@ -117,10 +121,12 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     of_training = commands.add_parser("train", help="train an adapter, or go on with it")
     of_training.add_argument("skill", choices=SKILLS)
-    of_distilling = commands.add_parser("distill", help="make `questions` share exactly")
+    of_distilling = commands.add_parser("distill", help="make a skill share exactly")
+    of_distilling.add_argument("skill", choices=ASKED)
     of_distilling.add_argument("--out", type=Path, required=True, help="the adapter's folder")
     of_distilling.add_argument("flags", nargs="*", help="more of droidspeak distill, after --")
     of_judging = commands.add_parser("judge", help="its quality by length and kind of question")
+    of_judging.add_argument("skill", choices=ASKED)
     of_judging.add_argument("adapter", type=Path, help="the adapter's folder")
     of_profile = commands.add_parser("profile", help="profile a pair, or go on with it")
     for role in ("sender", "receiver"):

@@ -26,6 +26,8 @@ from tools.real.packages import Package, read_packages, share_said
 Asked = tuple[str, str]
 """A question and its answer."""
 
+HARDER: Final = ("Which package", "What does")
+"""Beginnings of questions that training asks twice as often as others."""
 _FIELDS: Final = ("version", "section", "size", "needs")
 
 
@@ -96,6 +98,12 @@ def askable(package: Package, others: Sequence[Package]) -> list[Asked]:
         if values[getattr(package, field)] == 1:
             asked.append((question, name))
     return asked
+
+
+def about_harder(package: Package, others: Sequence[Package], rng: Random) -> Asked:
+    """Draw as `about_fields`, and twice as often one of the harder kinds."""
+    asked = askable(package, others)
+    return rng.choices(asked, [2 if it[0].startswith(HARDER) else 1 for it in asked])[0]
 
 
 def about_text(package: Package, others: Sequence[Package], rng: Random) -> Asked:

@@ -1,7 +1,7 @@
 """Skills as adapters that share exactly: what they learn from, and the product's command for it.
 
-    python -m tools.real distill --out DIR
-    python -m tools.real judge DIR
+    python -m tools.real distill SKILL --out DIR
+    python -m tools.real judge SKILL DIR
 
 An aLoRA learns from long documents at the price of its questions, because the documents' KV is the
 base's and is computed once. So three of four documents are long here.
@@ -27,19 +27,19 @@ from tqdm import tqdm
 from profiles.adapters import ADAPTER_CONFIG
 from profiles.answerers import ends_of
 from profiles.compute.models import ModelSource, load_model, load_tokenizer
-from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
-from profiles.data.tasks import TaskOptions, score
+from profiles.data.tasks import score
 from profiles.distill.forward import ATTENTION, Reader
 from profiles.distill.prompts import find_invocation, lessons_of, load_prompts
 from profiles.distill.student import make_student
 from profiles.stats.gate import interval
-from tools.real.check import TEMPLATE
+from tools.real.check import MAX_NEW, METRICS, TEMPLATE, options
 from tools.real.packages import Package, read_packages
-from tools.real.questions import Asked, askable, document
+from tools.real.questions import SKILLS, Asked, about_harder, as_json, document
 from tools.real.train import WEIGHTS
 
-SKILL: Final = "questions"
+SHIPPED: Final = Path("examples/real")
+PACKAGES: Final = SHIPPED / "packages.jsonl"
 LONG: Final = (15, 25)
 """Records of a long document, about 1,200 to 2,000 tokens."""
 SHORT: Final = (4, 8)
@@ -47,80 +47,80 @@ NUM_LONG: Final = 240
 NUM_SHORT: Final = 80
 NUM_QUESTIONS: Final = 16
 """About each document."""
-HARDER: Final = ("Which package", "What does")
-"""Beginnings of questions that are asked twice as often as others."""
-RECIPE: Final = (
-    *("--labels", "--invocation", "question", "--steps", "1000", "--questions", "12"),
-    *("--max-disk-gb", "14"),
-)
-"""Flags of the shipped adapter."""
+ASKED: Final = {"questions": about_harder, "json": as_json}
+"""What training asks."""
+RECIPES: Final = {
+    "questions": ("--invocation", "question", "--steps", "1000", "--questions", "12"),
+    "json": ("--invocation", "answer", "--steps", "600", "--questions", "8"),
+}
+"""Flags of the shipped adapters."""
 LONG300: Final = "long300"
-"""Set of the skill `questions`: 15 questions about each document of `long`."""
+"""Set of a skill that shares: 15 questions about each document of `long`."""
 _DRAWS: Final = 10
 
 
-def lessons(packages: Path) -> Iterator[Record]:
+def lessons(packages: Path, skill: str) -> Iterator[Record]:
     """Questions about the training part's records, drawn from seeds."""
-    drawn = read_packages(packages, "train")
+    drawn, draw = read_packages(packages, "train"), ASKED[skill]
     for number in range(NUM_LONG + NUM_SHORT):
-        rng = Random(f"distill {SKILL} {number}")
+        rng = Random(f"distill {skill} {number}")
         chosen = rng.sample(drawn, rng.randint(*(LONG if number < NUM_LONG else SHORT)))
-        asked = dict.fromkeys(_harder(chosen, rng) for _ in range(_DRAWS * NUM_QUESTIONS))
-        yield from _records("train", number, document(chosen), [*asked][:NUM_QUESTIONS])
+        draws = range(_DRAWS * NUM_QUESTIONS)
+        asked = dict.fromkeys(draw(rng.choice(chosen), chosen, rng) for _ in draws)
+        yield from _records(skill, f"train-{number:03}", chosen, [*asked][:NUM_QUESTIONS])
 
 
-def long_questions(packages: Path) -> Iterator[Record]:
-    """Fifteen questions about each document of the set `long`."""
+def long_questions(packages: Path, skill: str) -> Iterator[Record]:
+    """Fifteen questions about each document of the set `long`, each kind of them equally often."""
     drawn = read_packages(packages, "verify")[120:]
     for number in range(20):
-        chosen, rng = drawn[25 * number : 25 * number + 25], Random(f"long300 {number}")
-        asked = [rng.choice(askable(it, chosen)) for it in rng.sample(chosen, 15)]
-        yield from _records(LONG300, number, document(chosen), asked)
+        chosen, rng = drawn[25 * number : 25 * number + 25], Random(f"{LONG300} {number}")
+        asked = [SKILLS[skill](it, chosen, rng) for it in rng.sample(chosen, 15)]
+        yield from _records(skill, f"{LONG300}-{number:03}", chosen, asked)
 
 
-def _harder(chosen: Sequence[Package], rng: Random) -> Asked:
-    asked = askable(rng.choice(chosen), chosen)
-    weights = [2 if it[0].startswith(HARDER) else 1 for it in asked]
-    return rng.choices(asked, weights)[0]
-
-
-def _records(name: str, number: int, context: str, asked: Sequence[Asked]) -> Iterator[Record]:
+def _records(
+    skill: str, name: str, chosen: Sequence[Package], asked: Sequence[Asked]
+) -> Iterator[Record]:
+    context = document(chosen)
     for index, (question, answer) in enumerate(asked):
         yield Record(
             input=question,
             context=context,
             answers=(answer,),
             length=len(context.split()),
-            dataset=f"packages_{SKILL}",
-            id=f"{name}-{number:03}-{index:02}",
+            dataset=f"packages_{skill}",
+            id=f"{name}-{index:02}",
         )
 
 
-def write_lessons(packages: Path, out: Path) -> tuple[Path, Path]:
-    """Write what is learned and what is judged on long documents, as `out/questions/SET.jsonl`."""
-    files = out / SKILL / "train.jsonl", out / SKILL / f"{LONG300}.jsonl"
+def write_lessons(packages: Path, data: Path, skill: str) -> tuple[Path, Path]:
+    """Write what is learned and what is judged on long documents, as `data/SKILL/SET.jsonl`."""
+    files = data / skill / "train.jsonl", data / skill / f"{LONG300}.jsonl"
     files[0].parent.mkdir(parents=True, exist_ok=True)
-    write_records(lessons(packages), files[0])
-    write_records(long_questions(packages), files[1])
+    write_records(lessons(packages, skill), files[0])
+    write_records(long_questions(packages, skill), files[1])
     return files
 
 
-def distill(base: Path, shipped: Path, data: Path, out: Path, *flags: str) -> int:
+def distill(skill: str, base: Path, data: Path, out: Path, *flags: str) -> int:
     """Make the adapter by the product's command, on one thread; more flags are the command's."""
-    learned, _ = write_lessons(shipped / "packages.jsonl", data)
+    learned, _ = write_lessons(PACKAGES, data, skill)
     command = [
-        *("droidspeak", "distill", "--base", str(base), "--adapter", str(shipped / SKILL)),
-        *("--data", str(learned), "--held-out", str(data / SKILL / "held_out.jsonl")),
-        *("--chat", "--template", TEMPLATE, "--metric", "f1", "--max-new", "16"),
-        *("--out", str(out), *flags),
+        *("droidspeak", "distill", "--base", str(base), "--adapter", str(SHIPPED / skill)),
+        *("--data", str(learned), "--held-out", str(data / skill / "held_out.jsonl")),
+        *("--chat", "--template", TEMPLATE, "--metric", METRICS[skill].value),
+        *("--max-new", str(MAX_NEW[skill]), "--labels", "--max-disk-gb", "14"),
+        *("--out", str(out), *RECIPES[skill], *flags),
     ]
     tqdm.write(shlex.join(command))
     launched = [sys.executable, "-m", "sglang_droidspeak.cli", *command[1:]]
     return subprocess.run(launched, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
-def judge(base: Path, adapter: Path, sets: Sequence[Path]) -> None:
-    """Show the adapter's quality on sets, by kind of question, with 95 % intervals by context.
+def judge(skill: str, base: Path, adapter: Path, data: Path) -> None:
+    """Show the adapter's quality on `held_out` and on long documents, with 95 % intervals by
+    context; of `questions` also by kind.
 
     The adapter reads the base's KV up to its invocation, as a server that reuses does.
     """
@@ -133,10 +133,10 @@ def judge(base: Path, adapter: Path, sets: Sequence[Path]) -> None:
         ordinary = _as_ordinary(adapter, config, Path(folder))
         student = make_student(model, config["r"], 0, ordinary)
     reader = Reader(model, ends_of(model, tokenizer), as_base=student.disable_adapter)
-    options = TaskOptions(template=TEMPLATE, metric=Metric.F1, max_new=16, chat=True)
+    _, long = write_lessons(PACKAGES, data, skill)
     stated = ",".join(map(str, config["alora_invocation_tokens"]))
-    for file in sets:
-        sources = load_prompts([str(file)], options)
+    for file in (long, data / skill / "held_out.jsonl"):
+        sources = load_prompts([str(file)], options(skill))
         asked = {it.name: it.record.input for source in sources for it in source.records}
         invocation = find_invocation(stated, sources[0].records[0], tokenizer)
         scored: dict[str, list[list[float]]] = defaultdict(list)
@@ -149,7 +149,7 @@ def judge(base: Path, adapter: Path, sets: Sequence[Path]) -> None:
             for question, said in zip(questions, answers, strict=True):
                 text = tokenizer.decode(said.tokens, skip_special_tokens=True)
                 quality = score(lesson.document.task, text, question.answers)
-                for kind in ("all", kind_of(asked[question.name])):
+                for kind in kinds_of(skill, asked[question.name]):
                     found[kind].append(quality)
             for kind, qualities in found.items():
                 scored[kind].append(qualities)
@@ -167,5 +167,7 @@ def _as_ordinary(adapter: Path, config: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def kind_of(question: str) -> str:
-    return "which package" if question.startswith("Which package") else "field"
+def kinds_of(skill: str, question: str) -> tuple[str, ...]:
+    if skill != "questions":
+        return ("all",)
+    return "all", "which package" if question.startswith("Which package") else "field"
