@@ -155,18 +155,26 @@ def proof() -> str:
     pair, ceiling = run.pair, run.ceiling
     first, end = pair.block
     ways = {
-        "full prefill, without reuse": Condition.FULL_PREFILL,
-        f"**recompute layers [{first}, {end}), load the rest**": Condition.BLOCK,
-        "recompute every layer: a check": Condition.ALL_LAYERS,
-        "load every layer: the limit": Condition.FULL_REUSE,
+        "the adapter, full prefill: what SGLang does": Condition.FULL_PREFILL,
+        "the adapter, every layer loaded": Condition.FULL_REUSE,
+        f"**the adapter, layers [{first}, {end}) recomputed, the rest loaded**": Condition.BLOCK,
+        "**the skill as an adapter that shares exactly (aLoRA), every layer loaded**": (
+            Condition.ALORA_REUSE
+        ),
+        "the same adapter, full prefill: a check": Condition.ALORA_PREFILL,
     }
     rows = []
     for name, way in ways.items():
-        it = pair.conditions[way]
-        ttft = f"{it.ttft_p50_ms / 1e3:.2f} s ({it.ttft_p90_ms / 1e3:.2f})"
-        rows.append([name, f"{it.quality:.3f}", ttft, f"{it.speedup:.1f} ×"])
-    head = ["receiver strategy", f"quality ({pair.metric})"]
-    told = table([*head, "time to first token, median (p90)", "sooner"], rows)
+        if it := pair.conditions.get(way):
+            within = it.quality_95 and "[{:.2f}, {:.2f}]".format(*it.quality_95)
+            ttft = f"{it.ttft_p50_ms / 1e3:.2f} s ({it.ttft_p90_ms / 1e3:.2f})"
+            computed = pair.num_layers if way.is_full else round(it.layers_recomputed)
+            quality = f"{it.quality:.3f} {within or ''}".rstrip()
+            rows.append([name, quality, f"{computed} of {pair.num_layers}", ttft])
+            rows[-1].append(f"{it.speedup:.1f} ×")
+    head = ["another model has read the document; now answers", f"quality ({pair.metric})"]
+    head += ["layers computed", "time to first token, median (p90)", "sooner"]
+    told = table(head, rows)
     where = hardware(run.environment)
     told += f"\nOne run: {pair.num_questions} questions about {described(pair)}; {where}.\n"
     if ceiling is None:

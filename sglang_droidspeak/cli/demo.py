@@ -19,8 +19,9 @@ def add_parser(commands: Any) -> None:
         "demo",
         help="start a sender and a receiver, and measure what reuse costs and saves",
         description="Start two SGLang servers, have one read documents, and have the other "
-        "answer questions about them: by full prefill, full reuse, the profile's block, and "
-        "the block of all layers. Without a pair it takes the real one that `make real` makes in "
+        "answer questions about them: by full prefill, full reuse, the profile's block, an "
+        "activated LoRA of the same skill where there is one, and the block of all layers. "
+        "Without a pair it takes the real one that `make real` makes in "
         "a clone, or else the small one, and times a randomly initialised pair of 12 layers × "
         "768 as well. Exit status 1 where a check does not hold.",
     )
@@ -28,6 +29,15 @@ def add_parser(commands: Any) -> None:
     pair = demo.add_argument_group("your own pair (all four, or none)")
     pair.add_argument("--sender", type=Path, metavar="PATH", help="checkpoint that reads first")
     pair.add_argument("--receiver", type=Path, metavar="PATH", help="checkpoint that answers")
+    pair.add_argument(
+        "--receiver-lora", type=Path, metavar="PATH", help="LoRA adapter of the one that answers"
+    )
+    pair.add_argument(
+        "--activated-lora",
+        type=Path,
+        metavar="PATH",
+        help="activated LoRA of the same skill on the sender's weights, to compare with",
+    )
     pair.add_argument("--profile", type=Path, metavar="FILE", help="pair profile, JSON")
     pair.add_argument(
         "--data", type=Path, metavar="FILE", help="questions about documents, JSONL as LongBench v1"
@@ -63,6 +73,12 @@ def add_parser(commands: Any) -> None:
     )
     servers.add_argument(
         "--options", type=Path, metavar="FILE", help="YAML with SGLang's options for all servers"
+    )
+    servers.add_argument(
+        "--servers",
+        type=int,
+        choices=(1, 2),
+        help="1: one server reads as the base and answers as its adapters; default: 2",
     )
     add_start_timeout(servers)
 

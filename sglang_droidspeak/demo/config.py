@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from profiles.data.documents import Document, make_documents
 from profiles.environment import ROOT
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
 PAGE_SIZE = 16
@@ -33,7 +34,8 @@ _REAL: Final = ROOT / "build/real"
 """Where `python -m tools.real` puts the real pair and its data."""
 _SKILL: Final = "questions"
 """What the receiver is trained for; the sender is the base model."""
-_PROFILE: Final = ROOT / f"examples/real/base_to_{_SKILL}.json"
+_ADAPTERS: Final = ROOT / "examples/real"
+_PROFILE: Final = _ADAPTERS / f"base_to_{_SKILL}_lora.json"
 _NOT_HERE: Final = (
     "No real pair with a profile that passed is here; `make real` makes its models. The small "
     "trained pair takes its place: its documents are too short to be timed."
@@ -78,6 +80,19 @@ class Subject:
     block: Span
     e_maps_of: Path | None = None
     """Profile whose map corrects E before the block begins; None where none does."""
+    adapter: Path | None = None
+    """The receiver's LoRA."""
+    activated: Path | None = None
+    """An activated LoRA of the same skill, which the receiver serves beside it."""
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        return [it for it in Condition if self.activated or not it.is_activated]
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """By the names that requests call them."""
+        return {it.name: it for it in (self.adapter, self.activated) if it}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +103,12 @@ class DemoConfig:
     receiver: Path
     profile: Path
     data: Path
+    receiver_lora: Path | None = None
+    """Adapter that makes the receiver of its checkpoint."""
+    activated_lora: Path | None = None
+    """Activated LoRA on the sender's own weights, to be compared with the receiver."""
+    servers: Literal[1, 2] = 2
+    """1: one server reads as the base and answers as its adapters."""
     num_questions: int | None = None
     """Only the first of the data's questions; None: all."""
     num_documents: int | None = None
@@ -117,6 +138,11 @@ class DemoConfig:
             if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {value}; it has to be at least 1, or not given")
+        if self.servers == 1 and (self.receiver_lora is None or self.sender != self.receiver):
+            raise ConfigError(
+                "--servers is 1; that needs --receiver-lora, on one checkpoint as --sender and "
+                "--receiver"
+            )
 
     @classmethod
     def small(cls, instead: str = "") -> DemoConfig:
@@ -136,15 +162,17 @@ class DemoConfig:
         else the small one."""
         real = cls(
             sender=_REAL / "base",
-            receiver=_REAL / "merged" / _SKILL,
+            receiver=_REAL / "base",
+            receiver_lora=_ADAPTERS / _SKILL,
+            activated_lora=_ADAPTERS / f"{_SKILL}_alora",
             profile=_PROFILE,
             data=_REAL / f"data/{_SKILL}/long.jsonl",
             num_documents=3,
             num_questions_each=2,
             **_SHIPPED,
         )
-        weights = [it / "model.safetensors" for it in (real.sender, real.receiver)]
-        is_made = all(it.exists() for it in (*weights, real.profile, real.data))
+        weights = real.sender / "model.safetensors"
+        is_made = all(it.exists() for it in (weights, real.profile, real.data))
         return real if is_made and read_profile(real.profile).passed else cls.small(_NOT_HERE)
 
     @property
@@ -201,14 +229,22 @@ class DemoConfig:
                 "--profile and --data"
             )
         profile = read_measured(self.profile)
-        for role in ("sender", "receiver"):
-            model = read_model_identity(getattr(self, role), user_cache())
+        source = ModelSource(path=self.receiver, adapter=self.receiver_lora)
+        for role, of_role in (("sender", ModelSource(path=self.sender)), ("receiver", source)):
+            model = read_model_identity(of_role.path, user_cache(), of_role.adapter)
             expected = getattr(profile, role)
             if model.model_id != expected.model_id:
                 raise DemoFailed(
                     f"profile {self.profile} has {role} {expected.model_id}, and "
-                    f"{getattr(self, role)} is {model.model_id} by content; profile this pair"
+                    f"{of_role} is {model.model_id} by content; profile this pair"
                 )
+        if self.activated_lora and read_model_identity(self.receiver, user_cache()).model_id != (
+            profile.sender.model_id
+        ):
+            raise DemoFailed(
+                f"--activated-lora is {self.activated_lora}; it shares the sender's KV only on "
+                f"the sender's own weights, and {self.receiver} has others"
+            )
         best = profile.recommended
         if not profile.passed or best is None:
             raise DemoFailed(
@@ -218,12 +254,14 @@ class DemoConfig:
         is_corrected = best.e_map is not None and self.correction
         corrected = ", E corrected" if is_corrected else ""
         subject = Subject(
-            title=f"{self.sender.name} → {self.receiver.name}{corrected}",
+            title=f"{self.sender.name} → {(self.receiver_lora or self.receiver).name}{corrected}",
             sender=self.sender,
             receiver=self.receiver,
             identity=profile.sender,
             block=best.block,
             e_maps_of=self.profile if is_corrected else None,
+            adapter=self.receiver_lora,
+            activated=self.activated_lora,
         )
         return subject, profile
 

@@ -55,7 +55,7 @@ def table_of(report: DemoReport) -> Table:
     """The pair, a row per condition; the ceiling is a line below."""
     pair = report.pair
     table = Table(
-        title="One receiver, four ways to read a document that another model has read",
+        title="One receiver, several ways to read a document that another model has read",
         caption="\n".join(_captions(report)),
         caption_justify="left",
         box=box.SIMPLE,
@@ -74,11 +74,9 @@ def table_of(report: DemoReport) -> Table:
         "overlap",
     ):
         table.add_column(title, justify="right", no_wrap=True)
-    for condition in Condition:
-        found = pair.conditions[condition]
+    for condition, found in pair.conditions.items():
         # A full prefill's layers are in no provenance.
-        is_full = condition is Condition.FULL_PREFILL
-        num_computed = pair.num_layers if is_full else found.layers_recomputed
+        num_computed = pair.num_layers if condition.is_full else found.layers_recomputed
         # Overlap means something only where there is both a fetch and a recompute.
         has_both = found.bytes_moved and found.layers_recomputed
         table.add_row(
@@ -123,8 +121,13 @@ def hardware(environment: Environment) -> str:
     )
 
 
-_COLOURS = "#6b7280", "#d97706", "#2563eb", "#9ca3af"
-"""Of the conditions, in their order."""
+_COLOURS = dict(
+    zip(
+        Condition,
+        ("#6b7280", "#d97706", "#2563eb", "#059669", "#9ca3af", "#9ca3af"),
+        strict=True,
+    )
+)
 _NOTABLE = 1.05
 """Speed-up from which it is written."""
 
@@ -133,16 +136,16 @@ def draw(report: DemoReport, path: Path) -> None:
     """Write a PNG, without a display: quality on the left, time on the right."""
     pair = report.pair
     start, stop = pair.block
-    names = {it: it.title.replace(" ", "\n") for it in Condition}
+    names = {it: it.title.replace(" ", "\n") for it in pair.conditions}
     names[Condition.BLOCK] = f"block\n[{start}, {stop})"
-    rows = [pair.conditions[it] for it in names]
+    rows, colours = [*pair.conditions.values()], [_COLOURS[it] for it in names]
     figure = Figure(figsize=(11.5, 4.8), layout="constrained")
     figure.suptitle(f"A prefix that another model has read: how good, how soon\n{described(pair)}")
     figure.supxlabel(hardware(report.environment), fontsize=8, color="#555555")
     left, right = figure.subplots(1, 2)
 
     qualities = [it.quality or 0.0 for it in rows]
-    bars = left.bar(names.values(), qualities, color=_COLOURS)
+    bars = left.bar(names.values(), qualities, color=colours)
     left.bar_label(bars, [f"{it:.3f}" for it in qualities], padding=2)
     left.set_ylim(0, 1.12)
     left.set_ylabel(f"{pair.metric} (0 to 1)")
@@ -151,7 +154,7 @@ def draw(report: DemoReport, path: Path) -> None:
     medians = [it.ttft_p50_ms / 1000 for it in rows]
     above = [max(0.0, it.ttft_p90_ms - it.ttft_p50_ms) / 1000 for it in rows]
     whiskers = {"yerr": [[0.0] * len(rows), above], "capsize": 4, "ecolor": "#374151"}
-    right.bar(names.values(), medians, color=_COLOURS, **whiskers)
+    right.bar(names.values(), medians, color=colours, **whiskers)
     tops = [median + whisker for median, whisker in zip(medians, above, strict=True)]
     for place, (row, median, top) in enumerate(zip(rows, medians, tops, strict=True)):
         faster = f"\n{row.speedup:.1f} × faster" if row.speedup >= _NOTABLE else ""

@@ -1,5 +1,5 @@
-"""The four ways in which the receiver answers the same question, what was measured of them, and
-what has to hold for a demo to count.
+"""The ways in which the receiver answers the same question, what was measured of them, and what
+has to hold for a demo to count.
 
 Pure: no server, no clock.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from cachetree import ModelId, Span
 from cachetree.planning import PairProfile
+from profiles.stats.gate import interval
 from sglang_droidspeak.request.meta_info import RequestProvenance
 
 
@@ -28,30 +29,38 @@ class Condition(StrEnum):
     """Every layer from the sender, nothing recomputed."""
     BLOCK = "block"
     """The profile's recommended block recomputed, the other layers from the sender."""
+    ALORA_REUSE = "alora_reuse"
+    """The same skill as an activated LoRA, every layer from the sender: exact."""
     ALL_LAYERS = "all_layers"
     """Every layer recomputed: must answer as the receiver alone does."""
+    ALORA_PREFILL = "alora_prefill"
+    """The activated LoRA alone: must answer as it does with reuse."""
 
     @property
     def title(self) -> str:
-        return self.value.replace("_", " ")
+        return self.value.replace("_", " ").replace("alora", "aLoRA")
+
+    @property
+    def is_activated(self) -> bool:
+        return self in (Condition.ALORA_REUSE, Condition.ALORA_PREFILL)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is reused."""
+        return self in (Condition.FULL_PREFILL, Condition.ALORA_PREFILL)
 
     def controls(self, sender: ModelId, block: Span) -> dict[str, str]:
         """What a request of this condition says in `custom_params["droidspeak"]`."""
-        blocks = {
-            Condition.FULL_REUSE: "none",
-            Condition.BLOCK: f"{block.start}:{block.stop}",
-            Condition.ALL_LAYERS: "all",
-        }
-        if self is Condition.FULL_PREFILL:
+        blocks = {Condition.BLOCK: f"{block.start}:{block.stop}", Condition.ALL_LAYERS: "all"}
+        if self.is_full:
             return {"mode": "off"}
-        return {"sender": sender, "block": blocks[self]}
+        return {"sender": sender, "block": blocks.get(self, "none")}
 
 
-def rotated(index: int) -> list[Condition]:
+def rotated(conditions: Sequence[Condition], index: int) -> list[Condition]:
     """All conditions, beginning with another one each time, so that none always comes first."""
-    order = list(Condition)
-    first = index % len(order)
-    return order[first:] + order[:first]
+    first = index % len(conditions)
+    return [*conditions[first:], *conditions[:first]]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +72,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     num_reusable: int
     """Tokens of this prompt that the sender's cache held."""
+    document: int = 0
+    """Number of the document that was asked about."""
     provenance: RequestProvenance
 
     @property
     def is_reused(self) -> bool:
         """Whether most of it was. First pages that all prompts share the receiver computes."""
         provenance = self.provenance
-        return provenance.outcome == "reused" and 2 * provenance.reused_tokens > self.num_reusable
+        is_loaded = provenance.outcome in ("reused", "own")
+        return is_loaded and 2 * provenance.reused_tokens > self.num_reusable
 
 
 Samples = Mapping[Condition, Sequence[Sample]]
@@ -81,6 +93,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     quality: float | None
     """None for random weights."""
+    quality_95: tuple[float, float] | None = None
+    """Interval by a bootstrap of documents."""
     ttft_p50_ms: float
     ttft_p90_ms: float
     speedup: float
@@ -102,9 +116,14 @@ def measured_of(samples: Samples) -> dict[Condition, Measured]:
 
 def _measured(answered: Sequence[Sample], full_ms: float) -> Measured:
     provenances = [it.provenance for it in answered]
-    qualities = [it.quality for it in answered if it.quality is not None]
+    qualities: dict[int, list[float]] = {}
+    for it in answered:
+        if it.quality is not None:
+            qualities.setdefault(it.document, []).append(it.quality)
+    of_all = interval([*qualities.values()]) if qualities else None
     return Measured(
-        quality=round(fmean(qualities), 4) if qualities else None,
+        quality=of_all and round(of_all.mean, 4),
+        quality_95=of_all and (round(of_all.low, 4), round(of_all.high, 4)),
         ttft_p50_ms=round(_ttft(answered, 50), 1),
         ttft_p90_ms=round(_ttft(answered, 90), 1),
         speedup=round(full_ms / _ttft(answered, 50), 2),
@@ -131,11 +150,13 @@ def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
     """Reuse has to happen where it was asked for, and nowhere else. Each failure is one
     sentence for a person, here and below."""
     for condition, answered in samples.items():
-        if condition is Condition.FULL_PREFILL:
+        if condition.is_full:
             num_wrong = sum(sample.provenance.reused_tokens > 0 for sample in answered)
             if num_wrong:
-                yield f"{pair}: {num_wrong} requests of full prefill reused another model's cache"
+                yield f"{pair}: {num_wrong} requests of {condition.title} reused a cache"
             continue
+        if condition.is_activated and not all(it.provenance.exact for it in answered):
+            yield f"{pair}: an answer of {condition.title} is not exact"
         num_reused = sum(sample.is_reused for sample in answered)
         if num_reused < LEAST_REUSED_SHARE * len(answered):
             outcomes = Counter(sample.provenance.outcome for sample in answered)
@@ -147,16 +168,21 @@ def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
 
 
 def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
-    """Recomputing all layers is a full prefill by another way."""
-    pairs = list(zip(samples[Condition.FULL_PREFILL], samples[Condition.ALL_LAYERS], strict=True))
+    """Recomputing all layers is a full prefill by another way; so is the exact reuse of an
+    activated LoRA."""
     least = 1.0 if dtype == "float32" else LEAST_AGREEMENT_16_BIT
     stop = None if least == 1.0 else 1
-    num_equal = sum(own.token_ids[:stop] == other.token_ids[:stop] for own, other in pairs)
-    if num_equal < least * len(pairs):
-        yield (
-            f"{pair}: recomputing all layers gave the answer of full prefill for only "
-            f"{num_equal} of {len(pairs)} prompts, in {dtype}"
-        )
+    for alone, reused in (
+        (Condition.FULL_PREFILL, Condition.ALL_LAYERS),
+        (Condition.ALORA_PREFILL, Condition.ALORA_REUSE),
+    ):
+        pairs = list(zip(samples.get(alone, ()), samples.get(reused, ()), strict=True))
+        num_equal = sum(own.token_ids[:stop] == other.token_ids[:stop] for own, other in pairs)
+        if num_equal < least * len(pairs):
+            yield (
+                f"{pair}: {reused.title} gave the answer of {alone.title} for only "
+                f"{num_equal} of {len(pairs)} prompts, in {dtype}"
+            )
 
 
 def quality_failures(found: Mapping[Condition, Measured], profile: PairProfile) -> Iterator[str]:

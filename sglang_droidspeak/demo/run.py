@@ -107,19 +107,23 @@ def _measure(
     """Both servers, started side by side and ended; what was measured of their answers, and what
     was wrong. One that does not answer raises DemoFailed, with the end of both logs."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
-    total = len(Condition) * sum(len(it.questions) for it in documents)
+    total = len(subject.conditions) * sum(len(it.questions) for it in documents)
     listen = f"tcp://127.0.0.1:{free_port()}"
     specs = specs_of(subject, config, listen)
     env = {**shared_cores(specs), **config.env}
     with contextlib.ExitStack() as stack:
-        with step(console, f"Start two servers: {subject.title}"):
+        number = "two servers" if len(specs) == 2 else "a server"
+        with step(console, f"Start {number}: {subject.title}"):
             servers = running(
                 *specs, folder=folder, env=env, start_timeout_s=config.start_timeout_s
             )
-            sender, receiver = stack.enter_context(servers)
-        _wait_for_peer(receiver)
+            sender, *others = stack.enter_context(servers)
+            receiver = others[0] if others else sender
+        if others:
+            _wait_for_peer(receiver)
         try:
-            with step(console, "Answer questions, four ways", total) as advance:
+            ways = f"{len(subject.conditions)} ways"
+            with step(console, f"Answer questions, {ways}", total) as advance:
                 samples = _samples(subject, sender, receiver, documents, advance)
         except requests.RequestException as exc:
             logs = [f"{log}:\n{end_of(log)}" for log in sorted(folder.glob("*.log"))]
@@ -142,27 +146,32 @@ def _measure(
     ]
 
 
-def specs_of(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ServerSpec]:
+def specs_of(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ...]:
     maps = {} if subject.e_maps_of is None else {"profiles": [str(subject.e_maps_of)]}
-    sends = {
-        "listen": listen,
+    keeps = {
         "capture_layers": [subject.block.start] if subject.block.start else [],
         "host_gb": config.host_gb,
-        "fetch_deadline_s": PUBLISH_S,
     }
     # Off: full reuse and all layers are no blocks that a profile's gate lets through.
+    allows = {"gate": "none", **maps}
     # It keeps nothing itself, so that every prefix comes from the sender.
-    receives = {
-        "peers": [listen],
-        "gate": "none",
-        "host_gb": 0,
-        "staging_gb": config.host_gb,
-        **maps,
-    }
-    options = config.server_options
+    fetches = {"peers": [listen], "host_gb": 0, "staging_gb": config.host_gb}
+    sends = {"listen": listen, "fetch_deadline_s": PUBLISH_S}
+    options, adapters = config.server_options, subject.adapters
+    if config.servers == 1:
+        both = keeps | allows
+        return (
+            ServerSpec(model=subject.sender, options=options, adapters=adapters, droidspeak=both),
+        )
     return (
-        ServerSpec(name="sender", model=subject.sender, options=options, droidspeak=sends),
-        ServerSpec(name="receiver", model=subject.receiver, options=options, droidspeak=receives),
+        ServerSpec(name="sender", model=subject.sender, options=options, droidspeak=keeps | sends),
+        ServerSpec(
+            name="receiver",
+            model=subject.receiver,
+            options=options,
+            adapters=adapters,
+            droidspeak=allows | fetches,
+        ),
     )
 
 
@@ -192,15 +201,16 @@ def _samples(
         """Have the sender read the document; the receiver knows of every page then."""
         publish = {"publish": "before_reply"}
         sender.generate(document.prefix, max_new_tokens=1, droidspeak=publish, timeout_s=600)
-        for condition in rotated(index):
+        for condition in rotated(subject.conditions, index):
             for question in document.questions:
-                yield condition, _sample(subject, receiver, condition, document, question)
+                found = _sample(subject, receiver, condition, document, question)
+                yield condition, msgspec.structs.replace(found, document=index)
 
     last = documents[-1]
     short = replace(last, prefix=last.prefix[:WARM_TOKENS], questions=last.questions[:1])
     for _ in answers(0, short):
         pass
-    samples: dict[Condition, list[Sample]] = {condition: [] for condition in Condition}
+    samples: dict[Condition, list[Sample]] = {condition: [] for condition in subject.conditions}
     for index, document in enumerate(documents):
         for condition, sample in answers(index, document):
             samples[condition].append(sample)
@@ -217,9 +227,12 @@ def _sample(
 ) -> Sample:
     """One answer of a receiver whose device cache is empty."""
     receiver.flush()
+    adapter = subject.activated if condition.is_activated else subject.adapter
+    named = {"lora_path": adapter.name} if adapter else {}
     ttft_s, reply = receiver.stream(
         [*document.prefix, *question.suffix],
         max_new_tokens=document.task.max_new,
+        **named,
         droidspeak=condition.controls(subject.identity.model_id, subject.block),
         timeout_s=600,
     )

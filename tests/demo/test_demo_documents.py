@@ -12,6 +12,7 @@ import pytest
 from profiles.evidence import MeasuredProfile, read_measured
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.demo import DemoConfig
+from sglang_droidspeak.demo.config import DemoFailed
 from sglang_droidspeak.demo.results import Condition, rotated
 from sglang_droidspeak.demo.run import random_documents
 
@@ -112,5 +113,17 @@ def test_random_documents_differ_from_their_first_page_on() -> None:
 
 
 def test_no_condition_always_comes_first() -> None:
-    assert {rotated(index)[0] for index in range(4)} == set(Condition)
-    assert all(set(rotated(index)) == set(Condition) for index in range(4))
+    every = list(Condition)
+    assert {rotated(every, index)[0] for index in range(len(every))} == {*every}
+    assert all({*rotated(every, index)} == {*every} for index in range(4))
+
+
+def test_one_server_needs_a_receiver_that_is_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    own = [f"--{it}={getattr(SMALL, it)}" for it in ("sender", "receiver", "profile", "data")]
+    assert main(["demo", *own, "--servers", "1"]) == 1
+    assert "--servers is 1; that needs --receiver-lora" in capsys.readouterr().err
+
+
+def test_an_activated_adapter_on_other_weights_is_refused() -> None:
+    with pytest.raises(DemoFailed, match="it shares the sender's KV only on the sender's own"):
+        replace(SMALL, activated_lora=SMALL.sender).pair()

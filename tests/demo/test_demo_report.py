@@ -25,7 +25,7 @@ NOTHING = dict.fromkeys(MEANS, 0)
 
 
 def part(block_ms: float = 1000.0, quality: float | None = 0.986) -> MeasuredPair:
-    times = dict(zip(Condition, (4000.0, 400.0, block_ms, 4100.0), strict=True))
+    times = dict(zip(Condition, (4000.0, 400.0, block_ms, 410.0, 4100.0, 4050.0), strict=True))
     qualities = dict.fromkeys(Condition, quality)
     if quality is not None:
         qualities |= {Condition.FULL_PREFILL: 0.993, Condition.FULL_REUSE: 0.167}
@@ -40,7 +40,7 @@ def part(block_ms: float = 1000.0, quality: float | None = 0.986) -> MeasuredPai
         tokens_per_document=2000.0,
         conditions={
             it: Measured(
-                **(NOTHING if it is Condition.FULL_PREFILL else MEANS),
+                **(NOTHING if it.is_full else MEANS),
                 quality=qualities[it],
                 ttft_p50_ms=times[it],
                 ttft_p90_ms=times[it] * 1.2,
@@ -67,7 +67,7 @@ def test_json_has_a_place_for_every_number(report: DemoReport, tmp_path: Path) -
     write_json(report, tmp_path / "demo.json")
     found = json.loads((tmp_path / "demo.json").read_text())
     conditions = found["pair"]["conditions"]
-    assert set(conditions) == {"full_prefill", "full_reuse", "block", "all_layers"}
+    assert {*conditions} >= {"full_prefill", "full_reuse", "block", "all_layers"}
     block = conditions["block"]
     assert block["quality"] == 0.986
     assert (block["ttft_p50_ms"], block["ttft_p90_ms"], block["speedup"]) == (1000.0, 1200.0, 4.0)

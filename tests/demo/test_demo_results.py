@@ -36,7 +36,8 @@ def sample(**changes) -> Sample:
 def samples(num: int = 10, **of: list[Sample]) -> dict[Condition, list[Sample]]:
     """A demo in which everything holds, but for the conditions given."""
     good = {condition: [sample()] * num for condition in Condition}
-    good[Condition.FULL_PREFILL] = [sample(provenance=NOTHING)] * num
+    for alone in (Condition.FULL_PREFILL, Condition.ALORA_PREFILL):
+        good[alone] = [sample(provenance=NOTHING)] * num
     return {**good, **{Condition(name): value for name, value in of.items()}}
 
 
@@ -47,6 +48,14 @@ def test_a_condition_is_the_means_of_its_requests() -> None:
     block = found[Condition.BLOCK]
     assert (block.quality, block.num_reused) == (0.5, 1)
     assert (block.tokens_reused, block.layers_recomputed, block.bytes_moved) == (64, 1.5, 500)
+
+
+def test_the_interval_of_a_quality_counts_documents_and_not_questions() -> None:
+    one_document = [sample(quality=it) for it in (1.0, 0.0, 1.0, 0.0)]
+    assert measured_of(samples(4, block=one_document))[Condition.BLOCK].quality_95 == (0.5, 0.5)
+    many = [sample(quality=it, document=i) for i, it in enumerate((1.0, 0.0, 1.0, 0.0))]
+    low, high = measured_of(samples(4, block=many))[Condition.BLOCK].quality_95
+    assert low < 0.5 < high
 
 
 def test_random_weights_have_no_quality() -> None:
@@ -91,9 +100,28 @@ def test_one_missed_deadline_in_ten_is_let_pass(num_missed: int, num_failures: i
     assert len(list(reuse_failures(samples(block=answered), "quality"))) == num_failures
 
 
-def test_a_full_prefill_that_reused_fails() -> None:
-    (failure,) = reuse_failures(samples(full_prefill=[sample()] * 10), "quality")
-    assert "10 requests of full prefill reused" in failure
+@pytest.mark.parametrize("alone", ["full_prefill", "alora_prefill"])
+def test_a_full_prefill_that_reused_fails(alone: str) -> None:
+    (failure,) = reuse_failures(samples(**{alone: [sample()] * 10}), "quality")
+    assert f"10 requests of {Condition(alone).title} reused" in failure
+
+
+def test_an_activated_adapter_whose_answer_is_not_exact_fails() -> None:
+    approximate = sample(provenance=replace(REUSED, exact=False))
+    (failure,) = reuse_failures(samples(alora_reuse=[approximate] + [sample()] * 9), "quality")
+    assert failure == "quality: an answer of aLoRA reuse is not exact"
+
+
+def test_an_activated_adapter_must_answer_as_it_does_alone() -> None:
+    other = [sample(token_ids=(7, 3))] + [sample()] * 9
+    (failure,) = equality_failures(samples(alora_reuse=other), "speed", "float32")
+    assert "aLoRA reuse gave the answer of aLoRA prefill for only 9 of 10" in failure
+
+
+def test_a_pair_without_an_activated_adapter_is_checked_all_the_same() -> None:
+    four = {it: of for it, of in samples().items() if not it.is_activated}
+    assert len(measured_of(four)) == 4
+    assert [*reuse_failures(four, "speed"), *equality_failures(four, "speed", "float32")] == []
 
 
 def test_recomputing_all_layers_must_give_the_same_tokens() -> None:

@@ -152,15 +152,15 @@ def test_where_the_real_pair_is_not_made_the_small_one_takes_its_place(monkeypat
 
 
 def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) -> None:
-    for made in ("base", "merged/questions", "data/questions/long.jsonl"):
+    for made in ("base", "data/questions/long.jsonl"):
         (tmp_path / made).mkdir(parents=True)
     monkeypatch.setattr(config, "_REAL", tmp_path)
     monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
-    for whole in ("base", "merged/questions"):
-        assert DemoConfig.shipped().sender == SMALL.sender, "weights are missing"
-        (tmp_path / whole / "model.safetensors").touch()
+    assert DemoConfig.shipped().sender == SMALL.sender, "weights are missing"
+    (tmp_path / "base/model.safetensors").touch()
     found = DemoConfig.shipped()
-    assert (found.sender, found.receiver) == (tmp_path / "base", tmp_path / "merged/questions")
+    assert found.sender == found.receiver == tmp_path / "base"
+    assert found.receiver_lora and found.receiver_lora.name == "questions"
     assert not found.instead
     failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
