@@ -32,11 +32,14 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
+from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import HOST, STAGING, MemoryShare, Settings
 from tools import tables
 from tools.tables import table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+_NOTHING: Final[tuple[object, ...]] = (None, False, "", "{}", "none", "null", "off", [])
+"""Values of an argument of which nothing comes."""
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -244,6 +247,18 @@ def codecs() -> str:
     return table(["codec", "bytes, of those of bfloat16 with head_dim 128"], rows)
 
 
+def refused() -> str:
+    """Arguments and variables of SGLang that end a start, by reason."""
+    names: dict[str, list[str]] = {}
+    for field, (accepted, why) in refuse.ACCEPTED.items():
+        others = [f"`{it}`" for it in accepted if it not in _NOTHING]
+        flag = f"`--{field.replace('_', '-')}`" + " other than " * bool(others) + ", ".join(others)
+        names.setdefault(why, []).append(flag)
+    for name, why in refuse.VARIABLES.items():
+        names.setdefault(why, []).append(f"`{name}` in the environment")
+    return table(["what", "why"], [["; ".join(of), why] for why, of in names.items()])
+
+
 def outcomes(section: str) -> str:
     told = (
         f"### `{name}`\n\n- **Cause:** {it.cause}\n- **Remedy:** {it.remedy}\n"
@@ -263,6 +278,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     **{f"outcomes_{it}": partial(outcomes, it) for it in SECTIONS},
     "break_even": break_even.markdown,
     "codecs": codecs,
+    "refused": refused,
     "proof": proof,
     "real_pairs": real_pairs,
     "sizes": sizes,

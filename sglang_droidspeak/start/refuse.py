@@ -53,7 +53,7 @@ EXACT_ONLY = frozenset(
 computed itself, anywhere, and an activated LoRA what its base has."""
 
 
-_NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's"
+_NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's, by which a model is known"
 _NOT_ITS_CONFIG = "the model is not as the checkpoint's config.json says"
 _READ_AS_SAFETENSORS = [
     "auto",
@@ -66,7 +66,7 @@ _READ_AS_SAFETENSORS = [
 """Ways to load the files by whose content a model is known, and nothing else."""
 _SCALED = "scales of quantised KV belong to one model"
 _SHARED_OUT = "a rank would have E of a share of the tokens alone"
-_PADDED = "a recompute would be padded to the tokens that its batch has besides"
+_PADDED = "SGLang pads a forward to the tokens of its batch, and a recompute has others"
 
 _FORMATS: Final[Mapping[str, str]] = {
     # what SGLang runs weights as: how they are stored
@@ -77,9 +77,9 @@ _FORMATS: Final[Mapping[str, str]] = {
     "fp8": "fp8",
 }
 
-_ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
-    # server argument: (values that work, why the others do not)
-    "device": (["cpu", "cuda"], "copies and partial prefills know CPUs and CUDA alone"),
+ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
+    # server argument: (values that work, why the others do not); docs/compatibility.md has it too
+    "device": (["cpu", "cuda"], "copies and partial prefills are written for these alone"),
     "nnodes": ([None, 1], "the ranks of a server share one host and its ports"),
     "pp_size": ([1], "a recompute block may span pipeline stages"),
     "dp_size": ([1], "its replicas would share one address and one folder on disk"),
@@ -97,10 +97,10 @@ _ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "load_format": (_READ_AS_SAFETENSORS, _NOT_THE_CHECKPOINTS),
     "weight_cache_mode": (["off"], _NOT_THE_CHECKPOINTS),
     "kt_weight_path": ([None], _NOT_THE_CHECKPOINTS),
-    "download_dir": ([None], "what is known of a model is read from the cache in HF_HOME"),
+    "download_dir": ([None], "SGLang would serve what it once loaded there, not what HF_HOME has"),
     "forward_hooks": ([None, []], "they may change what layers compute"),
-    "model_impl": (["auto", "sglang"], "its layers hand on no residual stream"),
-    "cpu_offload_gb": ([0], "its layers fetch their weights, and a recompute ends in one"),
+    "model_impl": (["auto", "sglang"], "those layers hand on no residual stream at a boundary"),
+    "cpu_offload_gb": ([0], "its layers fetch their weights, and a recompute ends within one"),
     "json_model_override_args": ([None, "", "{}"], _NOT_ITS_CONFIG),
     "decrypted_config_file": ([None, ""], _NOT_ITS_CONFIG),
     "model_config_parser": (["auto", "hf"], _NOT_ITS_CONFIG),
@@ -114,20 +114,20 @@ _ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "enable_attn_tp_input_scattered": ([False], _SHARED_OUT),
     "moe_a2a_backend": (["none"], _PADDED),
     "moe_dense_tp_size": ([None], _PADDED),
-    "enable_deterministic_inference": ([None, False], "an answer depends on what peers hold"),
-    "enable_watermark": ([False], "a recompute samples nothing, and has no state of that"),
+    "enable_deterministic_inference": ([None, False], "answers depend on what peers hold"),
+    "enable_watermark": ([False], "it reads the sampling state, and a recompute samples nothing"),
     "enable_memory_saver": ([False], "it takes KV away that is being copied"),
     "enable_return_routed_experts": ([False], "what is loaded has gone through no experts"),
     "kv_canary": (["none"], "what is loaded has none of its marks"),
     "dllm_algorithm": ([None], "its prefix KV is not causal"),
-    "tokenizer_worker_num": ([1], "its workers have no drift guard, and explain nothing"),
+    "tokenizer_worker_num": ([1], "its workers have no drift guard, and answer no page"),
     "smg_grpc_mode": ([False], "that front end has no drift guard, and answers no page"),
     "use_ray": ([False], "its schedulers load no plugins"),
 }
 
 VARIABLES: Final[Mapping[str, str]] = {
     # of the environment, which SGLang reads: why it cannot be set
-    "SGLANG_RUST_SERVER": "that front end has no drift guard, answers no page and is not tested",
+    "SGLANG_RUST_SERVER": "that front end has no drift guard, and answers no page",
     "SGLANG_USE_HND_KVCACHE": "its KV pool is not per-layer rows",
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool is resized when E stands beside it",
     "SGLANG_USE_CPU_ENGINE": "its kernels add into the E that they are given, which others read",
@@ -140,7 +140,7 @@ VARIABLES: Final[Mapping[str, str]] = {
 def check_arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]) -> None:
     """Those of SGLang, as they were given and as it resolved them, and which of `VARIABLES` are
     set; `hip` is torch's version of ROCm."""
-    for field, (accepted, why) in _ACCEPTED.items():
+    for field, (accepted, why) in ACCEPTED.items():
         # On some devices SGLang resolves that to the checkpoint's own; see `check_weights`.
         value = getattr(given if field == "quantization" else args, field)
         if value not in accepted:
