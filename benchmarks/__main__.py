@@ -1,7 +1,7 @@
 """Every benchmark, the most important first: `python -m benchmarks [NAME ...]`.
 
-Each benchmark replaces its `results/NAME.json`; then the tables in the pages are made again. If one
-fails, its old result stays, the others still run, and the exit status is 1.
+Each writes `results/NAME.json`, in place of what is there; then the pages' tables are made again.
+One that fails leaves its result as it was, does not stop the others, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NAMES = {
     "never_slower": [],
     "link_sweep": ["--documents", "6"],
 }
-"""Benchmarks and their arguments, chosen so that all of them take 35 minutes on two cores."""
+"""With what is asked of them, so that all of it fits into 35 minutes on two cores."""
 MOST_S = 900.0
-"""Seconds after which a benchmark is ended."""
+"""After which one is ended."""
 
 
 def run(module: str, *args: str) -> bool:

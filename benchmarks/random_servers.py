@@ -1,6 +1,6 @@
-"""Models, options, a family, a profile and turns that the benchmarks' servers share.
+"""What servers of benchmarks have in common: models, options, a family, a profile, and turns.
 
-All models have random weights and one shape: they tell times, never quality.
+Models are of random weights, one shape for all: they tell times, never quality.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from profiles.random_models import shape, write_models
 
 NUM_LAYERS, HIDDEN, HEADS = 12, 768, 12
 BLOCK = Span(4, 7)
-"""Layers that a receiver recomputes."""
+"""What a receiver recomputes."""
 PAGE = 16
 ENV = {"OMP_NUM_THREADS": "1"}
-"""Environment of every server: with two threads each on two cores, servers would wait for each
-other's threads."""
+"""Of every server: with two threads each on two cores, servers wait for one another's threads."""
 
 It = TypeVar("It")
 
@@ -31,7 +30,7 @@ def write_random(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def options(**more: Any) -> dict[str, Any]:
-    """Options of an SGLang server; `_` in a name is written `-`."""
+    """Of SGLang; `_` in a name stands for `-`."""
     of_all = {
         "device": "cpu",
         "dtype": "float32",
@@ -44,7 +43,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Family:
-    """Family of a model as these servers run it."""
+    """As these servers run it."""
     return Family(
         **read_model_identity(model).shape,
         model_dtype=dtype,
@@ -59,7 +58,7 @@ def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Famil
 def profile_of(
     sender: ModelIdentity, receiver: ModelIdentity, *blocks: BlockQuality, passed: bool = True
 ) -> PairProfile:
-    """Make up a profile that recommends the last of the blocks."""
+    """A made-up one; it recommends the last of the blocks."""
     return PairProfile(
         version=PROFILE_VERSION,
         sender=sender,
@@ -79,6 +78,6 @@ def profile_of(
 
 
 def rotated(them: Sequence[It], turn: int) -> list[It]:
-    """Rotate a list by the turn, so that each item is first as often as the others."""
+    """In another order each turn, so that each of them is first as often as the others."""
     first = turn % len(them)
     return [*them[first:], *them[:first]]

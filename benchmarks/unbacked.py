@@ -1,4 +1,4 @@
-"""A model of tiny pages, and a pool that lends no memory: for trees that only count."""
+"""A model of tiny pages, and a pool that lends no memory: a tree that only counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILY = Family(
 
 
 class Unbacked:
-    """A pool that lends no memory, so that a tree counts bytes without holding them."""
+    """Lends nothing, so that a tree counts bytes that are not there."""
 
     file: Final = None
 
@@ -33,10 +33,10 @@ class Unbacked:
         return Loan()
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
-        """Do nothing: `take` lent no memory."""
+        """Nothing was lent."""
 
     def close(self) -> None:
-        """Do nothing: the pool holds no memory."""
+        """Nothing is kept here."""
 
     def place_of(self, view: memoryview) -> int | None:
         return None

@@ -1,1 +1,1 @@
-"""Programs that make files of this repository again; no part of the package."""
+"""What makes files of this repository again; no part of the package."""

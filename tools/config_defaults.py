@@ -1,6 +1,6 @@
 """Write cachetree/checkpoint/config_defaults.json: `python -m tools.config_defaults`.
 
-The table has the defaults of transformers' config classes for fields that a config.json leaves out.
+The table has what transformers' config classes take for fields that a config.json leaves out.
 """
 
 from dataclasses import fields
@@ -30,13 +30,12 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def text() -> bytes:
-    """Encode the table as the file's content."""
+    """Return the file's content."""
     return msgspec.json.format(msgspec.json.encode(table(), order="sorted")) + b"\n"
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:
-    # Defaults of the class: an instance also fills fields that follow from others, such as
-    # head_dim.
+    # The class's own fields: an instance fills what is derived from others, such as head_dim.
     stated = {it.name: it.default for it in fields(config_class)}
     rope = config_class().rope_parameters
     named = {RENAMED.get(name, name): it for name, it in {**stated, **rope}.items()}

@@ -1,4 +1,5 @@
-"""Write the parts of the pages that the code itself says: `python -m tools.reference`.
+"""Write the parts of the pages that the code itself says, and their pictures:
+`python -m tools.reference`.
 
 A part stands between `<!-- made: NAME -->` and `<!-- end -->`; the rest of a page is written by
 hand. A test makes every part again and compares.
@@ -34,7 +35,7 @@ from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import HOST, STAGING, MemoryShare, Settings
-from tools import tables
+from tools import pictures, tables
 from tools.tables import table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -315,6 +316,7 @@ def main() -> None:
     for path in pages():
         path.write_text(written(path.read_text()))
     (ROOT / "docs/llms.txt").write_text(llms())
+    pictures.write()
 
 
 if __name__ == "__main__":

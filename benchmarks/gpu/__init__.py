@@ -1,1 +1,1 @@
-"""Checks of the CUDA path on this device: `python -m benchmarks.gpu`."""
+"""What the CUDA path does on this device: `python -m benchmarks.gpu`."""

@@ -188,11 +188,7 @@ def identities(profile: MeasuredProfile, digest_characters: int | None = None) -
         rows.append((field, *sides))
     return Table(
         title="Models",
-        headers=(
-            "",
-            f"sender {profile.sender_name}".rstrip(),
-            f"receiver {profile.receiver_name}".rstrip(),
-        ),
+        headers=("", "sender", "receiver"),
         rows=tuple(rows),
         marked=frozenset(
             place for place, (_, sender, receiver) in enumerate(rows) if sender != receiver

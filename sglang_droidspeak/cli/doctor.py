@@ -327,7 +327,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     # Each peer has a line of its own.
     degraded = [it for it in told["health"]["degraded"] if not any(at in it for at in peers)]
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
-    restart = "see docs/operate.md; restart it where the thread is stuck"
+    restart = "see docs/run.md; restart it where the thread is stuck"
     yield _check("memory, disk", not wrong, wrong or "well", restart)
     for it in told["peers"]:
         found = ": ".join(filter(None, [it["state"], with_names(it["model"], names), it["reason"]]))

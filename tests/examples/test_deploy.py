@@ -92,7 +92,7 @@ def test_outcomes_in_an_expression_are_outcomes() -> None:
 
 
 def test_every_alert_has_its_entry_in_the_runbook() -> None:
-    page = (ROOT / "docs/operate.md").read_text()
+    page = (ROOT / "docs/trouble.md").read_text()
     assert re.findall(r"(?m)^### (Droidspeak\w+)$", page) == [it["alert"] for it in RULES]
 
 

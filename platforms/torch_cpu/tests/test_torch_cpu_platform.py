@@ -1,4 +1,4 @@
-"""The platform's activation, its replacements, and LoRA without pinned memory."""
+"""Where the platform activates, what it replaces, and that unpinned means unpinned."""
 
 import os
 import subprocess

@@ -1,5 +1,4 @@
-"""Two real servers, stock attention and ours, give the same answers; with LoRA the answers
-differ."""
+"""Two real servers, stock attention and ours, answer the same requests; LoRA answers otherwise."""
 
 import json
 import random

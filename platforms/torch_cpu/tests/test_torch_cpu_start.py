@@ -1,4 +1,4 @@
-"""Forked processes compute on their own threads."""
+"""Processes that are started as forks compute on their own threads."""
 
 import os
 import subprocess

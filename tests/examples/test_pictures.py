@@ -1,0 +1,12 @@
+"""Each picture of the pages shows the data that the repository has now."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import pictures
+
+
+@pytest.mark.parametrize("name", pictures.MADE)
+def test_picture_shows_the_current_data(name: str) -> None:
+    assert pictures.shown(name) == pictures.digest(name), "run `python -m tools.pictures`"

@@ -1,0 +1,131 @@
+"""Draw the pictures of the pages: `python -m tools.pictures`.
+
+Each PNG in `docs/_static` holds a digest of the data that it shows. A picture is drawn anew only
+if that data has changed, and a test compares the digests, not the pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from matplotlib.figure import Figure
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from profiles.evidence import read_measured
+from profiles.report.pictures import BAND, GREEN, INK, ORANGE, PALE, PICTURES
+from sglang_droidspeak.demo.report import DemoReport, draw
+from tools import tables
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FOLDER: Final = ROOT / "docs/_static"
+DEMO: Final = tables.RESULTS / "demo.json"
+PAIR: Final = ROOT / "examples/real/base_to_questions.json"
+(QUALITY,) = (it for it in PICTURES if it.name == "quality")
+PACKAGES: Final = {
+    "sglang": (0.2, 0.87, "SGLang"),
+    "sglang_droidspeak": (0.2, 0.5, "sglang_droidspeak\nthe extension in a server"),
+    "profiles": (0.8, 0.5, "profiles\nmeasures pairs of models"),
+    "transformers": (0.8, 0.87, "transformers"),
+    "cachetree": (0.5, 0.12, "cachetree\nfinds, plans and moves caches"),
+}
+"""Centre of each box, as shares of the drawing, and its text."""
+
+
+def timeline_data() -> dict[str, float]:
+    """Seconds of a full prefill and of a reuse on the link that is as fast as the recompute."""
+    found = tables.read("partial_prefill")
+    full, _, block, _ = found["rows"]
+    times = {"full": full["ttft_p50_ms"], "block": found["recompute_ms"]}
+    times |= {"new": block["forward_ms"], "reuse": found["links"][1]["pipelined_ms"]}
+    return {name: value / 1e3 for name, value in times.items()}
+
+
+def timeline(data: dict[str, float], path: Path) -> None:
+    full, block, new, reuse = (data[it] for it in ("full", "block", "new", "reuse"))
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    axes = figure.subplots()
+    start = reuse - new - block
+    bars = [(0, 0.0, full, PALE, "compute all layers"), (1, start, block, GREEN, "compute a few")]
+    bars += [(1, reuse - new, new, PALE, ""), (2, 0.0, block, ORANGE, "load the others")]
+    for row, left, width, colour, text in bars:
+        axes.barh(row, width, left=left, color=colour, height=0.62)
+        axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=8)
+    for row, end in ((0, full), (1, reuse)):
+        axes.text(end + 0.05, row, f"first word: {end:.2f} s", va="center", fontsize=9)
+    rows = ["SGLang alone:\nprocessor", "with reuse:\nprocessor", "with reuse:\nnetwork"]
+    axes.set_yticks(range(3), rows)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * full)
+    axes.set_xlabel("seconds")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def packages_data() -> list[tuple[str, str]]:
+    """Which package of the drawing imports which other one."""
+    edges = set()
+    for name in ("cachetree", "profiles", "sglang_droidspeak"):
+        for file in (ROOT / name).rglob("*.py"):
+            imported = re.findall(r"(?m)^\s*(?:from|import) (\w+)", file.read_text())
+            edges |= {(name, it) for it in imported if it in PACKAGES and it != name}
+    return sorted(edges)
+
+
+def packages(data: list[tuple[str, str]], path: Path) -> None:
+    figure = Figure(figsize=(7.5, 3.4))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    boxes = {}
+    for name, (x, y, words) in PACKAGES.items():
+        colour = BAND if name in ("sglang", "transformers") else "white"
+        box = {"boxstyle": "round,pad=0.5", "facecolor": colour, "edgecolor": INK}
+        text = axes.text(x, y, words, ha="center", va="center", fontsize=9, bbox=box)
+        boxes[name] = text.get_bbox_patch()
+    figure.draw_without_rendering()  # Gives the boxes their sizes; arrows begin and end at them.
+    for importer, imported in data:
+        arrow = {"arrowstyle": "->", "patchA": boxes[importer], "patchB": boxes[imported]}
+        axes.annotate("", PACKAGES[imported][:2], PACKAGES[importer][:2], arrowprops=arrow)
+    figure.savefig(path, dpi=130)
+
+
+MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = {
+    "timeline": (timeline_data, timeline),
+    "packages": (packages_data, packages),
+    "demo": (
+        DEMO.read_text,
+        lambda text, path: draw(msgspec.json.decode(text, type=DemoReport), path),
+    ),
+    "frontier": (PAIR.read_text, lambda _, path: QUALITY.save(read_measured(PAIR), path)),
+}
+"""Each picture: the data that it shows, and the function that draws it."""
+
+
+def digest(name: str) -> str:
+    """Digest of the data that a picture has to show now."""
+    return hashlib.sha256(json.dumps(MADE[name][0]()).encode()).hexdigest()
+
+
+def shown(name: str) -> str:
+    """Digest in the picture's file; empty without a file."""
+    path = FOLDER / f"{name}.png"
+    return str(Image.open(path).info.get("made of", "")) if path.exists() else ""
+
+
+def write() -> None:
+    for name, (data, make) in MADE.items():
+        if shown(name) != digest(name):
+            path, notes = FOLDER / f"{name}.png", PngInfo()
+            notes.add_text("made of", digest(name))
+            make(data(), path)
+            Image.open(path).convert("P", colors=128).save(path, pnginfo=notes, optimize=True)
+
+
+if __name__ == "__main__":
+    write()
