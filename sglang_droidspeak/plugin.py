@@ -62,7 +62,7 @@ def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
     from cachetree.checkpoint import read_invocation
     from cachetree.disk import Directory
-    from cachetree.transport import Address, hold_ports, open_port, parse_http
+    from cachetree.transport import Address, bind_ports, open_port, parse_http
     from profiles.environment import free_memory_bytes
     from sglang_droidspeak.guard.service import check_record
     from sglang_droidspeak.start import refuse
@@ -92,7 +92,7 @@ def check_front_end(server_args: ServerArgs) -> Settings:
             for rank in range(args.tp_size):
                 config = cache_config(settings, server.identity.model_id, rank)
                 if config.serves:
-                    hold_ports(config.worker, held)
+                    bind_ports(config.worker, held)
                 if config.disk_path:
                     Directory(config.disk_of(rank, args.tp_size), None).close()
     except CacheTreeError as exc:

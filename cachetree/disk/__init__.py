@@ -25,7 +25,7 @@ several of the tree's entries at DISK. It goes when no file stands on any of its
 """
 
 from cachetree.disk.asker import LetGo
-from cachetree.disk.directory import Directory, hold, new_file, try_directory
+from cachetree.disk.directory import Directory, lock_file, new_file, try_directory
 from cachetree.disk.index import DiskFile
 from cachetree.disk.store import DiskStatus, DiskStore
 from cachetree.disk.tier import DiskTier
@@ -37,7 +37,7 @@ __all__ = [
     "DiskStore",
     "DiskTier",
     "LetGo",
-    "hold",
+    "lock_file",
     "new_file",
     "try_directory",
 ]

@@ -154,7 +154,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def hold(path: Path) -> int:
+def lock_file(path: Path) -> int:
     """A handle to a file of this user, made where there is none, that keeps other processes out
     while it is open; raises BlockingIOError where another has it, and OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -169,7 +169,7 @@ def hold(path: Path) -> int:
 
 def _lock(path: Path) -> int:
     try:
-        handle = hold(path / _LOCK)
+        handle = lock_file(path / _LOCK)
     except BlockingIOError:
         owner = (path / _LOCK).read_bytes()[:32].decode(errors="replace").strip()
         raise ConfigError(

@@ -87,7 +87,7 @@ class Arena:
         self._ends = (close, weakref.finalize(self, register(self._all.data)))
 
     @property
-    def held_bytes(self) -> int:
+    def lent_bytes(self) -> int:
         """Bytes lent, or given back and still viewed."""
         with self._lock:
             self._collect()

@@ -22,7 +22,7 @@ from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.directory import is_directory
-from cachetree.transport.handshake import Credentials, check_worker, credentials_of, hold_ports
+from cachetree.transport.handshake import Credentials, bind_ports, check_worker, credentials_of
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.peers import Peers, check_peer
@@ -52,10 +52,10 @@ __all__ = [
     "Worker",
     "WorkerConfig",
     "ask",
+    "bind_ports",
     "check_peer",
     "check_worker",
     "credentials_of",
-    "hold_ports",
     "is_directory",
     "open_port",
     "parse_http",

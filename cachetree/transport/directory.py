@@ -83,10 +83,10 @@ def is_directory(peer: str) -> bool:
     return peer.startswith("dns://")
 
 
-def resolved(
+def addresses_of(
     name: Address, resolve: Callable[..., Sequence[Any]] = socket.getaddrinfo
 ) -> Sequence[Location]:
-    """All addresses that the name has now."""
+    """All addresses that the name resolves to now."""
     answers = resolve(name.host, name.port, type=socket.SOCK_STREAM)
     urls = {Address(answer[4][0], name.port).url for answer in answers}
     return [Location(url) for url in sorted(urls)[:MAX_FOUND]]

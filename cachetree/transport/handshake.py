@@ -258,9 +258,9 @@ def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
     return listen, AccessControl(keys.read_key_pair(config.key_file), allowed, admins)
 
 
-def hold_ports(config: WorkerConfig, held: ExitStack) -> None:
-    """Those that a worker is told to take, until that ends; raises ConfigError where one is not
-    free."""
+def bind_ports(config: WorkerConfig, held: ExitStack) -> None:
+    """Take the ports that a worker's configuration names until `held` ends; raises ConfigError if
+    one is not free."""
     listen = parse_address(config.listen, field="listen")
     held.enter_context(open_port(listen, field="listen"))
     if config.bulk_port:

@@ -118,7 +118,7 @@ class Peer:
     @property
     def status(self) -> PeerStatus:
         """The worker in numbers; from any thread."""
-        connection = self._fetches.link
+        connection = self._fetches.connection
         return msgspec.structs.replace(
             self._counts,
             state=self.state,
@@ -191,8 +191,8 @@ class Peer:
         with self._changed:
             self._is_closing = True
             self._wakeup.close()
-        if self._fetches.link is not None:
-            self._fetches.link.send(wire.Bye(reason="closing"))
+        if self._fetches.connection is not None:
+            self._fetches.connection.send(wire.Bye(reason="closing"))
         try:
             self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
         finally:
@@ -209,7 +209,7 @@ class Peer:
         to = resolved(self._remote)
         deadline = Deadline.after(self.config.connect_s, self._clock)
         answer = answer_of(to, self._credentials, hello, deadline, until_up=False, wait=self._wait)
-        connection = self._fetches.link = self._greeted(to, answer)
+        connection = self._fetches.connection = self._greeted(to, answer)
         while not self._is_closing:
             self._turn(connection)
 
@@ -313,14 +313,14 @@ class Peer:
             state = PeerState.RESTING
         cause = state.value
         if state is PeerState.CONNECTING:
-            cause = "lost" if self._fetches.link is not None else "not reached"
+            cause = "lost" if self._fetches.connection is not None else "not reached"
         if not self._is_closing and self._log_limiter.may(cause):
             log.warning("peer %s is %s: %s", self.address, cause, error)
             self._has_warned = True
-        if self._fetches.link is not None:
+        if self._fetches.connection is not None:
             self._view.forget()
-            self._fetches.link.close()
-            self._fetches.link = None
+            self._fetches.connection.close()
+            self._fetches.connection = None
             self._counts.num_losses += 1
             self._counts.unreachable_since = time.time()
         self._pulls.interrupt()

@@ -23,9 +23,9 @@ from cachetree.transport.config import PeerConfig
 from cachetree.transport.directory import (
     Look,
     PeriodicTask,
+    addresses_of,
     is_directory,
     parse_directory,
-    resolved,
 )
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer import NO_WORKER, Peer
@@ -85,7 +85,7 @@ class Peers:
     def watch(self, url: str, config: PeerConfig) -> None:
         """From now on add whom a directory names, and take out who is gone; raises ConfigError."""
         config = check_found(url, config)
-        look = partial(resolved, parse_directory(url))
+        look = partial(addresses_of, parse_directory(url))
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:

@@ -53,7 +53,7 @@ class PendingFetches:
         self._breaker = breaker
         self._counts = counts
         self._clock = clock
-        self.link: Connection | None = None
+        self.connection: Connection | None = None
         """While there is one: its owner sets it."""
         self.as_copies = False
         """As in a `Fetch`, of all of them: its owner sets it."""
@@ -63,16 +63,20 @@ class PendingFetches:
         """Those that no request is under way for."""
 
     @property
-    def _link(self) -> Connection:
-        assert self.link is not None
-        return self.link
+    def _connection(self) -> Connection:
+        assert self.connection is not None
+        return self.connection
 
     @property
     def _carried_bytes(self) -> int:
-        """By this link, whether somebody still waited for it or not; of what is read in the
+        """By this connection, whether somebody still waited for it or not; of what is read in the
         worker's memory, what was."""
-        link = self._link
-        return link.channel.received_bytes if link.arena is None else self._counts.num_landed_bytes
+        connection = self._connection
+        return (
+            connection.channel.received_bytes
+            if connection.arena is None
+            else self._counts.num_landed_bytes
+        )
 
     @property
     def _all(self) -> list[FrameReceiver]:
@@ -81,15 +85,15 @@ class PendingFetches:
     @property
     def free_link(self) -> Link | None:
         """What a fetch takes beside what has ended and may still come; from any thread."""
-        found, link = self.bandwidth.link, self.link
-        if found is None or link is None:
-            return found
+        link, connection = self.bandwidth.link, self.connection
+        if link is None or connection is None:
+            return link
         asked = tuple(self._asked.items())
         given_up = [(id, it) for id, it in asked if it.staging.error is not None]
         # In this order none is missed, and none counted twice, that the peer's thread ends now.
-        owed = {id: self._owed_to(it, link) for id, it in given_up} | link.owed
+        owed = {id: self._owed_to(it, connection) for id, it in given_up} | connection.owed
         frame_bytes = self._config.frame_bytes
-        return replace(found, ahead=sum(owed.values()), frame_bytes=frame_bytes)
+        return replace(link, ahead=sum(owed.values()), frame_bytes=frame_bytes)
 
     @property
     def is_under_way(self) -> bool:
@@ -122,16 +126,16 @@ class PendingFetches:
 
     def receiver_of(self, frame: Frame) -> FrameReceiver | None:
         """None where it crossed with our Cancel; raises ProtocolError."""
-        if frame.id > self._link.last_id:
+        if frame.id > self._connection.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
         receiver = self._asked.get(frame.id)
-        if receiver is None and (owed_bytes := self._link.owed.get(frame.id)):
-            self._link.owed[frame.id] = max(0, owed_bytes - frame.size)
+        if receiver is None and (owed_bytes := self._connection.owed.get(frame.id)):
+            self._connection.owed[frame.id] = max(0, owed_bytes - frame.size)
         return receiver
 
     def read(self, located: wire.Located) -> None:
         """Copy what lies in the worker's memory."""
-        receiver, arena = self.receiver_of(located.frame), self._link.arena
+        receiver, arena = self.receiver_of(located.frame), self._connection.arena
         if receiver is None:
             return
         if arena is None:
@@ -140,13 +144,13 @@ class PendingFetches:
             return
         receiver.read(located, arena)
         if receiver.staging.is_complete:  # The worker waits for it.
-            self._link.send(wire.Cancel(id=located.frame.id))
+            self._connection.send(wire.Cancel(id=located.frame.id))
 
     def ended(self, message: wire.Ended) -> None:
         """The worker sends nothing more for it."""
         if (receiver := self._asked.get(message.id)) is not None:
             self._broke(receiver, wire.error_of(message, self._who))
-        self._link.owed.pop(message.id, None)
+        self._connection.owed.pop(message.id, None)
 
     def check(self) -> None:
         """Give up what its reader gave up, or what is late."""
@@ -179,8 +183,8 @@ class PendingFetches:
             self._end(receiver, type(error)(str(error)))
 
     def _ask(self, receiver: FrameReceiver) -> None:
-        link, staging = self._link, receiver.staging
-        receiver.id = link.new_id()
+        connection, staging = self._connection, receiver.staging
+        receiver.id = connection.new_id()
         receiver.num_requests += 1
         receiver.since_s = self._clock()
         receiver.asked_at_bytes = self._carried_bytes
@@ -192,12 +196,12 @@ class PendingFetches:
                 steps=tuple((step.kind, step.layer) for step in staging.steps),
                 first_byte=staging.num_landed_bytes,
                 frame_bytes=self._config.frame_bytes,
-                reads_arena=link.arena is not None,
+                reads_arena=connection.arena is not None,
                 timeout_ms=int(1000 * min(staging.deadline.remaining_s(), wire.MAX_REQUEST_S)),
                 as_copy=self.as_copies,
                 traceparent=staging.traceparent,
             )
-            link.send(fetch)
+            connection.send(fetch)
         except ProtocolError as exc:  # More pages than a header takes.
             receiver.id = NOT_ASKED
             self._end(receiver, exc)
@@ -222,7 +226,7 @@ class PendingFetches:
             return
         self._counts.num_protocol_errors += 1
         self._breaker.failed(error)
-        self._link.send(wire.Cancel(id=receiver.id))
+        self._connection.send(wire.Cancel(id=receiver.id))
         self._suspend(receiver, error)
 
     def _suspend(self, receiver: FrameReceiver, error: FetchError) -> None:
@@ -233,16 +237,16 @@ class PendingFetches:
         else:
             self._broken.append(receiver)
 
-    def _owed_to(self, receiver: FrameReceiver, link: Connection) -> int:
+    def _owed_to(self, receiver: FrameReceiver, connection: Connection) -> int:
         """The most that the worker can have sent for it and that has not come."""
         staging = receiver.staging
         rest_bytes = staging.num_bytes - staging.num_landed_bytes
-        return 0 if link.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)
+        return 0 if connection.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)
 
     def _withdraw(self, receiver: FrameReceiver) -> None:
         """No request is under way for it any more."""
-        if self.link is not None and (owed_bytes := self._owed_to(receiver, self.link)):
-            self.link.owed[receiver.id] = owed_bytes
+        if self.connection is not None and (owed_bytes := self._owed_to(receiver, self.connection)):
+            self.connection.owed[receiver.id] = owed_bytes
         del self._asked[receiver.id]
         receiver.id = NOT_ASKED
 
@@ -250,8 +254,8 @@ class PendingFetches:
         """It fails."""
         error = receiver.staging.error or error
         if receiver.id != NOT_ASKED:
-            if self.link is not None:
-                self.link.send(wire.Cancel(id=receiver.id))
+            if self.connection is not None:
+                self.connection.send(wire.Cancel(id=receiver.id))
                 self._measure(receiver, error)
             self._withdraw(receiver)
             if isinstance(error, DeadlineExceeded):

@@ -16,7 +16,7 @@ MAX_COUNTS: Final = 256
 MAX_SOURCES: Final = 4096
 MAX_REASON_CHARS: Final = 500
 
-Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
+ReasonText = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 ByModel = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_MODELS)]
 ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
@@ -123,7 +123,7 @@ class Unpinned(msgspec.Struct, frozen=True, kw_only=True, tag="unpinned"):
 class Denied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
     """It was not done."""
 
-    reason: Reason
+    reason: ReasonText
 
 
 Order = Evict | Pin | Unpin

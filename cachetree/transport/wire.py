@@ -49,7 +49,7 @@ from cachetree.ids import KV, MAX_LAYERS, Kind, PageHash, Step
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
-from cachetree.transport.verbs import MAX_REASON_CHARS, Reason
+from cachetree.transport.verbs import MAX_REASON_CHARS, ReasonText
 from cachetree.tree import split_hashes
 
 PROTOCOL_VERSION: Final = 12
@@ -169,7 +169,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     id: int
     error: str
     """A value of `Why`."""
-    reason: Reason = ""
+    reason: ReasonText = ""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -183,7 +183,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     """There is no session, or no longer: greet again."""
 
-    reason: Reason
+    reason: ReasonText
 
 
 ToWorker = Hello | Learned | Fetch | Cancel | Ping | Bye | verbs.ToWorker

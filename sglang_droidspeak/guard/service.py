@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from cachetree import ConfigError, ModelId, ModelNames, with_names
-from cachetree.disk import hold, new_file
+from cachetree.disk import lock_file, new_file
 from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.guard.plans import (
     ALL,
@@ -35,7 +35,7 @@ log = logging.getLogger("droidspeak.guard")
 
 MAX_OTHERS: Final = 1000
 """Pairs in the record whose profiles this server does not have now."""
-_hold = functools.cache(hold)
+_lock = functools.cache(lock_file)
 """Until this process ends."""
 _VERSION: Final = 1
 _MAX_BYTES: Final = 16 << 20
@@ -199,7 +199,7 @@ def check_record(path: Path) -> None:
     it, where what is known cannot be read, or where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _hold(path.absolute().with_name(f".{path.name}.lock"))
+        _lock(path.absolute().with_name(f".{path.name}.lock"))
         write_record(path, read_record(path))
     except BlockingIOError:
         raise ConfigError(

@@ -87,7 +87,7 @@ def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(seed: i
             if cut:
                 lent.append((loan, places[:cut], mark))
             del loan
-        assert arena.held_bytes == sum(len(it) for _, places, _ in lent for it in places)
+        assert arena.lent_bytes == sum(len(it) for _, places, _ in lent for it in places)
     assert num_refused and num_torn > 100
     for loan, places, mark in lent:
         assert all(is_filled(loan.memory[it.start : it.stop], mark) for it in places)
@@ -100,7 +100,7 @@ def test_all_bytes_can_be_lent_however_they_are_torn() -> None:
         arena.give_back(loan, places_of(loan))
     loan = take(arena, (30, 10), (20, 10))
     assert [len(runs) for runs in loan.runs] == [30, 20]
-    assert arena.held_bytes == 1000
+    assert arena.lent_bytes == 1000
 
 
 def test_a_loan_lies_in_the_shortest_run_that_takes_it() -> None:
@@ -136,12 +136,12 @@ def test_memory_that_somebody_views_is_neither_lent_nor_changed() -> None:
     middle = place.start + 4 * UNIT
     arena.give_back(loan, [Span(middle, place.stop)])
     arena.give_back(loan, [Span(place.start, middle)])
-    assert arena.held_bytes == 8 * UNIT
+    assert arena.lent_bytes == 8 * UNIT
     with pytest.raises(NoRoom):
         take(arena, (1, UNIT))
     assert is_filled(view, 7)
     del view, loan
-    assert arena.held_bytes == 0
+    assert arena.lent_bytes == 0
     take(arena, (8, UNIT))
 
 
@@ -152,9 +152,9 @@ def test_many_parts_given_back_under_one_view_come_back_without_recursion() -> N
     view = loan.memory[place.start : place.start + 1]
     for at in range(place.start, place.stop):
         arena.give_back(loan, [Span(at, at + 1)])
-    assert arena.held_bytes == 5000
+    assert arena.lent_bytes == 5000
     del view, loan
-    assert arena.held_bytes == 0
+    assert arena.lent_bytes == 0
 
 
 def test_no_memory_is_allocated_after_the_start() -> None:
@@ -199,7 +199,7 @@ def test_a_slab_gives_back_every_dropped_page_once(
     for page in [page for page in order if page < num_pages]:
         assert slab.drop_pages(Span(page, page + 1)) == num_steps * step_bytes
         kept.remove(page)
-        assert slab.num_bytes == arena.held_bytes == len(kept) * num_steps * step_bytes
+        assert slab.num_bytes == arena.lent_bytes == len(kept) * num_steps * step_bytes
         assert all(is_filled(view, it) for it in kept for view in views(it))
 
 
@@ -217,7 +217,7 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     lease = tree.lease(MODEL, path("ab"), "test", Deadline.after(60))
     store(tree, "uvwx")  # c to h go, and with them their memory.
     assert [match.num_pages for match in tree.match(path("abcdefgh"))] == [2, 2]
-    assert tree.num_bytes == arena.held_bytes == 6 * page_bytes
+    assert tree.num_bytes == arena.lent_bytes == 6 * page_bytes
     store(tree, "yz")
     assert tree.num_bytes == 8 * page_bytes
     assert tree.reserve(MODEL, None, path("0123456")) is None, "a, b are leased"
@@ -228,7 +228,7 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     del view
     lease.release()
     tree.evict()
-    assert tree.num_bytes == arena.held_bytes == 0
+    assert tree.num_bytes == arena.lent_bytes == 0
 
 
 @pytest.mark.parametrize("blocker", ["an advert", "another model"])
@@ -249,7 +249,7 @@ def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker
     for letter in "tuvwxyz":  # Take all that is free.
         store(tree, letter, mark=9)
     assert all(is_filled(view, 7) for step in KV_STEPS for view in lease.views(step))
-    assert tree.num_bytes == arena.held_bytes
+    assert tree.num_bytes == arena.lent_bytes
 
 
 def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:

@@ -36,7 +36,7 @@ from cachetree import (
 from cachetree.transport import Peers, Worker
 from cachetree.transport import peers as peers_module
 from cachetree.transport.address import Address
-from cachetree.transport.directory import MAX_FOUND, resolved
+from cachetree.transport.directory import MAX_FOUND, addresses_of
 from cachetree.transport.peers import GONE_S
 from cachetree.transport.status import PeerState
 
@@ -78,7 +78,7 @@ def test_every_address_of_a_name_is_a_worker() -> None:
         hosts = ("10.0.0.2", "fd00::1", "10.0.0.1", "10.0.0.2")
         return [(0, type, 6, "", (it, port)) for it in hosts]
 
-    assert resolved(Address("cachetree", 7001), resolve) == [
+    assert addresses_of(Address("cachetree", 7001), resolve) == [
         Location("tcp://10.0.0.1:7001"),
         Location("tcp://10.0.0.2:7001"),
         Location("tcp://[fd00::1]:7001"),
@@ -87,7 +87,7 @@ def test_every_address_of_a_name_is_a_worker() -> None:
 
 def test_a_name_with_too_many_addresses_gives_some() -> None:
     answers = [(0, 0, 0, "", (f"10.0.{it >> 8}.{it & 255}", 1)) for it in range(2 * MAX_FOUND)]
-    assert len(resolved(Address("x", 1), lambda *_, **__: answers)) == MAX_FOUND
+    assert len(addresses_of(Address("x", 1), lambda *_, **__: answers)) == MAX_FOUND
 
 
 def test_a_worker_that_is_found_is_read() -> None:
@@ -211,7 +211,7 @@ def test_a_worker_that_is_listed_after_a_directory_that_names_it_stays() -> None
         config = CacheConfig(host_bytes=1 << 20, peer=FAST, serves=False, peers=(url, *others, at))
         with Cache(FAMILY, config, clock=clock) as cache:
             peers = cache._peers
-            assert peers._rounds[0].has_gone_well.wait(20)
+            assert peers._tasks[0].has_gone_well.wait(20)
             assert [it.name for it in threading.enumerate()].count(f"cachetree-peer {at}") == 1
             peer = peers.now[at]
             worker.close()
@@ -317,7 +317,7 @@ def test_a_name_that_does_not_resolve_is_told_of(
     def fails(*_: object, **__: object) -> list[object]:
         raise socket.gaierror("not now")
 
-    monkeypatch.setattr(peers_module, "resolved", fails)
+    monkeypatch.setattr(peers_module, "addresses_of", fails)
     with cache_of(peers=("dns://me:secret@x:7",), serves=False) as cache:
         eventually(lambda: cache.sources()[0].reason)
         (source,) = cache.sources()

@@ -217,7 +217,7 @@ def test_damage_is_a_stale_entry_and_no_longer_matches(
         with pytest.raises(StaleEntry):
             fetch(cache, prompt(0), Span(0, 8))
         assert cache.match(prompt(0)) == []
-        eventually(lambda: cache._arriving.held_bytes == 0, 2)
+        eventually(lambda: cache._arriving.lent_bytes == 0, 2)
         fetch(cache, prompt(1), Span(0, 8))
         assert cache.status().staging_bytes_in_use == 0
         store_and_wait(cache, prompt(0))

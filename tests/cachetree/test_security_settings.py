@@ -37,7 +37,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.cli import main
-from cachetree.transport import credentials_of, hold_ports
+from cachetree.transport import bind_ports, credentials_of
 
 pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
 
@@ -99,7 +99,7 @@ def test_all_addresses_of_a_machine_are_those_of_both_kinds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"tcp://[::]:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot be bound"):
-            hold_ports(WorkerConfig(listen=listen, insecure=True), contextlib.ExitStack())
+            bind_ports(WorkerConfig(listen=listen, insecure=True), contextlib.ExitStack())
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")

@@ -195,7 +195,7 @@ def test_no_error_that_is_kept_keeps_a_view() -> None:
         assert caught.value.args == ("broken", 2)
         del caught
     staging.release()
-    assert pool.held_bytes == 0
+    assert pool.lent_bytes == 0
 
 
 def test_memory_goes_back_with_the_last_view_of_a_released_fetch() -> None:
@@ -209,19 +209,19 @@ def test_memory_goes_back_with_the_last_view_of_a_released_fetch() -> None:
     room = staging.room(KV0, 0, 30)
     with pytest.raises(NoRoom):
         make()
-    assert pool.held_bytes == 30
+    assert pool.lent_bytes == 30
     staging.release()
     staging.release()
     assert ended == [staging]
     with pytest.raises(Cancelled):
         staging.room(KV0, 0, 30)
-    assert pool.held_bytes == 30
+    assert pool.lent_bytes == 30
     with pytest.raises(NoRoom):
         make()
     del room
-    assert pool.held_bytes == 0
+    assert pool.lent_bytes == 0
     make()
-    assert pool.held_bytes == 0, "it was dropped without a release"
+    assert pool.lent_bytes == 0, "it was dropped without a release"
 
 
 def test_deadlines_count_down() -> None:

@@ -72,7 +72,7 @@ def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(
 ) -> None:
     loader, told = Loader(NUM_LAYERS, Copies(None, "cuda")), []
     monkeypatch.setattr(Copies, "begin", lambda *_: told.append("waits"))
-    monkeypatch.setattr(loader._turns, "put", lambda _: told.append("asks"))
+    monkeypatch.setattr(loader._thread, "put", lambda _: told.append("asks"))
     loader.start([])
     loader.close()
     assert told[:2] == ["waits", "asks"]

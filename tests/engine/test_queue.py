@@ -226,7 +226,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     (told,) = taken.customized_info[KEY]
     assert told["exact"]
     waiting.clear()
-    assert cache.memory.held_bytes == 0
+    assert cache.memory.lent_bytes == 0
 
 
 def test_what_the_pool_has_no_more_takes_no_slots() -> None:
@@ -256,9 +256,9 @@ def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> No
     assert waiting.take("r1", keys, torch.arange(4 * PAGE))
     assert not waiting.take("r1", keys, torch.arange(4 * PAGE)), "it has slots"
     assert not waiting.cancel("r2")
-    assert cache.memory.held_bytes
+    assert cache.memory.lent_bytes
     assert waiting.cancel("r1")
-    assert cache.memory.held_bytes == 0
+    assert cache.memory.lent_bytes == 0
     assert isinstance(cache.stagings[0].error, Cancelled)
     assert not waiting.cancel("r1")
     assert not waiting.start()

@@ -133,7 +133,7 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     cache.has = Held(0, 0)
     assert not look(waiting, req)
     assert len(cache.fetched) == 2, "who has given up is not planned again"
-    assert cache.memory.held_bytes == 0
+    assert cache.memory.lent_bytes == 0
 
 
 class Team:
@@ -704,7 +704,7 @@ def test_where_the_first_rank_cannot_begin_all_prefill_in_full() -> None:
         waiting, told = waiting_with(cache, ranks=ranks)
         assert not look(waiting, request())
         assert told.by_rid["r1"].outcome == outcome
-        assert cache.memory.held_bytes == 0
+        assert cache.memory.lent_bytes == 0
 
 
 def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:

@@ -279,7 +279,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.waiting.clear()
-        assert self.cache.memory.held_bytes == 0
+        assert self.cache.memory.lent_bytes == 0
         self.patch.undo()
 
     # What comes and goes.

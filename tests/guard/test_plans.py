@@ -330,7 +330,7 @@ def test_what_the_server_before_wrote_last_is_kept(
 ) -> None:
     """As it ends, and lets go of the record."""
     path, last = tmp_path / "guard.json", (watched(PAIR),)
-    monkeypatch.setattr(service, "_hold", lambda _: write_record(path, last))
+    monkeypatch.setattr(service, "_lock", lambda _: write_record(path, last))
     check_record(path)
     assert read_record(path) == last
 
