@@ -1,7 +1,7 @@
 """Every benchmark, the most important first: `python -m benchmarks [NAME ...]`.
 
-Each writes `results/NAME.json`, in place of what is there; then the pages' tables are made again.
-One that fails leaves its result as it was, does not stop the others, and makes the exit status 1.
+Each benchmark replaces its `results/NAME.json`; then the tables in the pages are made again. If one
+fails, its old result stays, the others still run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NAMES = {
     "never_slower": [],
     "link_sweep": ["--documents", "6"],
 }
-"""With what is asked of them, so that all of it fits into 35 minutes on two cores."""
+"""Benchmarks and their arguments, chosen so that all of them take 35 minutes on two cores."""
 MOST_S = 900.0
-"""After which one is ended."""
+"""Seconds after which a benchmark is ended."""
 
 
 def run(module: str, *args: str) -> bool:

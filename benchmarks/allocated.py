@@ -1,4 +1,4 @@
-"""What a process holds, for benchmarks that count bytes."""
+"""Count the bytes that a process has allocated, for benchmarks of memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def counting() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own, of whose allocations `allocated_bytes` knows every one."""
-    os.environ["PYTHONMALLOC"] = "malloc"  # Of processes that start from now on.
+    """Start a process that takes all memory from malloc, so that `allocated_bytes` counts it."""
+    os.environ["PYTHONMALLOC"] = "malloc"  # Read by processes that start from now on.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 
 def allocated_bytes() -> int:
-    """What this process holds of glibc's malloc."""
+    """Bytes that this process holds from glibc's malloc."""
 
     class Info(ctypes.Structure):
         _fields_ = tuple((f"field_{i}", ctypes.c_size_t) for i in range(10))

@@ -3,10 +3,10 @@
     git worktree add --detach ../before 9dc6939
     python -m benchmarks.beside ../before -- disk.py --mib 128 --repetitions 3
 
-The script of either checkout runs with that checkout's own code, in turns that begin with the other
-one each time, so that both meet the same hour of the machine. Compared are the medians over the
-rounds of every number in the lines of JSON that both write. A ratio of times above 1 is slower now,
-one of speeds faster.
+Each checkout runs its own script with its own code. The two checkouts take turns, and each turn
+begins with the other one, so that both meet the same hour of the machine. Both scripts write lines
+of JSON; we compare the medians over the rounds of every number in these lines. If a ratio of times
+is above 1, the benchmark is slower now; if a ratio of speeds is above 1, it is faster.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from benchmarks import result
 NOW = Path(__file__).resolve().parents[1]
 
 
-def numbers(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Each number of some JSON, by its path; rows by what they are of, where each says another."""
-    if isinstance(found, dict):
-        for key, value in found.items():
+def numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield each number in a JSON value with its path. A row that has a `what` of its own is named
+    by it, any other row by its index."""
+    if isinstance(data, dict):
+        for key, value in data.items():
             if key != "environment":
                 yield from numbers(value, f"{name} / {key}" if name else key)
-    elif isinstance(found, list):
-        whats = [it.get("what") if isinstance(it, dict) else None for it in found]
-        for index, (value, what) in enumerate(zip(found, whats, strict=True)):
+    elif isinstance(data, list):
+        whats = [it.get("what") if isinstance(it, dict) else None for it in data]
+        for index, (value, what) in enumerate(zip(data, whats, strict=True)):
             row = index if what is None or whats.count(what) > 1 else what
             yield from numbers(value, f"{name} {row}")
-    elif isinstance(found, int | float):
-        yield name, found
+    elif isinstance(data, int | float):
+        yield name, data
 
 
 def run(checkout: Path, script: list[str]) -> dict[str, float]:
@@ -68,13 +69,13 @@ def main() -> None:
     args = parser.parse_args()
     environment = result.here()
     checkouts = [args.before.resolve(), NOW]
-    found: list[list[dict[str, float]]] = [[], []]
+    runs: list[list[dict[str, float]]] = [[], []]
     for number in range(args.rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            found[side].append(run(checkouts[side], args.script))
-    names = [name for name in found[0][0] if all(name in it for side in found for it in side)]
+            runs[side].append(run(checkouts[side], args.script))
+    names = [name for name in runs[0][0] if all(name in it for side in runs for it in side)]
     medians = {
-        name: [statistics.median(it[name] for it in side) for side in found] for name in names
+        name: [statistics.median(it[name] for it in side) for side in runs] for name in names
     }
     for name, (before, now) in medians.items():
         if re.search(args.only, name):
@@ -86,7 +87,7 @@ def main() -> None:
         "before_and_now": medians,
     }
     line = result.write("how fast is this beside another commit", compared, environment)
-    if args.json is not None:  # A log: each run is of other commits.
+    if args.json is not None:  # A log: each run compares other commits.
         with args.json.open("a") as log:
             log.write(line)
 

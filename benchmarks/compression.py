@@ -2,14 +2,15 @@
 
     python -m benchmarks.compression [--num-documents 24] [--json FILE]
 
-Physics: a codec is worth it where the link is slower than the time that it takes. With `r` the
-ratio of bytes, and seconds per byte of `e` and `d` to encode and decode, it saves on links of less
-than (1 - r) / (e + d) bytes per second, if it does not run beside the transfer. The scale of each
-vector is two bytes: 64 values of bfloat16 go from 128 bytes to 66 (8 bits) or 34 (4 bits).
+Physics: a codec saves time if the link is slower than the codec. Let `r` be the ratio of bytes, and
+`e` and `d` the seconds per byte to encode and decode. If the codec does not run beside the
+transfer, it saves time on links of less than (1 - r) / (e + d) bytes per second. The scale of each
+vector takes two bytes: 64 values of bfloat16 shrink from 128 bytes to 66 (8 bits) or 34 (4 bits).
 
-Quality: the sender's KV and E go through the codec and back, the profile's block is recomputed from
-that E, and the receiver answers the held-out questions. KL is to its full prefill, which no codec
-touches. The pairs' head_dim is 32, half of what is common, so their ratios are a little worse.
+Quality: the sender's KV and E are encoded and decoded. The receiver recomputes the profile's block
+from that E and answers the held-out questions. KL is the distance to the receiver's full prefill,
+which no codec touches. The pairs' head_dim is 32, half of the usual size, so their ratios are a
+little worse.
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ REPEATS = 9
 
 
 def through(codec: Codec, tensor: Tensor, length: int) -> Tensor:
-    """What arrives of a tensor whose last dimension is cut into vectors of `length`."""
+    """Encode and decode a tensor, with its last dimension cut into vectors of `length`."""
     vectors = tensor.reshape(-1, length)
     return decode(codec, encode(codec, vectors), tensor.dtype).view(tensor.shape)
 
 
 def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
-    """Full reuse and the profile's block, under every codec."""
+    """Measure full reuse and the profile's block under every codec."""
     sender_at, receiver_at, profile_at = SUBJECTS[name]
     profile = read_measured(profile_at)
     pair = load_pair(sender_at, receiver_at, dtype=torch.bfloat16)
     documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:num_documents]
     sender, receiver = answerers(pair, documents, 2.0)
-    found: dict[tuple[Codec, str], list[tuple[float, float]]] = {}
+    scores_of: dict[tuple[Codec, str], list[tuple[float, float]]] = {}
     for document in documents:
         for (codec, what), scores in examine(sender, receiver, profile, document).items():
-            found.setdefault((codec, what), []).extend(scores)
+            scores_of.setdefault((codec, what), []).extend(scores)
     head_dim = pair.receiver.config.head_dim
     return [
         {
@@ -79,7 +80,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
             "f1": round(fmean(quality for quality, _ in scores), 4),
             "kl": round(fmean(kl for _, kl in scores), 5),
         }
-        for (codec, what), scores in found.items()
+        for (codec, what), scores in scores_of.items()
     ]
 
 
@@ -94,7 +95,7 @@ def examine(
     head_dim = theirs.kv[0][0].shape[-1]
     plans = {"full reuse": FULL_REUSE, "block": Candidate(runs=(block,))}
     mixtures = mixtures_of([*plans.values()], num_layers)
-    found = {}
+    scores_of = {}
     for codec in Codec:
         kv: list[KV] = [
             (through(codec, keys, head_dim), through(codec, values, head_dim))
@@ -104,12 +105,12 @@ def examine(
         new = receiver.model.recompute(e, block)
         scores = examination.examine([kv, own, new], mixtures, is_decoded=True)
         for what, of_mixture in zip(plans, scores, strict=True):
-            found[codec, what] = [(score.quality, score.kl) for score in of_mixture]
-    return found
+            scores_of[codec, what] = [(score.quality, score.kl) for score in of_mixture]
+    return scores_of
 
 
 def measure_speed() -> list[dict[str, Any]]:
-    """GB/s of bfloat16 bytes, one thread."""
+    """Measure GB/s of bfloat16 bytes on one thread."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(SPEED_VECTORS, SPEED_LENGTH, generator=generator).to(torch.bfloat16)
@@ -140,8 +141,8 @@ def main() -> None:
     environment = result.here()
     torch.set_num_threads(1)
     quality = [row for name in SUBJECTS for row in measure_quality(name, args.num_documents)]
-    found = {"quality": quality, "speed": measure_speed()}
-    result.write("compression", found, environment, args.json)
+    results = {"quality": quality, "speed": measure_speed()}
+    result.write("compression", results, environment, args.json)
 
 
 if __name__ == "__main__":

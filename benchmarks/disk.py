@@ -2,13 +2,13 @@
 
     python -m benchmarks.disk [--mib 256] [--repetitions 7] [--path DIRECTORY]
 
-Physics: a buffered write copies each byte into the page cache, a warm read copies it out, and a
-cold read waits for the device. The store adds one checksum per page and layer (while it is in the
-second-level cache), a header per entry, and one `open` per step. The baseline writes
-the same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory,
-1 MiB at a time, without checksums. Cold is after fdatasync and posix_fadvise(DONTNEED); under a
-hypervisor its cache may still be warm. Restart is the opening of a cache whose directory has many
-small entries, until all of them match.
+Physics: a buffered write copies each byte into the page cache, a warm read copies the byte out, and
+a cold read waits for the device. The store adds one checksum per page and layer (while the page is
+in the second-level cache), a header per entry, and one `open` per step. The baseline writes the
+same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory, 1 MiB
+at a time, without checksums. A read is cold after fdatasync and posix_fadvise(DONTNEED); under a
+hypervisor, its cache may still be warm. The restart row opens a cache over many small entries,
+until all of them match.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Files:
         return [self.written[step][span.start * size : span.stop * size]]
 
     def renew_store(self) -> None:
-        """Not timed."""
+        """Replace the store by an empty one. Not timed."""
         self.store.close()
         shutil.rmtree(self.directory / "store")
         self.store = self._open()
@@ -94,9 +94,9 @@ class Files:
 
     def read_store(self) -> None:
         offset = 0
-        found = {part: self.store.find(MODEL, self.pages, part) for part in PARTS}
+        places = {part: self.store.find(MODEL, self.pages, part) for part in PARTS}
         for step in STEPS:
-            for file, span in found[part_of(step)]:
+            for file, span in places[part_of(step)]:
                 size = len(span) * self.written[step].nbytes // len(self.pages)
                 self.store.read(file, step, span, self.read_memory[offset : offset + size])
                 offset += size
@@ -130,13 +130,13 @@ def compare(files: Files) -> None:
 
 
 def measure(files: Files, repetitions: int) -> Iterator[dict[str, Any]]:
-    """A row for each question."""
+    """Measure a row for each question."""
 
     def row(what: str, plain: Work, store: Work, prepare: Work = lambda: None) -> dict[str, Any]:
         contenders = {"plain": plain, "store": store}
-        found = race(contenders, files.num_bytes, repetitions, prepare=prepare)
-        medians = {name: it.medians() for name, it in found.items()}
-        return {"what": what, **medians, "of_plain": found["store"].of(found["plain"])}
+        speeds = race(contenders, files.num_bytes, repetitions, prepare=prepare)
+        medians = {name: it.medians() for name, it in speeds.items()}
+        return {"what": what, **medians, "of_plain": speeds["store"].of(speeds["plain"])}
 
     yield row("write", files.write_raw, files.write_store, files.renew_store)
     files.renew_store()
@@ -146,7 +146,7 @@ def measure(files: Files, repetitions: int) -> Iterator[dict[str, Any]]:
 
 
 def measure_restarts(directory: Path, repetitions: int) -> list[float]:
-    """Seconds per opening of a cache with `NUM_SMALL` entries of a page each."""
+    """Seconds per opening of a cache with `NUM_SMALL` entries of one page each."""
     kv, e = (memoryview(bytes(SMALL.page_bytes(kind))) for kind in (Kind.KV, Kind.E))
     path, num_bytes = directory / "restart", 1 << 30
     with closing(DiskStore(CacheTree(SMALL, host_bytes=0), path, num_bytes)) as store:
@@ -176,14 +176,14 @@ def main() -> None:
         rows = list(measure(files, args.repetitions))
         files.store.close()
         restarts = measure_restarts(Path(directory), args.repetitions)
-    found = {
+    results = {
         "mib": args.mib,
         "repetitions": args.repetitions,
         "rows": rows,
         "small_entries": NUM_SMALL,
         "restart_us_per_entry": median(restarts) / NUM_SMALL * 1e6,
     }
-    result.write("disk", found, environment, args.json)
+    result.write("disk", results, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,25 @@
 
     python -m benchmarks.fleet_size [--workers 25 50 100 200] [--pages 1000000]
 
-`--pages` is what the largest fleet advertises; a smaller one has as much less, so that each worker
-always holds as many. Each has a tree of its own, full of prompts of 64 pages, one of which all
-workers have. What a worker tells goes through its own `Advertiser` and the wire's encoding into the
-engine's `RemoteView` of it, as between real processes; only the sockets are left out.
+`--pages` is what the largest fleet advertises. A smaller fleet advertises proportionally less, so
+that each worker always holds as many pages. Each worker has its own tree, full of prompts of 64
+pages. All workers have one of these prompts in common. Adverts pass through the worker's own
+`Advertiser`, the wire's encoding and the engine's `RemoteView` of the worker, as between real
+processes; only the sockets are left out.
 
-The snapshot of all workers is first: bytes that the engine allocates for it. Then `--seconds` of a
-fleet in which each worker stores one new prompt a second and drops its oldest for it: the messages
-that reach the engine, their bytes, and the CPU that it takes to read them. Then lookups of prompts
-that one worker has, that all have, and that nobody has, in CPU time with garbage collection off:
-what is found is compared with what each worker's own tree holds.
+First each worker sends its snapshot: we count the bytes that the engine allocates for it. Then the
+fleet runs for `--seconds`, and each worker stores one new prompt a second in place of its oldest:
+we count the messages that reach the engine, their bytes, and the CPU time to read them. Then we
+look up prompts that one worker has, that all have, and that none has, and count the CPU time with
+garbage collection off. Each answer is compared with the workers' own trees.
 
-Physics: an engine is told of every page once by each worker that has it, so memory and messages are
-linear in the number of workers. A lookup that nobody answers is one look into a dict; one that all
-answer names each of them. All of a fleet's engines together have its square: that is why more than
-some hosts take a shared storage. Each size runs in a process of its own. Fails where any of it
-but rare times grows faster than linearly: an exponent above 1.25 between the smallest and the
-largest, because what is linear in a lookup leaves the processor's caches as the fleet grows.
+Physics: each worker tells the engine once of every page it has, so memory and messages are linear
+in the number of workers. If no worker has the prompt, a lookup is one look into a dict; if all
+have it, the lookup names each of them. All engines of a fleet together pay for the square of its
+size: beyond some hosts, use a shared storage. Each size runs in its own process. The benchmark
+fails if any figure except rare times grows faster than linearly: an exponent above 1.25 between the
+smallest and the largest fleet. The margin is there because the linear part of a lookup outgrows the
+processor's caches.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ MAX_EXPONENT = 1.25
 NOT_JUDGED = frozenset(
     {"workers", "pages", "cpu_share", "one_p99_us", "all_p99_us", "nobody_p99_us"}
 )
-"""What grows by itself, or depends on what else the machine does."""
+"""Figures that grow by themselves, or depend on what else the machine does."""
 
 
 class SimulatedWorker:
-    """A tree, what it has told the engine, and how the engine sees it."""
+    """A worker's tree, the adverts it has sent to the engine, and the engine's view of the
+    worker."""
 
     def __init__(self, number: int, num_pages: int, engine: CacheTree) -> None:
         num_bytes = num_pages * PAGE_BYTES
@@ -62,7 +65,7 @@ class SimulatedWorker:
         self._advertiser: Advertiser | None = None
 
     def store(self, prompt: list[PageHash] | None = None) -> None:
-        """A new one where none is named; the oldest goes."""
+        """Store this prompt, or a new one if none is named, in place of the oldest."""
         prompt = prompt or prompt_of(self._random)
         for part in (KV, Part(1)):
             reservation = self.tree.reserve(MODEL, None, prompt, part)
@@ -72,13 +75,13 @@ class SimulatedWorker:
         del self.prompts[: -self._num_prompts]
 
     def tell(self) -> list[bytes]:
-        """What the engine does not know yet, as it goes over the wire."""
+        """Encode the messages that bring the engine up to date, as the wire carries them."""
         if self._advertiser is None:
             self._advertiser = Advertiser(self.tree, MAX_PENDING, lambda: None, time.monotonic)
         return [encode(it) for it in iter(self._advertiser.next, None)]
 
-    def told(self, messages: list[bytes]) -> None:
-        """In the engine."""
+    def deliver(self, messages: list[bytes]) -> None:
+        """Apply the worker's messages to the engine's view."""
         assert self._advertiser is not None
         for message in messages:
             advert = decode_to_peer(memoryview(message))
@@ -92,7 +95,7 @@ def prompt_of(random: Random) -> list[PageHash]:
 
 
 def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dict[str, Any]:
-    """Everything of one size."""
+    """Build a fleet of one size and measure it."""
     engine = CacheTree(FAMILY, host_bytes=0)
     pages_each = num_pages // num_workers // PROMPT_PAGES * PROMPT_PAGES
     workers = [SimulatedWorker(it, pages_each, engine) for it in range(num_workers)]
@@ -105,7 +108,7 @@ def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dic
     gc.collect()
     before = allocated_bytes()
     for worker, messages in zip(workers, snapshots, strict=True):
-        worker.told(messages)
+        worker.deliver(messages)
     gc.collect()
     memory = allocated_bytes() - before
     gc.disable()
@@ -118,7 +121,7 @@ def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dic
             num_told += len(messages)
             num_bytes += sum(map(len, messages))
             begun_s = time.thread_time()
-            worker.told(messages)
+            worker.deliver(messages)
             spent_s += time.thread_time() - begun_s
     return {
         "workers": num_workers,
@@ -134,8 +137,9 @@ def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dic
 def lookups(
     engine: CacheTree, workers: list[SimulatedWorker], common: list[PageHash], num: int
 ) -> dict[str, float]:
-    """Percentiles in microseconds, and what was found compared with the workers' own trees."""
-    random, found = Random(7), {}
+    """Percentiles of lookup times in microseconds. Each answer must agree with the workers' own
+    trees."""
+    random, percentiles = Random(7), {}
     asked = {
         "one": lambda: random.choice(
             [it for it in random.choice(workers).prompts if it is not common]
@@ -150,15 +154,16 @@ def lookups(
             begun_ns = time.thread_time_ns()
             matches = engine.match(prompt)
             spent_us.append((time.thread_time_ns() - begun_ns) / 1000)
-            there = [it for it in workers if it.tree.has(MODEL, prompt[-1])]
-            assert sorted(it.num_pages for it in matches) == [PROMPT_PAGES] * len(there)
+            holders = [it for it in workers if it.tree.has(MODEL, prompt[-1])]
+            assert sorted(it.num_pages for it in matches) == [PROMPT_PAGES] * len(holders)
         for percent in (50, 99):
-            found[f"{name}_p{percent}_us"] = float(np.percentile(spent_us, percent))
-    return found
+            percentiles[f"{name}_p{percent}_us"] = float(np.percentile(spent_us, percent))
+    return percentiles
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each figure, by how the number of workers grew from the first row to the last."""
+    """Exponent of each figure's growth with the number of workers, from the first row to the
+    last."""
     first, last = rows[0], rows[-1]
     growth = math.log(last["workers"] / first["workers"])
     return {
@@ -181,9 +186,9 @@ def main() -> None:
         asked = (size, args.pages * size // args.workers[-1], args.seconds, args.lookups)
         with counting() as process:
             rows.append(process.submit(run, *asked).result())
-    found = {"rows": rows, "exponents": exponents(rows)}
-    result.write("fleet_size", found, environment, args.json)
-    steep = {name: it for name, it in found["exponents"].items() if it > MAX_EXPONENT}
+    results = {"rows": rows, "exponents": exponents(rows)}
+    result.write("fleet_size", results, environment, args.json)
+    steep = {name: it for name, it in results["exponents"].items() if it > MAX_EXPONENT}
     if steep:
         raise SystemExit(f"faster than linear: {steep}")
 

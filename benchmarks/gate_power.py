@@ -2,21 +2,22 @@
 
     python -m benchmarks.gate_power [--runs 4000] [--json benchmarks/results/gate_power.json]
 
-Simulated held-out contexts in which the true loss is known, put to the profiler's own gate
-(`profiles.stats.gate`) one after another, at its tolerance of 5 %.
+We simulate held-out contexts and know their true loss. The profiler's own gate
+(`profiles.stats.gate`) reads them one after another, at its tolerance of 5 %.
 
-    even        every question is drawn for itself: right answers are lost, a few wrong ones gained
+    even        each question is drawn independently: a plan loses right answers and gains a few
     clustered   a third of the loss is in contexts that are lost whole
     whole       all of the loss is in such contexts
     rare large  the loss is in a few contexts that have forty questions, and are lost whole
     uneven      contexts have one to forty questions
 
-Baseline: the gate before, which bet by powers of a half, and looked once, at the end.
+Baseline: the previous gate, which bet by powers of a half, and looked once, at the end.
 
-Physics: a bet on "it loses more than the tolerance" that wins may win by luck at most one time in
-twenty (Ville's inequality), whatever the world and whenever one looks. So the rate of false passes
-is a check: it fails above 5 % and two of its deviations. Power is what the bets are chosen for. A
-loss just below the tolerance takes contexts in inverse proportion to the square of the distance.
+Physics: a winning bet on "the plan loses more than the tolerance" wins by luck at most one time in
+twenty (Ville's inequality), in any world and at any time. So we check the rate of false passes: the
+benchmark fails above 5 % and two standard deviations. The bets are chosen for power. If a loss is
+just below the tolerance, the number of contexts it needs grows with the inverse square of the
+distance.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from profiles.stats.gate import ERROR_RATE, proven_after
 
 TOLERANCE: Final = 0.05
 FULL: Final = 0.91
-"""Full prefill's quality."""
+"""Share of answers that are right by full prefill."""
 GAINED: Final = 0.02
-"""Share of its wrong answers that a plan has right."""
+"""Share of full prefill's wrong answers that a plan has right."""
 SIZES: Final = ((120, 2), (120, 6), (300, 2), (300, 6))
-"""Contexts, and questions about each."""
+"""Numbers of contexts, and of questions about each."""
 LOSSES: Final = (0.01, 0.023)
 MANY: Final = 40
 LARGE: Final = 0.055
-"""Share of contexts that are large."""
+"""Share of contexts that have many questions."""
 
 Sample = tuple[list[list[float]], list[list[float]]]
-"""Full prefill's qualities and a plan's."""
+"""Qualities of full prefill and of a plan, for each context and question."""
 World = Callable[[np.random.Generator, NDArray[np.int64], float], Sample]
 
 
@@ -87,22 +88,22 @@ def _drawn(
     loss: float | None,
     is_lost: NDArray[np.bool_],
 ) -> Sample:
-    """That share of full prefill's quality is lost question by question, none if it is None; and
-    all of the contexts that are named."""
+    """Draw right and wrong answers. The plan loses `loss` of full prefill's quality question by
+    question (None: nothing), and all questions of the contexts that `is_lost` marks."""
     full, plan = [], []
     for count, lost in zip(counts, is_lost, strict=True):
         right = rng.random(count) < FULL
         gained = 0.0 if loss is None else GAINED
         dropped = 0.0 if loss is None else loss + gained * (1 - FULL) / FULL
         rolled = rng.random(count)
-        kept = np.where(right, rolled >= dropped, rolled < gained) & (not lost)
+        plan_right = np.where(right, rolled >= dropped, rolled < gained) & (not lost)
         full.append(right.astype(float).tolist())
-        plan.append(kept.astype(float).tolist())
+        plan.append(plan_right.astype(float).tolist())
     return full, plan
 
 
 def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
-    """By the gate before, for the same contexts."""
+    """True if the previous gate passes the plan on the same contexts."""
     bets = 0.5 ** np.arange(6)
     lost = np.array([fmean(it) for it in full]) - np.array([fmean(it) for it in plan]) / (
         1 - TOLERANCE
@@ -113,7 +114,7 @@ def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
 
 
 def rate(world: str, size: tuple[int, int], loss: float, runs: int) -> dict[str, Any]:
-    """Share of runs that pass, and after how many contexts the middle one of them does."""
+    """Share of runs that pass, and the median number of contexts that a passing run takes."""
     rng, taken, before = np.random.default_rng(7), [], 0
     for _ in range(runs):
         sample = WORLDS[world](rng, np.full(size[0], size[1]), loss)
@@ -134,7 +135,7 @@ def rate(world: str, size: tuple[int, int], loss: float, runs: int) -> dict[str,
 
 
 def most_false(runs: int) -> float:
-    """The largest rate of false passes that chance explains, where the true rate is as stated."""
+    """The largest rate of false passes that chance explains if the true rate is `ERROR_RATE`."""
     return ERROR_RATE + 2 * sqrt(ERROR_RATE * (1 - ERROR_RATE) / runs)
 
 
@@ -150,8 +151,8 @@ def main() -> None:
         for size in SIZES
         for loss in LOSSES
     ]
-    found = {"runs": args.runs, "false_passes": false, "power": power}
-    result.write("gate_power", found, environment, args.json)
+    results = {"runs": args.runs, "false_passes": false, "power": power}
+    result.write("gate_power", results, environment, args.json)
     if wrong := [it for it in false if it["passed"] > most_false(args.runs)]:
         raise SystemExit(f"passes too often: {wrong}")
 

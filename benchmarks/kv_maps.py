@@ -1,7 +1,7 @@
 """A baseline: linear maps from the sender's KV to the receiver's, with nothing recomputed.
 
-As in arXiv 2608.03893: for each layer one ridge regression from the sender's keys and values of
-that layer and its neighbours. Keys are mapped without their rotation.
+As in arXiv 2608.03893, each layer has one ridge regression. Its input is the sender's keys and
+values of that layer and its neighbours. Keys are mapped without their rotation.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from profiles.compute.layered import KV, LayeredModel
 NEIGHBOURS: Final = 2
 """Layers on either side that a map reads."""
 PENALTY: Final = 0.01
-"""Relative to the mean square of a column."""
+"""Ridge penalty, relative to the mean square of a column."""
 
 
 class KVMaps:
-    """One matrix `[columns of the layers read + 1, columns of a layer]` for each layer; what it
-    gives is added to the sender's."""
+    """A linear map for each layer: a matrix `[columns of the layers read + 1, columns of a layer]`.
+    The sender's KV plus the map's output approximates the receiver's."""
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         self.matrices = matrices
 
     @classmethod
     def fit(cls, model: LayeredModel, pairs: Iterable[tuple[Sequence[KV], Sequence[KV]]]) -> KVMaps:
-        """From the sender's and the receiver's KV of the same documents."""
+        """Fit the maps to pairs of the sender's and the receiver's KV of the same documents."""
         sums: list[Tensor] = []
         for theirs, ours in pairs:
             read, wanted = _rows(model, theirs), _rows(model, ours)
             for layer in range(model.num_layers):
                 x = _columns(read, layer)
-                found = x.T @ torch.cat([x, wanted[layer] - read[layer]], 1)
+                products = x.T @ torch.cat([x, wanted[layer] - read[layer]], 1)
                 if layer < len(sums):
-                    sums[layer] += found
+                    sums[layer] += products
                 else:
-                    sums.append(found)
+                    sums.append(products)
         return cls([_solved(it) for it in sums])
 
     def __call__(self, model: LayeredModel, theirs: Sequence[KV]) -> list[KV]:
@@ -56,7 +56,8 @@ class KVMaps:
 
 
 def _rows(model: LayeredModel, kv: Sequence[KV]) -> list[Tensor]:
-    """Of each layer `[tokens, 2 * kv_heads * head_dim]`: keys without rotation, and values."""
+    """Flatten each layer to `[tokens, 2 * kv_heads * head_dim]`: keys without rotation, and
+    values."""
     cos, sin = _rotation(model, kv[0][0].shape[2])
     return [
         torch.cat([it[0].transpose(0, 1).flatten(1) for it in (_turned(k, cos, -sin), v)], 1)

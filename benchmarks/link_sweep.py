@@ -2,14 +2,14 @@
 
     python -m benchmarks.link_sweep [--documents 8] [--json benchmarks/results/link_sweep.json]
 
-Two servers of one randomly initialised model of 12 layers × 768; the receiver may load all layers
-of a 1,000-token document from a relay, over a link that is paced to one rate after the other, from
-fast to slow. At each rate requests of mode `auto` alternate with full prefills (`off`) on the same
-documents, and their answers are compared before their times. The first two of a rate are the ones
-from which the server learns it; medians are of the others.
+Two servers run one randomly initialised model of 12 layers × 768. The receiver may load all layers
+of a 1,000-token document from a relay. We pace the link to one rate after the other, from fast to
+slow. At each rate, requests of mode `auto` alternate with full prefills (`off`) of the same
+documents. We compare their answers before their times. The server learns the rate from the first
+two requests; medians are taken over the others.
 
-Physics: a full prefill takes t, the document's KV of b bytes t' = b / rate. A plan is used where it
-is sooner, t' < t; beyond that `auto` must do as `off` does, and waits for nothing.
+Physics: a full prefill takes t, and the document's KV of b bytes takes t' = b / rate. A plan is
+used if it is faster, t' < t. On slower links `auto` must behave like `off` and wait for nothing.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ def main() -> None:
     args = parser.parse_args()
     environment = result.here()
     setup = Setup(num_shared=NUM_SHARED, num_documents=args.documents, is_one_model=True)
-    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as it:
-        publish(it)
-        for document in range(len(it.documents)):  # From which its own speed is learned.
-            it.ask(document, {"mode": "off"})
-        mirror(it, EMPTY_SPAN)
-        it.sender.stop()
+    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as testbed:
+        publish(testbed)
+        for document in range(
+            len(testbed.documents)
+        ):  # The server learns its own speed from these.
+            testbed.ask(document, {"mode": "off"})
+        mirror(testbed, EMPTY_SPAN)
+        testbed.sender.stop()
         time.sleep(0.5)
         rates = []
         for mb_per_s in MB_PER_S:
-            with paced(it, mb_per_s * 1e6, {}):
-                rates.append(row(mb_per_s, in_turns(it)))
+            with paced(testbed, mb_per_s * 1e6, {}):
+                rates.append(row(mb_per_s, in_turns(testbed)))
     result.write("link_sweep", {"rates": rates}, environment, args.json)
 
 

@@ -3,25 +3,26 @@
     python -m benchmarks.lora [--adapters 2 4 8 16] [--rounds 1]
     python -m benchmarks.lora --activated 8 [--rounds 2]
 
-One base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all random, and one document of
-2,000 tokens with a question of each adapter's own. SGLang alone keeps a tree per adapter, so each
-of n adapters computes the document. With the extension the first one does, and the others copy its
-slots in the pool and recompute three layers, [4, 7), by a made-up profile that passed its gate.
+There is one base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all with random
+weights. All adapters read one document of 2,000 tokens; each asks its own question. SGLang alone
+keeps a tree per adapter, so each of n adapters computes the document. With the extension only the
+first adapter computes the document. The others copy its slots in the pool and recompute three
+layers, [4, 7), by a made-up profile that passed its gate.
 
-Physics: a full prefill is 12 layers for every token, the block about 2.1 of them (two whole, and K
-and V of the third), so at best the second adapter's first token comes 12 / 2.1 = 5.7 times sooner,
-less the forward over the question; and of n adapters sent at once the work is 12 + 2.1 (n - 1)
-layers in place of 12 n, 3.6 times less for 8. Decoding is the same on both sides.
+Physics: a full prefill computes 12 layers for every token, the block about 2.1 layers (two whole,
+and K and V of the third). So the second adapter's first token is at best 12 / 2.1 = 5.7 times
+faster, less the forward over the question. If n adapters are sent at once, the work is
+12 + 2.1 (n - 1) layers in place of 12 n: 3.6 times less for 8. Decoding is the same on both sides.
 
-Contenders take turns on fresh documents. Before times are compared, outputs are: SGLang's answer
-with an oracle's full prefill of the merged weights, the extension's with the oracle's same plan;
-and in every round the first adapter's answers with each other.
+Contenders take turns on fresh documents. We compare outputs before times. SGLang's answer must
+agree with an oracle's full prefill of the merged weights, and the extension's with the oracle's
+same plan. In every round the first adapter's answers must agree.
 
 With `--activated`: what do n activated adapters cost beside n ordinary ones? A batch may hold
-`max_loras_per_batch` adapters. An activated one needs the base in its batch, too: with n slots one
-of n requests sent at once waits until another has answered, and with n + 1 none does. Nothing is
-recomputed for an activated adapter, so at best the time to first token is the question's forward.
-Before times are compared, all answers are compared between the two numbers of slots.
+`max_loras_per_batch` adapters. An activated adapter needs the base in its batch, too. With n slots,
+one of n requests sent at once waits until another has answered; with n + 1 slots none waits.
+Nothing is recomputed for an activated adapter, so at best the time to first token is the question's
+forward. Before times, all answers are compared between the two numbers of slots.
 """
 
 from __future__ import annotations
@@ -80,12 +81,10 @@ class Models:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request."""
-
     ttft_ms: float
     ids: list[int]
-    told: Mapping[str, Any]
-    """What the extension says of it; empty without."""
+    provenance: Mapping[str, Any]
+    """Provenance that the extension reports; empty without the extension."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ class Bench:
     servers: Mapping[str, Server]
     names: Sequence[str]
     num_tokens: int
-    """Of the document."""
+    """Length of the document."""
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """One document, an invocation, and a question of each adapter's own."""
+        """Prompts about one document: an invocation, and a different question for each adapter."""
         document = [*random_prompt(self.num_tokens, seed), *INVOCATION]
         questions = range(100_000 + 100 * seed, 100_000 + 100 * seed + len(self.names))
         return [[*document, *random_prompt(NUM_QUESTION, it)] for it in questions]
@@ -109,17 +108,18 @@ class Bench:
             timeout_s=600,
             sampling_params={"ignore_eos": True},
         )
-        (told,) = reply["meta_info"].get("droidspeak", [{}])
-        return Sample(1000 * ttft_s, reply["output_ids"], told)
+        (provenance,) = reply["meta_info"].get("droidspeak", [{}])
+        return Sample(1000 * ttft_s, reply["output_ids"], provenance)
 
     def sequence(self, who: str, prompts: Sequence[list[int]], max_new: int = 1) -> list[Sample]:
-        """One adapter after the other, from an empty cache."""
+        """Ask with one adapter after the other, from an empty cache."""
         self.servers[who].flush()
         pairs = zip(self.names, prompts, strict=True)
         return [self.ask(who, name, tokens, max_new) for name, tokens in pairs]
 
     def burst(self, who: str, prompts: Sequence[list[int]]) -> tuple[float, list[Sample]]:
-        """All at once, from an empty cache; with the seconds until the last one is answered."""
+        """Ask with all adapters at once, from an empty cache; also returns the seconds until the
+        last answer."""
         self.servers[who].flush()
         with ThreadPoolExecutor(len(prompts)) as pool:
             started_s = time.perf_counter()
@@ -132,7 +132,7 @@ class Bench:
 
 
 def write(folder: Path, num_adapters: int) -> Models:
-    """The base, its adapters, and a profile of every ordered pair of them."""
+    """Write the base, its adapters, and a profile of every ordered pair of them."""
     (base,) = write_random(folder, ["base"])
     adapters = [
         write_adapter(folder / f"adapter-{seed}", base, rank=RANK, std=0.02, seed=seed)
@@ -148,14 +148,14 @@ def write(folder: Path, num_adapters: int) -> Models:
 
 
 def pool_tokens(num_tokens: int, num_requests: int) -> int:
-    """Slots of the KV pool, in whole pages."""
+    """Slots that the KV pool needs, in whole pages."""
     pages = -(-(num_tokens + NUM_QUESTION + MAX_NEW) // PAGE) + 1
     return (num_requests + 1) * pages * PAGE
 
 
 @contextmanager
 def bench(models: Models, num_tokens: int, count: int) -> Iterator[Bench]:
-    """SGLang alone and with the extension, side by side, with the first `count` adapters."""
+    """Run SGLang alone and with the extension, side by side, with the first `count` adapters."""
     adapters = {it.name: it for it in models.adapters[:count]}
     of_sglang = options(
         max_total_tokens=pool_tokens(num_tokens, count),
@@ -184,7 +184,7 @@ def settings_of(models: Models) -> dict[str, Any]:
 
 @contextmanager
 def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
-    """Ordinary adapters, and copies of them that are activated, with as many slots and one more."""
+    """Run ordinary adapters, and activated copies of them with as many slots and with one more."""
     ordinary = {it.name: it for it in models.adapters}
     copies = {
         name: activate(Path(copytree(it, it.with_name(f"{name}-activated"))), INVOCATION)
@@ -217,18 +217,21 @@ def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
         yield Bench(dict(zip(contenders, servers, strict=True)), list(ordinary), num_tokens)
 
 
-def measure_activated(it: Bench, rounds: int) -> list[dict[str, Any]]:
-    """As `measure`. The time to first token is of the burst, too: there a slot is waited for."""
+def measure_activated(testbed: Bench, rounds: int) -> list[dict[str, Any]]:
+    """Measure like `measure`, and also the last time to first token of a burst, in which a request
+    may wait for a slot."""
     times: dict[str, dict[str, list[float]]] = {
-        who: {"later_ttft_ms": [], "burst_ms": [], "last_ttft_ms": []} for who in it.servers
+        who: {"later_ttft_ms": [], "burst_ms": [], "last_ttft_ms": []} for who in testbed.servers
     }
     for index in range(rounds + 1):
-        turns = rotated([*it.servers], index)
-        one, other = it.prompts(seed=2 * index), it.prompts(seed=2 * index + 1)
-        sequences = {who: it.sequence(who, one) for who in turns}
-        bursts = {who: it.burst(who, other) for who in turns}
+        turns = rotated([*testbed.servers], index)
+        one, other = testbed.prompts(seed=2 * index), testbed.prompts(seed=2 * index + 1)
+        sequences = {who: testbed.sequence(who, one) for who in turns}
+        bursts = {who: testbed.burst(who, other) for who in turns}
         for who in turns:
-            outcomes = [sample.told["outcome"] for sample in (*sequences[who], *bursts[who][1])]
+            outcomes = [
+                sample.provenance["outcome"] for sample in (*sequences[who], *bursts[who][1])
+            ]
             assert outcomes.count("no_match") == 2, (who, outcomes)
             assert outcomes.count("reused") == len(outcomes) - 2, (who, outcomes)
             if index:
@@ -244,55 +247,55 @@ def measure_activated(it: Bench, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure(it: Bench, rounds: int) -> dict[str, Any]:
-    """Contenders in turns; the first round warms up. Medians of all rounds, in ms."""
+def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
+    """Measure the contenders in turns; the first round warms up. Medians of all rounds, in ms."""
     later: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     burst: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     for index in range(rounds + 1):
         turns = rotated(CONTENDERS, index)
-        prompts = it.prompts(seed=2 * index)
-        sequences = {who: it.sequence(who, prompts) for who in turns}
+        prompts = testbed.prompts(seed=2 * index)
+        sequences = {who: testbed.sequence(who, prompts) for who in turns}
         require_plan(sequences[EXTENDED])
         assert sequences[ALONE][0].ids == sequences[EXTENDED][0].ids, "full prefills must agree"
-        prompts = it.prompts(seed=2 * index + 1)
-        bursts = {who: it.burst(who, prompts) for who in turns}
+        prompts = testbed.prompts(seed=2 * index + 1)
+        bursts = {who: testbed.burst(who, prompts) for who in turns}
         require_plan(bursts[EXTENDED][1])
         for who in turns if index else ():
             later[who] += [sample.ttft_ms for sample in sequences[who][1:]]
             burst[who].append(1000 * bursts[who][0])
-    found: dict[str, Any] = {
+    medians: dict[str, Any] = {
         who: {"later_ttft_ms": median(later[who]), "burst_ms": median(burst[who])}
         for who in CONTENDERS
     }
-    one, other = (found[who] for who in CONTENDERS)
+    one, other = (medians[who] for who in CONTENDERS)
     gains = {f"{of}_gain": one[key] / other[key] for of, key in GAINS.items()}
-    return {"adapters": len(it.names), **found, **gains}
+    return {"adapters": len(testbed.names), **medians, **gains}
 
 
 def require_plan(samples: Sequence[Sample]) -> None:
-    """One of them computed the document, and the others read it as the profile says."""
-    outcomes = sorted(sample.told["outcome"] for sample in samples)
+    """Check that one adapter computed the document, and that the others read it by the profile."""
+    outcomes = sorted(sample.provenance["outcome"] for sample in samples)
     assert outcomes == ["no_match"] + ["reused"] * (len(samples) - 1), outcomes
-    readers = [sample.told for sample in samples if sample.told["outcome"] == "reused"]
+    readers = [sample.provenance for sample in samples if sample.provenance["outcome"] == "reused"]
     assert all(told["location"] == "pool" for told in readers), readers
     assert all(told["block"] == [BLOCK.start, BLOCK.stop] for told in readers), readers
 
 
-def compare_outputs(it: Bench, models: Models) -> None:
-    """Before times are compared: both contenders against the oracle, on merged weights."""
-    prompts = it.prompts(seed=90_000)
+def compare_outputs(testbed: Bench, models: Models) -> None:
+    """Compare both contenders' answers with the oracle, which uses merged weights."""
+    prompts = testbed.prompts(seed=90_000)
     sender, receiver = (
         load_model(ModelSource(path=models.base, adapter=adapter))
         for adapter in models.adapters[:2]
     )
-    ids, num_shared = torch.tensor(prompts[1:2]), it.num_tokens // PAGE * PAGE
+    ids, num_shared = torch.tensor(prompts[1:2]), testbed.num_tokens // PAGE * PAGE
     asked = (ids[:, :num_shared], ids[:, num_shared:])
     expected = {
         ALONE: generate(receiver, receiver, *asked, EMPTY_SPAN, MAX_NEW),
         EXTENDED: generate(receiver, sender, *asked, BLOCK, MAX_NEW),
     }
     for who, wanted in expected.items():
-        samples = it.sequence(who, prompts, max_new=MAX_NEW)
+        samples = testbed.sequence(who, prompts, max_new=MAX_NEW)
         assert wanted.sure, "the oracle itself is undecided; take another seed"
         got = samples[1].ids
         assert got[: len(wanted.sure)] == wanted.sure, (who, got, wanted.ids)
@@ -313,28 +316,28 @@ def main() -> None:
     if args.activated is not None:
         with tempfile.TemporaryDirectory() as name:
             models = write(Path(name), args.activated)
-            with activated_bench(models, args.tokens) as it:
-                rows = measure_activated(it, args.rounds)
-        found = {"tokens": args.tokens, "rounds": args.rounds, "count": args.activated}
-        result.write("lora_activated", {**found, "rows": rows}, environment, args.json)
+            with activated_bench(models, args.tokens) as testbed:
+                rows = measure_activated(testbed, args.rounds)
+        results = {"tokens": args.tokens, "rounds": args.rounds, "count": args.activated}
+        result.write("lora_activated", {**results, "rows": rows}, environment, args.json)
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
         models = write(Path(name), max(args.adapters))
         for count in args.adapters:
-            with bench(models, args.tokens, count) as it:
+            with bench(models, args.tokens, count) as testbed:
                 if not rows:
-                    compare_outputs(it, models)
-                rows.append(measure(it, args.rounds))
+                    compare_outputs(testbed, models)
+                rows.append(measure(testbed, args.rounds))
     shared = args.tokens // PAGE * PAGE
-    found = {
+    results = {
         "tokens": args.tokens,
         "rounds": args.rounds,
         "counts": rows,
         "kv_bytes_per_adapter": 4 * 2 * NUM_LAYERS * HIDDEN * shared,
-        "e_bytes_per_adapter": 4 * HIDDEN * shared,  # At one layer for all pairs.
+        "e_bytes_per_adapter": 4 * HIDDEN * shared,  # E of one layer, for all pairs.
     }
-    result.write("lora", found, environment, args.json)
+    result.write("lora", results, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,20 @@
 
     python -m benchmarks.never_slower [--json benchmarks/results/never_slower.json]
 
-Real fits and the real policy on a device that is computed from public figures. It serves some 400
-prompts of 32 to 40,000 tokens, in full or with a block recomputed, and fetches beside them and
-loads them, each with noise and now and then held up by others. What is learned from that chooses
-plans; they are compared by what they really take, which nobody has told the policy.
+The fits and the policy are the product's; the device is computed from public figures. The device
+serves some 400 prompts of 32 to 40,000 tokens, in full or with a block recomputed. It also fetches
+and loads, and every time has noise and a rare delay by other work. The fits learn from these times
+and choose plans. We compare the plans by their true times, which the policy never sees.
 
 Physics of a pass over n tokens, c before each, through w layers of a Llama-3-8B:
 
     a layer   the longest of its launches, its products at the utilisation, and its weights read
-    link      fetches share it evenly: bytes and as much of each other's, at the bandwidth
+    link      fetches share it evenly: each waits for its bytes and as many of every other fetch
     copies    host to device, E before the block and KV beside it
     overhead  of a fetch beside its bytes: a round trip, and until the scheduler sees its end
 
-Fixed plans to compare with are a full prefill and every proven block. What was chosen is given up
-as a server gives it up, by what has come of its fetch, and then takes a full prefill.
+The fixed plans to compare with are a full prefill and every proven block. A chosen plan is given up
+by the server's own rules, from the progress of its fetch, and then costs a full prefill on top.
 """
 
 from __future__ import annotations
@@ -51,42 +51,43 @@ from cachetree.transport.pace import Bandwidth
 from sglang_droidspeak.cost import Meter
 
 NUM_LAYERS, HIDDEN, MLP, KV_WIDTH = 32, 4096, 14336, 1024
-"""Llama-3-8B."""
+"""Sizes of Llama-3-8B."""
 WEIGHTS = 2 * HIDDEN**2 + 2 * HIDDEN * KV_WIDTH + 3 * HIDDEN * MLP
 KV_BYTES, E_BYTES = 2 * 2 * KV_WIDTH, 2 * HIDDEN
-"""Per token and layer, bfloat16."""
+"""Bytes per token and layer in bfloat16."""
 PAGE, NUM_NEW, STEP_TOKENS = 16, 32, 8192
 ROUND_TRIP_S, NOTICE_S = 0.0004, 0.0006
 OVERHEAD_S = ROUND_TRIP_S + NOTICE_S
-"""Of any reuse: a round trip, and until the scheduler sees its end."""
+"""Seconds that any reuse adds: a round trip, and the time until the scheduler sees its end."""
 COPY_LAUNCHES_S = 24 * 2 * 10e-6
-"""Of a load: for each layer a copy, and what scatters it."""
+"""Seconds that a load adds: for each layer, the launch of a copy and of the kernel that scatters
+it."""
 BLOCKS = (Span(8, 16), Span(4, 20), Span(0, 28))
 GB_PER_S = tuple(0.05 * 1000 ** (i / 12) for i in range(13))
 TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
 FETCHES = (0, 1, 4, 16)
 FRAME_BYTES = PeerConfig().frame_bytes
 NUM_LOOKS = 32
-"""At a fetch, of which each frame is looked at by a server."""
+"""Frames of a fetch that we look at; a server looks at each."""
 RATE_S = 0.2
-"""From when on its rate counts, as in `sglang_droidspeak.request.arrivals`."""
+"""Seconds after which a fetch's rate counts, as in `sglang_droidspeak.request.arrivals`."""
 FAR = Location("tcp://far:1")
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peak figures of its data sheet, and what is commonly reached."""
+    """Peak figures from a data sheet, and the share of them that is commonly reached."""
 
     name: str
     flop_per_s: float
     hbm_bytes_per_s: float
     pcie_bytes_per_s: float
     layer_launches_s: float = 15 * 5e-6
-    """Kernels of a layer, at the 5 µs that launching one takes outside a CUDA graph."""
+    """Seconds to launch a layer's kernels, at 5 µs each outside a CUDA graph."""
     utilisation: float = 0.5
 
     def pass_s(self, tokens: Span, num_layers: float) -> float:
-        """One pass, without noise."""
+        """Seconds of one pass, without noise."""
         work = len(tokens) * (2 * WEIGHTS + 2 * HIDDEN * (tokens.start + tokens.stop))
         layer_s = max(
             self.layer_launches_s,
@@ -101,22 +102,22 @@ class Device:
 
 DEVICES = (
     # nvidia.com/en-us/data-center/a100: 312 TFLOP/s dense bfloat16, 2,039 GB/s (80 GB SXM), PCIe
-    # Gen4 64 GB/s both ways, of which a page-locked copy reaches about 25 in one.
+    # Gen4 64 GB/s both ways; a page-locked copy reaches about 25 GB/s in one direction.
     Device("A100", 312e12, 2.039e12, 25e9),
     # nvidia.com/en-us/data-center/h100: 1,979 TFLOP/s bfloat16 with sparsity, half of it dense,
-    # 3.35 TB/s (SXM), PCIe Gen5 128 GB/s both ways, of which a copy reaches about 50 in one.
+    # 3.35 TB/s (SXM), PCIe Gen5 128 GB/s both ways; a copy reaches about 50 GB/s in one direction.
     Device("H100", 989e12, 3.35e12, 50e9),
 )
 
 
 def chunks(tokens: Span) -> Iterator[Span]:
-    """As SGLang cuts a prefill."""
+    """Cut a prefill as SGLang does."""
     for start in range(tokens.start, tokens.stop, STEP_TOKENS):
         yield Span(start, min(tokens.stop, start + STEP_TOKENS))
 
 
 class Server:
-    """What one server has learned of one device and one link, by the product's own means."""
+    """A server's knowledge of one device and one link, learned by the product's own means."""
 
     def __init__(self, device: Device, bytes_per_s: float, seed: int) -> None:
         self.device, self.bytes_per_s = device, bytes_per_s
@@ -147,20 +148,20 @@ class Server:
         self.meter.loaded(num_bytes, copy_s + COPY_LAUNCHES_S)
 
     def serve(self, num_requests: int) -> None:
-        """Prompts of all lengths, each second one with a block; and their fetches."""
+        """Serve prompts of all lengths, every second one with a block, and fetch beside them."""
         for number in range(num_requests):
             num_tokens = int(math.exp(self._random.uniform(math.log(32), math.log(40_000))))
             if number % 2:
                 work = len(BLOCKS[number // 2 % len(BLOCKS)]) - 1
-                for it in chunks(Span(0, num_tokens)):
-                    with self.meter.block([it], work):
-                        self._pass(self.device.pass_s(it, work), 0.03)
-            for it in chunks(Span(num_tokens if number % 2 else 0, num_tokens + NUM_NEW)):
-                with self.meter.forward([it]):
-                    self._pass(self.device.pass_s(it, NUM_LAYERS), 0.03)
+                for chunk in chunks(Span(0, num_tokens)):
+                    with self.meter.block([chunk], work):
+                        self._pass(self.device.pass_s(chunk, work), 0.03)
+            for chunk in chunks(Span(num_tokens if number % 2 else 0, num_tokens + NUM_NEW)):
+                with self.meter.forward([chunk]):
+                    self._pass(self.device.pass_s(chunk, NUM_LAYERS), 0.03)
             if number % 4 == 1:
                 if self.bandwidth.link is not None:
-                    self.costs([])  # It was planned, by what had been learned until then.
+                    self.costs([])  # The plan was made from what was learned until then.
                 self._fetch(num_tokens * KV_BYTES * 24)
 
     def costs(self, backlog: Sequence[int]) -> Costs:
@@ -185,7 +186,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a plan really takes, with nothing of it told to the policy."""
+    """True times of a plan, which the policy never sees."""
 
     server: Server
     num_tokens: int
@@ -209,14 +210,15 @@ class Truth:
         return self.wait_s(plan) + loaded_s + own_s
 
     def served_s(self, plan: Plan | None, patience: Patience | None) -> float:
-        """One that gives its plan up takes a full prefill then."""
+        """Seconds until the answer. A plan that is given up costs a full prefill on top."""
         if plan is None:
             return self.full_s
         given_up_s = None if patience is None else self._given_up_s(plan, patience)
         return self.reuse_s(plan) if given_up_s is None else given_up_s + self.full_s
 
     def _given_up_s(self, plan: Plan, patience: Patience) -> float | None:
-        """When it is, if ever: at a frame that comes later than it is waited for."""
+        """Seconds after which the fetch is given up: when a frame is later than the server waits.
+        None: never."""
         num_bytes, ready_s = sum(self._bytes(plan)), self.wait_s(plan)
         most_s = patience.most_s + self._recompute_s(plan)
         num_frames = -(-num_bytes // FRAME_BYTES)
@@ -276,11 +278,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_fetches: int
     block: tuple[int, int] | None
-    """None for a full prefill."""
+    """Recomputed layers; None for a full prefill."""
     of_full: float
-    """What was chosen takes, of full prefill's time."""
+    """Time of the chosen plan, relative to a full prefill."""
     of_best: float
-    """Of the best fixed plan."""
+    """Time of the chosen plan, relative to the best fixed plan."""
 
 
 def cell(server: Server, num_tokens: int, num_fetches: int) -> Cell:
@@ -327,7 +329,7 @@ def _fixed(block: Span, num_pages: int) -> Plan:
 
 
 def sweep(num_requests: int = 400, seed: int = 0) -> list[Cell]:
-    """Every device, link, length and number of fetches."""
+    """Measure every device, link, length and number of fetches."""
     cells = []
     for device, gb_per_s in itertools.product(DEVICES, GB_PER_S):
         server = Server(device, gb_per_s * 1e9, seed)
@@ -337,7 +339,8 @@ def sweep(num_requests: int = 400, seed: int = 0) -> list[Cell]:
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Worst of all cells, and in how many of them another plan would have been 10 % faster."""
+    """The worst ratios over all cells, and the number of cells in which another plan would have
+    been 10 % faster."""
     return {
         "num_cells": len(cells),
         "num_reused": sum(it.block is not None for it in cells),
@@ -354,9 +357,11 @@ def main() -> None:
     args = parser.parse_args()
     environment = result.here()
     cells = [cell for seed in range(args.seeds) for cell in sweep(args.requests, seed)]
-    found = {it.name: summary([cell for cell in cells if cell.device == it.name]) for it in DEVICES}
+    results = {
+        it.name: summary([cell for cell in cells if cell.device == it.name]) for it in DEVICES
+    }
     asked = {"requests": args.requests, "seeds": args.seeds}
-    result.write("never_slower", asked | found, environment, args.json)
+    result.write("never_slower", asked | results, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Partial prefill with plain transformers: slow and obvious, the reference for every other one.
 
-Works for models whose decoder layers are called like Llama's, without sliding windows, in any
+It works for models that name their decoder layers like Llama, without sliding windows, in any
 dtype, for one sequence at a time: ids are `[1, tokens]`.
 
     # layers [0, block.start)           loaded      sender's KV
@@ -10,8 +10,8 @@ dtype, for one sequence at a time: ids are `[1, tokens]`.
     # tokens [0, own)                   the receiver's own KV at every layer (exact)
     # tokens [own, num_tokens)          as above; the recomputed ones attend over the own ones too
 
-A server reuses whole pages only: pass the ids of those pages as the prefix, and let the rest be
-the beginning of the suffix.
+A server reuses whole pages only: pass the ids of those pages as the prefix, and the rest as the
+beginning of the suffix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What one model computed for a prompt: per layer, its KV and the residual stream entering it
-    (`[1, tokens, hidden]`)."""
+    """KV of each layer, and the residual stream entering the layer (`[1, tokens, hidden]`), as one
+    model computed them for a prompt."""
 
     kv: tuple[KV, ...]
     e: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Prefill:
 class Generated:
     """Greedily decoded tokens, never stopped early, with the log-probability of each.
 
-    `margins` are the distances to the runner-up: where one is tiny, another implementation may
+    `margins` are the distances to the runner-up. If a margin is tiny, another implementation may
     rightly choose the other token.
     """
 
@@ -53,13 +53,13 @@ class Generated:
 
     @property
     def sure(self) -> list[int]:
-        """Tokens before the first near tie, which any float32 implementation has to choose too."""
+        """Tokens before the first near tie. Any float32 implementation must choose them too."""
         return self.ids[: next((i for i, it in enumerate(self.margins) if it < TIE), None)]
 
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor) -> Prefill:
-    """A model's own KV and E for a prompt."""
+    """Compute a model's own KV and E for a prompt."""
     output = model.model(input_ids=ids, use_cache=True, output_hidden_states=True)
     return Prefill(kv=_kv_of(output.past_key_values), e=tuple(output.hidden_states[:-1]))
 
@@ -70,8 +70,8 @@ def recompute(
 ) -> dict[int, KV]:
     """Run the layers of `block` on the residual stream that enters the first of them.
 
-    `past` is the KV of the tokens before those of `entering`, at all layers. The result holds both,
-    for the layers of the block.
+    `past` is the KV of the tokens before those of `entering`, at all layers. The result holds the
+    KV of both, for the layers of the block.
     """
     _refuse_sliding_window(model)
     num_past, num_new = past[0][0].shape[2], entering.shape[1]
@@ -107,8 +107,8 @@ def partial_prefill(
     own: int = 0,
     correct: Callable[[Tensor], Tensor] = lambda e: e,
 ) -> list[KV]:
-    """The receiver's KV for `ids` at all layers: see the tables above. An empty block loads all.
-    `correct` is what becomes of the sender's E before the block begins."""
+    """Compute the receiver's KV for `ids` at all layers, by the tables above. An empty block loads
+    all layers. `correct` maps the sender's E before the block begins."""
     theirs = prefill(sender, ids)
     ours = prefill(receiver, ids[:, :own]).kv if own else [_cut(kv, 0, 0) for kv in theirs.kv]
     recomputed: dict[int, KV] = {}
@@ -151,9 +151,9 @@ def generate(
     block: Span,
     max_new: int,
 ) -> Generated:
-    """The receiver's answer when the prefix's KV comes from a partial prefill.
+    """Decode the receiver's answer over a prefix with KV from a partial prefill.
 
-    Where the receiver already has the first `own` tokens itself, call `decode` on
+    If the receiver already has the first `own` tokens, call `decode` on
     `partial_prefill(..., own)`.
     """
     prefix = partial_prefill(receiver, sender, prefix_ids, block)
@@ -165,7 +165,7 @@ def _kv_of(cache: DynamicCache) -> tuple[KV, ...]:
 
 
 def _cut(kv: KV, start: int, stop: int) -> KV:
-    """The tokens [start, stop)."""
+    """Cut out the tokens [start, stop)."""
     return kv[0][:, :, start:stop], kv[1][:, :, start:stop]
 
 

@@ -2,18 +2,18 @@
 
     python -m benchmarks.overhead [--rounds 20] [--case peers] [--case ...]
 
-Three servers of one randomly initialised model of 12 layers × 768: SGLang alone, SGLang alone once
-more as a control, and SGLang with the extension. The cases:
+Three servers run one randomly initialised model of 12 layers × 768: SGLang alone, SGLang alone once
+more as a control, and SGLang with the extension. The cases for the extension:
 
     peers         keeps E at two layers, stores all KV and watches a peer that has nothing
     no adapters   is on, and there is nothing to share with
-    one adapter   serves one LoRA adapter, of which there is no profile
+    one adapter   serves one LoRA adapter, without a profile of it
 
-Expected: a hash and a tree walk per request; in the first case one copy of E per kept layer and
-token, and a copy of new KV to host memory by another thread; the goal is at most 2 % of TTFT and of
+Expected cost: a hash and a tree walk per request. The first case adds one copy of E per kept layer
+and token, and another thread copies new KV to host memory. The goal is at most 2 % of TTFT and of
 throughput. The servers take turns, each first as often as the others, so that all see the same
-machine; answers are compared byte by byte, and ratios to the first server are medians over rounds.
-What the control's differs from 1 the machine does not resolve.
+machine. Answers are compared byte by byte. Ratios to the first server are medians over rounds. The
+control's distance from 1 is the difference that the machine cannot resolve.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CASES = ("peers", "no adapters", "one adapter")
 class Load:
     kind: str
     prompts: Sequence[Sequence[int]]
-    """Asked all at once."""
+    """Prompts that are sent all at once."""
     num_new: int
 
 
@@ -77,7 +77,8 @@ def answered_s(server: Server, load: Load, **asked: Any) -> tuple[float, list[li
 def compare(
     servers: Sequence[Server], rounds: int, **asked: Any
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each round, by what was measured and by server; requests are `asked` so."""
+    """Seconds of each round by measurement and server. `asked` holds further arguments of the
+    requests."""
     times: dict[str, dict[str, list[float]]] = {}
     for seed in range(rounds):
         for load in fresh(seed):
@@ -92,8 +93,8 @@ def compare(
 
 
 def ratios(times: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[dict[str, Any]]:
-    """A row for each server but the first: its times by the first one's, of all rounds but the
-    first."""
+    """Yield a row for each server except the first: ratios of its times to the first server's, over
+    all rounds except the first."""
     _, *others = times["ttft"]
     for name in others:
         row: dict[str, Any] = {"server": name}
@@ -107,7 +108,7 @@ def ratios(times: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[dict[
 
 
 def specs(case: str, folder: Path) -> list[ServerSpec]:
-    """SGLang alone, twice, and with the extension."""
+    """Describe the servers of a case: SGLang alone, twice, and with the extension."""
     (model,) = write_random(folder, ["model"])
     nobody = f"tcp://127.0.0.1:{free_port()}"
     shared: dict[str, Any] = {"model": model, "options": OPTIONS}
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES)
     args = parser.parse_args()
     environment = result.here()
-    found: dict[str, Any] = {"rounds": args.rounds - 1, "rows": []}
+    results: dict[str, Any] = {"rounds": args.rounds - 1, "rows": []}
     for case in args.case or CASES:
         asked = {"lora_path": ADAPTER} if case == "one adapter" else {}
         with (
@@ -143,8 +144,8 @@ def main() -> None:
             running(*specs(case, Path(name)), env=ENV) as servers,
         ):
             times = compare(servers, args.rounds, **asked)
-        found["rows"] += [{"case": case, **row} for row in ratios(times)]
-    result.write("overhead", found, environment, args.json)
+        results["rows"] += [{"case": case, **row} for row in ratios(times)]
+    result.write("overhead", results, environment, args.json)
 
 
 if __name__ == "__main__":

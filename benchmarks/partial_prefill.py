@@ -2,20 +2,20 @@
 
     python -m benchmarks.partial_prefill [--documents 7] [--dtype float32] [--codec none]
 
-Two real servers with randomly initialised models of 12 layers × 768 and a 2,000-token document;
-the receiver loads nine layers from the sender over loopback and recomputes three, [4, 7).
+Two real servers run randomly initialised models of 12 layers × 768 and read a 2,000-token document.
+The receiver loads nine layers from the sender over loopback and recomputes three, [4, 7).
 
-Physics: a full prefill computes 12 layers for every token. The recompute computes two of them and
-the K and V projections of the third, about 2.1/12 of the work, so the ideal is that share of the
-full prefill plus the forward over the new tokens, which attends over the prefix in every layer. On
-top of that comes overhead: matching, fetching, copying into slots, scheduling. Each server computes
-with one thread, so that on two cores the other one moves the bytes. The contenders are interleaved
-on the same documents, and their answers are compared before their times: in float32 without a codec
-with an oracle's by the same plan, and for all layers with the full prefill's.
+Physics: a full prefill computes 12 layers for every token. The recompute computes two layers and
+the K and V projections of the third, about 2.1/12 of the work. The ideal time is that share of the
+full prefill plus the forward over the new tokens, which attends over the prefix in every layer.
+Overhead is added: matching, fetching, copying into slots, scheduling. Each server computes with one
+thread, so that on two cores the other core moves the bytes. The contenders take turns on the same
+documents, and their answers are compared before their times. In float32 without a codec, an answer
+must agree with an oracle's by the same plan; for all layers, with the full prefill's.
 
-The second part puts a paced link (the transport's own bandwidth cap) between the two and compares
-what the paper compares: everything loaded first, only the reused layers loaded first, and loads
-and recompute pipelined; with what `schedule.py` predicts from the measured parts.
+The second part paces the link between the two with the transport's own bandwidth cap. It compares
+the strategies of the paper: load everything first, load only the reused layers first, or pipeline
+loads and recompute. Each is compared with the prediction of `schedule.py` from the measured parts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from cachetree.planning import Strategy
 
 NUM_SHARED = 2000
 NUM_PACED = 4
-"""Documents that are asked about over each link; the first warms up."""
+"""Documents of the requests over each link; the first warms up."""
 NAMED = {"block": f"{BLOCK.start}:{BLOCK.stop}"}
 CONDITIONS: Mapping[str, Mapping[str, str]] = {
     "full prefill": {"mode": "off"},
@@ -62,9 +62,9 @@ PARTS = ("match_ms", "queued_ms", "fetch_ms", "load_ms", "recompute_ms", "forwar
 STRATEGIES = (Strategy.EVERYTHING_FIRST, Strategy.REUSED_FIRST, Strategy.PIPELINED)
 
 
-def speed(it: Bench) -> dict[str, Any]:
-    """Every condition on every document."""
-    samples = asked(it, CONDITIONS)
+def speed(testbed: Bench) -> dict[str, Any]:
+    """Measure every condition on every document."""
+    samples = asked(testbed, CONDITIONS)
     for name, of in samples.items():
         outcomes = {sample.outcome for sample in of}
         assert outcomes == {"off" if name == FULL else "reused"}, (name, outcomes)
@@ -91,39 +91,40 @@ def speed(it: Bench) -> dict[str, Any]:
 
 
 def share_computed() -> float:
-    """Multiplications of the block's full layers and its last K and V, of those of all layers."""
+    """Share of all layers' multiplications that the block needs: its full layers, and K and V of
+    its last."""
     mlp = HIDDEN * 8 // 3 // 64 * 64
     kv = 2 * HIDDEN * HIDDEN
     layer = kv + 2 * HIDDEN * HIDDEN + 3 * HIDDEN * mlp + HIDDEN * NUM_SHARED
     return (len(BLOCK) - 1 + kv / layer) / NUM_LAYERS
 
 
-def throttled(it: Bench, bytes_per_s: float) -> dict[str, Any]:
-    """Each strategy over a link of this rate, beside what is predicted of it."""
+def throttled(testbed: Bench, bytes_per_s: float) -> dict[str, Any]:
+    """Measure each strategy over a link of this rate, and the prediction for it."""
     arms = {strategy.value: {**NAMED, "strategy": strategy.value} for strategy in STRATEGIES}
-    with paced(it, bytes_per_s, CONDITIONS[REUSE]):
-        samples = asked(it, arms)
+    with paced(testbed, bytes_per_s, CONDITIONS[REUSE]):
+        samples = asked(testbed, arms)
     for same in zip(*samples.values(), strict=True):
         assert {sample.outcome for sample in same} == {"reused"}, same
         assert len({sample.token for sample in same}) == 1, "strategies must agree"
     first = samples[Strategy.REUSED_FIRST.value]
     fetch_ms, recompute_ms = median(first, "fetch_ms"), median(first, "recompute_ms")
     base_ms = median(first, ttft) - fetch_ms - recompute_ms
-    found = {f"{name}_ms": median(of, ttft) for name, of in samples.items()}
-    pipelined_ms = found["pipelined_ms"]
+    medians = {f"{name}_ms": median(of, ttft) for name, of in samples.items()}
+    pipelined_ms = medians["pipelined_ms"]
     hidden_ms = fetch_ms + recompute_ms + base_ms - pipelined_ms
     return {
         "mb_per_s": bytes_per_s / 1e6,
-        **found,
+        **medians,
         "predicted_ms": base_ms + predict(fetch_ms, recompute_ms),
-        "speedup": found["everything_first_ms"] / pipelined_ms,
+        "speedup": medians["everything_first_ms"] / pipelined_ms,
         "hidden": hidden_ms / min(fetch_ms, recompute_ms),
     }
 
 
 def predict(fetch_ms: float, recompute_ms: float) -> float:
-    """The pipelined schedule's TTFT of one such request, from the measured parts."""
-    row_ms = fetch_ms / (2 * (NUM_LAYERS - len(BLOCK)) + 1)  # K and V of a layer, and E.
+    """Predict the TTFT of one such request by the pipelined schedule, from the measured parts."""
+    row_ms = fetch_ms / (2 * (NUM_LAYERS - len(BLOCK)) + 1)  # K and V of each loaded layer, and E.
     request = Request(
         block=BLOCK,
         num_layers=NUM_LAYERS,
@@ -150,23 +151,25 @@ def main() -> None:
         sends={"capture_layers": [BLOCK.start]},
         reads={"forward_wait_s": 2},
     )
-    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as it:
-        publish(it)
+    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as testbed:
+        publish(testbed)
         if (args.dtype, args.codec) == ("float32", "none"):
-            told = [compare_outputs(it, CONDITIONS[name], span) for name, span in PLANS.items()]
-            assert told[0] != told[1] != told[2], "the comparison would notice nothing"
-        found = speed(it)
-        mirror(it, BLOCK)
-        it.sender.stop()
+            answers = [
+                compare_outputs(testbed, CONDITIONS[name], span) for name, span in PLANS.items()
+            ]
+            assert answers[0] != answers[1] != answers[2], "the comparison would notice nothing"
+        results = speed(testbed)
+        mirror(testbed, BLOCK)
+        testbed.sender.stop()
         time.sleep(0.5)
         rows_moved = 2 * (NUM_LAYERS - len(BLOCK)) + 1
         bytes_moved = rows_moved * HIDDEN * NUM_SHARED * (4 if args.dtype == "float32" else 2)
-        balanced = bytes_moved / found["recompute_ms"] * 1000
-        few = replace(it, documents=it.documents[:NUM_PACED])
-        found["links"] = [throttled(few, balanced * share) for share in (0.5, 1, 2)]
+        balanced = bytes_moved / results["recompute_ms"] * 1000
+        few = replace(testbed, documents=testbed.documents[:NUM_PACED])
+        results["links"] = [throttled(few, balanced * share) for share in (0.5, 1, 2)]
     sizes = {"documents": args.documents - 1, "tokens": NUM_SHARED, "new_tokens": NUM_NEW}
-    found |= {**sizes, "dtype": args.dtype, "codec": args.codec}
-    result.write("partial_prefill", found, environment, args.json)
+    results |= {**sizes, "dtype": args.dtype, "codec": args.codec}
+    result.write("partial_prefill", results, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The contenders of `tree.py`: prefix indexes behind one interface, none with real KV memory."""
+"""Prefix indexes behind one interface, as contenders for `tree.py`; none has real KV memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prompt:
 
 
 class PrefixIndex(Protocol):
-    """What `tree.py` times. All lengths are in pages."""
+    """An index that `tree.py` times. All lengths are in pages."""
 
     def match(self, prompt: Prompt) -> Any:
         """Look the prompt up for every model; `lengths` reads the answer."""
@@ -46,23 +46,23 @@ class PrefixIndex(Protocol):
         """The longest prefix of each model."""
 
     def insert(self, model: int, prompt: Prompt) -> int:
-        """Add the prompt for one model; how many of its pages were there."""
+        """Add the prompt for one model; return how many of its pages the index already had."""
 
     def evict(self, newcomer: list[PageHash]) -> int:
-        """Make room for as many pages; how many went."""
+        """Make room for as many pages as the newcomer has; return how many pages went."""
 
     def settle(self) -> None:
-        """Not timed: what an eviction leaves to be done."""
+        """Finish the work that an eviction left. Not timed."""
 
 
 class _NoPool:
-    """Stands where SGLang expects the allocator of KV slots."""
+    """A stand-in for SGLang's allocator of KV slots."""
 
     page_size = FAMILY.page_size
     device = "cpu"
 
     def free_segment(self, indices: torch.Tensor, *, start_pos: int) -> None:
-        """Nothing was allocated."""
+        """Free nothing: no slot was allocated."""
 
 
 class SGLangRadix:
@@ -92,35 +92,35 @@ class SGLangRadix:
 
     def insert(self, model: int, prompt: Prompt) -> int:
         key = RadixKey(prompt.tokens, self._names[model])
-        found = self.tree.insert(InsertParams(key=key, value=prompt.slots))
-        return found.prefix_len // FAMILY.page_size
+        inserted = self.tree.insert(InsertParams(key=key, value=prompt.slots))
+        return inserted.prefix_len // FAMILY.page_size
 
     def evict(self, newcomer: list[PageHash]) -> int:
         num_tokens = len(newcomer) * FAMILY.page_size
-        found = self.tree.evict(EvictParams(num_tokens=num_tokens))
-        return found.num_tokens_evicted // FAMILY.page_size
+        evicted = self.tree.evict(EvictParams(num_tokens=num_tokens))
+        return evicted.num_tokens_evicted // FAMILY.page_size
 
     def settle(self) -> None:
-        """Nothing is left."""
+        """Do nothing: an eviction leaves no work."""
 
 
 class FlatDict:
-    """One ordered dict of page hashes per model, of which the oldest go first. A match does not
-    note the use, so that it is the least that a lookup per page can cost."""
+    """One ordered dict of page hashes per model; the oldest pages go first. A match does not record
+    the use, so its time is the least that a lookup per page can cost."""
 
     def __init__(self, num_models: int) -> None:
         self._pages: list[OrderedDict[PageHash, None]] = [OrderedDict() for _ in range(num_models)]
 
     def match(self, prompt: Prompt) -> list[int]:
-        found = []
+        lengths = []
         for pages in self._pages:
             num = 0
             for page in prompt.pages:
                 if page not in pages:
                     break
                 num += 1
-            found.append(num)
-        return found
+            lengths.append(num)
+        return lengths
 
     def lengths(self, answer: list[int]) -> list[int]:
         return answer
@@ -138,11 +138,11 @@ class FlatDict:
         return len(newcomer)
 
     def settle(self) -> None:
-        """Nothing is left."""
+        """Do nothing: an eviction leaves no work."""
 
 
 class Ours:
-    """CacheTree with a budget of `num_pages` per model and a pool that lends no memory."""
+    """Our CacheTree with a budget of `num_pages` per model and a pool that lends no memory."""
 
     def __init__(self, num_models: int, num_pages: int) -> None:
         self.models = [ModelId(f"{i:032x}") for i in range(num_models)]
@@ -157,8 +157,8 @@ class Ours:
         return self.tree.match(prompt.pages)
 
     def lengths(self, answer: Any) -> list[int]:
-        found = {match.model: match.num_pages for match in answer}
-        return [found.get(model, 0) for model in self.models]
+        num_pages_of = {match.model: match.num_pages for match in answer}
+        return [num_pages_of.get(model, 0) for model in self.models]
 
     def insert(self, model: int, prompt: Prompt) -> int:
         reservation = self.tree.reserve(self.models[model], None, prompt.pages)
@@ -167,7 +167,7 @@ class Ours:
         return reservation.skipped
 
     def evict(self, newcomer: list[PageHash]) -> int:
-        """Through the front door: by a reservation that needs the room."""
+        """Reserve room for the newcomer as a server does, so that the tree evicts for it."""
         num_before = self.tree.num_pages
         self._newcomer = self.tree.reserve(self.models[0], None, newcomer)
         return num_before - self.tree.num_pages
@@ -178,13 +178,13 @@ class Ours:
 
 
 def newcomer_of(num_pages: int, seed: int) -> list[PageHash]:
-    """Pages that no index has."""
+    """Make up pages that no index has."""
     hashes = random.Random(seed).randbytes(num_pages * PAGE_HASH_BYTES)
     return list(split_hashes(hashes))
 
 
 def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:
-    """An empty index; `num_pages` is what it must hold per model."""
+    """Make an empty index that can hold `num_pages` per model."""
     if name == "SGLang, Python":
         return SGLangRadix(RadixCache, None, num_models)
     if name == "SGLang, Rust":
@@ -201,4 +201,4 @@ NAMES = (
     "cachetree",
 )
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
-"""Per model; what decides whether a contender is left out for want of memory. Others: 250."""
+"""Estimate per model, by which a contender that needs too much memory is left out. Others: 250."""

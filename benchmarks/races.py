@@ -1,4 +1,4 @@
-"""Contenders that move the same bytes, in turns; and the pages of which these are."""
+"""Race contenders that move the same bytes in turns, and make the pages that they move."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILY = Family(
 )
 E_LAYER = 3
 STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, E_LAYER))
-"""In the order of an entry, so that all contenders move the same bytes."""
+"""Steps in the order of an entry, so that all contenders move the same bytes."""
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -34,7 +34,7 @@ def sizes_of(num_pages: int) -> dict[Step, int]:
 
 
 def pages_in(mib: int) -> list[PageHash]:
-    """As many as take so many MiB; at least one."""
+    """Make as many pages as take this many MiB; at least one."""
     num = max(1, (mib << 20) // sum(sizes_of(1).values()))
     return [PageHash(number.to_bytes(16, "big")) for number in range(num)]
 
@@ -44,14 +44,14 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one contender, in the order of turns."""
+    """Speeds of one contender, one per turn."""
 
     gb_per_s: list[float] = field(default_factory=list)
     cpu_s_per_gb: list[float] = field(default_factory=list)
-    """Hardly disturbed by what else runs."""
+    """CPU seconds per GB: other work on the machine hardly disturbs them."""
 
     def of(self, other: Speeds) -> float:
-        """Of the other's in the same turn; the median."""
+        """Median ratio of this contender's GB/s to the other's in the same turn."""
         turns = zip(self.gb_per_s, other.gb_per_s, strict=True)
         return median(ours / theirs for ours, theirs in turns)
 
@@ -68,15 +68,15 @@ def race(
     cpu_s: Callable[[], float] = time.thread_time,
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[Name, Speeds]:
-    """Each is first as often as the others. `prepare` is called before every run, without being
-    timed; `cpu_s` is what counts as a contender's CPU time, by default this thread's."""
-    found = {name: Speeds() for name in contenders}
+    """Run all contenders in turns; each is first as often as the others. `prepare` runs before
+    every run, untimed. `cpu_s` reads a contender's CPU time, by default this thread's."""
+    speeds = {name: Speeds() for name in contenders}
     for turn in range(repetitions):
         for name in rotated(list(contenders), turn):
             prepare()
             began_s, began_cpu_s = time.perf_counter(), cpu_s()
             contenders[name]()
             spent_s, gigabytes = cpu_s() - began_cpu_s, num_bytes / 1e9
-            found[name].gb_per_s.append(gigabytes / (time.perf_counter() - began_s))
-            found[name].cpu_s_per_gb.append(spent_s / gigabytes)
-    return found
+            speeds[name].gb_per_s.append(gigabytes / (time.perf_counter() - began_s))
+            speeds[name].cpu_s_per_gb.append(spent_s / gigabytes)
+    return speeds

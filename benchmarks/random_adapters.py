@@ -1,4 +1,4 @@
-"""Adapters of random factors on random models, for speed and for exactness, never for quality."""
+"""Adapters of random factors on random models, to measure speed and exactness, never quality."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def write_adapter(
     std: float = 0.05,
     seed: int = 0,
 ) -> Path:
-    """A LoRA adapter on `base` as PEFT would save it, of random factors that change its answers."""
+    """Write a LoRA adapter on `base` as PEFT would save it. Its random factors change the base's
+    answers."""
     config = AutoConfig.from_pretrained(base)
     head_dim = config.head_dim
     inner, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -61,7 +62,7 @@ def write_adapter(
 
 
 def activate(adapter: Path, invocation: Sequence[int]) -> Path:
-    """Have the adapter in this folder act from these tokens on."""
+    """Have the adapter in this folder act only after these tokens."""
     file = adapter / "adapter_config.json"
     stated = json.loads(file.read_text())
     file.write_text(json.dumps({**stated, "alora_invocation_tokens": list(invocation)}))

@@ -1,6 +1,6 @@
-"""What servers of benchmarks have in common: models, options, a family, a profile, and turns.
+"""Models, options, a family, a profile and turns that the benchmarks' servers share.
 
-Models are of random weights, one shape for all: they tell times, never quality.
+All models have random weights and one shape: they tell times, never quality.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from profiles.random_models import shape, write_models
 
 NUM_LAYERS, HIDDEN, HEADS = 12, 768, 12
 BLOCK = Span(4, 7)
-"""What a receiver recomputes."""
+"""Layers that a receiver recomputes."""
 PAGE = 16
 ENV = {"OMP_NUM_THREADS": "1"}
-"""Of every server: with two threads each on two cores, servers wait for one another's threads."""
+"""Environment of every server: with two threads each on two cores, servers would wait for each
+other's threads."""
 
 It = TypeVar("It")
 
@@ -30,7 +31,7 @@ def write_random(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def options(**more: Any) -> dict[str, Any]:
-    """Of SGLang; `_` in a name stands for `-`."""
+    """Options of an SGLang server; `_` in a name is written `-`."""
     of_all = {
         "device": "cpu",
         "dtype": "float32",
@@ -43,7 +44,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Family:
-    """As these servers run it."""
+    """Family of a model as these servers run it."""
     return Family(
         **read_model_identity(model).shape,
         model_dtype=dtype,
@@ -58,7 +59,7 @@ def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Famil
 def profile_of(
     sender: ModelIdentity, receiver: ModelIdentity, *blocks: BlockQuality, passed: bool = True
 ) -> PairProfile:
-    """A made-up one; it recommends the last of the blocks."""
+    """Make up a profile that recommends the last of the blocks."""
     return PairProfile(
         version=PROFILE_VERSION,
         sender=sender,
@@ -78,6 +79,6 @@ def profile_of(
 
 
 def rotated(them: Sequence[It], turn: int) -> list[It]:
-    """In another order each turn, so that each of them is first as often as the others."""
+    """Rotate a list by the turn, so that each item is first as often as the others."""
     first = turn % len(them)
     return [*them[first:], *them[:first]]

@@ -1,7 +1,7 @@
-"""Two real servers and a relay between them, which serves what one stored at any rate.
+"""Two real servers and a relay between them, which serves the sender's entries at any rate.
 
-The sender's entries are copied into the relay, the sender stops, and the receiver reads them again
-over a link that is paced by the transport's own bandwidth cap.
+The sender's entries are copied into the relay, and the sender stops. The receiver then reads them
+over a link that the transport's own bandwidth cap paces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, runni
 NUM_NEW = 24
 NUM_LEARNING = 2
 NUM_COMPARED = 8
-"""Tokens of an answer."""
+"""Tokens of an answer that are compared."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What two servers of randomly initialised models are to be."""
+    """Settings of two servers with randomly initialised models."""
 
     num_shared: int
     """Tokens of a document."""
     num_documents: int
     is_one_model: bool = False
-    """Both run the same weights."""
+    """True if both servers run the same weights."""
     dtype: str = "float32"
     codec: str = "none"
     sends: Mapping[str, Any] = field(default_factory=dict)
-    """More settings of the sender, and of the receiver."""
+    """More settings of the sender; `reads` has those of the receiver."""
     reads: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ class Bench:
     sender: Server
     receiver: Server
     relay: Cache
-    """Holds what the sender stored, to serve it again through a paced link."""
+    """Cache that holds the sender's entries and serves them through a paced link."""
     relay_address: str
     documents: Sequence[Sequence[int]]
 
@@ -87,7 +87,8 @@ class Bench:
         return [*self.documents[document], *random_prompt(NUM_NEW, seed=9000 + document)]
 
     def ask(self, document: int, controls: Mapping[str, str]) -> Sample:
-        """TTFT of the document with a new question, nothing of it in the receiver's own cache."""
+        """Measure the TTFT of a new question about the document, with an empty cache in the
+        receiver."""
         tokens = self.prompt(document)
         self.receiver.flush()
         started_s = time.perf_counter()
@@ -130,28 +131,28 @@ def bench(folder: Path, setup: Setup) -> Iterator[Bench]:
         yield Bench(s, r, relay, relayed, documents)
 
 
-def publish(it: Bench) -> None:
-    """Have the sender read every document, and wait until its pages are on offer."""
-    for document in it.documents:
-        it.sender.generate(document, max_new_tokens=1)
+def publish(testbed: Bench) -> None:
+    """Have the sender read every document, and wait until all its pages are on offer."""
+    for document in testbed.documents:
+        testbed.sender.generate(document, max_new_tokens=1)
         pages = page_hashes(document, PAGE)
-        while not any(m.num_pages == len(pages) for m in it.relay.match(pages)):
+        while not any(m.num_pages == len(pages) for m in testbed.relay.match(pages)):
             time.sleep(0.02)
     time.sleep(0.2)
 
 
-def compare_outputs(it: Bench, controls: Mapping[str, str], block: Span) -> list[int]:
-    """Before times are compared: what the receiver answers about the first document, in float32
-    without a codec, against an oracle, whose tokens are returned."""
+def compare_outputs(testbed: Bench, controls: Mapping[str, str], block: Span) -> list[int]:
+    """Compare the receiver's answer about the first document with an oracle's, and return the
+    oracle's tokens. Exact only in float32 without a codec."""
     sender, receiver = (
-        load_model(ModelSource(path=each.spec.model)) for each in (it.sender, it.receiver)
+        load_model(ModelSource(path=each.spec.model)) for each in (testbed.sender, testbed.receiver)
     )
-    ids, num_shared = torch.tensor([it.prompt(0)]), len(it.documents[0]) // PAGE * PAGE
+    ids, num_shared = torch.tensor([testbed.prompt(0)]), len(testbed.documents[0]) // PAGE * PAGE
     prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block)
     wanted = decode(receiver, prefix, ids[:, num_shared:], NUM_COMPARED)
-    it.receiver.flush()
-    reply = it.receiver.generate(
-        it.prompt(0),
+    testbed.receiver.flush()
+    reply = testbed.receiver.generate(
+        testbed.prompt(0),
         max_new_tokens=NUM_COMPARED,
         droidspeak=controls,
         sampling_params={"ignore_eos": True},
@@ -164,26 +165,26 @@ def compare_outputs(it: Bench, controls: Mapping[str, str], block: Span) -> list
     return wanted.ids
 
 
-def mirror(it: Bench, block: Span) -> None:
-    """Copy the sender's entries into the relay, with the E that `block` begins with."""
-    for document in it.documents:
+def mirror(testbed: Bench, block: Span) -> None:
+    """Copy the sender's entries into the relay, with the E at the start of `block`."""
+    for document in testbed.documents:
         pages = page_hashes(document, PAGE)
-        with fetched(it.relay, pages, block) as (plan, staging):
+        with fetched(testbed.relay, pages, block) as (plan, staging):
 
-            def joined(kind: Kind, layer: int, it: Staging = staging) -> memoryview:
-                return memoryview(b"".join(it.views(Step(kind, layer))))
+            def joined(kind: Kind, layer: int, staging: Staging = staging) -> memoryview:
+                return memoryview(b"".join(staging.views(Step(kind, layer))))
 
             kv = [joined(Kind.KV, layer) for layer in range(plan.num_layers)]
             e = {layer: joined(Kind.E, layer) for layer in plan.transition_layers}
-            assert it.relay.store(plan.sender, None, pages, kv, e)
+            assert testbed.relay.store(plan.sender, None, pages, kv, e)
 
 
 @contextmanager
 def fetched(
     cache: Cache, pages: Sequence[PageHash], block: Span = EMPTY_SPAN
 ) -> Iterator[tuple[Plan, Staging]]:
-    """What the only model that has these pages has of them at all layers, and the E that `block`
-    begins with."""
+    """Fetch these pages at all layers, and the E at the start of `block`, from the only model that
+    has them."""
     (match,) = cache.match(pages)
     plan = Plan(
         sender=match.model,
@@ -203,13 +204,14 @@ def fetched(
 
 
 @contextmanager
-def paced(it: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterator[None]:
-    """Serve the relay's entries at that rate; ask by `controls` until the receiver knows them."""
-    config = WorkerConfig(listen=it.relay_address, max_bytes_per_s=bytes_per_s)
-    worker = Worker(it.relay.tree, config)
+def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterator[None]:
+    """Serve the relay's entries at this rate; ask with `controls` until the receiver has found
+    them."""
+    config = WorkerConfig(listen=testbed.relay_address, max_bytes_per_s=bytes_per_s)
+    worker = Worker(testbed.relay.tree, config)
     try:
         deadline = time.monotonic() + 30
-        while it.ask(0, controls).outcome == "no_match":
+        while testbed.ask(0, controls).outcome == "no_match":
             assert time.monotonic() < deadline, "the receiver did not find the relay"
             time.sleep(0.2)
         yield
@@ -219,21 +221,21 @@ def paced(it: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterato
 
 
 def asked(
-    it: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
+    testbed: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
 ) -> dict[str, list[Sample]]:
-    """Every arm about every document, another one first each time; without the first documents,
-    which warm up a server, or from which it learns its speeds."""
+    """Ask with every arm about every document, with another arm first each time. The first
+    `num_learning` documents are left out: they warm up a server, or teach it its speeds."""
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
-    for document in range(len(it.documents)):
+    for document in range(len(testbed.documents)):
         for name in rotated(list(arms), document):
-            samples[name].append(it.ask(document, arms[name]))
+            samples[name].append(testbed.ask(document, arms[name]))
     return {name: of[num_learning:] for name, of in samples.items()}
 
 
-def in_turns(it: Bench) -> dict[str, list[Sample]]:
-    """Full prefills and what the planner chooses, which have to answer alike."""
+def in_turns(testbed: Bench) -> dict[str, list[Sample]]:
+    """Ask for full prefills and for the planner's choice in turns. Both must answer alike."""
     modes = {mode: {"mode": mode} for mode in ("off", "auto")}
-    samples = asked(it, modes, NUM_LEARNING)
+    samples = asked(testbed, modes, NUM_LEARNING)
     for pair in zip(*samples.values(), strict=True):
         assert len({sample.token for sample in pair}) == 1, "exact reuse answers as a full prefill"
     return samples
@@ -242,18 +244,18 @@ def in_turns(it: Bench) -> dict[str, list[Sample]]:
 def paired_ratio(
     samples: Mapping[str, Sequence[Sample]], one: str = "auto", of: str = "off"
 ) -> float:
-    """Of TTFTs about the same document, one arm's of another's; the median."""
+    """Median ratio of TTFTs about the same document: arm `one` to arm `of`."""
     pairs = zip(samples[one], samples[of], strict=True)
     return statistics.median(a.ttft_ms / b.ttft_ms for a, b in pairs)
 
 
 def counts(samples: Sequence[Sample]) -> dict[str, int]:
-    """How many had each outcome."""
+    """Count the samples of each outcome."""
     return dict(sorted(Counter(sample.outcome for sample in samples).items()))
 
 
 def median(samples: Sequence[Sample], of: str | Callable[[Sample], float]) -> float:
-    """Of a function of each, or of what the server told by this name."""
+    """Median of a function of each sample, or of the provenance's value under this name."""
     read = of if callable(of) else lambda it: it.provenance[of]
     return statistics.median(map(read, samples))
 

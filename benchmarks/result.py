@@ -1,4 +1,4 @@
-"""What every benchmark has at its end: its tables, and one line of JSON with where that was."""
+"""Write a benchmark's result: its tables, and one line of JSON with its environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("sglang", "torch", "transformers", "flashinfer-python", "pyzmq", "sg
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """With `--json`, and the first line of the script's docstring."""
+    """Make a parser with `--json`, described by the first line of the script's docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument(
         "--json",
@@ -31,15 +31,15 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def here() -> Environment:
-    """Read it before the measurement, which loads the machine."""
+    """Read the environment. Do it before the measurement, which loads the machine."""
     return read_environment(PACKAGES)
 
 
 def with_others(
     rows: Sequence[Mapping[str, Any]], key: str, environment: Environment, file: Path | None
 ) -> list[dict[str, Any]]:
-    """The rows with where they were measured, and those of the file whose `key` none of them has:
-    of what is not installed here today, say."""
+    """Add the environment to the new rows, and append the file's rows that have another `key`. So a
+    row stays if its contender is not installed today."""
     where = msgspec.to_builtins(environment)
     new = [{**row, "environment": where} for row in rows]
     known = json.loads(file.read_bytes())["rows"] if file is not None and file.exists() else []
@@ -47,11 +47,11 @@ def with_others(
 
 
 def write(
-    name: str, found: Mapping[str, Any], environment: Environment, file: Path | None = None
+    name: str, results: Mapping[str, Any], environment: Environment, file: Path | None = None
 ) -> str:
-    """On standard output the tables that are made of it, then the line, which is returned."""
-    told = {"question": name, **found, "environment": msgspec.to_builtins(environment)}
-    line = json.dumps(told) + "\n"
+    """Print the tables of the result, then its line of JSON; return the line."""
+    record = {"question": name, **results, "environment": msgspec.to_builtins(environment)}
+    line = json.dumps(record) + "\n"
     sys.stdout.write("\n".join(shown(name, json.loads(line))) + line)
     if file is not None:
         file.write_text(line)

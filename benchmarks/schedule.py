@@ -1,18 +1,18 @@
 """How long requests wait for their first token, by when their layers are loaded and recomputed.
 
-One link brings layers in and one device computes; each does one thing at a time. Requests are
-served in the order of their arrival. Three strategies (DroidSpeak, NSDI '26, section 4.3 and its
-figure on pipelined loading):
+One link loads layers and one device computes; each does one thing at a time. Requests are served in
+the order of their arrival. Three strategies (DroidSpeak, NSDI '26, section 4.3 and its figure on
+pipelined loading):
 
     EVERYTHING_FIRST  a request loads E and the KV of all layers, then recomputes its block;
                       nothing else runs until it is done
     REUSED_FIRST      the same, without the KV of the layers that it recomputes anyway
-    PIPELINED         the link goes on with E, then the reused KV in layer order, of one request
-                      after the other; a block starts as soon as its E is there and the device free
+    PIPELINED         the link loads E, then the reused KV in layer order, for one request after
+                      the other; a block starts as soon as its E is loaded and the device is free
 
-The paper's example: 10 layers, each load and each recompute takes 1 unit, and so does a load of E.
-A arrives at 0, recomputes layers 4 to 10 and loads 1 to 3. B arrives at 2, recomputes 1 to 3 and
-loads 4 to 10; its block begins at the first layer, so it starts from embeddings and needs no E.
+The paper's example: 10 layers; each load, each recompute and each load of E takes 1 unit. A arrives
+at 0, recomputes layers 4 to 10 and loads 1 to 3. B arrives at 2, recomputes 1 to 3 and loads 4 to
+10. B's block begins at the first layer, so it starts from embeddings and needs no E.
 
     EVERYTHING_FIRST  A: 1 E + 10 KV + 7 recomputed = 18. B: waits until 18, 10 KV + 3 = done at
                       31, TTFT 29. Total 47.
@@ -22,10 +22,10 @@ loads 4 to 10; its block begins at the first layer, so it starts from embeddings
                       11, recompute 8 to 11 once A has left the device: done at 11, TTFT 9.
                       Total 17.
 
-That all three come out exact is what fixes the reading: E costs as much as one layer's KV, only
-requests with a transition layer load it, and the first two strategies never overlap anything. What
-a request computes of its own new tokens is left out, and a block that has begun is not interrupted
-for an earlier request's.
+All three totals are the paper's, which fixes our reading. E costs as much as one layer's KV. Only
+requests with a transition layer load E. The first two strategies never overlap anything. The model
+leaves out the work for a request's own new tokens. A running block is not interrupted for an
+earlier request's block.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Request:
     block: Span
     num_layers: int
     load: float
-    """Of the KV of a layer."""
+    """Time to load the KV of one layer."""
     recompute: float
-    """Of the whole block."""
+    """Time to recompute the whole block."""
     e_load: float
-    """Of E at one layer; counts only where the block needs it."""
+    """Time to load E at one layer; counts only if the block needs E."""
     arrival: float = 0.0
 
     @property
@@ -75,7 +75,8 @@ PAPER: Final = (
 
 
 def ttfts(requests: Sequence[Request], strategy: Strategy) -> list[float]:
-    """Of each request, from its arrival; those that arrive together are served in their order."""
+    """TTFT of each request, from its arrival. Requests that arrive together are served in their
+    order."""
     order = sorted(range(len(requests)), key=lambda index: requests[index].arrival)
     serve = _pipelined if strategy is Strategy.PIPELINED else partial(_alone, strategy=strategy)
     ends = dict(zip(order, serve([requests[index] for index in order]), strict=True))
@@ -83,23 +84,26 @@ def ttfts(requests: Sequence[Request], strategy: Strategy) -> list[float]:
 
 
 def _alone(requests: Sequence[Request], strategy: Strategy) -> Iterator[float]:
-    """When each ends, of which nothing overlaps."""
+    """Yield the end of each request if nothing overlaps."""
     free_at = 0.0
-    for it in requests:
-        spent = it.e_time + it.kv_time(strategy) + it.recompute
-        free_at = max(free_at, it.arrival) + spent
+    for request in requests:
+        spent = request.e_time + request.kv_time(strategy) + request.recompute
+        free_at = max(free_at, request.arrival) + spent
         yield free_at
 
 
 def _pipelined(requests: Sequence[Request]) -> list[float]:
-    """The link serves them in their order; the device takes the block that can start first, and of
-    several the first request's."""
+    """Ends of all requests. The link serves them in their order. The device takes the block that
+    can start first; in a tie, the block of the earlier request."""
     link_at = device_at = 0.0
     ready_at, ends = [], []
-    for it in requests:
-        begin_at, spent = max(link_at, it.arrival), it.e_time + it.kv_time(Strategy.PIPELINED)
-        ready_at.append(begin_at + it.e_time if it.e_time else it.arrival)
-        ends.append(begin_at + spent if spent else it.arrival)
+    for request in requests:
+        begin_at, spent = (
+            max(link_at, request.arrival),
+            request.e_time + request.kv_time(Strategy.PIPELINED),
+        )
+        ready_at.append(begin_at + request.e_time if request.e_time else request.arrival)
+        ends.append(begin_at + spent if spent else request.arrival)
         link_at = begin_at + spent
     waiting = [index for index, it in enumerate(requests) if len(it.block)]
     while waiting:

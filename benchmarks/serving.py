@@ -2,17 +2,18 @@
 
     python -m benchmarks.serving [--windows 8] [--mb-s 100 400 0]
 
-A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Beside it, in
-windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
-(147 MB) from the server's cache again and again, at the given rate (0: as fast as it goes). The
-time between two tokens is the scheduler thread's step; what the worker's threads take of it is the
-interpreter's lock, the processor's caches and, where they wake, its core. The goal is 2 % at most.
-The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a tenth
-of a second, which a median would not see. The server computes with one thread, which is kept on the
-first core, and the reader on the last one: a reader on another machine would not take the
-scheduler's core either. Where the server's other threads run is the system's choice. What so many
-bytes cost the machine by themselves, without any serving, is not told apart. Before that the answer
-is compared with the answer of the same server while nobody fetches.
+A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Windows of one
+second alternate: in every second one, a process fetches a document of 2,000 tokens (147 MB) from
+the server's cache again and again, at the given rate (0: as fast as possible). The time between two
+tokens is one step of the scheduler thread. The cache's threads lengthen the step through the
+interpreter's lock, the processor's caches and, if they run there, its core. The goal: 2 % at most.
+
+The ratio compares the means of neighbouring windows: at the lower rates a fetch is a burst of a
+tenth of a second, which a median would not see. The server computes with one thread on the first
+core. The reader runs on the last core: a reader on another machine would not take the
+scheduler's core either. The system chooses the cores of the server's other threads. We do not
+separate what so many bytes cost the machine without any serving. First the answer is compared with
+the same server's answer while nothing is fetched.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Fetcher:
         assert is_ready.wait(120), "the document was not found"
 
     def at(self, rate: float) -> int:
-        """Bytes a second from now on (0: as fast as it goes, -1: none); how many came so far."""
+        """Set the rate in bytes a second (0: as fast as possible, -1: none); return the bytes
+        fetched so far."""
         self._rate.value = rate
         return self._num_bytes.value
 
@@ -93,7 +95,7 @@ def _fetch_for_ever(
 
 @dataclass
 class Answer:
-    """One streamed answer: when each token came, and which."""
+    """One streamed answer: its text, and the time of each token."""
 
     arrivals_s: list[float] = field(default_factory=list)
     text: str = ""
@@ -112,7 +114,7 @@ class Answer:
         self.is_over = True
 
     def steps_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Times between two tokens that both came within a window."""
+        """Milliseconds between two tokens that both arrived within the window."""
         times = [at for at in self.arrivals_s if begin_s <= at < end_s]
         return [1000 * (after - before) for before, after in pairwise(times)]
 
@@ -171,7 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     environment = result.here()
     address = f"tcp://127.0.0.1:{free_port()}"
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         (model,) = write_random(Path(name), ["model"])
         spec = ServerSpec(
@@ -188,8 +190,8 @@ def main() -> None:
                 with closing(Fetcher(address, model, way)) as fetcher:
                     for rate in args.mb_s:
                         row = measure(server, fetcher, 1e6 * rate, args.windows, alone.text)
-                        found.append({"path": way, **row})
-    result.write("serving", {"rows": found}, environment, args.json)
+                        rows.append({"path": way, **row})
+    result.write("serving", {"rows": rows}, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,17 @@
 
     python -m benchmarks.shared_tier [--from transport file mooncake] [--documents 8]
 
-Two servers of one randomly initialised model of 12 layers × 768; the receiver loads all layers of
-1,000-token documents that the sender has read: over a TCP connection as between two hosts
-(`transport`), and from SGLang's HiCache backends `file` and `mooncake`, the latter with its own
-master, over TCP, where its wheel is installed. Requests that load alternate with full prefills
-(`off`) of the same documents, and their answers are compared before their times. The first two
-documents are the ones from which the server learns its speeds; medians are of the others.
+Two servers run one randomly initialised model of 12 layers × 768. The receiver loads all layers of
+1,000-token documents that the sender has read. With `transport`, the bytes cross a TCP connection
+as between two hosts. With `file` and `mooncake` they pass through SGLang's HiCache backends;
+Mooncake runs its own master, over TCP, if its wheel is installed. Requests that load alternate with
+full prefills (`off`) of the same documents, and their answers are compared before their times. The
+server learns its speeds from the first two documents; medians are taken over the others.
 
-Physics: the transport moves bytes once. A storage has them written first, which is in no time here;
-it is asked for every page, and each page and layer is an object that is copied out of a slot and
-checked. What has to be read is the same. GB/s are the bytes over the time of their fetch.
+Physics: the transport moves bytes once. A storage has the bytes written first, which we do not
+time. The receiver asks the storage for every page, and each page and layer is an object that is
+copied out of a slot and checked. Both read the same bytes. GB/s are bytes over the time of the
+fetch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from sglang_droidspeak.fleet.servers import ProgramSpec, free_port, running
 
 NUM_SHARED = 1000
 WRITTEN_S = 5.0
-"""For what is written behind."""
+"""Seconds that the storage has for writes in the background."""
 TRANSPORT = "transport"
 
 Settings = Mapping[str, Any]
@@ -48,7 +49,7 @@ Settings = Mapping[str, Any]
 
 @contextlib.contextmanager
 def storage(name: str, folder: Path) -> Iterator[Settings]:
-    """Settings of both servers, while what they need runs."""
+    """Settings of both servers for this storage; its processes run inside the block."""
     if name == TRANSPORT:
         yield {"shared_memory": False}
     elif name == "file":
@@ -69,7 +70,7 @@ def storage(name: str, folder: Path) -> Iterator[Settings]:
 
 
 def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one storage."""
     with storage(name, folder) as settings:
         setup = Setup(
             num_shared=NUM_SHARED,
@@ -78,14 +79,16 @@ def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
             sends=settings,
             reads=settings if name == TRANSPORT else {**settings, "peers": []},
         )
-        with bench(folder, setup) as it:
-            publish(it)
+        with bench(folder, setup) as testbed:
+            publish(testbed)
             time.sleep(WRITTEN_S)
-            samples = in_turns(it)
+            samples = in_turns(testbed)
     for sample in samples["auto"]:
-        told = sample.provenance
-        assert told["outcome"] == "reused", told
-        assert told["location"].startswith("tcp" if name == TRANSPORT else "hicache"), told
+        provenance = sample.provenance
+        assert provenance["outcome"] == "reused", provenance
+        assert provenance["location"].startswith("tcp" if name == TRANSPORT else "hicache"), (
+            provenance
+        )
     return {
         "where": name,
         "documents": len(samples["auto"]),
@@ -98,12 +101,12 @@ def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
 
 
 def gb_per_s(sample: Sample) -> float:
-    told = sample.provenance
-    return told["fetched_bytes"] / told["fetch_ms"] / 1e6
+    provenance = sample.provenance
+    return provenance["fetched_bytes"] / provenance["fetch_ms"] / 1e6
 
 
 def available() -> list[str]:
-    """Mooncake's wheel may not be there."""
+    """Storages that run on this machine: Mooncake only if its wheel is installed."""
     has_mooncake = importlib.util.find_spec("mooncake") and shutil.which("mooncake_master")
     return [TRANSPORT, "file", *(["mooncake"] if has_mooncake else [])]
 
@@ -119,8 +122,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measured(name, Path(folder), args.documents))
     rows = result.with_others(rows, "where", environment, args.json)
-    found = {"tokens": NUM_SHARED, "rows": rows}
-    result.write("shared_tier", found, environment, args.json)
+    results = {"tokens": NUM_SHARED, "rows": rows}
+    result.write("shared_tier", results, environment, args.json)
 
 
 if __name__ == "__main__":

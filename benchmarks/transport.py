@@ -3,8 +3,8 @@
     python -m benchmarks.transport [--mib 1024] [--repetitions 5] [--frame-mib 1 4 16]
 
 Every contender moves the same bytes from one process to a prefaulted buffer of another, in frames
-of the same size; they take turns, their content is compared first, and CPU seconds are those of
-all threads of both processes.
+of the same size. The contenders take turns, and their bytes are compared first. CPU seconds are
+those of all threads of both processes.
 
 raw TCP           `sendall`, `recv_into`, without checksums, with the system's buffers
 ZMQ frames        a message a frame, sent without a copy; ZMQ copies once, into the buffer
@@ -15,10 +15,11 @@ transport, keys   the same from a worker with keys: AES-256-GCM, for which CPUs 
                   seals and opens in the threads that send and receive
 in place          a fetch that reads the worker's arena
 
-Physics: a socket moves every byte through the kernel twice. The transport adds a checksum of what
-is still in the receiver's cache; the worker remembers its own. In place bytes are copied once; the
-worker's checksum runs beside it, the receiver's reads what is still in cache. On two cores what
-costs CPU costs time: compare CPU seconds too. The goals are 0.9 of raw TCP and 0.6 of one memcpy.
+Physics: a socket moves every byte through the kernel twice. The transport adds a checksum of bytes
+that are still in the receiver's cache; the worker remembers its own checksums. In place, bytes are
+copied once. The worker's checksum runs beside the copy; the receiver's reads bytes that are still
+in its cache. On two cores CPU time costs wall time: compare CPU seconds too. The goals are 0.9 of
+raw TCP and 0.6 of one memcpy.
 """
 
 from __future__ import annotations
@@ -60,19 +61,21 @@ from cachetree.transport import write_key_pair
 
 KEYED, FRAMES, CURVE = "transport, keys", "ZMQ frames", "ZMQ, CURVE"
 MOST_QUEUED = 16
-"""Messages of a ZMQ socket on either side: that one and the network work at once."""
+"""Messages queued by a ZMQ socket on either side, so that ZMQ and the network work at once."""
 REST_S = 0.05
-"""In which a peer's thread lets go of the last fetch: else the next one is lent new memory."""
+"""Seconds in which a peer's thread releases the last fetch; without them the next fetch is lent new
+memory."""
 
 Runs = dict[str, Callable[[], list[memoryview]]]
-"""Every contender, as a function that returns the bytes that came."""
+"""Every contender as a function that returns the bytes it received."""
 
 
 # The sending process.
 
 
 def serve(pages: list[PageHash], directory: Path, teller: Connection) -> None:
-    """A worker without keys, one with, and a plain server of the same bytes; until it is ended."""
+    """Run a worker without keys, one with keys, and plain servers of the same bytes, until `teller`
+    closes."""
     num_bytes = sum(sizes_of(len(pages)).values())
     tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=Arena(num_bytes))
     words = np.random.default_rng(0).integers(0, 1 << 63, num_bytes // 8, dtype=np.uint64)
@@ -112,7 +115,7 @@ def _queue(public: bytes, secret: bytes) -> zmq.Socket[bytes]:
 
 
 def _serve_frames(payload: memoryview, keys: tuple[bytes, bytes]) -> tuple[str, bytes]:
-    """Where a thread serves them over ZMQ, and its public key."""
+    """Serve frames over ZMQ in a thread; return the address and the public key."""
     queue = _queue(*keys)
     queue.curve_server = bool(keys[0])
     queue.bind("tcp://127.0.0.1:*")
@@ -136,25 +139,25 @@ def _frames(payload: memoryview, frame_bytes: int) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class Sender:
-    """The other process, and where it serves."""
+    """The sending process and its addresses."""
 
     process: psutil.Process
     workers: Sequence[str]
-    """Without keys, and with them."""
+    """Address of the worker without keys, then of the worker with keys."""
     address: tuple[str, int]
-    """Of raw TCP."""
+    """Address of raw TCP."""
     queues: Sequence[tuple[str, bytes]]
-    """Of ZMQ: without keys, and with CURVE; each with its public key."""
+    """ZMQ addresses, each with its public key: without keys, then with CURVE."""
     directory: Path
 
     def cpu_s(self) -> float:
-        """What both processes have spent so far, in all threads."""
+        """CPU seconds that both processes have spent so far, in all threads."""
         theirs = self.process.cpu_times()
         return time.process_time() + theirs.user + theirs.system
 
 
 class Receiver:
-    """Makes the contenders for a size of frames."""
+    """The receiving process's sockets and buffers; makes the contenders for a size of frames."""
 
     def __init__(self, pages: list[PageHash], sender: Sender) -> None:
         self._pages, self._sizes, self._sender = pages, sizes_of(len(pages)), sender
@@ -162,7 +165,8 @@ class Receiver:
         self._arena = Arena(2 * self.num_bytes)
         self._baseline, self._source = (np.empty(self.num_bytes, np.uint8).data for _ in range(2))
         for buffer in (self._baseline, self._source):
-            np.frombuffer(buffer, np.uint8)[:] = 0  # Its pages are there from now on.
+            # Touch every page, so that none is faulted in later.
+            np.frombuffer(buffer, np.uint8)[:] = 0
         self._tree = CacheTree(FAMILY, host_bytes=0)
         self._socket = socket.create_connection(sender.address)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -234,7 +238,8 @@ class Receiver:
         return [view for step in STEPS for view in staging.views(step)]
 
     def check(self, runs: Runs) -> None:
-        """Each once, as a warm-up; afterwards memcpy's source holds the bytes too."""
+        """Run each contender once as a warm-up, and compare the bytes. After this, memcpy's source
+        holds the same bytes."""
         digests = {name: _digest(run()) for name, run in runs.items() if name != "memcpy"}
         assert len(set(digests.values())) == 1, f"the contenders brought different bytes: {digests}"
         np.copyto(np.frombuffer(self._source, np.uint8), np.frombuffer(self._baseline, np.uint8))
@@ -244,15 +249,15 @@ class Receiver:
         with self.contenders(frame_mib << 20) as runs:
             self.check(runs)
             rest = partial(time.sleep, REST_S)
-            found = race(runs, self.num_bytes, repetitions, self._sender.cpu_s, rest)
+            speeds = race(runs, self.num_bytes, repetitions, self._sender.cpu_s, rest)
         return {
             "frame_mib": frame_mib,
-            **{name: it.medians() for name, it in found.items()},
-            "of_raw_tcp": found["transport"].of(found["raw TCP"]),
-            "of_memcpy": found["in place"].of(found["memcpy"]),
-            "keys_of_plain": found[KEYED].of(found["transport"]),
-            "zmq_of_raw_tcp": found[FRAMES].of(found["raw TCP"]),
-            "curve_of_keys": found[CURVE].of(found[KEYED]),
+            **{name: it.medians() for name, it in speeds.items()},
+            "of_raw_tcp": speeds["transport"].of(speeds["raw TCP"]),
+            "of_memcpy": speeds["in place"].of(speeds["memcpy"]),
+            "keys_of_plain": speeds[KEYED].of(speeds["transport"]),
+            "zmq_of_raw_tcp": speeds[FRAMES].of(speeds["raw TCP"]),
+            "curve_of_keys": speeds[CURVE].of(speeds[KEYED]),
         }
 
 
@@ -276,16 +281,16 @@ def main() -> None:
         directory = Path(name)
         for side in ("sender", "receiver"):
             write_key_pair(directory, side)
-        told, teller = spawning.Pipe()
+        incoming, teller = spawning.Pipe()
         process = spawning.Process(target=serve, args=(pages, directory, teller), daemon=True)
         process.start()
-        teller.close()  # So that a sender that dies is an end of what is told.
-        sender = Sender(psutil.Process(process.pid), *told.recv(), directory)
+        teller.close()  # If the sender dies, `recv` fails and does not wait.
+        sender = Sender(psutil.Process(process.pid), *incoming.recv(), directory)
         receiver = Receiver(pages, sender)
         rows = [receiver.row(it, args.repetitions) for it in args.frame_mib]
         process.kill()
-    found = {"payload_mib": args.mib, "repetitions": args.repetitions, "rows": rows}
-    result.write("transport", found, environment, args.json)
+    results = {"payload_mib": args.mib, "repetitions": args.repetitions, "rows": rows}
+    result.write("transport", results, environment, args.json)
 
 
 if __name__ == "__main__":

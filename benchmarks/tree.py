@@ -2,21 +2,21 @@
 
     python -m benchmarks.tree [--pages 1000000] [--models 1 8] [--memory-gib 6]
 
-Prompts of 8K to 32K tokens, pages of 64, each prompt with the first 0 to 80 % of an earlier one.
-`--pages` distinct pages are cached for every model. Asked are cached prompts (full), a cached
-prefix of random length with a new tail (partial) and new prompts (miss).
+Prompts have 8K to 32K tokens and pages of 64; each begins with the first 0 to 80 % of an earlier
+prompt. `--pages` distinct pages are cached for every model. We look up cached prompts (full), a
+cached prefix of random length with a new tail (partial) and new prompts (miss).
 
-Physics: a flat index pays one hash lookup, so about one cache miss, per page and model; a radix
-tree over tokens compares 512 bytes per page; a tree over page hashes compares 16 bytes per page,
-once for all models, and then pays per node. Keeping nothing but the hash costs 16 bytes a page; a
-Python object per page at least four times that.
+Physics: a flat index pays one hash lookup, so about one cache miss, per page and model. A radix
+tree over tokens compares 512 bytes per page. A tree over page hashes compares 16 bytes per page,
+once for all models, and then pays per node. The hash itself takes 16 bytes a page; a Python object
+per page takes at least four times as much.
 
-All contenders are built from the same prompts in one process and asked the same questions, in an
-order that rotates; the lengths that they find are compared before any time is read. Times are CPU
-time of this thread with garbage collection off, less what reading that clock costs. Page hashes are
-ready; making them is a row of its own. SGLang's trees read tokens and need none. A contender that
-would need more than `--memory-gib` is left out. Memory is what a second process, whose every
-allocation goes through malloc, holds more after building the index than before.
+All contenders are built from the same prompts in one process and get the same questions, in an
+order that rotates. We compare the lengths that they return before we read any time. Times are CPU
+time of this thread with garbage collection off, minus the cost of reading the clock. Page hashes
+are made before; a row of its own says what they cost. SGLang's trees read tokens and need no
+hashes. A contender that would need more than `--memory-gib` is left out. For memory, a second
+process sends every allocation through malloc: we report by how much the index makes it grow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from cachetree.tree import page_hashes
 PAGE = FAMILY.page_size
 FAR = Location("tcp://far:1")
 EVICTED_PAGES = 256
-"""16K tokens."""
+"""Pages to evict at once: 16K tokens."""
 
 
 class Workload:
@@ -63,7 +63,7 @@ class Workload:
         while self.num_pages < num_pages:
             self._all.append(self._next())
         self.num_cached = len(self._all)
-        """Of `prompts`; those after them are to be inserted."""
+        """Number of cached prompts; the later prompts in `_all` are for inserts."""
         pages_each = num_pages // self.num_cached
         self.num_inserts = min(num_samples, max(10, self.num_cached // 4))
         self.num_evictions = min(num_samples, max(10, num_pages // 4 // EVICTED_PAGES))
@@ -108,16 +108,17 @@ def prompt_of(tokens: np.ndarray) -> Prompt:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU microseconds of this thread."""
+    """Run a function; return its CPU microseconds in this thread, and its result."""
     begun_at_ns = time.thread_time_ns()
     result = run()
     return (time.thread_time_ns() - begun_at_ns) / 1000, result
 
 
 def bytes_per_page(name: str, num_models: int, num_pages: int, num_samples: int) -> float:
-    """Of each model, in a process where every allocation is counted."""
+    """Bytes per page of each model, in a process that counts every allocation."""
     workload = Workload(num_pages, num_samples)
-    for prompt in workload.questions("miss", 3):  # First uses of code and caches.
+    # Fill caches of code that runs for the first time.
+    for prompt in workload.questions("miss", 3):
         make(name, 1, 10_000).insert(0, prompt)
     gc.collect()
     before = allocated_bytes()
@@ -175,7 +176,8 @@ def measure(names: list[str], num_models: int, workload: Workload, num_samples: 
 def evict(
     indexes: dict[str, PrefixIndex], workload: Workload, times: Times, clock_us: float
 ) -> None:
-    """Only calls that evicted count: ours has to fill its budget first."""
+    """Time evictions. A call counts only if it evicted pages, because our tree first has to fill
+    its budget."""
     for name, index in indexes.items():
         spent = times.setdefault("evict", {}).setdefault(name, [])
         for seed in range(100 * workload.num_evictions):
@@ -196,7 +198,7 @@ def summary(values: list[float]) -> dict[str, float]:
 def run(
     num_pages: int, num_models: int, args: argparse.Namespace, memory: ProcessPoolExecutor
 ) -> Iterator[dict[str, Any]]:
-    """A row for each index."""
+    """Measure all indexes that fit into memory, and yield a row for each."""
     workload = Workload(num_pages, args.samples)
     limit = args.memory_gib * 2**30 / num_models / num_pages
     names = [name for name in NAMES if ESTIMATED_BYTES_PER_PAGE.get(name, 250) <= limit]

@@ -1,4 +1,4 @@
-"""A model of tiny pages, and a pool that lends no memory: a tree that only counts."""
+"""A model of tiny pages, and a pool that lends no memory: for trees that only count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILY = Family(
 
 
 class Unbacked:
-    """Lends nothing, so that a tree counts bytes that are not there."""
+    """A pool that lends no memory, so that a tree counts bytes without holding them."""
 
     file: Final = None
 
@@ -33,10 +33,10 @@ class Unbacked:
         return Loan()
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
-        """Nothing was lent."""
+        """Do nothing: `take` lent no memory."""
 
     def close(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: the pool holds no memory."""
 
     def place_of(self, view: memoryview) -> int | None:
         return None

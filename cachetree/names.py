@@ -25,6 +25,7 @@ class ModelNames:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_heard = 0
+        self._supposed = set[str]()
         self.now: Mapping[str, str] = {}
         """By model id. Replaced and never changed, so that a reader needs no lock."""
 
@@ -33,11 +34,20 @@ class ModelNames:
         with self._lock:
             self.now = {**self.now, model: _tidy(name)}
 
+    def suppose(self, names: Mapping[str, str]) -> None:
+        """Take names by model id, each until this server or a peer says another."""
+        with self._lock:
+            new = {it: _tidy(name) for it, name in names.items() if it not in self.now}
+            self._supposed |= new.keys()
+            self.now = {**self.now, **new}
+
     def hear(self, model: ModelId, name: str) -> None:
         """Take what a peer says. The first name stays: no peer renames another's model."""
         with self._lock:
-            if name and model not in self.now and self._num_heard < MAX_HEARD:
+            is_free = model not in self.now or model in self._supposed
+            if name and is_free and self._num_heard < MAX_HEARD:
                 self._num_heard += 1
+                self._supposed.discard(model)
                 self.now = {**self.now, model: _tidy(name)}
 
 

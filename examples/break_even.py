@@ -2,8 +2,8 @@
 
     python examples/break_even.py --tokens-per-s 10000 --block 8
 
-Fill in your model's sizes and the prefill speed that you measured. Per token, without fixed costs
-and queues; a server counts with those, too, and with the speeds that it sees.
+Fill in your model's sizes and the prefill speed that you measured. The sum is per token, without
+fixed costs and queues. A server also counts those, with the speeds that it sees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPEEDS = (2_000, 10_000, 40_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Sizes of a model as Llama-3-8B is, unless told otherwise."""
+    """Sizes of a sender and receiver, by default those of Llama-3-8B."""
 
     layers: int = 32
     hidden: int = 4096
@@ -29,16 +29,16 @@ class Pair:
     block: int = 8
     """Layers that the receiver recomputes."""
     tokens_per_s: int = 10_000
-    """Of a full prefill."""
+    """Tokens per second of a full prefill."""
 
     @property
     def e_bytes(self) -> int:
-        """Of one token, at the block's first layer."""
+        """Bytes of E for one token, at the block's first layer."""
         return self.hidden * self.value_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, at the layers that are loaded."""
+        """Bytes of KV for one token, at the loaded layers."""
         return (self.layers - self.block) * 2 * self.kv_heads * self.head_dim * self.value_bytes
 
     @property
@@ -47,29 +47,31 @@ class Pair:
 
     @property
     def block_s(self) -> float:
-        """Of the block's last layer only K and V are needed, which costs little."""
+        """Seconds per token to recompute the block. Its last layer needs only K and V, which costs
+        little."""
         return self.full_s * max(0, self.block - 1) / self.layers
 
     def reuse_s(self, link: float) -> float:
-        """E comes first; the rest comes while the block is recomputed. `link` in bytes/s."""
+        """Seconds per token to reuse. E is first; KV is loaded while the block is recomputed.
+        `link` is in bytes/s."""
         return max(self.e_bytes / link + self.block_s, (self.e_bytes + self.kv_bytes) / link)
 
     def break_even(self) -> float:
-        """Bytes per second at which both take equally long."""
+        """Bytes per second at which reuse and full prefill take equally long."""
         price = {"full_prefill_s": self.full_s, "recompute_s": self.block_s}
         return break_even_byte_s({**price, "e_bytes": self.e_bytes, "kv_bytes": self.kv_bytes})
 
 
 def markdown(pair: Pair | None = None) -> str:
-    """One row for each prefill speed, or for the pair's alone."""
+    """Make one row for each prefill speed, or only for the pair's."""
     pairs = [pair] if pair else [Pair(tokens_per_s=it) for it in SPEEDS]
     head = ["full prefill, tokens/s", "break-even, GB/s", *LINKS, "any faster link"]
     rows = [head, ["---"] * len(head)]
-    for it in pairs:
-        gains = [it.full_s / it.reuse_s(link) for link in LINKS.values()]
-        told = [f"{gain:.1f} ×" if gain > 1 else "full prefill" for gain in gains]
-        most = f"{it.full_s / it.block_s:.1f} × at most" if it.block_s else "no limit"
-        rows.append([f"{it.tokens_per_s:,}", f"{it.break_even() / 1e9:.2f}", *told, most])
+    for size in pairs:
+        gains = [size.full_s / size.reuse_s(link) for link in LINKS.values()]
+        cells = [f"{gain:.1f} ×" if gain > 1 else "full prefill" for gain in gains]
+        most = f"{size.full_s / size.block_s:.1f} × at most" if size.block_s else "no limit"
+        rows.append([f"{size.tokens_per_s:,}", f"{size.break_even() / 1e9:.2f}", *cells, most])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

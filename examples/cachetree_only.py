@@ -12,11 +12,11 @@ me, pages = ModelId("my model"), hashes_of(range(1000, 1064), family.page_size)
 kv = [os.urandom(len(pages) * family.kv_page_bytes) for _ in range(family.num_layers)]
 with Cache(family, CacheConfig(host_bytes=1 << 20, serves=False)) as cache:
     assert cache.store(me, None, pages, [memoryview(layer) for layer in kv], e={})
-    (found,) = cache.match(pages)
-    plan = Plan(sender=found.model, receiver=me, location=found.location, block=EMPTY_SPAN,
-                pages=Span(0, found.num_pages), num_layers=family.num_layers)  # fmt: skip
+    (match,) = cache.match(pages)
+    plan = Plan(sender=match.model, receiver=me, location=match.location, block=EMPTY_SPAN,
+                pages=Span(0, match.num_pages), num_layers=family.num_layers)  # fmt: skip
     with cache.fetch(plan, pages, Deadline.after(5)) as staging:  # None if there is no room.
         for step in plan.steps:
             staging.wait(step)
             assert b"".join(staging.views(step)) == kv[step.layer]
-    print(f"{found.num_pages} pages of {found.model}: {staging.num_bytes} bytes, as stored")
+    print(f"{match.num_pages} pages of {match.model}: {staging.num_bytes} bytes, as stored")

@@ -1,9 +1,9 @@
 """One model plans on a context, the other continues on the same context and that plan.
 
-An SGLang frontend program with two `RuntimeEndpoint`s. Needs both servers; see docs/quickstart.md.
-The planner reads the context and writes down what to ask; the writer answers. The writer prefills
-neither the context nor the planner's words in full: most of their layers' KV comes from the
-planner.
+An SGLang frontend program with two `RuntimeEndpoint`s. It needs both servers; see
+docs/quickstart.md. The planner reads the context and writes a question; the writer answers the
+question. The writer prefills neither the context nor the planner's words in full: most of their
+layers' KV is the planner's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTEXT = (
 
 
 class Model(sgl.RuntimeEndpoint):
-    """A server, and what is asked of its cache, for which SGLang's frontend has no word."""
+    """A server, with controls for its cache that SGLang's frontend cannot express."""
 
     def __init__(self, url: str, **droidspeak: str) -> None:
         super().__init__(url)
@@ -57,10 +57,10 @@ def main() -> None:
     parser.add_argument("--sender", default="http://127.0.0.1:30000")
     parser.add_argument("--receiver", default="http://127.0.0.1:30001")
     args = parser.parse_args()
-    # Answered once the writer knows that it may read the context and the words.
+    # The server answers once the writer knows that it may read the context and the words.
     planner = Model(args.sender, publish="before_reply")
-    # By itself the server reuses where that is predicted to be faster, which it may not be for a
-    # model this small.
+    # By default the server reuses only if it predicts a gain, which is unlikely for a model this
+    # small.
     writer = Model(args.receiver, block="2:5")
 
     planned = plan.run(context=CONTEXT, backend=planner)

@@ -1,8 +1,8 @@
 """One document and five roles on it, each an adapter of one base; with reuse and without.
 
-An SGLang frontend program: the base reads the document, and the function forks into the roles.
-Needs the server of `lora.yaml`; see docs/lora.md. SGLang's frontend has no word for an
-adapter, so the backend here takes it from a variable of the state whose request it sends.
+An SGLang frontend program: the base reads the document, and the function forks into the roles. It
+needs the server of `lora.yaml`; see docs/lora.md. SGLang's frontend has no word for an adapter. So
+the backend here takes the adapter from a variable of the state that sends the request.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ QUESTIONS = {
     "guide": "question : where lives duvib ?",
     "scout": "question : what firm has teral ?",
 }
-"""`scout` is an activated adapter: `question :` invokes it, and the document stays the base's."""
+"""Questions by role. `scout` is an activated adapter: only `question :` invokes it, so the base's
+KV of the document fits."""
 BASE = read_model_identity(Path(__file__).parent / "pairs/weights/foundation").model_id
 RECOMPUTED = {
     "expert": {"block": "0:5"},
     "clerk": {"block": "0:5"},
     "scout": {"block": "none", "sender": BASE},
 }
-"""What each role's profile recommends, asked for by name, and the base's KV as it is for `scout`.
-By itself the server reuses where that is predicted to be faster, which it may not be for models so
+"""Block that each role's profile recommends, asked for by name; `scout` takes the base's KV
+unchanged. By default the server reuses only if it predicts a gain, which is unlikely for models so
 small."""
 
 
 class Adapters(sgl.RuntimeEndpoint):
-    """A server with LoRA adapters; a state's variable `adapter` says which answers, or the base."""
+    """A server with LoRA adapters. A state's variable `adapter` names the adapter that answers;
+    without it, the base answers."""
 
     def __init__(self, url: str, mode: str) -> None:
         super().__init__(url)
@@ -55,7 +57,7 @@ class Adapters(sgl.RuntimeEndpoint):
         return self._ask(s, sampling_params.to_srt_kwargs())
 
     def commit_lazy_operations(self, s):
-        """Before a fork, so that what its states have in common is read once."""
+        """Read the states' common text once, before they fork."""
         self._ask(s, {"max_new_tokens": 0})
 
     def _ask(self, s, sampling_params):
@@ -80,7 +82,7 @@ class Adapters(sgl.RuntimeEndpoint):
 @sgl.function
 def discuss(s, document: str, questions: dict[str, str]):
     s += document
-    s.sync()  # What is there when a fork is made, the base reads.
+    s.sync()  # The base reads the text so far.
     forks = s.fork(len(questions))
     for fork, (role, question) in zip(forks, questions.items(), strict=True):
         fork.set_var("adapter", role)
@@ -100,11 +102,11 @@ def main() -> None:
         backend.flush_cache()
         answers = discuss.run(document=DOCUMENT, questions=QUESTIONS, backend=backend).ret_value
         for role, (answer, meta) in zip(QUESTIONS, answers, strict=True):
-            (told,) = meta["droidspeak"]
-            reused = told["reused_tokens"]
+            (provenance,) = meta["droidspeak"]
+            reused = provenance["reused_tokens"]
             print(
                 f"{mode:6} {role:8} {answer:8} {meta['cached_tokens'] - reused:6} {reused:6} "
-                f"{meta['ttft_ms']:4.0f} ms  {told['outcome']}"
+                f"{meta['ttft_ms']:4.0f} ms  {provenance['outcome']}"
             )
 
 

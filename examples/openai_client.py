@@ -1,8 +1,8 @@
 """The receiver through the OpenAI client. Needs both servers; see docs/quickstart.md.
 
-A completion has no place for `meta_info`: what it shows is how many prompt tokens were cached, here
-or at the sender, where the server runs with `--enable-cache-report`. A chat completion that is not
-streamed has it in its `choices`, where the request says `return_meta_info: true`.
+A completion has no place for `meta_info`. It only shows how many prompt tokens were cached, here or
+at the sender, and only if the server runs with `--enable-cache-report`. A chat completion that is
+not streamed has `meta_info` in its `choices`, if the request says `return_meta_info: true`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 from openai import APIConnectionError, OpenAI
 
-# No question has been asked about it before, so every cached token comes from the sender.
+# The receiver has answered no question about it, so every cached token is the sender's.
 DOCUMENT = (
     "<bos> meet zurum . she works as a judge . she lives in pevoda . she has a silver duck . "
     "meet dokav . she lives in dakeza . she works as a plumber . she has a grey sheep . "
@@ -24,7 +24,7 @@ QUESTION = "question : what job has zagam ?"
 
 
 def complete(url: str, prompt: str, max_tokens: int, droidspeak: dict[str, str]) -> tuple[str, int]:
-    """The answer, and how many of the prompt's tokens were cached."""
+    """Ask the server; return the answer and the number of cached prompt tokens."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     reply = client.completions.create(
         model="any",
@@ -43,9 +43,9 @@ def main() -> None:
     parser.add_argument("--receiver", default="http://127.0.0.1:30001")
     args = parser.parse_args()
 
-    # Answered once the receiver knows that it may read.
+    # The server answers once the receiver knows that it may read.
     complete(args.sender, DOCUMENT, max_tokens=1, droidspeak={"publish": "before_reply"})
-    # Without a block the server chooses, and prefills in full where reuse would be no faster, as is
+    # Without a block the server chooses. It prefills in full if reuse would be no faster, as is
     # likely for a model this small. {"mode": "off"} would ask for a full prefill.
     answer, num_cached = complete(
         args.receiver, f"{DOCUMENT} {QUESTION}", max_tokens=8, droidspeak={"block": "2:5"}

@@ -199,6 +199,7 @@ class Many:
         is_logged = self._logs and not receiver.data
         return replace(
             self._settings,
+            names=(it.sender, it.receiver),
             sender=sender.source.path,
             sender_lora=sender.source.adapter,
             receiver=receiver.source.path,

@@ -94,7 +94,7 @@ def profile_pair(
     began, shared = time.monotonic(), shared or Shared()
     require_place(settings.out)
     settings.devices()
-    _, ours = look_at_pair(*settings.pair)
+    theirs, ours = look_at_pair(*settings.pair)
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
     train, held_out = load_splits(settings, tokenizer, positions)
     for line in (*train.notes, *hardly_enough(held_out, settings.tolerance)):
@@ -183,6 +183,7 @@ def profile_pair(
     found = Findings(
         sender=pair.sender_identity,
         receiver=pair.receiver_identity,
+        names=settings.names or (theirs.source.name, ours.source.name),
         first_difference=pair.first_difference,
         train=train,
         held_out=held_out,

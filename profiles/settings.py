@@ -51,6 +51,8 @@ class Settings:
     sender_lora: Path | None = _models(None, "PEFT adapter on the sender", "PATH")
     receiver: Path | None = _models(None, "checkpoint that answers", "PATH")
     receiver_lora: Path | None = _models(None, "PEFT adapter on the receiver", "PATH")
+    names: tuple[str, str] | None = None
+    """Of sender and receiver, if a run over several models has named them; no flag."""
     dtype: str = _models(
         "bfloat16", "as the servers': rounding is part of the quality", choices=DTYPES
     )

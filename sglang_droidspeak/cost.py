@@ -18,7 +18,7 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -28,7 +28,7 @@ import torch
 from scipy.optimize import nnls
 
 from cachetree import Span
-from cachetree.planning import Margin, PrefillCost, most_of, weighted_median
+from cachetree.planning import Margin, PrefillCost, full_prefill_s, most_of, weighted_median
 
 _PER_LENGTH: Final = 8
 """Passes kept of each power of two of tokens."""
@@ -63,9 +63,37 @@ class _Pass:
     """Tokens before each, summed over all."""
     seconds: float
 
+    @classmethod
+    def over(cls, tokens: Iterable[Span], seconds: float) -> _Pass:
+        lengths = [(len(it), (it.start + it.stop) / 2) for it in tokens]
+        num_tokens = sum(length for length, _ in lengths)
+        context = sum(length * before for length, before in lengths)
+        return cls(num_tokens, context, max(seconds, 1e-9))
+
     def of(self, cost: PrefillCost) -> float:
         """What it took of what `cost` predicts."""
         return self.seconds / max(1e-12, cost.pass_s(self.num_tokens, self.context))
+
+
+class _Latest:
+    """The latest passes of each length."""
+
+    def __init__(self) -> None:
+        self._by_length: dict[int, deque[_Pass]] = {}
+
+    def add(self, new: _Pass) -> None:
+        length = new.num_tokens.bit_length()
+        self._by_length.setdefault(length, deque(maxlen=_PER_LENGTH)).append(new)
+
+    @property
+    def by_length(self) -> Iterable[deque[_Pass]]:
+        return self._by_length.values()
+
+    def ratio(self, cost: PrefillCost) -> float:
+        """What they took in all of what `cost` predicts of them in all."""
+        passes = [it for each in self.by_length for it in each]
+        predicted_s = sum(cost.pass_s(it.num_tokens, it.context) for it in passes)
+        return sum(it.seconds for it in passes) / max(1e-12, predicted_s)
 
 
 class Fit:
@@ -75,20 +103,16 @@ class Fit:
         """`prior` gives the shape of what is not seen yet; its scale follows what was seen."""
         self._prior: Final = prior
         self._margin: Final = Margin()
-        self._passes: dict[int, deque[_Pass]] = {}
+        self.latest: Final = _Latest()
         self._num = self._num_fitted = 0
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> None:
         """One pass over these tokens of some prompts; `seconds` are of one of its layers."""
-        lengths = [(len(it), (it.start + it.stop) / 2) for it in tokens]
-        num_tokens = sum(length for length, _ in lengths)
-        context = sum(length * before for length, before in lengths)
-        new = _Pass(num_tokens, context, max(seconds, 1e-9))
+        new = _Pass.over(tokens, seconds)
         if self._cost is not None:
             self._margin.add(new.of(self._cost), 1.0)
-        kept = self._passes.setdefault(num_tokens.bit_length(), deque(maxlen=_PER_LENGTH))
-        kept.append(new)
+        self.latest.add(new)
         self._num += 1
 
     @property
@@ -99,7 +123,7 @@ class Fit:
         return self._cost
 
     def _fit(self) -> PrefillCost:
-        kept = self._passes.values()
+        kept = self.latest.by_length
         usual_s = [statistics.median(it.seconds for it in each) for each in kept]
         least_s = min(usual_s)
         longer = [each for each, s in zip(kept, usual_s, strict=True) if s > _ABOVE_LEAST * least_s]
@@ -129,7 +153,7 @@ class Fit:
 
     def _curve(self, cost: PrefillCost) -> tuple[tuple[float, float], ...]:
         points = []
-        for kept in self._passes.values():
+        for kept in self.latest.by_length:
             if len(kept) >= _LEAST_PER_LENGTH:
                 at = statistics.median(math.log2(max(1, it.num_tokens)) for it in kept)
                 points.append((at, statistics.median(it.of(cost) for it in kept)))
@@ -176,6 +200,8 @@ class Meter:
         self._thread: Final = threading.get_ident()
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(lambda: self._forwards.cost)
+        self._by_model: Final = defaultdict[object, _Latest](_Latest)
+        """The latest forwards of each model alone."""
         self._lock: Final = threading.Lock()
         """Of both fits, which are of one layer, and of what is open."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
@@ -196,6 +222,18 @@ class Meter:
         least_s, a, b, c = (it * self._num_layers for it in of_layer)
         most = self.step_tokens
         return replace(cost, least_s=least_s, fixed_s=a, token_s=b, context_s=c, most_tokens=most)
+
+    def mean_prefill_s(self, tokens: Span, model: object) -> float | None:
+        """Seconds of a full prefill by a model, in the mean of its latest forwards, or of all
+        models' if it had none; None if unknown.
+
+        `prefill` follows the median. Slow passes are rare and long, so a sum of medians is less
+        than what clients wait for in all. An adapter's pass takes longer than its base's.
+        """
+        full_s = full_prefill_s(tokens, self.prefill)
+        with self._lock:
+            cost, latest = self._forwards.cost, self._by_model.get(model, self._forwards.latest)
+            return None if full_s is None or cost is None else full_s * latest.ratio(cost)
 
     @property
     def recompute(self) -> PrefillCost | None:
@@ -235,24 +273,39 @@ class Meter:
         if num_bytes >= _MIN_LOAD_BYTES:
             self._copies.append((num_bytes, seconds))
 
-    def forward(self, tokens: Sequence[Span]) -> contextlib.AbstractContextManager[None]:
-        """Measure a forward of all layers over these tokens of some prompts; none of none."""
-        return self._measure(self._forwards, tokens, self._num_layers)
+    def forward(
+        self, tokens: Sequence[Span], models: Iterable[object] = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """Measure a forward of all layers over these tokens of prompts of those models; none of
+        none."""
+        alone = {*models}
+
+        def add(tokens: Iterable[Span], seconds: float) -> None:
+            self._forwards.add(tokens, seconds)
+            for model in alone if len(alone) == 1 else ():
+                self._by_model[model].add(_Pass.over(tokens, seconds))
+
+        return self._measure(add, tokens, self._num_layers)
 
     def block(
         self, tokens: Sequence[Span], num_layers: float
     ) -> contextlib.AbstractContextManager[None]:
         """Measure a recompute that is the work of so many layers."""
-        return self._measure(self._blocks, tokens, num_layers)
+        return self._measure(self._blocks.add, tokens, num_layers)
 
     @contextlib.contextmanager
-    def _measure(self, fit: Fit, tokens: Sequence[Span], num_layers: float) -> Iterator[None]:
+    def _measure(
+        self,
+        add_pass: Callable[[Iterable[Span], float], None],
+        tokens: Sequence[Span],
+        num_layers: float,
+    ) -> Iterator[None]:
         if not tokens or not num_layers:
             yield
             return
 
         def add(seconds: float) -> None:
-            fit.add(tokens, seconds / num_layers)
+            add_pass(tokens, seconds / num_layers)
 
         if self._on_cuda:
             with self._lock:

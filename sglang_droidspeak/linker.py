@@ -144,6 +144,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             server, self._cache, self._meter, self._models, self._activated, self._pool_index
         )
         self._metrics.tell_pairs(planner.profiles)
+        for profile in planner.profiles.values():
+            self._cache.names.suppose(profile.names)
         if settings.http is not None and self._ranks.is_first:
             page = StatusPage(parse_http(settings.http), self._cache.status)
             self._until_closed.enter_context(page)

@@ -1,1 +1,1 @@
-"""What makes files of this repository again; no part of the package."""
+"""Programs that make files of this repository again; no part of the package."""

@@ -1,6 +1,6 @@
 """Write cachetree/checkpoint/config_defaults.json: `python -m tools.config_defaults`.
 
-The table has what transformers' config classes take for fields that a config.json leaves out.
+The table has the defaults of transformers' config classes for fields that a config.json leaves out.
 """
 
 from dataclasses import fields
@@ -30,12 +30,13 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def text() -> bytes:
-    """Return the file's content."""
+    """Encode the table as the file's content."""
     return msgspec.json.format(msgspec.json.encode(table(), order="sorted")) + b"\n"
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:
-    # The class's own fields: an instance fills what is derived from others, such as head_dim.
+    # Defaults of the class: an instance also fills fields that follow from others, such as
+    # head_dim.
     stated = {it.name: it.default for it in fields(config_class)}
     rope = config_class().rope_parameters
     named = {RENAMED.get(name, name): it for name, it in {**stated, **rope}.items()}

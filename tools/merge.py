@@ -21,7 +21,7 @@ from profiles.adapters import read_weights, with_adapter
 def merge_folder(base: Path, adapter: Path, out: Path) -> None:
     """Write a copy of the checkpoint folder `base` with the adapter merged into its weights.
 
-    Shards stay as they are cut. Raises ConfigError.
+    The copy has the same shards. Raises ConfigError.
     """
     files = weight_files(base)
     weights = with_adapter(read_weights(base), adapter)
@@ -30,7 +30,7 @@ def merge_folder(base: Path, adapter: Path, out: Path) -> None:
     )
     for file in files:
         tensors = {name: weights[name].contiguous() for name in load_file(file)}
-        part = out / f"{file.name}.part"  # A full disk leaves no shard that looks whole.
+        part = out / f"{file.name}.part"  # If the disk is full, no shard looks whole.
         save_file(tensors, part, metadata={"format": "pt"})
         part.replace(out / file.name)
 

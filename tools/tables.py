@@ -1,4 +1,5 @@
-"""Tables and sentences of results, by the templates of `tables.md`, which says how to read them."""
+"""Fill the tables and sentences of pages with results, by templates; `tables.md` explains the
+templates."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 class Template(NamedTuple):
-    """A heading of `tables.md` with what stands below it."""
+    """A heading of `tables.md` and the text below it."""
 
     result: str
     rows: str
@@ -24,7 +25,7 @@ class Template(NamedTuple):
     head: str
     """Empty for a sentence without a table."""
     lines: Sequence[str]
-    """Each is filled with every row."""
+    """Lines of the table; each is filled with every row."""
     after: str
 
 
@@ -41,19 +42,19 @@ PARTS: Final = dict(_templates())
 
 
 def made(name: str) -> str:
-    """A part of a page: of the result that is kept, and what that was measured on."""
+    """Fill a part of a page with its stored result, and name the machine that measured it."""
     result = PARTS[name].result
     try:
-        found = read(result)
+        results = read(result)
     except FileNotFoundError:
         return f"There is no result yet: `make bench` writes `results/{result}.json`.\n"
-    on = where(found) if isinstance(found, dict) else ""
-    return _filled(PARTS[name], found) + (f"\n{on}.\n" if on else "")
+    on = where(results) if isinstance(results, dict) else ""
+    return _filled(PARTS[name], results) + (f"\n{on}.\n" if on else "")
 
 
-def shown(result: str, found: Any) -> Iterator[str]:
-    """Every table of a result that was just found."""
-    return (_filled(it, found) for it in PARTS.values() if it.result == result)
+def shown(result: str, results: Any) -> Iterator[str]:
+    """Fill every table of a result that was just measured."""
+    return (_filled(it, results) for it in PARTS.values() if it.result == result)
 
 
 def read(name: str) -> Any:
@@ -64,15 +65,15 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_bytes())
 
 
-def where(found: Row) -> str:
-    """What a result, or each part of it, was measured on, and whether anything else ran there."""
-    parts = [it for value in found.values() if isinstance(value, list) for it in value]
-    runs = [found] if "environment" in found else parts
+def where(results: Row) -> str:
+    """Describe the machine of a result, or of each part of it, with its load before the run."""
+    parts = [it for value in results.values() if isinstance(value, list) for it in value]
+    runs = [results] if "environment" in results else parts
     runs = [it for it in runs if isinstance(it, Mapping) and "environment" in it]
     text = (
         "{processor}, {num_cores} cores, load before the run {load_before:.1f}, commit {commit!c}"
     )
-    return "; ".join(dict.fromkeys(told(text, it["environment"]) for it in runs))
+    return "; ".join(dict.fromkeys(fill(text, it["environment"]) for it in runs))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -80,8 +81,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {line} |\n" for line in lines)
 
 
-def told(text: str, row: Row, default: str = "") -> str:
-    """The text with the row's numbers in it; the default if there is one and all are missing."""
+def fill(text: str, row: Row, default: str = "") -> str:
+    """Put the row's numbers into the text. If all are missing and there is a default, return the
+    default."""
     cells = _Cells()
     filled = cells.vformat(text, (), row)
     return default if default and cells.are_missing == {True} else filled
@@ -120,80 +122,81 @@ _CONVERSIONS: Final[dict[str, Callable[[Any], Any]]] = {
 }
 
 
-def _filled(it: Template, found: Any) -> str:
-    rows = ROWS[it.rows](found) if it.rows in ROWS else _listed(found, it)
-    if not it.head:
-        return told(it.after, next(iter(rows))) + "\n"
-    cells = [[text.partition("??") for text in line.split(" | ")] for line in it.lines]
+def _filled(template: Template, results: Any) -> str:
+    rows = ROWS[template.rows](results) if template.rows in ROWS else _listed(results, template)
+    if not template.head:
+        return fill(template.after, next(iter(rows))) + "\n"
+    cells = [[text.partition("??") for text in line.split(" | ")] for line in template.lines]
     lines = (
-        [told(text, row, default or "–") for text, _, default in line]
+        [fill(text, row, default or "–") for text, _, default in line]
         for row in rows
         for line in cells
     )
-    after = f"\n{told(it.after, found)}\n" if it.after else ""
-    return table(it.head.split(" | "), lines) + after
+    after = f"\n{fill(template.after, results)}\n" if template.after else ""
+    return table(template.head.split(" | "), lines) + after
 
 
-def _listed(found: Any, it: Template) -> Iterator[Row]:
-    for key in it.rows.split():
-        yield from _below(found[key], it.by)
+def _listed(results: Any, template: Template) -> Iterator[Row]:
+    for key in template.rows.split():
+        yield from _below(results[key], template.by)
 
 
-def _below(found: Any, by: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows that lie under keys: each with its keys, by name."""
+def _below(data: Any, by: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows below nested keys, each with its keys by name."""
     if by:
-        for key, value in found.items():
+        for key, value in data.items():
             yield from ({by[0]: key, **row} for row in _below(value, by[1:]))
     else:
-        yield from found if isinstance(found, list) else [found]
+        yield from data if isinstance(data, list) else [data]
 
 
-def devices(found: Any) -> Iterator[Row]:
-    for name, it in found.items():
-        if isinstance(it, dict) and "num_cells" in it:
-            yield {"device": name, **it}
+def devices(results: Any) -> Iterator[Row]:
+    for name, figures in results.items():
+        if isinstance(figures, dict) and "num_cells" in figures:
+            yield {"device": name, **figures}
 
 
-def codecs(found: Any) -> Iterable[Row]:
-    """Each codec: a block's quality by pair, and its speeds."""
-    blocks = [it for it in found["quality"] if it["what"] == "block"]
+def codecs(results: Any) -> Iterable[Row]:
+    """Yield each codec: a block's quality by pair, and its speeds."""
+    blocks = [it for it in results["quality"] if it["what"] == "block"]
     rows = {it["codec"]: dict(it) for it in blocks}
-    for it in blocks:
-        rows[it["codec"]][it["pair"]] = it
-    for it in found["speed"]:
-        rows.get(it["codec"], {})[it["what"]] = it["gb_per_s"]
+    for row in blocks:
+        rows[row["codec"]][row["pair"]] = row
+    for row in results["speed"]:
+        rows.get(row["codec"], {})[row["what"]] = row["gb_per_s"]
     return rows.values()
 
 
-def parts_on_a_gpu(found: Any) -> Iterator[Row]:
-    for row in found["rows"]:
+def parts_on_a_gpu(results: Any) -> Iterator[Row]:
+    for row in results["rows"]:
         for what, value in row.items():
             if what not in ("part", "environment"):
                 shown = round(value, 3) if isinstance(value, float) else value
                 yield {**row, "what": what, "found": shown}
 
 
-def sizes_of_frames(found: Any) -> Iterator[Row]:
-    """One row: the results by the size of a frame."""
-    yield {f"{it['frame_mib']} MiB": it for it in found["rows"]}
+def sizes_of_frames(results: Any) -> Iterator[Row]:
+    """Yield one row: the results by the size of a frame."""
+    yield {f"{it['frame_mib']} MiB": it for it in results["rows"]}
 
 
-def latest_soaks(found: Any) -> Iterator[Row]:
-    """One row: the latest line of the log of each kind, by the first word of its question."""
-    yield {it["question"].split()[0]: {"harms": {}, "broken": (), **it} for it in found}
+def latest_soaks(log: Any) -> Iterator[Row]:
+    """Yield one row: the latest line of the log for each kind of soak, by the first word of its
+    question."""
+    yield {it["question"].split()[0]: {"harms": {}, "broken": (), **it} for it in log}
 
 
-def sets_of_contexts(found: Any) -> Iterator[dict[str, Any]]:
-    """Each pair and set of contexts, with its plans by name."""
+def sets_of_contexts(results: Any) -> Iterator[dict[str, Any]]:
+    """Yield each pair and set of contexts, with its plans by name."""
     sets = {"long": " long", "texts": " pages and code"}
-    for it in found["measured"]:
-        of = f"{it['pair'].replace('_', ' ')}, {it['contexts']}{sets.get(it['on'], '')}"
-        yield {**it, **{plan["plan"]: plan for plan in it["plans"]}, "of": of}
+    for row in results["measured"]:
+        of = f"{row['pair'].replace('_', ' ')}, {row['contexts']}{sets.get(row['on'], '')}"
+        yield {**row, **{plan["plan"]: plan for plan in row["plans"]}, "of": of}
 
 
-def corrected_blocks(found: Any) -> Iterator[Row]:
-    """Each block from the sender's E as it is, and from corrected E."""
-    for of in sets_of_contexts(found):
+def corrected_blocks(results: Any) -> Iterator[Row]:
+    """Yield each block with the sender's plain E, and with corrected E."""
+    for of in sets_of_contexts(results):
         plain = [name for name in of if f"{name} corrected" in of]
         for name in plain:
             corrected = of[f"{name} corrected"]
@@ -208,62 +211,64 @@ def _num_layers(block: str) -> int:
     return stop - start
 
 
-def kinds_of_maps(found: Any) -> Iterator[Row]:
+def kinds_of_maps(results: Any) -> Iterator[Row]:
     kinds = ("bias", "rank 8", "rank 16", "rank 64", "full")
-    for of in sets_of_contexts(found):
+    for of in sets_of_contexts(results):
         for name in of:
             if f"{name} bias" in of:
                 corrected = {kind: of[f"{name} {kind}"] for kind in kinds}
                 yield {"of": of["of"], "block": name, "plain": of[name], **corrected}
 
 
-def layers_of_maps(found: Any) -> Iterator[Row]:
-    for it in found["fitted"]:
-        yield from ({"pair": it["pair"], **row} for row in _below(it["layers"], ["layer"]))
+def layers_of_maps(results: Any) -> Iterator[Row]:
+    for pair in results["fitted"]:
+        yield from ({"pair": pair["pair"], **row} for row in _below(pair["layers"], ["layer"]))
 
 
 def in_time(rows: Iterable[Row]) -> tuple[Row, Row]:
-    """Of a contender: what the highest rate gave up to which nine of ten requests kept the target
-    at each rate that was run, and what the next one did. Empty where there is none."""
-    kept: Row = {}
+    """Return the rows of the highest rate that kept the target and of the next rate, both as they
+    ran. A rate keeps the target if 90 % of requests do, at this rate and all lower ones. A missing
+    row is empty."""
+    best: Row = {}
     for row in sorted(rows, key=lambda row: row["request_rate"]):
         if row["attainment"] < 0.9:
-            return kept, row
-        kept = row
-    return kept, {}
+            return best, row
+        best = row
+    return best, {}
 
 
-def rates_in_time(found: Any) -> Iterator[Row]:
-    """The rates that were run between which the target is lost, beside what theory allows."""
-    for name, of in found["rows"].items():
-        kept, lost = in_time(of)
-        idle = {key: found[key][name] for key in ("idle_ttft_ms", "idle_latency_ms", "bound")}
-        yield {"contender": name, "kept": kept, "lost": lost, **idle}
+def rates_in_time(results: Any) -> Iterator[Row]:
+    """Yield the two rates between which each contender loses the target, and its idle times."""
+    for name, of in results["rows"].items():
+        best, lost = in_time(of)
+        idle = {key: results[key][name] for key in ("idle_ttft_ms", "idle_latency_ms", "bound")}
+        yield {"contender": name, "kept": best, "lost": lost, **idle}
 
 
-def the_gain(found: Any) -> Iterator[Row]:
-    """Of each the highest rate in time, or the lowest that was run."""
+def the_gain(results: Any) -> Iterator[Row]:
+    """Yield the highest rate in time of the block and of SGLang alone; the lowest rate that ran if
+    none was in time."""
     for_sentence = {"block": "block", "alone": "SGLang alone"}
-    ends = {key: in_time(found["rows"][name]) for key, name in for_sentence.items()}
-    yield {**found, **{key: kept or lost for key, (kept, lost) in ends.items()}}
+    ends = {key: in_time(results["rows"][name]) for key, name in for_sentence.items()}
+    yield {**results, **{key: kept or lost for key, (kept, lost) in ends.items()}}
 
 
-def beside_theory(found: Any) -> Iterator[Row]:
-    for row in _below(found["rows"], ["contender"]):
-        wait_ms, idle_ms = row["mean_wait_ms_in_theory"], found["idle_ttft_ms"][row["contender"]]
+def beside_theory(results: Any) -> Iterator[Row]:
+    for row in _below(results["rows"], ["contender"]):
+        wait_ms, idle_ms = row["mean_wait_ms_in_theory"], results["idle_ttft_ms"][row["contender"]]
         yield {**row, "in_theory_ms": None if wait_ms is None else wait_ms + idle_ms}
 
 
-def uneven_streams(found: Any) -> Iterator[Row]:
+def uneven_streams(results: Any) -> Iterator[Row]:
     kinds = {"step": "the rate doubles", "gamma": "bursts"}
-    for row in _below(found["rows"], ["kind", "contender"]):
+    for row in _below(results["rows"], ["kind", "contender"]):
         yield {"stream": kinds[row["kind"]], "beyond": 1 - row["attainment"], **row}
 
 
-def strategies(found: Any) -> Iterator[Row]:
-    """Each strategy beside the first one, as measured and as predicted."""
-    first = found["rows"][0]
-    for row in found["rows"]:
+def strategies(results: Any) -> Iterator[Row]:
+    """Yield each strategy beside the first one, as measured and as predicted."""
+    first = results["rows"][0]
+    for row in results["rows"]:
         measured, expected = (
             first[key] / row[key] for key in ("median_total_ttft_ms", "predicted_ms")
         )

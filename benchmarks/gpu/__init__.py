@@ -1,1 +1,1 @@
-"""What the CUDA path does on this device: `python -m benchmarks.gpu`."""
+"""Checks of the CUDA path on this device: `python -m benchmarks.gpu`."""

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
 
     captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
-    pinned     a copy of staged KV into slots from page-locked memory against one from pageable
+    pinned     staged KV copied into slots from page-locked memory, beside pageable memory
     overlap    the same copies on the extension's copy stream beside a matrix product: the share of
                the shorter that ran beside the other (1: all of it)
     sanitizer  those three under torch's CUDA sanitizer; and under NVIDIA's
@@ -12,9 +12,10 @@
                adapters and on two ranks, against plain transformers; then in quantised weights
     ttft       an 8B-shaped pair with a quarter of its layers recomputed, at 2K, 10K and 40K tokens
 
-Each part has a time of its own, and what the parts before it or not asked for have left; then it is
-cut: what it had found by then is told, and that it was cut. A part that cannot run here says why.
-Parts that are not asked for keep what the file has of them, with what that was found on.
+Each part has its own time limit, plus the time that earlier and skipped parts leave. At the limit
+the part is cut: its results so far are reported, and that it was cut. A part that cannot run on
+this machine says why. With `--only`, the file's rows of all other parts stay, with the environment
+in which they were measured.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from benchmarks.gpu.parts import (
 DUMP = Path("build/flashinfer.safetensors")
 QUANTISED = "awq or gptq or fp8"
 _FEW_TOKENS = 256
-"""Under a sanitizer."""
+"""Tokens of a part that runs under a sanitizer."""
 
 
 def on_device(name: str, num_tokens: int) -> Iterator[Found]:
@@ -55,14 +56,14 @@ def on_device(name: str, num_tokens: int) -> Iterator[Found]:
 
 
 def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
-    """The parts of `on_device` in one process that is watched."""
+    """Run the copy parts (`WATCHED`) in one process under a sanitizer."""
     needs()
     if shutil.which(command[0]) is None:
         raise NotHere(f"{command[0]} is not installed")
     done = subprocess.run([*command, *WATCHED], stdout=subprocess.PIPE, text=True, check=False)
-    told = [*lines_of_json(done.stdout.splitlines(keepends=True))]
-    failed, missing = ([it[how] for it in told if how in it] for how in ("failed", "not_run"))
-    if missing and not done.returncode:  # Under a sanitizer CUDA may not come up.
+    reports = [*lines_of_json(done.stdout.splitlines(keepends=True))]
+    failed, missing = ([it[how] for it in reports if how in it] for how in ("failed", "not_run"))
+    if missing and not done.returncode:  # Under a sanitizer CUDA may fail to start.
         raise NotHere(missing[0])
     why = [f"exit {done.returncode}", *failed]
     yield {"failed": ": ".join(why)} if done.returncode else {"found": "nothing"}
@@ -77,11 +78,11 @@ def dumped(_num_tokens: int) -> Iterator[Found]:
     yield {"dump": str(DUMP)}
 
 
-def compared(which: str, _num_tokens: int) -> Iterator[Found]:
+def compared(selection: str, _num_tokens: int) -> Iterator[Found]:
     needs("sglang")
     from benchmarks.gpu import servers
 
-    yield from servers.oracle(which)
+    yield from servers.oracle(selection)
 
 
 def timed(num_tokens: int) -> Iterator[Found]:
@@ -96,7 +97,8 @@ WATCHED = (*HERE, "captured", "pinned", "overlap", "--tokens", str(_FEW_TOKENS))
 TORCHS = ("env", "TORCH_CUDA_SANITIZER=1")
 NVIDIAS = (
     *("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"),
-    *("--report-api-errors", "no"),  # torch looks at them all, and some that fail are questions.
+    # torch reads every error, and some failing calls are only questions.
+    *("--report-api-errors", "no"),
 )
 PARTS = {
     "captured": Part(partial(on_device, "captured"), 20),
@@ -111,16 +113,16 @@ PARTS = {
 }
 
 
-def tell(found: Found) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
+def tell(results: Found) -> None:
+    sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
 
 
 def alone(num_tokens: int, name: str, most_s: float) -> Found:
-    """In a process of its own."""
-    found = within([*HERE, name, "--tokens", str(num_tokens)], most_s)
-    sys.stderr.write(f"{name}: {json.dumps(found)}\n")
-    return found
+    """Run one part in its own process, for at most `most_s` seconds."""
+    results = within([*HERE, name, "--tokens", str(num_tokens)], most_s)
+    sys.stderr.write(f"{name}: {json.dumps(results)}\n")
+    return results
 
 
 def main() -> None:
@@ -137,11 +139,11 @@ def main() -> None:
     environment = result.here()
     spare_s = sum(part.most_s for name, part in PARTS.items() if name not in args.only)
     asked = {it: PARTS[it] for it in args.only}
-    found = run_all(asked, partial(alone, args.tokens), spare_s=spare_s)
-    rows = [{"part": name, **it} for name, it in found.items()]
+    results = run_all(asked, partial(alone, args.tokens), spare_s=spare_s)
+    rows = [{"part": name, **it} for name, it in results.items()]
     rows = result.with_others(rows, "part", environment, args.json)
     result.write("gpu", {"rows": rows}, environment, args.json)
-    sys.exit(any("failed" in it for it in found.values()))
+    sys.exit(any("failed" in it for it in results.values()))
 
 
 if __name__ == "__main__":

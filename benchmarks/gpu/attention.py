@@ -1,6 +1,6 @@
-"""FlashInfer on this device, as SGLang's backend calls it over a cached prefix: a dump.
+"""Dump FlashInfer's answer on this device, called over a cached prefix as SGLang's backend does.
 
-`tests/cuda/test_gpu_benchmark` replays those in `tests/cuda/flashinfer` on a CPU.
+`tests/cuda/test_gpu_benchmark` replays the dumps of `tests/cuda/flashinfer` on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 NEW, BEFORE = (5, 3), (20, 7)
-"""Tokens of two prompts, and those that stand before them."""
+"""New tokens of two prompts, and tokens of their cached prefixes."""
 _WORKSPACE_BYTES = 128 << 20
 
 
@@ -22,7 +22,7 @@ def edges(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def dump(path: Path, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
-    """Write what it was given, and its answer, to a file of tensors."""
+    """Write FlashInfer's inputs and its answer to a file of tensors."""
     import flashinfer
 
     generator = torch.Generator().manual_seed(0)
@@ -31,7 +31,7 @@ def dump(path: Path, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
         return torch.randn(size, generator=generator).bfloat16()
 
     num_slots = 4 * sum(BEFORE)
-    given = {
+    inputs = {
         "q": random(sum(NEW), HEADS, HEAD_DIM),
         "keys": random(num_slots, KV_HEADS, HEAD_DIM),
         "values": random(num_slots, KV_HEADS, HEAD_DIM),
@@ -39,15 +39,15 @@ def dump(path: Path, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
         "new": edges(NEW),
         "before": edges(BEFORE),
     }
-    there = {name: it.to("cuda") for name, it in given.items()}
+    on_device = {name: it.to("cuda") for name, it in inputs.items()}
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
     last = torch.ones(len(NEW), dtype=torch.int32, device="cuda")
-    indices = (there["new"], there["before"], there["slots"], last)
+    indices = (on_device["new"], on_device["before"], on_device["slots"], last)
     wrapper.begin_forward(
         *indices, HEADS, KV_HEADS, HEAD_DIM, 1, q_data_type=torch.bfloat16, non_blocking=True
     )
-    cache = (there["keys"], there["values"])
+    cache = (on_device["keys"], on_device["values"])
     scale = 1 / math.sqrt(HEAD_DIM)
-    out, lse = wrapper.forward_return_lse(there["q"], cache, causal=False, sm_scale=scale)
-    save_file({**given, "out": out.cpu().float(), "lse": lse.cpu().float()}, path)
+    out, lse = wrapper.forward_return_lse(on_device["q"], cache, causal=False, sm_scale=scale)
+    save_file({**inputs, "out": out.cpu().float(), "lse": lse.cpu().float()}, path)

@@ -1,6 +1,6 @@
 """E in a CUDA graph, and copies from host memory into KV slots, by the product's own classes.
 
-Each part checks what it copied before it tells a time.
+Each part checks the copied bytes before it reports a time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.rows import Coding, DeviceRows
 
 HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 4
-"""The KV of an 8B model, in bfloat16: 4 KiB per token and layer."""
+"""The KV of an 8B model in bfloat16: 4 KiB per token and layer."""
 REPEATS = 20
 
 
 class Stack:
-    """Tells of E as a model's layers do."""
+    """A stand-in for a model's layers, which passes E to callbacks."""
 
     def on_e(self, _layer: int, callback: Callable[..., None]) -> None:
         self.callbacks = [*getattr(self, "callbacks", ()), callback]
@@ -45,7 +45,7 @@ def captured(num_tokens: int) -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         stack.tell(slots, e)
-    torch.cuda.synchronize()  # torch's sanitizer takes what was captured for what ran there.
+    torch.cuda.synchronize()  # torch's sanitizer treats captured work as work that ran.
     num_wrong = 0
     for shift in (0, num_tokens):
         slots.copy_(torch.arange(num_tokens) + shift)
@@ -57,7 +57,7 @@ def captured(num_tokens: int) -> dict[str, Any]:
 
 
 class Loads:
-    """Staged KV of some tokens, and the pool that it goes to."""
+    """Staged KV of some tokens, and the pool that receives it."""
 
     def __init__(self, num_tokens: int, *, pin: bool) -> None:
         size = (LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
@@ -77,19 +77,19 @@ class Loads:
 
     def check(self) -> None:
         torch.cuda.synchronize()
-        there = torch.stack([self.pool.k_buffer[-1], self.pool.v_buffer[-1]], 1)[self.slots]
-        if not torch.equal(there.cpu(), self.host):
+        written = torch.stack([self.pool.k_buffer[-1], self.pool.v_buffer[-1]], 1)[self.slots]
+        if not torch.equal(written.cpu(), self.host):
             raise RuntimeError("the slots do not hold what was staged")
 
 
 def pinned(num_tokens: int) -> dict[str, Any]:
-    found = {}
+    speeds = {}
     for name, pin in (("pinned", True), ("pageable", False)):
         loads = Loads(num_tokens, pin=pin)
         (ms,) = medians_ms(loads.run)
         loads.check()
-        found[f"{name}_gb_per_s"] = round(loads.num_bytes / ms / 1e6, 2)
-    return found
+        speeds[f"{name}_gb_per_s"] = round(loads.num_bytes / ms / 1e6, 2)
+    return speeds
 
 
 def overlap(num_tokens: int) -> dict[str, Any]:
@@ -113,13 +113,13 @@ def overlap(num_tokens: int) -> dict[str, Any]:
     loads.check()
     share = (copies_ms + compute_ms - both_ms) / min(copies_ms, compute_ms)
     names = ("copies_ms", "compute_ms", "both_ms", "overlap")
-    found = (copies_ms, compute_ms, both_ms, share)
-    return {name: round(it, 3) for name, it in zip(names, found, strict=True)}
+    values = (copies_ms, compute_ms, both_ms, share)
+    return {name: round(it, 3) for name, it in zip(names, values, strict=True)}
 
 
 def medians_ms(*works: Callable[[], None]) -> list[float]:
-    """Of each on the current stream, by its events. They take turns, as a device's clock drifts;
-    the first turn is not counted."""
+    """Median milliseconds of each work on the current stream, by CUDA events. The works take turns,
+    because a device's clock drifts; the first turn is not counted."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS + 1):
         for work, taken in zip(works, times, strict=True):

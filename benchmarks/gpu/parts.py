@@ -1,6 +1,6 @@
-"""The parts of a run, each in a process of its own that is ended when its time is up.
+"""Run each part in its own process, and end the process when its time is up.
 
-A part tells what it has found so far in a line of JSON; of one that was cut the last line counts.
+A part prints its results so far as a line of JSON. If a part is cut, its last line counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 Found = dict[str, Any]
 _MERCY_S = 10.0
-"""For servers to be stopped."""
+"""Seconds that a process has to stop its servers after SIGTERM."""
 
 
 class NotHere(RuntimeError):
@@ -33,12 +33,12 @@ class NotHere(RuntimeError):
 @dataclass(frozen=True)
 class Part:
     run: Callable[[int], Iterator[Found]]
-    """Of so many tokens; yields what it has found so far."""
+    """Function that measures with this number of tokens and yields its results so far."""
     most_s: float
 
 
 def needs(*packages: str) -> None:
-    """Raises NotHere without a CUDA device, or one of these packages."""
+    """Raise NotHere if there is no CUDA device, or one of these packages is missing."""
     if not torch.cuda.is_available():
         raise NotHere("there is no CUDA device")
     for package in packages:
@@ -47,52 +47,53 @@ def needs(*packages: str) -> None:
 
 
 def attempt(part: Part, num_tokens: int, tell: Callable[[Found], None]) -> None:
-    """In the part's own process."""
-    found: Found = {}
+    """Run a part in this process, and report its results or its error through `tell`."""
+    results: Found = {}
     try:
-        for found in part.run(num_tokens):
-            tell(found)
+        for results in part.run(num_tokens):
+            tell(results)
     except NotHere as exc:
-        tell({**found, "not_run": str(exc)})
+        tell({**results, "not_run": str(exc)})
     except Exception as exc:  # noqa: BLE001  (CUDA's errors, a kernel's compiler, a server's end)
         traceback.print_exc()
-        tell({**found, "failed": f"{type(exc).__name__}: {exc}".partition("\n")[0]})
+        tell({**results, "failed": f"{type(exc).__name__}: {exc}".partition("\n")[0]})
 
 
 def within(command: Sequence[str], most_s: float) -> Found:
-    """What the part that this command runs has told by its end, or by the end of its time."""
+    """Results that the command has printed by its end, or by the end of its time."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ
     )
-    told: list[Found] = []
-    reader = threading.Thread(target=lambda: told.extend(lines_of_json(process.stdout)))
+    reports: list[Found] = []
+    reader = threading.Thread(target=lambda: reports.extend(lines_of_json(process.stdout)))
     reader.start()
     try:
         process.wait(most_s)
-        cut: Found = {} if told or not process.returncode else {"failed": "see its output above"}
+        cut: Found = {} if reports or not process.returncode else {"failed": "see its output above"}
     except subprocess.TimeoutExpired:
         cut = {"cut": f"it was given {most_s:.0f} s"}
     finally:
         end(process)
     reader.join(_MERCY_S)
-    return {**(told[-1] if told else {}), **cut}
+    return {**(reports[-1] if reports else {}), **cut}
 
 
 def lines_of_json(lines: Any) -> Iterator[Found]:
     for line in lines:
         try:
-            told = json.loads(line)
+            value = json.loads(line)
         except ValueError:
-            told = None
-        if isinstance(told, dict):
-            yield told
+            value = None
+        if isinstance(value, dict):
+            yield value
         else:
             sys.stderr.write(line)
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """It, and what it has started in its session; tests have servers to stop before they end."""
-    with contextlib.suppress(ProcessLookupError):  # None is left.
+    """End the process and all that it has started in its session. SIGTERM comes first, because
+    tests have servers to stop."""
+    with contextlib.suppress(ProcessLookupError):  # No process is left.
         for how in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, how)
             until_s = time.monotonic() + _MERCY_S
@@ -109,10 +110,10 @@ def run_all(
     spare_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Mapping[str, Any]]:
-    """Each has its own time, and what those before it left."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Run all parts in order. Each has its own time, and the time that earlier parts left."""
+    results_of: dict[str, Mapping[str, Any]] = {}
     for name, part in parts.items():
         most_s, started_s = part.most_s + spare_s, clock()
-        found[name] = run(name, most_s)
+        results_of[name] = run(name, most_s)
         spare_s = max(0.0, most_s - (clock() - started_s))
-    return found
+    return results_of

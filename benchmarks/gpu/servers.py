@@ -1,4 +1,4 @@
-"""Real servers on this device: what blocks answer beside the oracle, and how soon."""
+"""Real servers on this device: their answers beside the oracle's, and their time to first token."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, runni
 
 ROOT = Path(__file__).parents[2]
 LAYERS, BLOCK = 8, Span(3, 5)
-"""Of the 32 layers of an 8B model eight, of which a quarter is recomputed."""
+"""Eight of the 32 layers of an 8B model, and the quarter of them that is recomputed."""
 LENGTHS = (2_000, 10_000, 40_000)
 PAGE = 64
 REPEATS = 3
 _TOLD = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)")
-"""As pytest-xdist tells of each."""
+"""One test's outcome in the output of pytest-xdist."""
 _AT_ONCE = 4
-"""Cases, each with two small servers: most of their time they start, on the host."""
+"""Cases that run at once, each with two small servers: most of their time is start-up on the
+host."""
 
 
 class SizedServer(ServerSpec):
-    """Told how many tokens its KV pool has: it can start while others take of the device."""
+    """A server that is given the size of its KV pool, so that it can start while others take
+    memory."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         return False
 
 
 def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Median ms to the first token, of a full prefill and with the block recomputed."""
+    """Median milliseconds to the first token: by full prefill, and with the block recomputed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = shape("llama", layers=LAYERS, hidden=4096, heads=32, kv_heads=8)
@@ -65,8 +67,8 @@ def pair(paths: Sequence[Path]) -> list[ServerSpec]:
 
 
 def measured(sender: Server, receiver: Server, lengths: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Interleaved; the first of each length warms up."""
-    found: dict[str, Any] = {"layers": LAYERS, "recomputed": len(BLOCK)}
+    """Measure both controls in turns; the first request of each length warms up."""
+    results: dict[str, Any] = {"layers": LAYERS, "recomputed": len(BLOCK)}
     controls = {"full": {"mode": "off"}, "reused": {"block": f"{BLOCK.start}:{BLOCK.stop}"}}
     for length in lengths:
         times: dict[str, list[float]] = {name: [] for name in controls}
@@ -76,14 +78,14 @@ def measured(sender: Server, receiver: Server, lengths: Iterable[int]) -> Iterat
             for name, control in controls.items():
                 times[name].append(_first_token_ms(receiver, tokens, control))
         full, reused = (statistics.median(it[1:]) for it in times.values())
-        found[f"{length}_full_ms"] = round(full, 2)
-        found[f"{length}_reused_ms"] = round(reused, 2)
-        found[f"{length}_speedup"] = round(full / reused, 3)
-        yield found
+        results[f"{length}_full_ms"] = round(full, 2)
+        results[f"{length}_reused_ms"] = round(reused, 2)
+        results[f"{length}_speedup"] = round(full / reused, 3)
+        yield results
 
 
 def _first_token_ms(server: Server, tokens: Sequence[int], control: Mapping[str, str]) -> float:
-    """Asks again until all that the sender has read is on offer."""
+    """Ask until the sender offers all that it has read, then return the time of that request."""
     num_reusable = (len(tokens) - 1) // PAGE * PAGE
     wanted = ("off", 0) if "mode" in control else ("reused", num_reusable)
     deadline = time.monotonic() + 20
@@ -92,18 +94,18 @@ def _first_token_ms(server: Server, tokens: Sequence[int], control: Mapping[str,
         started_s = time.perf_counter()
         reply = server.generate(tokens, max_new_tokens=1, droidspeak=control)
         took_s = time.perf_counter() - started_s
-        (told,) = reply["meta_info"]["droidspeak"]
-        found = told["outcome"], told["reused_tokens"]
-        if found == wanted:
+        (provenance,) = reply["meta_info"]["droidspeak"]
+        observed = provenance["outcome"], provenance["reused_tokens"]
+        if observed == wanted:
             return 1000 * took_s
         if time.monotonic() > deadline:
-            raise RuntimeError(f"of {len(tokens)} tokens: {found}, and not {wanted}")
+            raise RuntimeError(f"of {len(tokens)} tokens: {observed}, and not {wanted}")
         time.sleep(0.1)
 
 
-def oracle(which: str) -> Iterator[dict[str, Any]]:
-    """`tests/gpu` by pytest: of each test its outcome."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", which]
+def oracle(selection: str) -> Iterator[dict[str, Any]]:
+    """Run `tests/gpu` under pytest and yield the outcomes so far."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", selection]
     command += ["-n", str(_AT_ONCE), "--dist", "loadgroup"]
     with subprocess.Popen(
         [*command, "tests/gpu"], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -115,9 +117,9 @@ def oracle(which: str) -> Iterator[dict[str, Any]]:
 
 
 def outcomes(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    found: dict[str, Any] = {}
+    outcome_of: dict[str, Any] = {}
     for line in lines:
         sys.stderr.write(line)
-        if told := _TOLD.search(line):
-            found[told[2]] = told[1].lower()
-            yield found
+        if match := _TOLD.search(line):
+            outcome_of[match[2]] = match[1].lower()
+            yield outcome_of

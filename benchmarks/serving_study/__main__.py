@@ -22,7 +22,7 @@ STUDIES = {
     "s15b": (conversations, (ALONE,)),
     "trace": (replayed, (ALONE,)),
 }
-"""Each with the contenders that it needs measured alone."""
+"""Studies, each with the contenders that it needs measured on an idle server."""
 KEPT = result.RESULTS / "serving_study"
 
 
@@ -41,22 +41,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -> None:
-    """One after the other; each is kept as soon as it is done."""
+    """Run the studies one after the other; write each result as soon as it is done."""
     environment = result.here()
 
-    def keep(name: str, found: Found) -> None:
-        summary = {**found.summary, "size": size, "environment": environment}
-        kept = msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n"
-        (out / f"{name}.json").write_bytes(kept)
-        lines = [msgspec.json.encode(it) + b"\n" for it in found.requests]
+    def keep(name: str, study: Found) -> None:
+        summary = {**study.summary, "size": size, "environment": environment}
+        encoded = msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n"
+        (out / f"{name}.json").write_bytes(encoded)
+        lines = [msgspec.json.encode(it) + b"\n" for it in study.requests]
         (out / f"{name}_requests.jsonl").write_bytes(b"".join(lines))
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        rig.rig(Path(folder), size, console.log) as it,
+        rig.rig(Path(folder), size, console.log) as testbed,
     ):
         alone = {each for name in names for each in STUDIES[name][1]}
-        idle = measure_idle(it, alone, console.log)
+        idle = measure_idle(testbed, alone, console.log)
         for name in names:
             keep(name, STUDIES[name][0](idle, console.log))
 

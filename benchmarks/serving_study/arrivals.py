@@ -1,7 +1,7 @@
-"""When requests come: the same seed gives the same times to every contender.
+"""Times of requests: the same seed gives the same times to every contender.
 
-A process is drawn with one request a second in the mean; `at_rate` brings it to any rate, so that
-two rates differ in nothing but the pace (common random numbers).
+A process has a mean rate of one request a second; `at_rate` scales it to any rate. So two rates
+differ only in pace (common random numbers).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import numpy as np
 
 
 def poisson(num: int, seed: int) -> list[float]:
-    """Seconds from the start, the first gap included."""
+    """Seconds from the start; the first gap counts."""
     return gamma(num, seed, cv=1.0)
 
 
 def gamma(num: int, seed: int, cv: float) -> list[float]:
-    """Gaps of a Gamma distribution with this coefficient of variation; above 1 they are bursts."""
+    """Seconds from the start, with gaps of a Gamma distribution. A coefficient of variation above 1
+    makes bursts."""
     shape = 1 / cv**2
     gaps = np.random.default_rng(seed).gamma(shape, 1 / shape, num)
     return np.cumsum(gaps).tolist()
@@ -28,7 +29,7 @@ def at_rate(times_s: Sequence[float], per_s: float) -> list[float]:
 
 
 def stepped(times_s: Sequence[float], per_s: float, factor: float) -> list[float]:
-    """The second half of the requests comes `factor` times as fast as the first."""
+    """Speed up the second half of the requests by `factor`."""
     half = len(times_s) // 2
     turn = times_s[half - 1] if half else 0.0
     return [
@@ -38,9 +39,10 @@ def stepped(times_s: Sequence[float], per_s: float, factor: float) -> list[float
 
 
 def shuffled_rounds(num: int, num_documents: int, seed: int) -> list[int]:
-    """Which document each request reads: all of them in one order, again and again.
+    """Draw the document of each request: all documents in one order, again and again.
 
-    A cache that holds fewer of them and gives up the oldest never has one when it comes again.
+    A cache that holds fewer documents and drops the oldest never has one when it is asked for
+    again.
     """
     order = np.random.default_rng(seed).permutation(num_documents)
     return np.resize(order, num).tolist()

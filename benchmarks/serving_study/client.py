@@ -1,4 +1,4 @@
-"""Sends requests when they are due, whether or not earlier ones were answered (an open loop)."""
+"""Send requests when they are due, whether or not earlier ones were answered (an open loop)."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request that is due."""
+    """One request and the time when it is due."""
 
     at_s: float
-    """From the start of the run."""
+    """Seconds from the start of the run."""
     url: str
     document: int
     tokens: Sequence[int]
     num_new: int
     """Tokens to generate."""
     controls: Mapping[str, Any] | None
-    """Of the extension; None where the server has none."""
+    """Settings of the extension; None if the server has no extension."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was answered; times in seconds from the start of the run."""
+    """One request that was answered; times are seconds from the start of the run."""
 
     document: int
     replica: str
     due_s: float
     sent_s: float
     tokens_s: list[float]
-    """When each token was here; the first tells the TTFT."""
+    """Arrival of each token; the first gives the TTFT."""
     output_ids: list[int]
     prompt_tokens: int
     cached_tokens: int
     outcome: str
-    """The extension's, or `none` where a server has no extension."""
+    """Outcome that the extension reports, or `none` if a server has no extension."""
     reused_tokens: int = 0
     recomputed_layers: int = 0
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due: what a client that waited for its turn would feel."""
+        """Seconds from the due time to the first token, as a client that waited for its turn feels
+        them."""
         return self.tokens_s[0] - self.due_s
 
     @property
@@ -58,18 +59,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lag_s(self) -> float:
-        """How late this client was."""
+        """Delay of this client, which sent the request after it was due."""
         return self.sent_s - self.due_s
 
 
 def run(asks: Sequence[Ask]) -> list[Answer]:
-    """In the order asked. Raises aiohttp.ClientError where a server fails one."""
+    """Send all requests and return the answers in the order of `asks`. Raises aiohttp.ClientError
+    if a server fails a request."""
     return asyncio.run(_run(asks))
 
 
 async def _run(asks: Sequence[Ask]) -> list[Answer]:
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),  # As many at once as are due.
+        connector=aiohttp.TCPConnector(limit=0),  # As many requests at once as are due.
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         raise_for_status=True,
     ) as http:
@@ -78,7 +80,7 @@ async def _run(asks: Sequence[Ask]) -> list[Answer]:
 
 
 async def send(http: aiohttp.ClientSession, ask: Ask, started_s: float) -> Answer:
-    """When it is due; `started_s` is the start of the run on `time.perf_counter`."""
+    """Send a request when it is due; `started_s` is the start of the run on `time.perf_counter`."""
     params: dict[str, Any] = {
         "temperature": 0,
         "max_new_tokens": ask.num_new,

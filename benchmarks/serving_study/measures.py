@@ -1,6 +1,6 @@
-"""What a run of requests says: percentiles with intervals, goodput, and the queue that theory has.
+"""Summary of a run: percentiles with intervals, goodput, and the queue that theory expects.
 
-Names are those of `sglang.benchmark.serving` where it has one.
+Names are those of `sglang.benchmark.serving` if it has one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ CONFIDENCE = 0.95
 
 
 def trimmed(answers: Sequence[Answer], share: float = 0.1) -> list[Answer]:
-    """Without the first ones, which find an empty queue."""
+    """Drop the first answers: their requests found an empty queue."""
     return list(answers[int(share * len(answers)) :])
 
 
 def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str, Any]:
-    """`rate` is what was offered, requests per second; `target_s` of the TTFT."""
+    """Summarise a run. `rate` is the offered load in requests per second; `target_s` is the goal
+    for the TTFT."""
     span_s = max(it.tokens_s[-1] for it in answers) - min(it.due_s for it in answers)
     gaps = [b - a for it in answers for a, b in zip(it.tokens_s, it.tokens_s[1:], strict=False)]
     good = sum(it.ttft_s <= target_s for it in answers)
@@ -48,19 +49,19 @@ def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str
 
 
 def percentiles(name: str, values_s: Sequence[float]) -> dict[str, Any]:
-    """Each with its interval, in ms."""
-    found: dict[str, Any] = {}
+    """Percentiles with their intervals, in ms."""
+    figures: dict[str, Any] = {}
     for percent in PERCENTILES:
         key = f"{'median' if percent == 50 else f'p{percent}'}_{name}"
-        found[key] = 1000 * float(np.percentile(values_s, percent))
-        found[f"{key}_interval"] = [1000 * it for it in _interval(values_s, percent)]
-    return found
+        figures[key] = 1000 * float(np.percentile(values_s, percent))
+        figures[f"{key}_interval"] = [1000 * it for it in _interval(values_s, percent)]
+    return figures
 
 
 def _interval(values_s: Sequence[float], percent: float) -> tuple[float, float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of values that are all alike.
-        found = bootstrap(
+        warnings.simplefilter("ignore")  # It warns if all values are equal.
+        interval = bootstrap(
             (np.asarray(values_s),),
             lambda sample, axis: np.percentile(sample, percent, axis=axis),
             n_resamples=500,
@@ -68,12 +69,12 @@ def _interval(values_s: Sequence[float], percent: float) -> tuple[float, float]:
             method="percentile",
             rng=0,
         ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)
 
 
 def mean_wait_s(per_s: float, services_s: Sequence[float]) -> float | None:
-    """Of a queue with Poisson arrivals and one server (M/G/1, Pollaczek and Khinchine):
-    λ E[S²] / 2 (1 - ρ); None where it grows without end."""
+    """Mean wait in a queue with Poisson arrivals and one server: λ E[S²] / 2 (1 - ρ) (M/G/1,
+    Pollaczek and Khinchine). None if the queue grows without end."""
     services = np.asarray(services_s)
     load = per_s * services.mean()
     if load >= 1:

@@ -1,8 +1,8 @@
 """Real servers: replicas of a receiver, with the extension and without, and a worker beside them.
 
-A sender reads every document once and the worker copies it; then it waits for more. Replicas of
-the receiver with the extension read from the worker; as many run SGLang alone. Each computes with
-one thread. Requests go to the replicas of one kind in turns.
+The sender reads every document once and the worker copies it; then the worker waits for more.
+Replicas of the receiver with the extension read from the worker; as many replicas run SGLang alone.
+Each computes with one thread. The requests of one kind go to its replicas in turns.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ STORED_S = 60.0
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the models, of what they are asked, and for how long."""
+    """Sizes of the models and of the requests, and the length of a run."""
 
     layers: int
     hidden: int
     heads: int
     block: tuple[int, int]
-    """What the receiver recomputes; half of the layers more where there is time."""
+    """Layers that the receiver recomputes. If there is time, it recomputes `wide_block` instead."""
     wide_block: tuple[int, int]
     num_replicas: int
     num_documents: int
@@ -51,22 +51,22 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     question_tokens: int
     new_tokens: int
     num_requests: int
-    """Of each contender at each rate."""
+    """Requests of each contender at each rate."""
     loads: tuple[float, ...]
-    """Rates, as shares of what the replicas can do at most by full prefill."""
+    """Rates, as shares of the replicas' capacity by full prefill."""
     more_loads: tuple[float, ...]
-    """Further ones for contenders that reuse."""
+    """Further rates for contenders that reuse."""
     burst_loads: tuple[float, ...]
-    """Of runs whose rate doubles or comes in bursts."""
+    """Rates of the runs in which the rate doubles, or requests come in bursts."""
 
     @property
     def pool_tokens(self) -> int:
-        """Fewer than half of the documents, so that no replica has one in its own cache when it
-        comes again."""
+        """Tokens of a replica's KV pool. They hold fewer than half of the documents, so no replica
+        has a document in its own cache when it is asked for again."""
         return int(0.4 * self.num_documents * (self.document_tokens + self.question_tokens))
 
     def write(self, folder: Path, names: Sequence[str]) -> list[Path]:
-        """Models of this size."""
+        """Write models of this size."""
         sizes = {"layers": self.layers, "hidden": self.hidden}
         config = shape("llama", **sizes, heads=self.heads, kv_heads=self.heads)
         return write_models(folder, config, names)
@@ -110,19 +110,20 @@ QUICK = Size(
 class Rig:
     size: Size
     worker: Process
-    """Holds every document as the sender reads it."""
+    """Worker that holds every document as the sender read it."""
     sender: Server
     alone: Sequence[Server]
-    """SGLang without the extension."""
+    """Replicas of SGLang without the extension."""
     reusing: Sequence[Server]
     documents: Sequence[Sequence[int]]
-    """Each with its question."""
+    """Prompts: a document and its question."""
     family: Family
 
     def ask(
         self, number: int, document: int, at_s: float, controls: Mapping[str, Any] | None
     ) -> Ask:
-        """The `number`th request: replicas take turns; None asks SGLang alone."""
+        """Build the `number`th request. Replicas take turns; without controls it goes to SGLang
+        alone."""
         return Ask(
             at_s=at_s,
             url=self.replica(number, controls).url,
@@ -141,19 +142,19 @@ class Rig:
             server.flush()
 
     def read(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Have the sender read them; returns once the worker has them."""
+        """Have the sender read the prompts; return once the worker has them."""
         for prompt in prompts:
             self.sender.generate(prompt, max_new_tokens=1)
         with self.reader() as cache:
             until_stored(cache, prompts)
 
     def reader(self) -> Cache:
-        """Of what the worker has, once it is heard of."""
+        """Open a cache that reads from the worker."""
         return Cache(self.family, CacheConfig(peers=(self.worker.address,), serves=False))
 
 
 def until_stored(cache: Cache, prompts: Sequence[Sequence[int]]) -> None:
-    """Returns once it knows of every page of them."""
+    """Wait until the cache knows every page of the prompts."""
     deadline = time.monotonic() + STORED_S
     for prompt in prompts:
         pages = page_hashes(prompt, PAGE)
@@ -198,7 +199,7 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
         running(holding, folder=folder / "worker") as (worker,),
         running(*specs, folder=folder / "logs", env=ENV) as (server, *others),
     ):
-        it = Rig(
+        testbed = Rig(
             size=size,
             worker=worker,
             sender=server,
@@ -208,8 +209,8 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
             family=family_of(receiver),
         )
         say("the sender reads every document")
-        it.read(prefixes)
-        yield it
+        testbed.read(prefixes)
+        yield testbed
 
 
 def _worker(model: Path, size: Size, listen: str, senders: str) -> dict[str, Any]:
@@ -226,7 +227,8 @@ def _worker(model: Path, size: Size, listen: str, senders: str) -> dict[str, Any
 
 
 def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
-    """A made-up one beside the receiver: two blocks, the wider one answers a little better."""
+    """Write a made-up profile beside the receiver: two blocks, the wider one answers a little
+    better."""
     blocks = tuple(
         BlockQuality(start=start, stop=stop, quality=quality)
         for (start, stop), quality in ((size.wide_block, 0.9), (size.block, 0.88))

@@ -1,5 +1,5 @@
-"""S15b and a trace: documents that the sender reads in the same stream, and prompts that share
-their beginnings."""
+"""Two more studies: S15b, in which the sender reads documents in the same stream, and a trace of
+prompts that share their beginnings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .rig import Rig
 from .studies import SEED, SERVED, Controls, Found, Idle, Say, measure
 
 LATE = "no_match"
-"""Nobody offered the document yet."""
+"""Outcome of a request for a document that no sender offered yet."""
 TRACE = Path(__file__).with_name("multi_agent.jsonl")
 SHORTER = 32
-"""Times, than the prompts of the trace."""
+"""Factor by which prompts are shorter than in the trace."""
 NEW_DOCUMENTS = count(100_000)
-"""Seeds of those that nobody has read."""
+"""Seeds of documents that no model has read."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of the trace: segments (name, tokens) for text, and when they were sent."""
+    """A line of the trace: the time of a request, and its prompt as segments (name, tokens)."""
 
     at_s: float
     model: str
@@ -39,58 +39,59 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_trace() -> list[Request]:
-    """All requests; the first line of the file describes the model they were made for."""
+    """Read all requests; the first line of the file describes the model they were made for."""
     lines = TRACE.read_bytes().splitlines()[1:]
     return [msgspec.json.decode(line, type=Request) for line in lines]
 
 
 def conversations(idle: Idle, say: Say) -> Found:
-    """S15b: the sender is asked about a new document, and a receiver as much later as the target
-    allows a first token to take.
+    """S15b: the sender gets a request about a new document, and a receiver gets one later. The
+    delay is the target for the time to first token.
 
     A receiver that does not find the document came too early: the sender had requests waiting, or
-    its pages were not on offer yet. These are counted apart.
+    its pages were not on offer yet. These requests are counted separately.
     """
-    it, size = idle.rig, idle.rig.size
+    rig, size = idle.rig, idle.rig.size
     times_s = poisson(size.num_requests, SEED)
 
     def asks(times_s: Sequence[float], controls: Controls) -> list[Ask]:
-        found = []
+        all_asks = []
         for number, at_s in enumerate(times_s):
             prompt = random_prompt(size.document_tokens, next(NEW_DOCUMENTS))
             tokens = [*prompt, *random_prompt(size.question_tokens, 9000 + number)]
-            own = _ask(it, number, at_s + idle.target_s, tokens, controls)
-            of_sender = _ask(it, number, at_s, prompt, None)
-            found += [own, replace(of_sender, url=it.sender.url)]
-        return found
+            own = _ask(rig, number, at_s + idle.target_s, tokens, controls)
+            of_sender = _ask(rig, number, at_s, prompt, None)
+            all_asks += [own, replace(of_sender, url=rig.sender.url)]
+        return all_asks
 
     return _found(idle, dict.fromkeys(size.loads[:2], times_s), asks, say)
 
 
 def replayed(idle: Idle, say: Say) -> Found:
-    """Requests of a trace, in less time and with shorter prompts; the sender has read them all.
+    """Replay a trace, in less time and with shorter prompts; the sender has read all of them.
 
-    Prompts that begin alike find the beginning in a replica's own cache too, as SGLang alone does.
+    Prompts that begin alike find the beginning in a replica's own cache too, as in SGLang alone.
     """
-    it, size = idle.rig, idle.rig.size
+    rig, size = idle.rig, idle.rig.size
     lines = read_trace()[: size.num_requests]
     prompts = [prompt_of(line) for line in lines]
     say(f"the sender reads {len(prompts)} prompts")
-    it.read([of[: len(of) // PAGE * PAGE] for of in prompts if len(of) >= PAGE])
+    rig.read([of[: len(of) // PAGE * PAGE] for of in prompts if len(of) >= PAGE])
     began_s = lines[0].at_s
     per_s = len(lines) / (lines[-1].at_s - began_s)
     times_s = [(line.at_s - began_s) * per_s for line in lines]
 
     def asks(times_s: Sequence[float], controls: Controls) -> list[Ask]:
         return [
-            _ask(it, number, at_s, prompts[number], controls) for number, at_s in enumerate(times_s)
+            _ask(rig, number, at_s, prompts[number], controls)
+            for number, at_s in enumerate(times_s)
         ]
 
     return _found(idle, {size.loads[-1]: times_s}, asks, say)
 
 
 def prompt_of(line: Request) -> list[int]:
-    """Tokens that two prompts share where they share segments."""
+    """Make up tokens of a prompt; two prompts share the tokens of the segments that they share."""
     return [
         token
         for name, num_tokens in line.prompt
@@ -99,22 +100,22 @@ def prompt_of(line: Request) -> list[int]:
 
 
 def _found(idle: Idle, streams: Mapping[float, Sequence[float]], asks: Any, say: Say) -> Found:
-    """S15's contenders at each load; `streams` are at one request a second."""
+    """Measure S15's contenders at each load; `streams` have a mean rate of one request a second."""
     at = {load: at_rate(of, load * idle.capacity_per_s) for load, of in streams.items()}
     rows, requests = measure(idle, at, SERVED, asks, _apart, say)
     return Found({**idle.summary(), "rows": rows}, requests)
 
 
 def _apart(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What was not found, and the TTFT without it."""
-    kept = trimmed(answers)
-    found = [it.ttft_s for it in kept if it.outcome != LATE]
+    """Count requests that did not find their document, and summarise the TTFT of the others."""
+    measured = trimmed(answers)
+    ttfts_s = [it.ttft_s for it in measured if it.outcome != LATE]
     return {
-        "late": len(kept) - len(found),
-        **(percentiles("found_ttft_ms", found) if len(found) > 1 else {}),
+        "late": len(measured) - len(ttfts_s),
+        **(percentiles("found_ttft_ms", ttfts_s) if len(ttfts_s) > 1 else {}),
     }
 
 
-def _ask(it: Rig, number: int, at_s: float, tokens: Sequence[int], controls: Controls) -> Ask:
-    """About a document of its own."""
-    return replace(it.ask(number, 0, at_s, controls), document=number, tokens=tokens)
+def _ask(rig: Rig, number: int, at_s: float, tokens: Sequence[int], controls: Controls) -> Ask:
+    """Build a request about a document that no other request uses."""
+    return replace(rig.ask(number, 0, at_s, controls), document=number, tokens=tokens)

@@ -1,4 +1,4 @@
-"""S15 and S21: requests for a shared set of documents, and what each contender does alone."""
+"""S15 and S21: requests for a shared set of documents, and each contender on an idle server."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ ALONE = "SGLang alone"
 SERVED = (ALONE, "full reuse", "block", "adaptive")
 SEED = 7
 TARGET = 2.0
-"""Times the TTFT of a full prefill on an idle server."""
+"""Target for the TTFT, as a multiple of a full prefill's TTFT on an idle server."""
 Say = Callable[[str], None]
 Controls = Mapping[str, Any] | None
-"""Of the extension; None is SGLang alone."""
+"""Settings of the extension; None is SGLang alone."""
 Rows = dict[str, list[dict[str, Any]]]
-"""By contender."""
+"""Rows by contender."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """What each contender takes and says while nobody else asks."""
+    """Times and answers of each contender on an idle server."""
 
     rig: Rig
     contenders: Mapping[str, Controls]
-    """By name. Two blocks: the wider one answers a
-    little better."""
+    """Controls by contender. There are two blocks: the wider one answers a little better."""
     answers: Mapping[str, Sequence[Answer]]
-    """One of every document, of those that a study needs."""
+    """Answers by contender that a study needs, one for every document."""
     target_s: float
-    """Of the TTFT."""
+    """Target for the TTFT."""
 
     @property
     def capacity_per_s(self) -> float:
-        """The most that all replicas can do by full prefill, one prompt after the other."""
+        """Requests per second that all replicas can serve by full prefill, one prompt after the
+        other."""
         return self.rig.size.num_replicas / float(np.mean(self.services_s(ALONE)))
 
     def services_s(self, name: str) -> list[float]:
@@ -60,18 +60,18 @@ class Idle:
 
 @dataclass(frozen=True)
 class Found:
-    """What is kept of a study."""
+    """Result of a study."""
 
     summary: Mapping[str, Any]
     requests: Sequence[Mapping[str, Any]]
-    """Every one that was sent: `client.Answer`, whose and at which load."""
+    """Every request that was sent: its `client.Answer`, contender and load."""
 
 
-def measure_idle(it: Rig, names: Collection[str], say: Say) -> Idle:
-    """Of these, SGLang alone among them. Raises AssertionError where one does not reuse what it is
-    told to."""
-    (start, stop), (wide_start, wide_stop) = it.size.block, it.size.wide_block
-    answers = {ALONE: _answers_when_idle(it, None, say)}
+def measure_idle(rig: Rig, names: Collection[str], say: Say) -> Idle:
+    """Measure these contenders and SGLang alone, on idle servers. Raises AssertionError if a
+    contender does not reuse as its controls demand."""
+    (start, stop), (wide_start, wide_stop) = rig.size.block, rig.size.wide_block
+    answers = {ALONE: _answers_when_idle(rig, None, say)}
     target_s = TARGET * float(np.median([answer.ttft_s for answer in answers[ALONE]]))
     contenders: dict[str, Controls] = {
         ALONE: None,
@@ -82,17 +82,17 @@ def measure_idle(it: Rig, names: Collection[str], say: Say) -> Idle:
     }
     for name, controls in contenders.items():
         if controls is not None and name in names:
-            answers[name] = _answers_when_idle(it, controls, say)
+            answers[name] = _answers_when_idle(rig, controls, say)
             outcomes = {answer.outcome for answer in answers[name]}
             assert "block" not in controls or outcomes == {"reused"}, f"{name}: {outcomes}"
-    return Idle(it, contenders, answers, target_s)
+    return Idle(rig, contenders, answers, target_s)
 
 
 def poisson_arrivals(idle: Idle, say: Say) -> Found:
     """S15: Poisson arrivals, each for one of a shared set of documents; two replicas in turns.
 
-    One replica serves one prompt after the other, so the most that reuse can gain in throughput is
-    what it saves of a request's whole service, decoding included (`bound`).
+    One replica serves one prompt after the other. So the throughput that reuse can gain is bounded
+    by its saving in a request's whole service, decoding included (`bound`).
     """
     size = idle.rig.size
     times_s = poisson(size.num_requests, SEED)
@@ -107,15 +107,16 @@ def poisson_arrivals(idle: Idle, say: Say) -> Found:
 
 
 def bursts(idle: Idle, say: Say) -> Found:
-    """S21: requests beyond the TTFT target where the rate doubles in the middle of a run, and where
-    they come in bursts (gaps of a Gamma distribution, coefficient of variation 2).
+    """S21: requests beyond the TTFT target. The rate doubles in the middle of a run, or requests
+    come in bursts (gaps of a Gamma distribution, coefficient of variation 2).
 
-    Adaptive has the block and the wide block, of which the latter answers a little better.
+    The contender `adaptive` has the block and the wide block; the wide block answers a little
+    better.
     """
     size = idle.rig.size
     names = [ALONE, "wide block", "adaptive"]
     even, uneven = poisson(size.num_requests, SEED), gamma(size.num_requests, SEED, cv=2.0)
-    found: dict[str, Any] = {}
+    rows_of: dict[str, Any] = {}
     requests: list[dict[str, Any]] = []
     for kind in ("step", "gamma"):
         streams = {
@@ -124,7 +125,7 @@ def bursts(idle: Idle, say: Say) -> Found:
             else at_rate(uneven, load * idle.capacity_per_s)
             for load in size.burst_loads
         }
-        found[kind], sent = _measure(idle, streams, names, say)
+        rows_of[kind], sent = _measure(idle, streams, names, say)
         requests += [{"kind": kind, **it} for it in sent]
     least = size.block[1] - size.block[0]
     below = [
@@ -132,13 +133,15 @@ def bursts(idle: Idle, say: Say) -> Found:
         for it in requests
         if it["arm"] == "adaptive" and it["reused_tokens"] and it["recomputed_layers"] < least
     ]
-    return Found({**idle.summary(), "below_the_quality_floor": len(below), "rows": found}, requests)
+    return Found(
+        {**idle.summary(), "below_the_quality_floor": len(below), "rows": rows_of}, requests
+    )
 
 
 def _measure(
     idle: Idle, streams: Mapping[float, Sequence[float]], names: Sequence[str], say: Say
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """`measure` of the shared set of documents."""
+    """Apply `measure` to the shared set of documents."""
     size = idle.rig.size
     documents = shuffled_rounds(size.num_requests, size.num_documents, SEED)
 
@@ -161,49 +164,49 @@ def measure(
     more: Callable[[Sequence[Answer]], dict[str, Any]],
     say: Say,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Each contender at each load, and all requests; a load's stream is when its requests come.
-    `more` is what a row has of the replicas' answers beside their summary.
+    """Measure each contender at each load; return the rows and all requests. A stream has the times
+    of a load's requests. `more` computes extra columns of a row from the replicas' answers.
 
-    SGLang alone is not asked for loads that only reuse can bear.
+    SGLang alone is skipped at loads that only reuse can bear.
     """
-    it = idle.rig
+    rig = idle.rig
     rows: Rows = {name: [] for name in names}
     requests: list[dict[str, Any]] = []
     for load, times_s in streams.items():
         for name in names:
             controls = idle.contenders[name]
-            if controls is None and load in it.size.more_loads:
+            if controls is None and load in rig.size.more_loads:
                 continue
             say(f"{name} at {load} of full prefill's capacity, {times_s[-1]:.0f} s")
-            it.flush()
+            rig.flush()
             answers = run(asks(times_s, controls))
-            own = [of for of in answers if of.replica != it.sender.url]
-            found = summary(trimmed(own), load * idle.capacity_per_s, idle.target_s)
-            rows[name].append({"load": load, **found, **more(own)})
+            own = [of for of in answers if of.replica != rig.sender.url]
+            figures = summary(trimmed(own), load * idle.capacity_per_s, idle.target_s)
+            rows[name].append({"load": load, **figures, **more(own)})
             requests += [{"arm": name, "load": load, **msgspec.to_builtins(of)} for of in answers]
     return rows, requests
 
 
-def _answers_when_idle(it: Rig, controls: Mapping[str, Any] | None, say: Say) -> list[Answer]:
-    """To every document, one request after the other, nothing in a cache of its own; each replica
-    is asked once before, as a server's first requests are slow."""
+def _answers_when_idle(rig: Rig, controls: Mapping[str, Any] | None, say: Say) -> list[Answer]:
+    """Ask about every document, one request after the other, from empty caches. Before that each
+    replica answers one request, because a server's first requests are slow."""
     say(f"an idle server, {controls or ALONE}")
-    it.flush()
-    for number in range(it.size.num_replicas):
-        run([it.ask(number, number, 0.0, controls)])
-    it.flush()
-    asks = [it.ask(of, of, 0.0, controls) for of in range(it.size.num_documents)]
+    rig.flush()
+    for number in range(rig.size.num_replicas):
+        run([rig.ask(number, number, 0.0, controls)])
+    rig.flush()
+    asks = [rig.ask(of, of, 0.0, controls) for of in range(rig.size.num_documents)]
     return [answer for ask in asks for answer in run([ask])]
 
 
 def _share_alike(answers: Sequence[Answer], idle: Idle) -> float:
-    """Of the answers, how many are what an idle server says where it computes the same layers."""
+    """Share of answers that equal the idle server's answer with the same layers recomputed."""
     right = {_what_was_done(it): it.output_ids for of in idle.answers.values() for it in of}
     return sum(it.output_ids == right[_what_was_done(it)] for it in answers) / len(answers)
 
 
-def _what_was_done(it: Answer) -> tuple[int, bool, int]:
-    return it.document, it.reused_tokens > 0, it.recomputed_layers
+def _what_was_done(answer: Answer) -> tuple[int, bool, int]:
+    return answer.document, answer.reused_tokens > 0, answer.recomputed_layers
 
 
 def _mean_ttft_ms(answers: Sequence[Answer]) -> float:

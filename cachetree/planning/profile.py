@@ -75,6 +75,9 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     sender: ModelIdentity
     receiver: ModelIdentity
+    sender_name: str = ""
+    """Names for a person, as the profiler was given them; empty in old profiles."""
+    receiver_name: str = ""
     metric: str
     data_sha256: str
     num_questions: int
@@ -113,6 +116,18 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         for block in (Span(0, self.first_difference), *named):
             if block.stop > num_layers:
                 raise ValueError(f"layers {block.start}:{block.stop} of a model of {num_layers}")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By model id; without those that it does not say."""
+        said = (self.sender, self.sender_name), (self.receiver, self.receiver_name)
+        return {model.model_id: name for model, name in said if name}
+
+    @property
+    def pair(self) -> str:
+        """`name (first eight digits) → name (first eight digits)`, for a person."""
+        sender = f"{self.sender_name or 'sender'} ({self.sender.model_id[:8]})"
+        return f"{sender} → {self.receiver_name or 'receiver'} ({self.receiver.model_id[:8]})"
 
     @property
     def e_maps(self) -> tuple[EMap, ...]:

@@ -66,6 +66,11 @@ class ModelSource:
     path: Path
     adapter: Path | None = None
 
+    @property
+    def name(self) -> str:
+        """For a person: of its last folder."""
+        return (self.adapter or self.path).resolve().name
+
     def __str__(self) -> str:
         return str(self.path) if self.adapter is None else f"{self.path} with {self.adapter}"
 

@@ -188,7 +188,11 @@ def identities(profile: MeasuredProfile, digest_characters: int | None = None) -
         rows.append((field, *sides))
     return Table(
         title="Models",
-        headers=("", "sender", "receiver"),
+        headers=(
+            "",
+            f"sender {profile.sender_name}".rstrip(),
+            f"receiver {profile.receiver_name}".rstrip(),
+        ),
         rows=tuple(rows),
         marked=frozenset(
             place for place, (_, sender, receiver) in enumerate(rows) if sender != receiver

@@ -29,6 +29,7 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
         tables.making(profile),
     )
     said = Text.assemble((verdict, f"bold {colour}"), f": {profile.reason}\n")
+    said.append(f"pair: {profile.pair}\n")
     for it in derived.next_steps(profile):
         said.append(f"next: {it}\n")
     return Group(said, *map(drawn, shown))

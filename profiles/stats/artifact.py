@@ -75,6 +75,8 @@ class Findings:
 
     sender: ModelIdentity
     receiver: ModelIdentity
+    names: tuple[str, str]
+    """Of the two, for a person."""
     first_difference: int
     train: Data
     held_out: Data
@@ -115,6 +117,8 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         version=VERSION,
         sender=found.sender,
         receiver=found.receiver,
+        sender_name=found.names[0],
+        receiver_name=found.names[1],
         metric="+".join(sorted({it.task.metric.value for it in held_out.documents})),
         data_sha256=data_digest(train, held_out),
         num_questions=split.num_questions,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from cachetree import Deadline, FetchError, Span
-from cachetree.planning import full_prefill_s
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode, Req, ScheduleBatch
@@ -106,7 +105,8 @@ class BatchForward:
                     prefixes.move(req, approximate=False)
         is_plain_prefill = not requests and batch.forward_mode == ForwardMode.EXTEND
         started_s = time.monotonic()
-        with self._meter.forward(_tokens_of(batch) if is_plain_prefill else ()):
+        tokens = _tokens_of(batch) if is_plain_prefill else ()
+        with self._meter.forward(tokens, (it.lora_id for it in batch.reqs)):
             result = original(worker, batch, *args, **kw)
         forward_s = time.monotonic() - started_s
         for request in requests:
@@ -117,7 +117,7 @@ class BatchForward:
     def _count_saving(self, part: _Part) -> None:
         """Once the batch has ended on the device, too."""
         request = part.request
-        full_s = full_prefill_s(part.tokens, self._meter.prefill)
+        full_s = self._meter.mean_prefill_s(part.tokens, request.req.lora_id)
         if full_s is not None:
             took_s = part.delay_s + part.share * (time.monotonic() - part.began_s)
             self._labels.metrics.count_saving(request.plan, full_s - took_s)

@@ -269,7 +269,7 @@ def refuse_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> No
     role = min(differing, key=lambda it: len(differing[it]))
     field = differing[role][0]
     raise ProfileError(
-        f"profile {file} is of the pair {profile.sender.model_id} → {profile.receiver.model_id}, "
+        f"profile {file} is of the pair {profile.pair}, "
         f"and this server's model is {identity.model_id} by content: {field} is "
         f"{getattr(identity, field)!r}, and {getattr(getattr(profile, role), field)!r} in the "
         f"profile's {role}; profile this pair, or remove the file from `profiles`"

@@ -39,6 +39,17 @@ def test_what_a_peer_says_is_tidied_and_bounded_and_renames_nothing() -> None:
     assert len(names.now) == MAX_HEARD
 
 
+def test_a_supposed_name_gives_way_to_what_a_peer_or_this_server_says() -> None:
+    names = ModelNames()
+    names.call(BASE, "mine")
+    names.suppose({BASE: "profile", OTHER: "profile"})
+    assert names.now == {BASE: "mine", OTHER: "profile"}
+    names.hear(OTHER, "other")
+    names.hear(OTHER, "thief")
+    names.suppose({OTHER: "profile"})
+    assert names.now == {BASE: "mine", OTHER: "other"}
+
+
 def test_an_advert_names_a_model_once() -> None:
     source, tree = new_tree(), new_tree()
     advertiser = Advertiser(source, 16, lambda: None, time.monotonic)

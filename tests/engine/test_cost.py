@@ -222,3 +222,33 @@ def test_a_fetch_costs_until_its_end_is_seen() -> None:
         assert meter.notice_s == known_s
     now_s[0] += 61.0
     assert meter.notice_s == prior_s, "who avoids fetches would not see that they recovered"
+
+
+@pytest.mark.parametrize(
+    ("model", "full_s"),
+    [
+        pytest.param("adapter", 2.0, id="a slower model by its own passes"),
+        pytest.param(None, 1.5, id="a pass of three takes long: the mean, not the median"),
+        pytest.param("new", 1.7, id="an unknown model as all that ran"),
+    ],
+)
+def test_a_mean_prefill_is_what_the_models_passes_took_together(
+    model: str | None, full_s: float
+) -> None:
+    now_s = [0.0]
+    meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
+    assert meter.mean_prefill_s(Span(0, 96), model) is None
+    for of, seconds in (*[(None, it) for it in (1.0, 1.0, 2.5)], *[("adapter", 2.0)] * 2):
+        with meter.forward([Span(0, 96)], {of}):
+            now_s[0] += seconds
+    assert meter.mean_prefill_s(Span(0, 96), model) == pytest.approx(full_s)
+
+
+def test_a_pass_of_several_models_says_nothing_about_one_of_them() -> None:
+    now_s = [0.0]
+    meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
+    for models, seconds in ((["base"], 1.0), (["base", "adapter"], 3.0)):
+        with meter.forward([Span(0, 96)], models):
+            now_s[0] += seconds
+    assert meter.mean_prefill_s(Span(0, 96), "base") == pytest.approx(1.0)
+    assert meter.mean_prefill_s(Span(0, 96), "adapter") == pytest.approx(2.0)

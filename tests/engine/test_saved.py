@@ -28,7 +28,7 @@ from waiting_parts import loading as loading_of
 
 from cachetree.ids import Span
 from cachetree.names import ModelNames
-from cachetree.planning import Patience, PrefillCost
+from cachetree.planning import Patience
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import Metrics, Saving
@@ -57,9 +57,9 @@ class Rig:
         self.metrics = Metrics(enabled=False)
         meter = SimpleNamespace(
             step_tokens=64,
-            prefill=PrefillCost(token_s=TOKEN_S, context_s=0.0),
+            mean_prefill_s=lambda tokens, model: TOKEN_S * len(tokens),
             loaded=lambda *_: None,
-            forward=nullcontext,
+            forward=lambda tokens, models: nullcontext(),
         )
         self.forward = made(
             BatchForward,
@@ -151,7 +151,7 @@ def test_a_slow_reuse_is_a_loss(rig: Rig) -> None:
 
 
 def test_nothing_is_counted_while_the_devices_speed_is_unknown(rig: Rig) -> None:
-    rig.forward._meter.prefill = None
+    rig.forward._meter.mean_prefill_s = lambda *_: None
     rig.run(rig.loading(), takes_s=0.3)
     assert rig.saved_s == (0, 0)
 

@@ -12,7 +12,7 @@ import re
 import pytest
 
 from tools.reference import ROOT
-from tools.tables import told, where
+from tools.tables import fill, where
 
 EXCEPTIONS = {
     "README.md": {
@@ -90,9 +90,9 @@ def test_a_result_says_where_each_of_its_parts_was_measured() -> None:
 
 def test_a_cell_without_any_of_its_numbers_is_one_dash() -> None:
     row = {"a": {"b": 0.5, "c": 4}, "none": None, "said": {"reused": 3, "slower": 1}}
-    assert told("{a[b]:.0%} ({x[y]:.2f})", row, "–") == "50% (–)"
-    assert told("{x[y]:.0%} ({none:.2f})", row, "–") == "–"
-    assert told("{none!k:.0f}", row, "no alarm") == "no alarm"
-    assert told("{a[c]/a[b]:.1f} {a[c]!k} {a!n} {said!s}", row) == "8.0 0.004 2 4"
-    assert told("{said!o}", row) == "3 `reused`, 1 `slower`"
-    assert told("{a[c]/none:.1f} {x/a[c]}", row) == "– –"
+    assert fill("{a[b]:.0%} ({x[y]:.2f})", row, "–") == "50% (–)"
+    assert fill("{x[y]:.0%} ({none:.2f})", row, "–") == "–"
+    assert fill("{none!k:.0f}", row, "no alarm") == "no alarm"
+    assert fill("{a[c]/a[b]:.1f} {a[c]!k} {a!n} {said!s}", row) == "8.0 0.004 2 4"
+    assert fill("{said!o}", row) == "3 `reused`, 1 `slower`"
+    assert fill("{a[c]/none:.1f} {x/a[c]}", row) == "– –"

@@ -48,6 +48,7 @@ def profile_of(lengths, judged, tolerance=0.05):
     ]
     data = Data(files=(), documents=documents)
     found = Findings(
+        names=("base", "expert"),
         sender=OLD.sender,
         receiver=OLD.receiver,
         first_difference=0,

@@ -52,6 +52,7 @@ def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(folder, 
     assert "1 of 2 pairs passed" in said and "cannot be a profile" in said.replace("\n", " ")
     profile = read_measured(out / "base_to_receiver_lora.json")
     assert profile.passed and profile.made.metric == "f1"
+    assert profile.pair == "base (bc31127d) → receiver_lora (55734803)"
     page = (out / "index.html").read_text()
     assert "base → slim_lora" in page and "not measured" in page and "activated adapter" in page
 

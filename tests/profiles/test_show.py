@@ -34,7 +34,9 @@ def row(text: str, *beginning: str) -> list[str]:
 
 
 def test_the_verdict_comes_first() -> None:
-    assert " ".join(shown(PROFILE).split()).startswith(f"passed: {PROFILE.reason} recommended")
+    assert " ".join(shown(PROFILE).split()).startswith(
+        f"passed: {PROFILE.reason} pair: sender (0020a83c) → receiver (32030f87) recommended"
+    )
     assert shown(failed_profile()).startswith("failed: no plan smaller than all layers")
 
 

@@ -4,5 +4,5 @@
     documents   synthetic documents with questions, one writer per task
     questions   the LongBench-style JSONL files
 
-47c4f66 has the recipe that trained them, `tools/pairs/train.py`.
+The pairs were trained by `tools/pairs/train.py`, which commit 47c4f66 still has.
 """

@@ -38,12 +38,12 @@ class Document:
 
 
 Writer = Callable[[Random, int], Document]
-"""`(rng, num_tokens)` to a document of roughly that length."""
+"""Function from `(rng, num_tokens)` to a document of roughly that length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """One thing that can be said of a person. `{p}` is the person, `{v}` the value."""
+    """A property of a person, such as a city. `{p}` is the person, `{v}` the value."""
 
     draw: Draw
     statements: tuple[str, ...]
@@ -123,7 +123,7 @@ def write_plain(rng: Random, num_tokens: int) -> Document:
 
 
 def _rare_value(rng: Random, draw: Draw, used: list[str]) -> str:
-    """A value that is probably unused: five draws, then whatever came last."""
+    """Draw a value that is probably unused: up to five draws, the last one in any case."""
     value = draw(rng)
     for _ in range(4):
         if value not in used:
@@ -151,8 +151,8 @@ def write_moves(rng: Random, num_tokens: int) -> Document:
 
 
 def write_code(rng: Random, num_tokens: int) -> Document:
-    """Constants and aliases. An alias is asked about, and only half of them can be aliased again,
-    so that most chains stay short."""
+    """Write constants and aliases. Questions may ask about any name. Only half of the aliases can
+    be aliased again, so that most chains stay short."""
     names = rng.sample(V.variables, min(max(3, num_tokens // 6), 38))
     sentences, questions = [], []
     values: dict[str, str] = {}
@@ -230,9 +230,10 @@ def _filler(rng: Random) -> str:
 
 
 def write_document(rng: random.Random, task: str, num_tokens: int) -> Document:
-    """A document of one task with its questions shuffled; half of them get irrelevant sentences.
+    """Write a document of one task, with its questions in random order.
 
-    Roughly `num_tokens` long. The header of a table stays the first sentence.
+    The document has roughly `num_tokens` tokens. Half of all documents get irrelevant sentences.
+    The header of a table stays the first sentence.
     """
     document = WRITERS[task](rng, num_tokens)
     sentences = list(document.sentences)

@@ -3,8 +3,8 @@
     python -m tools.pairs.questions [--task biographies] [--documents 24]
         [--out examples/pairs/data]
 
-Documents of 110 to 150 tokens, three questions each. The two sets come from different seeds and
-share no document; larger ones begin with what the smaller ones have.
+Documents have 110 to 150 tokens and three questions each. The two sets come from different seeds
+and share no document. A larger set begins with the records of a smaller one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ QUESTIONS_PER_DOCUMENT: Final = 3
 SEEDS: Final = {"train": 1001, "held_out": 2002}
 
 SHIPPED: Final = Path(__file__).parents[2] / "examples" / "pairs"
-"""Where weights, documents and profiles lie that were made with these modules."""
+"""Folder of the shipped weights, documents and profiles, which these modules made."""
 DATA: Final = SHIPPED / "data"
 OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
-"""How the pairs' models are asked and judged."""
+"""Prompt and metric of the pairs' models."""
 PAGE_SIZE: Final = 16
 
 
 def make_records(
     name: str, seed: int, num_wanted: int = NUM_DOCUMENTS, task: str = TASK
 ) -> list[Record]:
-    """Questions about so many documents; the records of one document follow each other."""
+    """Make questions about this many documents; the records of one document follow each other."""
     rng = Random(seed)
     records: list[Record] = []
     num_documents = 0
@@ -65,7 +65,7 @@ def make_records(
 
 
 def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """The documents of such a file as prompts of the pairs' models."""
+    """Read the documents of such a file as prompts for the pairs' models."""
     sources = load_sources([str(path)], OPTIONS)
     return make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
 

@@ -24,11 +24,11 @@ class Vocabulary:
         self.colours, self.things, self.jobs = (_taken(rest, it) for it in (12, 40, 30))
         self.foods, self.pets = _taken(rest, 20), _taken(rest, 20)
         self.names, self.cities, self.firms = (_taken(rest, it) for it in (96, 64, 40))
-        """Invented: dalin, nimefo."""
+        """Invented words, such as dalin and nimefo."""
         self.variables, self.numbers = _taken(rest, 40), _taken(rest, 40)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the space-separated words; a word outside the vocabulary is a KeyError."""
+        """Ids of the space-separated words. Raises KeyError for a word outside the vocabulary."""
         return [self.ids[word] for word in text.split()]
 
 

@@ -6,17 +6,18 @@ BACKEND = "torch_cpu"
 
 
 def activate() -> str | None:
-    """Name the platform class, or None where SGLang has a better platform of its own."""
+    """Name the platform class; None if SGLang has a better platform of its own."""
     import torch
 
-    # Set means decided: 1 chooses SGLang's own CPU engine, 0 chooses to have none.
+    # If the variable is set, the user decided: 1 chooses SGLang's own CPU engine, 0 chooses none.
     if "SGLANG_USE_CPU_ENGINE" in os.environ or torch.accelerator.is_available():
         return None
     return "sglang_torch_cpu.platform.TorchCpuPlatform"
 
 
 def register() -> None:
-    """Offer `--attention-backend torch_cpu` and let LoRA run; before arguments are parsed."""
+    """Offer `--attention-backend torch_cpu` and let LoRA run. Must run before arguments are
+    parsed."""
     if activate() is None:
         return
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
@@ -25,6 +26,6 @@ def register() -> None:
     from sglang_torch_cpu import kernels, pageable, start
 
     add_attention_backend_choices([BACKEND])
-    # SGLang applies them when all plugins are loaded.
+    # SGLang applies the hooks when all plugins are loaded.
     for target, (hook, kind) in (kernels.HOOKS | pageable.HOOKS | start.hooks()).items():
         HookRegistry.register(target, hook, kind)

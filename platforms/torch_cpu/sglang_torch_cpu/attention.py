@@ -1,16 +1,17 @@
-"""Attention on the CPU whose cost is new queries x visible keys.
+"""Attention on the CPU at a cost of new queries × visible keys.
 
 The stock `torch_native` backend computes every position of a sequence and throws the cached
-prefix's rows away, so a 50-token question behind a 2,000-token prefix costs as much as the whole
-2,050 tokens. Here only the new rows are computed, in blocks that never see keys they must mask:
+prefix's rows away. So a 50-token question behind a 2,000-token prefix costs as much as the whole
+2,050 tokens. This backend computes only the new rows, in blocks that never read keys they must
+mask:
 
     # keys     [0 .......... first | first .. row_stop | row_stop ..... seq_len)
     # one block:    not read       |   SDPA over these |    not read
     #   first    = 0, or the oldest key in the window of the block's first row
     #   row_stop = prefix_len + the block's last new row + 1
 
-Keys and values still come from `get_key_buffer` / `get_value_buffer`, once per layer, because that
-call is where SGLang waits for a layer that is being loaded.
+Keys and values still pass through `get_key_buffer` / `get_value_buffer`, once per layer, because
+SGLang waits for a layer's load inside that call.
 """
 
 from collections.abc import Iterator
@@ -22,19 +23,19 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_BLOCK = 256  # rows per SDPA call where a mask is needed; measured in README.md
+QUERY_BLOCK = 256  # rows per SDPA call that needs a mask; measured in README.md
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One request of the batch: where its keys are and which of its rows are new."""
+    """One request of the batch: the slots of its keys, and which of its rows are new."""
 
-    slots: torch.Tensor | slice  # of all its tokens, in order; a slice where they are one run
+    slots: torch.Tensor | slice  # of all tokens, in order; a slice if they are one run
     prefix_len: int
     seq_len: int
 
     def gather(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`[1, heads, seq_len, head_dim]`: a view where the slots are one run, else a copy."""
+        """Gather `[1, heads, seq_len, head_dim]`: a view if the slots are one run, else a copy."""
         is_run = isinstance(self.slots, slice)
         rows = cache[self.slots] if is_run else cache.index_select(0, self.slots)
         return rows.transpose(0, 1).unsqueeze(0).to(dtype)
@@ -46,7 +47,8 @@ def sequences_of(
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor | None,
 ) -> list[Sequence]:
-    """Of one forward; without `prefix_lens` each has one new row, its last (decode)."""
+    """Describe the requests of one forward. Without `prefix_lens` each has one new row, its last
+    (decode)."""
     lengths = seq_lens.tolist()
     prefixes = [n - 1 for n in lengths] if prefix_lens is None else prefix_lens.tolist()
     return [
@@ -56,17 +58,18 @@ def sequences_of(
 
 
 def _as_run(slots: torch.Tensor) -> torch.Tensor | slice:
-    """A fresh request usually owns consecutive slots; reading those needs no copy."""
+    """Turn consecutive slots into a slice, which is read without a copy. A fresh request usually
+    has such slots."""
     if slots.numel() and bool((slots.diff() == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots.long()
 
 
 def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """The new rows, counted from the first, cut so that little is computed only to be masked; and
-    the keys that they can see."""
+    """Cut the new rows into blocks, so that few masked positions are computed. Yields the rows,
+    counted from the first new one, and the keys that they can see."""
     prefix_len, num_new = sequence.prefix_len, sequence.seq_len - sequence.prefix_len
-    whole = prefix_len == 0 and window is None  # SDPA's own causal path skips by itself
+    whole = prefix_len == 0 and window is None  # SDPA's own causal path skips masked keys
     step = num_new if whole else QUERY_BLOCK
     for start in range(0, num_new, step or 1):
         stop = min(start + step, num_new)
@@ -77,8 +80,8 @@ def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, s
 def _causal_bias(
     num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive mask of a block whose last row sees its last key: the last rows and keys of one that
-    blocks of several lengths share, in all layers."""
+    """Additive mask of a block; the block's last row sees its last key. It is a corner of one large
+    mask that blocks of several lengths share, in all layers."""
     num_cached = 1 << (num_keys - 1).bit_length()
     bias = _largest_bias(num_cached, window, dtype)
     return bias[QUERY_BLOCK - num_rows :, num_cached - num_keys :]
@@ -86,7 +89,7 @@ def _causal_bias(
 
 @lru_cache(maxsize=4)
 def _largest_bias(num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """1 KiB per key in float32."""
+    """Build the shared mask: 1 KiB per key in float32."""
     position = torch.arange(num_keys - QUERY_BLOCK, num_keys).unsqueeze(1)
     key = torch.arange(num_keys).unsqueeze(0)
     hidden = key > position
@@ -103,7 +106,8 @@ def attend(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One block, whose last row sees its last key; all are `[1, heads, rows or keys, head_dim]`."""
+    """Attend in one block; its last row sees its last key. All tensors are `[1, heads, rows or
+    keys, head_dim]`."""
     rows, keys = query.shape[2], key.shape[2]
     square = rows == keys and window is None
     sees_all = rows == 1 and (window is None or keys <= window + 1)
@@ -119,14 +123,14 @@ def attend(
 
 
 class TorchCpuAttention(TorchNativeAttnBackend):
-    """`--attention-backend torch_cpu`. Encoders, cross attention and split sliding-window pools
-    keep the stock path."""
+    """The backend `--attention-backend torch_cpu`. Encoders, cross attention and split
+    sliding-window pools keep the stock path."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         self.forward_metadata = None  # lengths change in place between forwards
 
-    # The stock calls both with its tensors in order, and the options by name.
+    # The stock class passes its tensors to both by position, and the options by name.
 
     def _run_sdpa_forward_extend(self, *tensors, **options):
         *_, prefix_lens, _extend_lens, encoder_lens = tensors

@@ -1,4 +1,4 @@
-"""What SGLang has as a Triton kernel alone, in PyTorch."""
+"""PyTorch versions of functions that SGLang has only as Triton kernels."""
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -12,7 +12,7 @@ def _gate(
     *,
     do_add: bool,
 ) -> None:
-    """A shared expert's share, `[tokens, hidden]`, of a mixture of experts: Qwen2-MoE's."""
+    """Add the share `[tokens, hidden]` of a shared expert in a mixture of experts (Qwen2-MoE)."""
     share = torch.sigmoid(hidden_states.float() @ gate_weight.float())[:, None]
     gated = (share * shared_output).to(output.dtype)
     if do_add:

@@ -6,8 +6,8 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 from torch.overrides import TorchFunctionMode
 
-# Every entry of the manager under which LoRA code allocates. Nothing outside these calls, and no
-# other thread, sees the mode.
+# Methods of the manager in which LoRA code allocates. The mode is active only inside these calls,
+# and only in their thread.
 _ENTRIES = (
     "__init__",
     "load_lora_adapter",
@@ -18,7 +18,7 @@ _ENTRIES = (
 
 
 class Pageable(TorchFunctionMode):
-    """While active in this thread, tensors that were to be pinned stay pageable."""
+    """Mode that ignores requests to pin tensors, in this thread."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.pin_memory:

@@ -8,12 +8,13 @@ from sglang_torch_cpu import BACKEND
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Out of tree to SGLang, which then takes each operator's PyTorch version."""
+    """The CPU as an out-of-tree platform, for which SGLang takes each operator's PyTorch
+    version."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace what SGLang chose for a CPU by itself; a choice of the user stands."""
+        """Replace SGLang's own choices for a CPU; a choice of the user stays."""
         if server_args._raw_input["attention_backend"] is None:
             server_args.attention_backend = BACKEND
         if server_args.lora_backend == "csgmv":  # the default; its kernels are Triton's
@@ -23,7 +24,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return BACKEND
 
     def empty_cache(self) -> None:
-        """There is none; the inherited garbage collection takes 0.3 s of every cache flush."""
+        """Do nothing: a CPU has no such cache, and the inherited garbage collection takes 0.3 s per
+        cache flush."""
 
     def init_backend(self) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -1,12 +1,12 @@
 """Start SGLang's processes as forks, so that the server imports SGLang once and not three times.
 
-Importing SGLang is nearly all of a small server's start. SGLang spawns fresh interpreters because
-a process that has touched CUDA cannot be forked; here there is none. Off by default: a fork copies
-only the thread that calls it, so it is right only while the launcher has started none that hold
-locks, which is so for `launch_server`, and not for an `Engine` inside somebody's program.
+Importing SGLang takes nearly all of a small server's start. SGLang spawns fresh interpreters,
+because a process that has touched CUDA cannot be forked; this platform has no CUDA. Forks are off
+by default: a fork copies only the calling thread, so no other thread of the launcher may hold a
+lock. That is true for `launch_server`, and not for an `Engine` inside another program.
 
-OpenMP's threads do not outlive a fork either, and a child waits for them for ever. So the launcher
-computes on one thread, and its children on as many as they were given.
+OpenMP's threads do not survive a fork either, and the child would wait for them for ever. So the
+launcher computes on one thread, and its children on the configured number.
 """
 
 import gc
@@ -20,7 +20,7 @@ START_METHOD = "SGLANG_TORCH_CPU_START"  # environment variable: spawn (default)
 
 
 def hooks() -> dict:
-    """Where they were asked for; ValueError for an unknown method."""
+    """Hooks that the environment asks for. Raises ValueError for an unknown method."""
     method = os.environ.get(START_METHOD, "spawn")
     if method not in ("spawn", "fork"):
         raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")
@@ -34,4 +34,5 @@ def hooks() -> dict:
 
 def _fork(result: None, server_args: object) -> None:
     multiprocessing.set_start_method("fork", force=True)
-    gc.freeze()  # What is imported is never garbage, and a fork that looks at it copies it.
+    # Imported objects are never garbage; without this, a collection in a fork would copy them.
+    gc.freeze()

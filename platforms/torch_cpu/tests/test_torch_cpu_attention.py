@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class Pool:
-    """One layer's keys and values, read the way SGLang's pool is; counts the reads."""
+    """One layer's keys and values, read like SGLang's pool; counts the reads."""
 
     def __init__(self, num_kv_heads: int, dtype: torch.dtype) -> None:
         self.key = torch.randn(NUM_SLOTS, num_kv_heads, HEAD_DIM).to(dtype)
@@ -146,7 +146,7 @@ def test_nothing_of_a_forward_outlives_it() -> None:
 
 
 def test_every_layer_asks_the_pool_for_its_buffers() -> None:
-    """SGLang waits for a layer that is being loaded inside these calls."""
+    """SGLang waits for a layer's load inside these calls."""
     case = Case(1, (4, 4), torch.float32)
     batch = case.batch(decode=True)
     backend = TorchCpuAttention(case.runner)
@@ -161,7 +161,7 @@ def test_every_layer_asks_the_pool_for_its_buffers() -> None:
     ("prefix", "new", "window", "most"),
     [
         (2000, 50, None, 2050 * 50),
-        (0, 2000, None, 2000 * 2000),  # one call: SDPA's causal path skips what it masks
+        (0, 2000, None, 2000 * 2000),  # one call: SDPA's causal path skips masked keys
         (1000, 1000, None, 1500 * 1000 + 1000 * QUERY_BLOCK),
         (2000, 500, 100, 500 * (100 + QUERY_BLOCK)),
     ],
@@ -180,7 +180,7 @@ def test_cost_is_new_rows_times_visible_keys(prefix, new, window, most) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_blocks_of_many_lengths_share_a_mask(window: int | None) -> None:
-    """A long prompt has a block of every length, and each of a mask of its own would be kept."""
+    """A long prompt has a block of every length; one mask for each would be kept in memory."""
     places = set()
     for num_keys in range(1100, 2000, 64):
         for num_rows in (1, 100, QUERY_BLOCK):

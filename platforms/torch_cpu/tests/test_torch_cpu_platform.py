@@ -1,4 +1,4 @@
-"""Where the platform activates, what it replaces, and that unpinned means unpinned."""
+"""The platform's activation, its replacements, and LoRA without pinned memory."""
 
 import os
 import subprocess

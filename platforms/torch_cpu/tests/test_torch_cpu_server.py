@@ -1,4 +1,5 @@
-"""Two real servers, stock attention and ours, answer the same requests; LoRA answers otherwise."""
+"""Two real servers, stock attention and ours, give the same answers; with LoRA the answers
+differ."""
 
 import json
 import random

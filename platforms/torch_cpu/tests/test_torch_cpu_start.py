@@ -1,4 +1,4 @@
-"""Processes that are started as forks compute on their own threads."""
+"""Forked processes compute on their own threads."""
 
 import os
 import subprocess
