@@ -1,4 +1,4 @@
-"""What was measured becomes a verdict. Pure: no models, no devices, no clocks.
+"""Turn measurements into a verdict. Pure: no models, no devices, no clocks.
 
 measured   the values that a run hands over
 choice     which plans are worth their work; which are decoded, and tried by the gate

@@ -1,4 +1,4 @@
-"""From scores to a profile. Pure: everything has been measured already."""
+"""Turn scores into a profile. Pure: everything has been measured already."""
 
 from __future__ import annotations
 
@@ -56,48 +56,53 @@ from profiles.stats.measured import (
 T = TypeVar("T")
 
 NUM_REACHING: Final = 20
-"""Held-out contexts that reach the length up to which servers use a profile."""
+"""Held-out contexts that must reach a length before servers use a profile up to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """One split's questions, and where they came from."""
+    """Questions of one split, and their files."""
 
     files: tuple[DataFile, ...]
     documents: Sequence[Document]
     notes: Sequence[str] = ()
-    """What is to be known about the files, of both splits."""
+    """Sentences about the files that a reader of the profile should know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that was measured, and of whom."""
+    """Everything that was measured, and the two models."""
 
     sender: ModelIdentity
     receiver: ModelIdentity
     names: tuple[str, str]
-    """Of the two, for a person."""
+    """Names of the two models, for a person."""
     first_difference: int
     train: Data
     held_out: Data
     costs: CostModel
     swept: Measured
     tried: Measured
-    """On the training split."""
+    """Plans decoded on the training split."""
     choice: Choice
     judged: Measured
-    """On the held-out one."""
+    """Plans judged on the held-out split."""
     controls: Mapping[Task, Controls]
     small: Baseline | None
 
 
-def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
-    """The profile: what was measured, and the verdict that follows."""
-    swept, judged, choice, trained = found.swept, found.judged, found.choice, found.tried.candidates
-    train, held_out = found.train, found.held_out
-    split = split_of(held_out, judged, found.controls)
+def build(findings: Findings, tolerance: float, made: Making) -> MeasuredProfile:
+    """Build the profile: the measurements, and the verdict that follows from them."""
+    swept, judged, choice, trained = (
+        findings.swept,
+        findings.judged,
+        findings.choice,
+        findings.tried.candidates,
+    )
+    train, held_out = findings.train, findings.held_out
+    split = split_of(held_out, judged, findings.controls)
     full = split.full_prefill
-    points = {it: _point(it, found, split, tolerance) for it in choice.frontier}
+    points = {it: _point(it, findings, split, tolerance) for it in choice.frontier}
     plans = [points[it] for it in choice.order]
     passed, reason = verdict(plans, split, tolerance)
     served = proven(plans, tolerance)
@@ -112,13 +117,13 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         for it, point in zip(choice.order, served, strict=False)
     ][::-1]
     least = min((len(judged.candidates[it]) for it in choice.order[: len(served)]), default=None)
-    all_layers = BlockQuality(start=0, stop=found.costs.num_layers, quality=full.mean)
+    all_layers = BlockQuality(start=0, stop=findings.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
         version=VERSION,
-        sender=found.sender,
-        receiver=found.receiver,
-        sender_name=found.names[0],
-        receiver_name=found.names[1],
+        sender=findings.sender,
+        receiver=findings.receiver,
+        sender_name=findings.names[0],
+        receiver_name=findings.names[1],
         metric="+".join(sorted({it.task.metric.value for it in held_out.documents})),
         data_sha256=data_digest(train, held_out),
         num_questions=split.num_questions,
@@ -130,10 +135,10 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         recommended=usable[0] if usable else None,
         passed=passed,
         reason=reason,
-        first_difference=found.first_difference,
+        first_difference=findings.first_difference,
         measured_tokens=longest_used(held_out.documents[:least], made.page_size),
         controls=controls_of(split),
-        train=split_of(train, found.tried),
+        train=split_of(train, findings.tried),
         held_out=split,
         layers=tuple(
             LayerSensitivity(
@@ -149,10 +154,10 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
         ),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
-        baselines=tuple(_baselines(found, split)),
-        costs=found.costs,
+        baselines=tuple(_baselines(findings, split)),
+        costs=findings.costs,
         made=made,
-        judged=_kept(found),
+        judged=_kept(findings),
     )
 
 
@@ -162,12 +167,14 @@ def data_digest(train: Data, held_out: Data) -> str:
 
 
 def longest_used(documents: Sequence[Document], page_size: int) -> int:
-    """Tokens of a prompt, in whole pages, that `NUM_REACHING` contexts reach; all of them if they
-    are fewer."""
+    """Prompt length in tokens, in whole pages, that `NUM_REACHING` contexts reach; if there are
+    fewer contexts, that all of them reach."""
     lengths: dict[str, int] = {}
-    for it in documents:
-        longest = len(it.prefix) + max(len(question.suffix) for question in it.questions)
-        lengths[it.context] = max(longest, lengths.get(it.context, 0))
+    for document in documents:
+        longest = len(document.prefix) + max(
+            len(question.suffix) for question in document.questions
+        )
+        lengths[document.context] = max(longest, lengths.get(document.context, 0))
     *_, shortest = sorted(lengths.values(), reverse=True)[:NUM_REACHING]
     return ceil(shortest / page_size) * page_size
 
@@ -175,11 +182,11 @@ def longest_used(documents: Sequence[Document], page_size: int) -> int:
 def best_of(
     choice: Choice, documents: Sequence[Document], judged: Measured, tolerance: float
 ) -> Candidate | None:
-    """The plan that will be recommended; where none is proven, the one that was expected to be."""
+    """Plan that will be recommended; if no plan is proven, the plan that was expected to be."""
     tasks = [*by_task(documents).values()]
 
-    def passes(it: Candidate) -> bool:
-        plan = qualities_of(judged.candidates[it])
+    def passes(candidate: Candidate) -> bool:
+        plan = qualities_of(judged.candidates[candidate])
         return is_within(losses_of(tasks, judged.full_prefill, plan, tolerance), tolerance)
 
     return [choice.expected, *takewhile(passes, choice.order)][-1]
@@ -188,12 +195,12 @@ def best_of(
 def split_of(
     data: Data, judged: Measured, controls: Mapping[Task, Controls] | None = None
 ) -> Split:
-    """What the models do by themselves."""
+    """Summarise a split: its data, and the quality of each model without a plan."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)
     lengths: dict[str, int] = {}
-    for it in documents:
-        lengths[it.context] = max(len(it.prefix), lengths.get(it.context, 0))
+    for document in documents:
+        lengths[document.context] = max(len(document.prefix), lengths.get(document.context, 0))
     return Split(
         files=data.files,
         contexts=tuple(lengths),
@@ -224,8 +231,8 @@ def split_of(
 def losses_of(
     tasks: Iterable[Sequence[int]], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
-    """What a plan loses at each task, by the places of the task's contexts; it was judged on the
-    first ones of all."""
+    """Loss of a plan at each task. `tasks` has the places of each task's contexts. A plan was
+    judged on the first of all contexts."""
     asked = [[it for it in places if it < len(plan)] for places in tasks]
     return tuple(_loss(_at(it, full), _at(it, plan), tolerance) for it in asked)
 
@@ -242,34 +249,39 @@ def _loss(full: Qualities, plan: Qualities, tolerance: float) -> TaskLoss:
     )
 
 
-def _kept(found: Findings) -> Judged:
-    names = [*by_task(found.held_out.documents)]
-    plans = (qualities_of(found.judged.candidates[it]) for it in found.choice.order)
+def _kept(findings: Findings) -> Judged:
+    names = [*by_task(findings.held_out.documents)]
+    plans = (qualities_of(findings.judged.candidates[it]) for it in findings.choice.order)
     return Judged(
-        tasks=tuple(names.index(it.task) for it in found.held_out.documents),
-        full_prefill=tuple(map(tuple, found.judged.full_prefill)),
+        tasks=tuple(names.index(it.task) for it in findings.held_out.documents),
+        full_prefill=tuple(map(tuple, findings.judged.full_prefill)),
         plans=tuple(tuple(map(tuple, it)) for it in plans),
     )
 
 
 def contradiction(profile: MeasuredProfile, judged: Judged) -> str | None:
-    """What of a profile's verdict does not follow from its scores; None if all of it does."""
+    """Say what in a profile's verdict contradicts its scores; None if nothing does."""
     places: dict[int, list[int]] = {}
     for place, task in enumerate(judged.tasks):
         places.setdefault(task, []).append(place)
     tasks = [places[it] for it in range(len(places))]
     plans = [profile.frontier[it] for it in profile.order]
-    for it, of in zip(plans, judged.plans, strict=True):
-        found = losses_of(tasks, judged.full_prefill, of, profile.tolerance)
-        if found != it.tasks:
-            return f"the plan [{it.start}, {it.stop}) has {it.tasks}, and its scores give {found}"
+    for plan, of in zip(plans, judged.plans, strict=True):
+        losses = losses_of(tasks, judged.full_prefill, of, profile.tolerance)
+        if losses != plan.tasks:
+            return (
+                f"the plan [{plan.start}, {plan.stop}) has {plan.tasks}, "
+                f"and its scores give {losses}"
+            )
     verdict_of_all = verdict(plans, profile.held_out, profile.tolerance)
     if verdict_of_all != (profile.passed, profile.reason):
         return f"it says {profile.reason!r}, and its plans give {verdict_of_all[1]!r}"
     served = {(it.block, it.e_map) for it in proven(plans, profile.tolerance)}
-    for it in profile.blocks:
-        if len(it.block) < profile.receiver.num_layers and (it.block, it.e_map) not in served:
-            return f"[{it.start}, {it.stop}) is served, and its scores do not prove it"
+    for usable in profile.blocks:
+        if len(usable.block) < profile.receiver.num_layers and (
+            (usable.block, usable.e_map) not in served
+        ):
+            return f"[{usable.start}, {usable.stop}) is served, and its scores do not prove it"
     return None
 
 
@@ -287,68 +299,71 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
     )
 
 
-def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> FrontierPoint:
-    scores, is_asked = found.judged.candidates[it], it in found.choice.order
-    plan, full = qualities_of(scores), found.judged.full_prefill
-    documents = found.held_out.documents if is_asked else _few(found)
-    tasks = by_task(found.held_out.documents).values()
+def _point(
+    candidate: Candidate, findings: Findings, split: Split, tolerance: float
+) -> FrontierPoint:
+    scores, is_asked = findings.judged.candidates[candidate], candidate in findings.choice.order
+    plan, full = qualities_of(scores), findings.judged.full_prefill
+    documents = findings.held_out.documents if is_asked else _few(findings)
+    tasks = by_task(findings.held_out.documents).values()
     return FrontierPoint(
-        start=it.block.start,
-        stop=it.block.stop,
-        e_map=it.e_map,
-        train_quality=mean_of(qualities_of(found.tried.candidates[it])),
+        start=candidate.block.start,
+        stop=candidate.block.stop,
+        e_map=candidate.e_map,
+        train_quality=mean_of(qualities_of(findings.tried.candidates[candidate])),
         held_out=interval_of(documents[: len(plan)], plan),
         tasks=losses_of(tasks, full, plan, tolerance) if is_asked else (),
-        shown=None if is_asked else _shown(found),
+        shown=None if is_asked else _shown(findings),
         fidelity=fidelity_of(scores),
-        ttft_s=_seconds(it, found.costs, split),
+        ttft_s=_seconds(candidate, findings.costs, split),
     )
 
 
 def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
-    """What the drift guard allows a plan beside the noise of two exact runs."""
+    """Upper bound on the distance that the drift guard allows a plan, beside the noise of two exact
+    runs."""
     distances = [[it.tv for it in scores] for scores in held_out]
     return mean_bound(_by_context(documents[: len(held_out)], distances), DRIFT_ERROR_RATE)
 
 
 def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:
-    """Of values by document."""
+    """Mean and interval of values by document."""
     return interval(_by_context(documents, values))
 
 
 def _by_context(documents: Sequence[Document], values: Qualities) -> Qualities:
-    """A context that several tasks have is one draw."""
-    found: dict[str, list[float]] = {}
+    """Group values by context. A context that belongs to several tasks is one draw."""
+    by_context: dict[str, list[float]] = {}
     for document, of_document in zip(documents, values, strict=True):
-        found.setdefault(document.context, []).extend(of_document)
-    return [*found.values()]
+        by_context.setdefault(document.context, []).extend(of_document)
+    return [*by_context.values()]
 
 
-def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
-    for candidate, scores in found.judged.candidates.items():
+def _baselines(findings: Findings, split: Split) -> Iterator[Baseline]:
+    for candidate, scores in findings.judged.candidates.items():
         if candidate.kind is not None:
             yield Baseline(
                 kind=candidate.kind,
-                recomputed_layers=round(candidate.recomputed_layers(found.costs.num_layers), 4),
+                recomputed_layers=round(candidate.recomputed_layers(findings.costs.num_layers), 4),
                 runs=tuple((run.start, run.stop) for run in candidate.runs),
-                quality=interval_of(_few(found), qualities_of(scores)),
+                quality=interval_of(_few(findings), qualities_of(scores)),
                 fidelity=fidelity_of(scores),
-                ttft_s=_seconds(candidate, found.costs, split),
-                shown=_shown(found),
+                ttft_s=_seconds(candidate, findings.costs, split),
+                shown=_shown(findings),
             )
-    if found.small is not None:
-        yield found.small
+    if findings.small is not None:
+        yield findings.small
 
 
-def _shown(found: Findings) -> Shown:
-    places = first_of_each_task(found.held_out.documents, NUM_SHOWN)
-    full = mean_of(_at(places, found.judged.full_prefill))
-    return Shown(num_contexts=len({it.context for it in _few(found)}), full_prefill=full)
+def _shown(findings: Findings) -> Shown:
+    places = first_of_each_task(findings.held_out.documents, NUM_SHOWN)
+    full = mean_of(_at(places, findings.judged.full_prefill))
+    return Shown(num_contexts=len({it.context for it in _few(findings)}), full_prefill=full)
 
 
-def _few(found: Findings) -> list[Document]:
-    """On which is measured what the gate does not ask about."""
-    documents = found.held_out.documents
+def _few(findings: Findings) -> list[Document]:
+    """Documents on which the baselines are measured, and other plans that the gate does not try."""
+    documents = findings.held_out.documents
     return [documents[it] for it in first_of_each_task(documents, NUM_SHOWN)]
 
 

@@ -1,8 +1,8 @@
-"""Which plans there are, which are worth decoding, and which of them the gate will try. Pure.
+"""Choose which plans are worth decoding, and which of them the gate will try. Pure.
 
-KL to full prefill tells plans apart with a fraction of the questions that the metric needs, and a
-mean of the metric may be luck. So what is decoded is on the frontier of work against KL; and among
-plans that are as good as is asked for, closer to full prefill is better.
+KL to full prefill tells plans apart with a fraction of the questions that the metric needs. A mean
+of the metric may also be luck. So we decode only plans on the frontier of work against KL. Among
+plans that are good enough by the metric, a plan closer to full prefill is better.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from profiles.stats.gate import MOST_CONTEXTS, contexts_needed
 from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
-"""Places where blocks begin, where nothing else is asked for: a pass over the prefix each, and the
-blocks are as the square of them."""
+"""Most places at which blocks begin, by default. Each place costs a pass over the prefix, and the
+number of blocks grows with its square."""
 MOST_TRIED: Final = 12
-"""Plans of a kind that are decoded, and that the gate tries, at most."""
+"""Most plans of a kind that are decoded and that the gate tries."""
 MOST_SHARE: Final = 0.9
-"""Of all layers, that a plan worth trying recomputes at most. By predicted time, noise of the clock
-would decide what is tried."""
+"""Largest share of all layers that a plan worth trying recomputes. A limit by predicted time would
+depend on the noise of the clock."""
 NUM_SPLITS: Final = 3
-"""Numbers of runs that the recommended block is split into."""
+"""Numbers of runs into which the recommended block is split, at most."""
 
 
 def default_group(num_layers: int) -> int:
@@ -42,7 +42,7 @@ def default_group(num_layers: int) -> int:
 
 
 def grid(num_layers: int, group: int) -> list[Span]:
-    """Every non-empty block whose ends are multiples of `group`, or the last layer."""
+    """Make every non-empty block from one multiple of `group` to another, or to the last layer."""
     ends = [*range(0, num_layers, group), num_layers]
     return [Span(start, stop) for start in ends for stop in ends if start < stop]
 
@@ -50,8 +50,8 @@ def grid(num_layers: int, group: int) -> list[Span]:
 def frontier(
     qualities: Mapping[Candidate, float], kl: Mapping[Candidate, float]
 ) -> list[Candidate]:
-    """By work, plans that beat all that take less. Of equally good ones at the same work the one
-    that stays closest to full prefill (least KL) stands for all; then the first."""
+    """Choose plans that beat all plans with less work, sorted by work. Among equally good plans
+    with the same work, the plan closest to full prefill (least KL) is chosen, then the first."""
     chosen: list[Candidate] = []
     for least in sorted({len(it) for it in qualities}):
         same = [it for it in qualities if len(it) == least]
@@ -63,53 +63,56 @@ def frontier(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the training split says."""
+    """Plans chosen by the training split."""
 
     frontier: list[Candidate]
-    """By size: where no other of at most that size is as good by the metric, or where none stays
-    as close to full prefill."""
+    """Plans by size. No other plan of at most the same size is better by the metric, or none is
+    closer to full prefill."""
     order: tuple[Candidate, ...]
-    """What the gate will try, from most work to least: plans that it is expected to prove, none of
-    which another at as little work or less stays closer than; then smaller ones, in case that was
-    bad luck. Every one stays closer to full prefill than those after it in its part."""
+    """Plans that the gate will try, from most work to least. The first part is expected to pass; in
+    it no plan is farther from full prefill than one with as little work. Smaller plans follow, in
+    case their bad result was luck. In each part, a plan is closer to full prefill than all after
+    it."""
     expected: Candidate | None
-    """What it will recommend, if held-out data are like these."""
+    """Plan that the gate will recommend if held-out data are like the training data."""
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The expected plan, and the one before it in the order; if none is expected, the first
+        """The expected plan, and the plan before it in the order; if no plan is expected, the first
         two."""
         last = 2 if self.expected is None else self.order.index(self.expected) + 1
         return self.order[max(0, last - 2) : last]
 
 
 def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
-    """Plans whose block begins or ends a layer beside one of these, by start and stop. A map
-    corrects E at its own layer alone."""
-    found = {}
-    for it in plans:
-        start, stop = it.block.start, it.block.stop
+    """Make plans with a block that begins or ends one layer beside these, by start and stop. A map
+    corrects E only at its own layer, so a plan with a map keeps its start."""
+    plan_at = {}
+    for plan in plans:
+        start, stop = plan.block.start, plan.block.stop
         for block in ((start - 1, stop), (start + 1, stop), (start, stop - 1), (start, stop + 1)):
-            is_mapped = it.e_map is None or block[0] == start
+            is_mapped = plan.e_map is None or block[0] == start
             if is_mapped and 0 <= block[0] < block[1] <= num_layers:
-                found[block, it.map_sha256] = replace(it, runs=(Span(*block),))
-    return [found[it] for it in sorted(found)]
+                plan_at[block, plan.map_sha256] = replace(plan, runs=(Span(*block),))
+    return [plan_at[it] for it in sorted(plan_at)]
 
 
 def sensitive_first(layers: Sequence[Scores]) -> list[int]:
-    """All layers by the KL that their KV alone costs; the most sensitive first."""
+    """Sort all layers by the KL that their KV alone costs; the most sensitive first."""
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
 def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Candidate]:
-    """Blocks that may be worth their work, by work; nearly all layers are no plan."""
+    """Choose blocks that may be worth their work, sorted by work. Blocks of nearly all layers are
+    left out."""
     most_layers = MOST_SHARE * len(swept.layers)
     smaller = {it: of for it, of in swept.candidates.items() if 0 < len(it) <= most_layers}
     return closest(smaller, most)
 
 
 def closest(plans: Mapping[Candidate, Scores], most: int = MOST_TRIED) -> list[Candidate]:
-    """Of plans those that no other at as little work stays closer to full prefill than, by work."""
+    """Choose plans that no other plan with as little work beats in closeness to full prefill, by
+    work."""
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     return spread(frontier({it: -value for it, value in kl.items()}, kl), most)
 
@@ -122,10 +125,10 @@ def choose(
     most: int = MOST_TRIED,
     most_contexts: int = MOST_CONTEXTS,
 ) -> Choice:
-    """From plans smaller than all layers, whose answers to all training questions are known.
+    """Choose from plans that are smaller than all layers and have answered all training questions.
 
-    `tasks` has the places of each task's contexts. As for the gate, a plan is as good as it is at
-    its worst task, and it has to be proven there with so many contexts.
+    `tasks` has the places of each task's contexts. As for the gate, a plan is as good as at its
+    worst task, and it must be provable there with at most `most_contexts` contexts.
     """
     quality = {it: _kept(qualities_of(of), full_prefill, tasks) for it, of in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
@@ -147,7 +150,7 @@ def choose(
 
 
 def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> float:
-    """Share of full prefill's quality that a plan keeps, at the task at which that is least."""
+    """Share of full prefill's quality that a plan keeps, at its worst task."""
     means = [[mean_of([of[it] for it in places]) for of in (plan, full)] for places in tasks]
     return round(min(ours / own if own else 1.0 for ours, own in means), 6)
 
@@ -155,7 +158,7 @@ def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> f
 def _needed(
     plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]], tolerance: float
 ) -> float:
-    """Contexts of the task that needs most of them to prove the plan, if all are like these."""
+    """Contexts that prove the plan at the task that needs most, if all contexts are like these."""
     of_tasks = ([(full[it], plan[it]) for it in places] for places in tasks)
     both = [([own for own, _ in it], [ours for _, ours in it]) for it in of_tasks]
     return max(contexts_needed(own, ours, tolerance) or inf for own, ours in both)
@@ -166,40 +169,42 @@ def kl_of(scores: Scores) -> float:
 
 
 def qualities_of(scores: Scores) -> list[list[float]]:
-    """By context and question, all of which were answered."""
+    """Qualities by context and question, if all questions were answered."""
     return [[score.quality for score in context] for context in scores]
 
 
 def baselines(
     frontier: Sequence[Candidate], recommended: Candidate | None, ranking: Sequence[int]
 ) -> list[Candidate]:
-    """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first. A
-    plan that corrects E is not split: there is a map for where it begins alone."""
+    """Make alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive
+    first. A plan that corrects E is not split, because its map fits only the layer where the plan
+    begins."""
     num_layers = len(ranking)
     sizes = spread([len(it) for it in frontier if len(it) < num_layers])
     sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})
-    found = []
+    alternatives = []
     for size in sizes:
         share = size / num_layers
-        found.append(Candidate(kind=BaselineKind.CACHEBLEND, share=share))
+        alternatives.append(Candidate(kind=BaselineKind.CACHEBLEND, share=share))
         runs = critical_runs(ranking[:size])
-        found.append(Candidate(kind=BaselineKind.CRITICAL_LAYERS, runs=runs))
+        alternatives.append(Candidate(kind=BaselineKind.CRITICAL_LAYERS, runs=runs))
     if recommended is None or recommended.e_map is not None:
-        return found
+        return alternatives
     for parts in spread(range(2, len(recommended) + 1), NUM_SPLITS):
         runs = split_runs(recommended.block, parts)
-        found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
-    return found
+        alternatives.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
+    return alternatives
 
 
 def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
-    """Layers as runs, neighbours joined."""
+    """Join neighbouring layers into runs."""
     ordered = np.array(sorted(layers))
     return _spans(np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1))
 
 
 def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
-    """A block in `parts` runs whose lengths differ by one at most, the longer ones first."""
+    """Split a block into `parts` runs, which differ by at most one layer; the longer runs are
+    first."""
     return _spans(np.array_split(np.arange(block.start, block.stop), parts))
 
 

@@ -1,21 +1,50 @@
-"""The gate: may a pair be reused? Judged on data that had no part in choosing. Pure.
+"""The gate decides whether a pair may be reused. Pure: no models, no devices, no clocks.
 
-Of a plan is asked, at every task: is the share of full prefill's quality that it loses within the
-tolerance? Questions about one context share its KV, so contexts are the draws.
+A plan is one way to reuse the sender's KV. The gate asks at every task: does the plan lose more of
+full prefill's quality than the tolerance accepts? A plan passes only if held-out data prove that it
+does not, and the proof is wrong with a probability of at most ERROR_RATE.
 
-    a plan at a task   passes as soon as bets against "it loses more than the tolerance" have
-                       multiplied the stake by 1 / ERROR_RATE, context after context in an order
-                       that was fixed before. If the loss is more, no stake grows on average, so by
-                       Ville's inequality that ever happens with at most ERROR_RATE: for any number
-                       of contexts, whenever one stops or goes on, whatever the distribution within
-                       0 and 1, rare losses and full prefill's own scatter included (Waudby-Smith
-                       and Ramdas, 2024). A context's quality is the mean over its questions: all
-                       contexts weigh the same
-    a plan             passes where it does at every task. One that loses too much has a task at
-                       which it does, so each task gets the whole ERROR_RATE
-    a profile          tries plans in the training split's order, from most work to least, and stops
-                       at the first that fails: that any plan among those before it loses too much
-                       has at most ERROR_RATE, because the first such plan would have to pass
+Rules of this file
+
+    - Only held-out contexts judge. They had no part in choosing the plans or their order.
+    - A context is one draw. Questions about one context share its KV, so they fail together. A
+      context's quality is the mean over its questions, and all contexts weigh the same.
+    - The order of the contexts and of the plans is fixed before the first answer.
+
+How it works
+
+    a plan at a task   We bet against the claim "the plan loses more than the tolerance". At each
+                       context, lost = full - plan / (1 - tolerance), which is at most 1. If the
+                       claim is true, the mean of lost is above 0. A bet b multiplies its stake by
+                       1 - b * lost; several bets share a stake of 1. If the claim is true, no stake
+                       grows on average. By Ville's inequality the stakes together then ever reach
+                       1 / ERROR_RATE with a probability of at most ERROR_RATE. So the plan passes
+                       as soon as they do (Waudby-Smith and Ramdas, 2024).
+    a plan             It passes if it passes at every task. A plan that loses too much loses too
+                       much at some task, and passes there with at most ERROR_RATE. So each
+                       task gets the whole ERROR_RATE, however many tasks there are.
+    a profile          It tries the plans in the training split's order, from most work to least,
+                       and stops at the first that fails. A bad plan can only pass if the first bad
+                       plan in this order passes. So each plan gets the whole ERROR_RATE, too.
+
+Why not otherwise
+
+    - A bootstrap assumes that the sample shows the scatter. A sample may lack a rare, large loss,
+      and then the interval is too narrow. `interval` computes such intervals only for people to
+      look at. The bets are right for any distribution within 0 and 1.
+    - A test with a fixed number of contexts may look once. The bets may be looked at after every
+      context, so a good plan stops early, and so does a hopeless one (`still_open`).
+    - Hoeffding's inequality ignores that most contexts lose nothing, and needs more contexts.
+    - A bet of 1 would be ruined for ever by one context on which all is lost.
+
+What could be better
+
+    - The bets are fixed. Bets that learn from earlier contexts could pass some plans earlier.
+    - A context with many questions is more certain than a context with one; the gate ignores that.
+    - A plan that fails by bad luck ends the trial, although a smaller plan behind it might pass.
+    - The proof holds for traffic like the held-out contexts. The drift guard watches for the rest.
+
+`benchmarks/gate_power.py` measures how often the gate passes wrongly, and how soon rightly.
 """
 
 from __future__ import annotations
@@ -35,32 +64,34 @@ from profiles.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScor
 from profiles.stats.measured import Qualities
 
 ERROR_RATE: Final = 0.05
-"""Of wrongly passed profiles, at most."""
+"""Largest share of profiles that may pass wrongly."""
 DRIFT_ERROR_RATE: Final = 0.01
-"""Of bounds that the drift guard goes by."""
+"""Largest share of the drift guard's bounds that may be wrong."""
 CONTROL_SHARE: Final = 0.5
-"""Share of full prefill's quality. A task that keeps more without its documents judges nothing."""
+"""Share of full prefill's quality. If a control keeps more than that without the document, its task
+cannot judge reuse."""
 NUM_SAMPLES: Final = 10_000
 _AT_ONCE: Final = 100
-"""Samples that are in memory, about 24 bytes for each of their contexts."""
+"""Bootstrap samples in memory at once; each takes about 24 bytes per context."""
 _SEED: Final = 0
 
 _BETS: Final = np.array([0.95, 0.8, 0.5, 0.25])
-"""Shares of what may be bet at most; a context on which all is lost takes as much. None is 1, which
-one such context would ruin."""
+"""Bets, as shares of the stake. A context on which all is lost takes that share. No bet is 1: one
+such context would ruin it."""
 _STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
-"""Put on each at the start: 1 together."""
+"""Stake of each bet at the start; together 1."""
 _STEPS: Final = 1_000_000
-"""Bounds are shares in so many steps."""
+"""Number of steps between 0 and 1 in which a bound is searched."""
 
 MOST_CONTEXTS: Final = 300
-"""Contexts of a task that judge, at most, if nothing else is asked for."""
+"""Most contexts of a task that judge, unless the user asks for more or fewer."""
 MOST_CONTEXTS_NAMED: Final = 3_000
-"""Contexts beyond which no number is said."""
+"""Number of contexts above which a message names no number."""
 
 
 def interval(values: Qualities) -> Interval:
-    """Mean over contexts, and its 95 % interval by a bootstrap of contexts, to look at."""
+    """Mean over contexts, and its 95 % interval by a bootstrap of contexts, for people to look
+    at."""
     of_contexts = _means(values)
     mean = float(of_contexts.mean())
     rng, means = np.random.default_rng(_SEED), []
@@ -76,8 +107,9 @@ def interval(values: Qualities) -> Interval:
 
 
 def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE) -> float:
-    """The share of full prefill's quality that the plan loses at most, but for `error_rate`; the
-    smallest tolerance at which it passes, and 1 where full prefill has no quality to lose."""
+    """Upper bound on the share of full prefill's quality that the plan loses; wrong with a
+    probability of at most `error_rate`. It is the smallest tolerance at which the plan passes, and
+    1 if full prefill has no quality to lose."""
     ours, theirs = _means(full), _means(plan)
     if not ours.any():
         return 1.0
@@ -101,14 +133,14 @@ def still_open(
     tolerance: float,
     most: int,
 ) -> list[int]:
-    """Places of the plans that the next context is asked about, in the order in which they are
-    tried. Each plan has the qualities of the first contexts, as many as it was asked about; `tasks`
-    has the task of every context that there is.
+    """Places of the plans that should answer about the next context, in the order in which they are
+    tried. Each plan has the qualities of the first contexts, as many as it has answered about.
+    `tasks` has the task of every context.
 
-    A plan ends as soon as it is proven at every task. It also ends if it would not be proven though
-    it lost nothing from here to `most` contexts of each task. Plans behind it are then not tried.
+    A plan ends as soon as it is proven at every task. It also ends if it could not be proven even
+    without any loss in the rest of `most` contexts of each task. Then no plan behind it is tried.
     """
-    found: list[int] = []
+    open_places: list[int] = []
     for place, plan in enumerate(plans):
         is_proven = True
         for task in {*tasks}:
@@ -118,23 +150,24 @@ def still_open(
                 continue
             rest = [[1.0]] * (most - len(asked))
             if proven_after(ours + rest, theirs + rest, tolerance) is None:
-                return found
+                return open_places
             is_proven = False
         if not is_proven:
-            found.append(place)
-    return found
+            open_places.append(place)
+    return open_places
 
 
 def mean_bound(values: Qualities, error_rate: float) -> float:
-    """What the mean of values in [0, 1] is at most, but for `error_rate`."""
-    kept = [[1.0 - it for it in context] for context in values]
-    return loss_bound([[1.0] * len(it) for it in values], kept, error_rate)
+    """Upper bound on the mean of values in [0, 1]; wrong with a probability of at most
+    `error_rate`."""
+    complements = [[1.0 - it for it in context] for context in values]
+    return loss_bound([[1.0] * len(it) for it in values], complements, error_rate)
 
 
 def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int | None:
-    """How many contexts like these would pass; None where no number of them does.
+    """Number of contexts like these with which the plan would pass; None if no number is enough.
 
-    As many as a plan that loses nothing needs, at least: being better than that was luck.
+    The number is at least what a plan without any loss needs: a better result was luck.
     """
     ours, theirs = _means(full), _means(plan)
     least, needed = (_num_passing(_gains(ours, it, tolerance).mean(1)) for it in (ours, theirs))
@@ -142,7 +175,7 @@ def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int |
 
 
 def _num_passing(gains: NDArray[np.float64]) -> int | None:
-    """Contexts until a mixture whose bets gain so much at each passes."""
+    """Number of contexts until the bets pass together, if each context adds `gains` to each bet."""
     if gains.max() <= 0:
         return None
     enough = ceil(-log(ERROR_RATE * _STAKES[gains.argmax()]) / gains.max())
@@ -150,17 +183,18 @@ def _num_passing(gains: NDArray[np.float64]) -> int | None:
 
 
 def _means(values: Qualities) -> NDArray[np.float64]:
-    """Of each context."""
+    """Quality of each context: the mean over its questions."""
     return np.array([fmean(it) for it in values], dtype=np.float64)
 
 
 def _gains(
     full: NDArray[np.float64], plan: NDArray[np.float64], tolerance: float
 ) -> NDArray[np.float64]:
-    """Logarithm of what each context multiplies each bet's stake by, by bet.
+    """Logarithm of the factor by which each context multiplies each bet's stake; a row for each
+    bet.
 
-    Where the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost` is
-    above 0; no context's is above 1.
+    If the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost` is above
+    0. No context's `lost` is above 1.
     """
     lost = full - plan / (1 - tolerance)
     return np.log1p(np.outer(_BETS, -lost))
@@ -174,22 +208,25 @@ def _wealth(
 
 
 def _together(won: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Logarithm of all stakes, each multiplied by what its bet, on the last axis, has won."""
+    """Logarithm of all stakes together; `won` has the logarithm of each bet's factor on its last
+    axis."""
     return np.logaddexp.reduce(np.log(_STAKES) + won, axis=-1)
 
 
 def is_within(losses: Sequence[TaskLoss], tolerance: float) -> bool:
-    """A receiver that answers nothing right has nothing to lose, and proves nothing."""
+    """True if every task proves the loss to be within the tolerance. A receiver that answers
+    nothing right has nothing to lose, and proves nothing."""
     return bool(losses) and all(it.bound <= tolerance for it in losses)
 
 
 def proven(plans: Iterable[FrontierPoint], tolerance: float) -> tuple[FrontierPoint, ...]:
-    """Of plans in the order in which they are tried, those before the first that fails."""
+    """Plans before the first one that fails, in the order in which they are tried."""
     return tuple(takewhile(lambda it: is_within(it.tasks, tolerance), plans))
 
 
 def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> tuple[bool, str]:
-    """Whether the pair passes with these plans in their order, and why, in one sentence."""
+    """Decide whether the pair passes with these plans in their order, and say why in one
+    sentence."""
     if (unjudged := nothing_to_lose(split)) is not None:
         return False, unjudged
     if not plans:
@@ -200,25 +237,25 @@ def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> t
 
 
 def nothing_to_lose(split: Split) -> str | None:
-    """Of a split at whose tasks no loss can be judged: why, in a sentence."""
-    for it in split.tasks:
-        if it.full_prefill <= 0:
+    """Reason why a split's tasks cannot judge a loss, in a sentence; None if they can."""
+    for task in split.tasks:
+        if task.full_prefill <= 0:
             return (
-                f"the receiver alone answers nothing right on held-out questions{_of(it, split)}, "
-                "so no loss can be judged; check data, template and metric"
+                "the receiver alone answers nothing right on held-out questions"
+                f"{_of(task, split)}, so no loss can be judged; check data, template and metric"
             )
-        for arm, kept in _arms(it):
-            if kept > CONTROL_SHARE:
+        for arm, share in _arms(task):
+            if share > CONTROL_SHARE:
                 return (
-                    f"{arm} full prefill keeps {kept:.0%} of its quality on held-out questions"
-                    f"{_of(it, split)}, so this task cannot judge reuse; ask what only the "
+                    f"{arm} full prefill keeps {share:.0%} of its quality on held-out questions"
+                    f"{_of(task, split)}, so this task cannot judge reuse; ask what only the "
                     "document answers"
                 )
     return None
 
 
 def controls_of(split: Split) -> str:
-    """Of each task that has controls, what they keep, in a sentence."""
+    """Say in a sentence what share of quality each task's controls keep."""
     said = (
         f"{' and '.join(f'{arm} {kept:.0%}' for arm, kept in arms)} of full prefill's quality is "
         f"left{_of(it, split)}{_repeated(it)}"
@@ -229,7 +266,8 @@ def controls_of(split: Split) -> str:
 
 
 def _repeated(task: TaskScores) -> str:
-    """What rounding does to a comparison of answers."""
+    """Say how often full prefill in two parts repeats its own answers; rounding alone changes the
+    rest."""
     if task.controls is None or (share := task.controls.in_two_parts) is None:
         return ""
     return f", and full prefill in two parts gives {share:.0%} of its own answers"
@@ -239,22 +277,22 @@ def _arms(task: TaskScores) -> list[tuple[str, float]]:
     """Share of full prefill's quality that each control keeps."""
     if task.controls is None or not task.controls.full_prefill:
         return []
-    whole, it = task.controls.full_prefill, task.controls
+    whole, controls = task.controls.full_prefill, task.controls
     return [
-        ("without the document", it.no_document / whole),
-        ("with another document", it.other_document / whole),
+        ("without the document", controls.no_document / whole),
+        ("with another document", controls.other_document / whole),
     ]
 
 
 def _as_judged(task: TaskScores, lost: TaskLoss) -> TaskScores:
-    """A task on the contexts that a plan was judged on."""
+    """Scores of a task on the contexts that judged the plan."""
     if lost.num_contexts is None or lost.full_prefill is None:
         return task
     return replace(task, num_contexts=lost.num_contexts, full_prefill=lost.full_prefill)
 
 
 def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
-    """Why a plan passes or does not, in a sentence."""
+    """Say in a sentence why a plan passes or does not."""
     reason = f"{finding(plan, split)}; {100 * tolerance:.3g}% is accepted"
     if is_within(plan.tasks, tolerance):
         return reason
@@ -267,8 +305,8 @@ def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
 
 
 def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int | None:
-    """Of a plan that did not pass: how many contexts like those of the task least sure would show
-    that it does; None where at some task it loses too much, or none would show it."""
+    """Number of contexts like those of the least certain task that would let a failed plan pass.
+    None if the plan loses too much at some task, or no number is enough."""
     for task, lost in zip(split.tasks, plan.tasks, strict=True):
         is_good = lost.quality >= (1 - tolerance) * _as_judged(task, lost).full_prefill
         if lost.bound > tolerance and (lost.needed is None or not is_good):
@@ -277,7 +315,7 @@ def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int
 
 
 def finding(plan: FrontierPoint, split: Split) -> str:
-    """What a plan loses, in a sentence; where there are several tasks, at the one least sure."""
+    """Say in a sentence what a plan loses at its least certain task."""
     task, lost = _worst(plan, split)
     corrected = "" if plan.e_map is None else " with corrected E"
     most = percent_at_most(lost.bound)
@@ -289,12 +327,14 @@ def finding(plan: FrontierPoint, split: Split) -> str:
 
 
 def percent_at_most(share: float) -> float:
-    """Rounded up to a tenth: a bound that exceeds what is accepted is not told as if it did not."""
+    """Round a share up to a tenth of a percent, so that a bound above the tolerance never reads
+    like one within."""
     return ceil(round(1000 * share, 6)) / 10
 
 
 def _worst(plan: FrontierPoint, split: Split) -> tuple[TaskScores, TaskLoss]:
-    """The task at which least is sure."""
+    """Least certain task of a plan, with its scores on the contexts that judged the plan, and its
+    loss."""
     pairs = zip(split.tasks, plan.tasks, strict=True)
     task, lost = max(pairs, key=lambda it: it[1].bound)
     return _as_judged(task, lost), lost

@@ -1,4 +1,4 @@
-"""What a run has measured, before it is a profile: values alone, light to import."""
+"""Measurements of a run, before they become a profile: only values, light to import."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from cachetree.planning import EMap
 from profiles.evidence import BaselineKind
 
 MOST_SIZES: Final = 6
-"""What there is of every size is measured at so many of them at most."""
+"""Most sizes at which a baseline is measured."""
 NUM_SHOWN: Final = 8
-"""Contexts of each task on which is measured what the gate does not ask about."""
+"""Contexts of each task on which baselines, and plans that the gate does not try, are measured."""
 
 T = TypeVar("T")
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
-    """One question over one mixture."""
+    """Score of one question, answered over one mixture of KV."""
 
     kl: float
-    """See `profiles.evidence.Fidelity` for its mean."""
+    """KL divergence from full prefill; `profiles.evidence.Fidelity` has its mean."""
     tv: float
-    """Total variation, at the own answer's first tokens."""
+    """Total variation distance at the own answer's first tokens."""
     quality: float | None
-    """None where it was not to be decoded."""
+    """None if the question was not decoded."""
 
 
 Scores = list[Sequence[Score]]
-"""By context, then by question."""
+"""Scores by context, then by question."""
 
 Qualities = Sequence[Sequence[float]]
-"""By context, then by question; no context is empty."""
+"""Qualities by context, then by question; no context is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What is not the sender's KV: runs of layers, each recomputed from the sender's E, or a share
-    of the tokens; nothing is full reuse. Or all layers but one are the receiver's own."""
+    """A mixture of KV: the parts that are not the sender's. These are runs of layers, each
+    recomputed from the sender's E, or a share of the tokens, or all layers except one. Without
+    parts it is full reuse."""
 
     kind: BaselineKind | None = None
-    """None for what nobody would do instead of a plan."""
+    """Kind of baseline; None for a plan, full reuse or a layer alone."""
     runs: tuple[Span, ...] = ()
     share: float = 0.0
     alone: int | None = None
-    """The one layer whose KV is the sender's."""
+    """The only layer with the sender's KV."""
     e_map: EMap | None = None
-    """What corrects the sender's E; only of a plan, which is one run."""
+    """Map that corrects the sender's E; only for a plan, which has one run."""
 
     @property
     def name(self) -> str:
@@ -64,16 +65,16 @@ class Candidate:
 
     @property
     def map_sha256(self) -> str:
-        """Digest of what corrects E; empty where nothing does."""
+        """Digest of the map that corrects E; empty without a map."""
         return "" if self.e_map is None else self.e_map.sha256
 
     @property
     def block(self) -> Span:
-        """Of a plan."""
+        """The only run of a plan."""
         return self.runs[0]
 
     def __len__(self) -> int:
-        """Layers of its runs."""
+        """Number of layers in all runs."""
         return sum(map(len, self.runs))
 
     def recomputed_layers(self, num_layers: int) -> float:
@@ -85,15 +86,15 @@ FULL_REUSE: Final = Candidate()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured on one split, by context, then by question."""
+    """Measurements of one split, by context, then by question."""
 
     sender: list[Sequence[float]]
-    """Quality of its own answers."""
+    """Quality of the sender's own answers."""
     full_prefill: list[Sequence[float]]
-    """The receiver's."""
+    """Quality of the receiver's own answers."""
     candidates: dict[Candidate, Scores]
-    """Full reuse among them; each on all contexts, or on the first ones of each task, and without
-    qualities where answers were not decoded."""
+    """Scores of full reuse and other candidates. A candidate has all contexts, or the first ones of
+    each task. Answers that were not decoded have no quality."""
 
     @property
     def full_reuse(self) -> Scores:
@@ -101,24 +102,24 @@ class Measured:
 
     @property
     def layers(self) -> list[Scores]:
-        """Of a sweep, by the layer whose KV alone is the sender's."""
-        found = {it.alone: of for it, of in self.candidates.items() if it.alone is not None}
-        return [found[layer] for layer in sorted(found)]
+        """Scores of a sweep's single layers, by the layer that alone has the sender's KV."""
+        scores_of = {it.alone: of for it, of in self.candidates.items() if it.alone is not None}
+        return [scores_of[layer] for layer in sorted(scores_of)]
 
     @property
     def blocks(self) -> dict[Span, Scores]:
-        """Of a sweep, by the layers that are recomputed, in their order."""
-        found = {it.block: of for it, of in self.candidates.items() if it.runs}
-        return {it: found[it] for it in sorted(found)}
+        """Scores of a sweep's blocks, by the recomputed layers, in their order."""
+        scores_of = {it.block: of for it, of in self.candidates.items() if it.runs}
+        return {it: scores_of[it] for it in sorted(scores_of)}
 
 
 def mean_of(values: Qualities) -> float:
-    """Mean over contexts of the mean over each one's questions, as the gate weighs them."""
+    """Mean over contexts of the mean over each context's questions, as the gate weighs them."""
     return round(fmean(map(fmean, values)), 6)
 
 
 def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:
-    """At most so many of them, evenly, the first and the last among them."""
+    """Choose at most `most` values, evenly spread, with the first and the last."""
     if len(values) <= most:
         return list(values)
     if most == 1:
