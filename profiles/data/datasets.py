@@ -1,4 +1,4 @@
-"""Where questions come from: files, directories and hubs, as `--data` names them.
+"""Load questions from files, directories and hubs, as `--data` names them.
 
 data.jsonl            records in LongBench's fields
 directory             of LongBench's files: hotpotqa.jsonl, …
@@ -33,20 +33,20 @@ class SourcedRecord:
     record: Record
     task: Task
     place: str
-    """`file:line`, for messages."""
+    """Place of the record for messages: `file:line`."""
     name: str
-    """The record's `_id`, or its place where it has none or shares it."""
+    """The record's `_id`; its place if it has no `_id` or shares it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One file's records, or one data set's."""
+    """Records of one file or of one data set."""
 
     name: str
-    """A file's name, or the data set as it was given: `longbench:hotpotqa`."""
+    """Name of the file, or the data set as the user named it: `longbench:hotpotqa`."""
     records: tuple[SourcedRecord, ...]
     note: str = ""
-    """What is to be known about it, in a sentence."""
+    """Sentence about the source that a reader of the profile should know."""
 
 
 class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Form(Generic[Line]):
-    """What the lines of a data set are, and where the hub has them."""
+    """Schema of a data set's lines, and their address on the hub."""
 
     schema: type[Line]
     what: str
@@ -86,7 +86,7 @@ _GSM8K: Final = _Form(
 def load_sources(
     specs: Sequence[str], options: TaskOptions, *, data_dir: Path | None = None
 ) -> list[Source]:
-    """Everything that the specs name, in order; a directory is a source per file.
+    """Load everything that the specs name, in their order; a directory gives one source per file.
 
     `data_dir` is the user's folder of data sets. Raises ConfigError for a spec that names nothing
     or repeats another, and RecordError for data that cannot be used.
@@ -99,17 +99,17 @@ def load_sources(
         raise ConfigError(f"data {repeated[0]} is given more than once; give it once")
     names = Counter(it.name for _, source in loaded for it in source.records)
 
-    def named(it: SourcedRecord) -> SourcedRecord:
-        return it if names[it.name] == 1 else replace(it, name=it.place)
+    def named(sourced: SourcedRecord) -> SourcedRecord:
+        return sourced if names[sourced.name] == 1 else replace(sourced, name=sourced.place)
 
     return [replace(source, records=tuple(map(named, source.records))) for _, source in loaded]
 
 
 def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Record]]:
-    """GSM8K as contexts of worked examples, taken from the first problems, and questions.
+    """Turn GSM8K into contexts of worked examples, made from the first problems, and questions.
 
-    There are as many contexts as leave each of them `QUESTIONS_PER_CONTEXT` of the other problems
-    or more, because contexts are what is split and resampled. No question is an example.
+    Contexts are split and resampled, so there should be many. Their number leaves at least
+    `QUESTIONS_PER_CONTEXT` of the other problems to each. No question is an example.
     """
     num_problems, num_examples = len(problems), EXAMPLES_PER_CONTEXT
     num_contexts = max(1, num_problems // (num_examples + QUESTIONS_PER_CONTEXT))
@@ -133,12 +133,12 @@ def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Rec
 
 
 def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> list[Line]:
-    """Rows of one file through `datasets`, which caches it.
+    """Read the rows of one file through `datasets`, which caches it.
 
-    Raises RecordError naming the spec: where the hub has no such file or cannot be reached, and for
-    a row that does not fit.
+    Raises RecordError naming the spec if the hub has no such file or cannot be reached, or if a row
+    does not fit the schema.
     """
-    # Imported late: seconds, and only needed where there is no local file.
+    # Imported late: the import takes seconds, and only a file from the hub needs it.
     import datasets
     import httpx
 
@@ -161,7 +161,7 @@ def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> l
 
 
 def _load(spec: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[str, Source]]:
-    """Sources, each with what is the same for two specs of the same data."""
+    """Load sources, each with a key that two specs of the same data share."""
     kind, colon, rest = spec.partition(":")
     if spec == GSM8K:
         problems = _lines(spec, GSM8K, data_dir, _GSM8K)
@@ -169,7 +169,7 @@ def _load(spec: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[
     if colon and kind == GSM8K:
         return [_file(Path(rest), few_shot(_GSM8K.read(Path(rest))), options)]
     if colon and kind == LONGBENCH:
-        options.task_for(rest)  # Before anything is downloaded.
+        options.task_for(rest)  # Unknown sets are refused before any download.
         return [(spec, _source(spec, _lines(spec, rest, data_dir, _LONGBENCH), options))]
     path = Path(spec)
     if not path.exists():
@@ -190,7 +190,7 @@ def _file(
 def _lines(
     spec: str, name: str, data_dir: Path | None, form: _Form[Line]
 ) -> list[tuple[str, Line]]:
-    """Of the user's folder, or else of the hub, with their places."""
+    """Read lines and their places from the user's folder, or else from the hub."""
     if data_dir is not None and (path := data_dir / f"{name}.jsonl").is_file():
         return form.read(path)
     rows = read_hub(form.file_format, form.address.format(name=name), form.schema, spec)
@@ -198,7 +198,8 @@ def _lines(
 
 
 def _files_in(folder: Path, options: TaskOptions) -> list[Path]:
-    """Files of the known data sets; all JSONL files where the user says how any is asked."""
+    """Find files of the known data sets. If the user sets template and metric, find all JSONL
+    files."""
     if options.template is not None and options.metric is not None:
         paths = sorted(folder.glob("*.jsonl"))
         expected = "*.jsonl"

@@ -1,13 +1,13 @@
-"""Prompts as tokens: what is reused, what is new, and the answers.
+"""Prompts as tokens: a reused prefix, a new suffix for each question, and the answers.
 
     template's text before the context    ┐
     context, its whole pages              ┘ prefix: reused
     context, its last incomplete page     ┐
     rest of the template, with the input  ┘ suffix: new for every question
 
-Prompts are tokenised as a server does it with text, special tokens included; those of a chat as its
-OpenAI endpoint does it with one message of a user. A tokenizer may join the end of the context with
-the start of the question, so what prompts share is found in tokens.
+Prompts are tokenised as a server tokenises text, special tokens included. Prompts of a chat are
+tokenised as the OpenAI endpoint tokenises one message of a user. A tokenizer may join the end of
+the context with the start of the question, so the shared prefix is found in tokens.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Question:
     """Tokens after the reused prefix, up to the answer; at least one."""
     draft: Tokens
     """The first accepted answer if any, then EOS if the tokenizer has one; at most the task's
-    `max_new`. What of a model's own answer is the same is decoded in one step."""
+    `max_new`. The part of a model's own answer that agrees with the draft is decoded in one
+    step."""
     answers: tuple[str, ...]
     classes: tuple[str, ...] = ()
-    """Those that the data set knows, if it is about classes."""
+    """Classes that the data set knows, if it is about classes."""
     name: str
     """The record's `_id`, or `file:line`; no two questions that were loaded together share it."""
 
@@ -56,19 +57,19 @@ class Document:
     """A context and all questions about it."""
 
     context: str
-    """Digest of its text."""
+    """Digest of the context's text."""
     prefix: Tokens
-    """Whole pages with which all prompts begin; never empty."""
+    """Whole pages at the start of all prompts; never empty."""
     questions: tuple[Question, ...]
     task: Task
     opening: int = 0
     """Tokens of the prefix that precede the context."""
     tail: int = 0
-    """Tokens of the context with which every suffix begins."""
+    """Tokens of the context at the start of every suffix."""
 
 
 def key_of(document: Document) -> str:
-    """A digest of all that is asked, by which journals know it."""
+    """Digest of a document and its questions, which journals use as its name."""
     return hashlib.sha256(msgspec.json.encode(document)).hexdigest()[:16]
 
 
@@ -79,20 +80,22 @@ def make_documents(
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> list[Document]:
-    """One document per context and task, in the order in which they first occur. Contexts that
-    differ in white space alone are one, in the first one's form.
+    """Make one document per context and task, in the order in which they first occur. Contexts that
+    differ only in white space are one, in the first one's form.
 
-    Where a prompt is longer than `max_prompt_tokens` (without the answer), the middle is cut out
-    as LongBench does it: as many tokens stay at the start as at the end. The cut is in tokens, lies
-    inside the context, and is the same for all questions about it.
+    If a prompt is longer than `max_prompt_tokens` (without the answer), its middle is cut out as
+    LongBench does it: as many tokens stay at the start as at the end. The cut is in tokens, is
+    inside the context, and is the same for all questions about the context.
 
-    Raises RecordError naming a record: whose context is shorter than a page, or whose prompt does
+    Raises RecordError naming a record, if its context is shorter than a page, or its prompt does
     not fit without any context. Raises ConfigError for a chat without a usable template.
     """
     groups: dict[tuple[Task, str], list[SourcedRecord]] = {}
     for source in sources:
-        for it in source.records:
-            groups.setdefault((it.task, context_digest(it.record.context)), []).append(it)
+        for sourced in source.records:
+            groups.setdefault((sourced.task, context_digest(sourced.record.context)), []).append(
+                sourced
+            )
     bar = tqdm(groups.items(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
     return [
         _document(records, Encoder(tokenizer, task.chat), page_size, max_prompt_tokens)
@@ -103,11 +106,11 @@ def make_documents(
 def split_documents(
     documents: Sequence[Document], *, held_out_share: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Documents to choose on and to judge on, each in their order.
+    """Split documents into a part to choose on and a part to judge on, each in its order.
 
-    By context, so that no context is in both, and the same share of every task; the smallest
-    decides first about those that several tasks have. Equal arguments give equal splits. Raises
-    ConfigError where one of the two would be empty.
+    No context is in both parts, and every task has the same share of its contexts in each. If
+    several tasks have a context, the smallest task decides first. Equal arguments give equal
+    splits. Raises ConfigError if one part would be empty.
     """
     tasks = by_task(documents)
     is_held_out: dict[str, bool] = {}
@@ -131,90 +134,92 @@ def split_documents(
 
 
 def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
-    """Documents in an order that the seed draws: some uses take the first ones, which are the
-    shortest of a file that is sorted by length. Others beside them change nothing about it."""
+    """Sort documents in an order that the seed draws. Some uses take the first documents, which in
+    a file sorted by length would be the shortest. Other documents do not change the order of
+    two."""
 
-    def drawn(it: Document) -> bytes:
-        return hashlib.sha256(f"{seed} {it.context}".encode()).digest()
+    def drawn(document: Document) -> bytes:
+        return hashlib.sha256(f"{seed} {document.context}".encode()).digest()
 
     return sorted(documents, key=drawn)
 
 
 def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
-    """Places of the documents."""
-    found: dict[Task, list[int]] = {}
+    """Group the places of documents by task."""
+    places: dict[Task, list[int]] = {}
     for place, document in enumerate(documents):
-        found.setdefault(document.task, []).append(place)
-    return found
+        places.setdefault(document.task, []).append(place)
+    return places
 
 
 def mean_lengths(documents: Sequence[Document]) -> tuple[float, float]:
-    """Tokens of their prefixes, and of their questions' suffixes, to a hundredth."""
+    """Mean tokens of the prefixes, and of the questions' suffixes, to a hundredth."""
     suffixes = [len(question.suffix) for it in documents for question in it.questions]
     return round(fmean(len(it.prefix) for it in documents), 2), round(fmean(suffixes), 2)
 
 
 def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
-    """Places of at most so many documents of each task."""
+    """Places of the first `most` documents of each task."""
     return sorted(place for places in by_task(documents).values() for place in places[:most])
 
 
 def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tuple[DataFile, ...]:
-    """What a profile says about the data of these documents, which were made from `sources`."""
+    """Describe the files that these documents were made from: names, digests and numbers of
+    questions."""
     used = {question.name for document in documents for question in document.questions}
-    found = [(it.name, [at.record for at in it.records if at.name in used]) for it in sources]
+    used_of = [(it.name, [at.record for at in it.records if at.name in used]) for it in sources]
     return tuple(
         DataFile(name=name, sha256=records_sha256(records), num_questions=len(records))
-        for name, records in found
+        for name, records in used_of
         if records
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """How a prompt becomes text, and a text becomes tokens."""
+    """Encoder of prompts into text, and of text into tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: bool
 
     def text(self, prompt: str) -> str:
-        """What a server tokenises for a prompt; raises ConfigError."""
+        """Text that a server tokenises for a prompt; raises ConfigError."""
         return self.of_chat([{"role": "user", "content": prompt}]) if self.chat else prompt
 
     def of_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """What the chat endpoint makes of messages; raises ConfigError."""
+        """Text that the chat endpoint makes of messages; raises ConfigError."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except Exception as exc:  # A template is a program.
+        except Exception as exc:  # A template is a program and may raise anything.
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path} cannot be used: {exc}"
             ) from exc
 
-    def shared(self, it: SourcedRecord) -> tuple[str, str]:
-        """The text before the context, and to its end; in a chat without white space at its ends,
-        which templates may strip."""
-        task, context = it.task, it.record.context
+    def shared(self, sourced: SourcedRecord) -> tuple[str, str]:
+        """Text before the context, and text up to the end of the context. In a chat both have no
+        white space at their ends, which templates may strip."""
+        task, context = sourced.task, sourced.record.context
         if not self.chat:
             return task.opening, task.shared(context)
         said = task.shared(context).strip()
-        before, found, _ = self.text(task.prompt(context, it.record.input)).partition(said)
-        if not found:
+        before, match, _ = self.text(task.prompt(context, sourced.record.input)).partition(said)
+        if not match:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path} changes the text of messages "
-                f"({it.place}); --chat cannot be used with it"
+                f"({sourced.place}); --chat cannot be used with it"
             )
         return before + said.removesuffix(context.strip()), before + said
 
     def ids(self, text: str, *, begins: bool = True) -> Tokens:
-        """With the tokenizer's own special tokens, where the text begins a prompt; a chat template
-        wrote those that it wants."""
+        """Tokenise text, with the tokenizer's special tokens if the text begins a prompt. A chat
+        template has already written its own."""
         is_special = begins and not self.chat
         return tuple(self.tokenizer(text, add_special_tokens=is_special, verbose=False).input_ids)
 
     def text_of(self, ids: Tokens) -> str:
-        """The text of some tokens, special ones included."""
+        """Decode tokens to text, special tokens included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
@@ -252,8 +257,8 @@ def _document(
 def in_pages(
     whole: Document, page_size: int, max_prompt_tokens: int | None, place: str
 ) -> Document:
-    """A document with all whole pages of its context in the prefix, from one with none there: each
-    suffix is a whole prompt, and `tail` says how many tokens all of them share."""
+    """Move all whole pages of the context into the prefix. In `whole` the prefix is empty: each
+    suffix is a whole prompt, and `tail` says how many tokens all prompts share."""
     prompts, num_shared = [it.suffix for it in whole.questions], whole.tail
     if max_prompt_tokens is not None:
         movable = range(whole.opening, num_shared)
@@ -278,11 +283,11 @@ def in_pages(
 
 
 def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> range:
-    """Tokens that are left out of every prompt, so that the longest has `max_prompt_tokens`.
+    """Find the tokens that every prompt leaves out, so that the longest has `max_prompt_tokens`.
 
-    # [0, half)                  kept   half of max_prompt_tokens, or more where the opening is long
-    # [half, half + excess)      cut    inside `movable`: what is shared and no opening
-    # [half + excess, longest)   kept   the other half, or more where the question is long
+    # [0, half)                  kept   half of max_prompt_tokens; more if the opening is long
+    # [half, half + excess)      cut    inside `movable`: shared tokens behind the opening
+    # [half + excess, longest)   kept   the other half; more if the question is long
     """
     excess = longest - max_prompt_tokens
     if excess <= 0:
@@ -296,15 +301,15 @@ def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> ra
     return range(start, start + excess)
 
 
-def _draft(it: SourcedRecord, prompt: str, encode: Encoder) -> Tokens:
-    answer = next(iter(it.record.answers), "")
+def _draft(sourced: SourcedRecord, prompt: str, encode: Encoder) -> Tokens:
+    answer = next(iter(sourced.record.answers), "")
     if answer and not prompt[-1:].isspace() and not answer[:1].isspace():
         answer = f" {answer}"
     ids, eos = encode.ids(answer, begins=False), encode.tokenizer.eos_token_id
-    return (*ids, *([] if eos is None else [eos]))[: it.task.max_new]
+    return (*ids, *([] if eos is None else [eos]))[: sourced.task.max_new]
 
 
 def common_start(prompts: Iterable[Tokens]) -> Tokens:
-    """The tokens with which all of them begin."""
+    """Find the tokens at the start of all prompts."""
     columns = takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
     return tuple(ids[0] for ids in columns)

@@ -1,13 +1,13 @@
-"""Prompts of a server's request log, as documents that several prompts share.
+"""Read prompts from a server's request log, and group them into documents that several prompts
+share.
 
-    SGLang     --log-requests --log-requests-level 3 --log-requests-format json; of its events only
-               `request.received` is read: it has the text, or the tokens that an OpenAI request
-               became
+    SGLang     --log-requests --log-requests-level 3 --log-requests-format json; only the event
+               `request.received` is read: it has the text, or the tokens of an OpenAI request
     a JSONL    requests of the OpenAI API, with `messages` or `prompt`, bare or as a batch's `body`
 
-Prompts belong to one context if most of them share no more with any other prompt than with all of
-the context's: a few tokens that two questions begin with make no context of their own, and a
-system prompt that hundreds of documents follow is none either.
+Prompts belong to one context if most of them share no more with any other prompt than with the
+whole context. So a few tokens at the start of two questions make no context. A system prompt before
+hundreds of documents makes none either.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BASE: Final = "base"
-"""Name of a model that a log leaves unnamed: the base of a server's adapters."""
+"""Name for a model that a log leaves unnamed: the base of a server's adapters."""
 _RECEIVED: Final = "request.received"
 _CUT: Final = 2048
-"""Characters, or tokens, of which SGLang keeps half at both ends at level 2."""
+"""Length in characters or tokens above which SGLang logs only both ends, at level 2."""
 _REMEDY: Final = "serve with --log-requests-level 3 --log-requests-format json"
 _AS_TEXT: Final = "is logged in SGLang's text format"
 _NO_TEXT: Final = "has no text at this --log-requests-level"
 _IS_CUT: Final = "is cut in the middle at this --log-requests-level"
 _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
-"""Of a request, what changes the prompt beside its messages."""
+"""Fields of a request that change the prompt beside its messages."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Share of a context, one in so many, that prompts may share beyond it and still be about it."""
+"""Part of a context, one in so many, that its prompts may share beyond the context."""
 
 
 class _Unusable(Exception):
-    """Why a line has no prompt."""
+    """Reason why a line has no prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,14 @@ class Asked:
     ids: Tokens
     model: str
     place: str
-    """`file:line`, and which of the line's prompts if it has several."""
+    """Place of the prompt: `file:line`, and its number if the line has several."""
     number: int = 0
-    """Of its line: who asked first."""
+    """Number of the line, by which we know who asked first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """What was read of a log, and what was not."""
+    """Prompts that were read from a log, and the lines that were not usable."""
 
     name: str
     asked: tuple[Asked, ...]
@@ -78,38 +78,39 @@ class Context:
     """Prompts that begin alike."""
 
     num_shared: int
-    """Tokens."""
+    """Number of tokens that all prompts share."""
     asked: tuple[Asked, ...]
-    """By their tokens; one for each prompt and model that asked it, the first."""
+    """Prompts sorted by their tokens. Each prompt occurs once per model, where the model was first
+    asked."""
 
 
 def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
-    """All prompts of a log; raises RecordError if there is none, with the reason."""
-    found, unusable = list[Asked](), Counter[str]()
+    """Read all prompts of a log; raises RecordError with the reason if there is none."""
+    prompts, unusable = list[Asked](), Counter[str]()
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     asked = _asked_in(line, f"{path.name}:{number}", tokenizer)
-                    found += [replace(it, number=number) for it in asked]
+                    prompts += [replace(it, number=number) for it in asked]
                 except _Unusable as exc:
                     unusable[str(exc)] += 1
     except OSError as exc:
         raise RecordError(f"request log {path} cannot be read: {exc.strerror}") from exc
-    if not found:
+    if not prompts:
         why = max(unusable, key=unusable.__getitem__, default="")
         what = f"each request {why}" if why else "no line is a request"
         raise RecordError(f"request log {path} has no prompt, as {what}; {_REMEDY}")
-    return Log(name=path.name, asked=tuple(found), unusable=unusable)
+    return Log(name=path.name, asked=tuple(prompts), unusable=unusable)
 
 
 def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
-    """What several prompts share, in the order of its tokens; prompts that share less than a page
-    are left out, and those that a model was asked before."""
+    """Group prompts by what they share, in the order of their tokens. Prompts that share less than
+    a page are left out, and so are repeated prompts of one model."""
     first = {(it.ids, it.model): it for it in reversed([*asked])}
     ordered = [first[it] for it in sorted(first)]
     shares = [0, *(_num_shared(*pair) for pair in pairwise(ordered)), 0]
-    found, rest = list[Context](), [(0, len(ordered))]
+    contexts, rest = list[Context](), [(0, len(ordered))]
     while rest:
         start, stop = rest.pop()
         if stop - start < 2:
@@ -119,15 +120,16 @@ def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
         near = shared + max(page_size, shared // SLACK)
         most = [max(pair) for pair in pairwise([0, *inside, 0])]
         if shared >= page_size and 2 * sum(it <= near for it in most) >= stop - start:
-            found.append(Context(num_shared=shared, asked=tuple(ordered[start:stop])))
+            contexts.append(Context(num_shared=shared, asked=tuple(ordered[start:stop])))
         else:
             cuts = [start, *(it for it in range(start + 1, stop) if shares[it] == shared), stop]
             rest += reversed([*pairwise(cuts)])
-    return found
+    return contexts
 
 
 def _num_shared(one: Asked, other: Asked) -> int:
-    """Tokens with which two prompts begin; at least one token of each is asked."""
+    """Number of tokens at the start of both prompts; the last token of each does not count, because
+    a request needs a new token."""
     return min(len(common_start([one.ids, other.ids])), len(one.ids) - 1, len(other.ids) - 1)
 
 
@@ -139,17 +141,18 @@ def documents_of(
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> tuple[Source, list[Document]]:
-    """The log's contexts with the prompts that one model was asked, or all; raises RecordError."""
+    """Make documents of the log's contexts, with the prompts of one model, or of all models. Raises
+    RecordError."""
     contexts = contexts_of(log.asked, page_size)
     opening = len(common_start(it.asked[0].ids[: it.num_shared] for it in contexts))
     encode = Encoder(tokenizer, chat=True)
     records, documents = list[SourcedRecord](), list[Document]()
-    for it in contexts:
-        chosen = {of.ids: of for of in it.asked if asked_of in (None, of.model)}
+    for group in contexts:
+        chosen = {of.ids: of for of in group.asked if asked_of in (None, of.model)}
         if not chosen:
             continue
-        first = it.asked[0]
-        shared = first.ids[: it.num_shared]
+        first = group.asked[0]
+        shared = first.ids[: group.num_shared]
         digest = hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
         questions = tuple(
             Question(suffix=ids, draft=(), answers=(), name=of.place) for ids, of in chosen.items()
@@ -160,27 +163,27 @@ def documents_of(
             questions=questions,
             task=task,
             opening=opening if len(contexts) > 1 else 0,
-            tail=it.num_shared,
+            tail=group.num_shared,
         )
         documents.append(in_pages(whole, page_size, max_prompt_tokens, first.place))
         context = encode.text_of(shared)
         records += [
             SourcedRecord(
-                record=Record(context=context, input=encode.text_of(of.ids[it.num_shared :])),
+                record=Record(context=context, input=encode.text_of(of.ids[group.num_shared :])),
                 task=task,
                 place=of.place,
                 name=of.place,
             )
             for of in chosen.values()
         ]
-    found = Source(name=log.name, records=tuple(records), note=said_of(log, contexts, documents))
+    source = Source(name=log.name, records=tuple(records), note=said_of(log, contexts, documents))
     if len(documents) < 2:
-        raise RecordError(f"{found.note}: too few contexts to choose on one and judge on another")
-    return found, documents
+        raise RecordError(f"{source.note}: too few contexts to choose on one and judge on another")
+    return source, documents
 
 
 def said_of(log: Log, contexts: Sequence[Context], documents: Sequence[Document]) -> str:
-    """How many prompts share what, in a sentence."""
+    """Say in a sentence how many prompts share a context."""
     num_sharing = sum(len(it.asked) for it in contexts)
     said = [f"{log.name}: {len(log.asked)} prompts"]
     if documents:
@@ -206,9 +209,9 @@ def _asked_in(line: str, place: str, tokenizer: PreTrainedTokenizerBase) -> Iter
     if "Receive: obj=" in line:
         raise _Unusable(_AS_TEXT)
     with suppress(msgspec.DecodeError):
-        found = msgspec.json.decode(line[max(0, line.find("{")) :].strip())
-        if isinstance(found, dict) and found.get("event", _RECEIVED) == _RECEIVED:
-            request = found.get("obj" if "event" in found else "body", found)
+        event = msgspec.json.decode(line[max(0, line.find("{")) :].strip())
+        if isinstance(event, dict) and event.get("event", _RECEIVED) == _RECEIVED:
+            request = event.get("obj" if "event" in event else "body", event)
             yield from _asked_of(request, place, tokenizer)
 
 
@@ -224,11 +227,11 @@ def _asked_of(
     if is_chat or isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
     adapters = request.get("lora_path")
-    for number, it in enumerate(prompts):
+    for number, prompt in enumerate(prompts):
         adapter = adapters[number] if isinstance(adapters, list) else adapters
         model = adapter or str(request.get("model") or BASE).rpartition(":")[2]
         yield Asked(
-            ids=_ids_of(request, it, tokenizer),
+            ids=_ids_of(request, prompt, tokenizer),
             model=model,
             place=place if number == 0 else f"{place}:{number + 1}",
         )
@@ -250,12 +253,12 @@ def _ids_of(request: Mapping[str, Any], prompt: Any, tokenizer: PreTrainedTokeni
 
 
 def _messages_of(request: Mapping[str, Any], messages: Any) -> list[dict[str, str]]:
-    """Messages of text, their parts joined as SGLang does it."""
-    found = []
-    for it in messages:
-        content = it.get("content")
+    """Join the text parts of each message as SGLang does."""
+    texts = []
+    for message in messages:
+        content = message.get("content")
         parts = [content] if isinstance(content, str) else [of.get("text") for of in content or ()]
         if not parts or None in parts or any(map(request.get, _BESIDE)):
             raise _Unusable(_NO_PROMPT)
-        found.append({"role": it["role"], "content": " ".join(parts)})
-    return found
+        texts.append({"role": message["role"], "content": " ".join(parts)})
+    return texts

@@ -12,7 +12,7 @@
     same             the whole texts, white space aside      not in LongBench; the accepted answer
                                                              is full prefill's own
 
-Where the numbers differ from LongBench's is said at each function.
+Each function says where its numbers differ from LongBench's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
 _UNSPACED: Final = re.compile(
     "[\u0e01-\u0e3a\u0e40-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
 )
-"""Thai without its currency, Lao, Burmese, Khmer, kana and Han."""
+"""Characters of scripts that write no spaces: Thai without its currency sign, Lao, Burmese, Khmer,
+kana and Han."""
 _NUMBER: Final = re.compile(r"((?<!\w)-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 _DIGITS: Final = re.compile(r"\d+")
 _PARAGRAPH: Final = re.compile(r"Paragraph (\d+)")
@@ -41,7 +42,7 @@ _ANSWER_MARK: Final = "####"
 
 
 class Metric(StrEnum):
-    """How an answer is judged. Values are in files and on command lines and never change."""
+    """Method to judge an answer. The values are in files and on command lines and never change."""
 
     F1 = "f1"
     ROUGE_L = "rouge_l"
@@ -54,11 +55,11 @@ class Metric(StrEnum):
 
 
 def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
-    """Why nothing can be judged by this accepted answer; empty where something can."""
+    """Say why an accepted answer cannot judge anything; empty if it can."""
     if metric is Metric.EXACT_NUMBER and final_number(answer) is None:
         return f"an answer without a number, which {metric.value} needs"
     if metric in (Metric.F1, Metric.ROUGE_L) and _UNSPACED.search(answer):
-        # A whole sentence would be one word, and nearly every answer wrong.
+        # The whole sentence would be one word, and nearly every answer wrong.
         return (
             f"an answer in a script without spaces, in which {metric.value} finds no words; judge "
             "it by --metric edit_similarity or exact_number"
@@ -75,7 +76,7 @@ def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
 def quality(
     metric: Metric, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()
 ) -> float:
-    """The best score over the accepted answers, of all `classes`; ValueError where none are
+    """Best score over the accepted answers, among all `classes`. Raises ValueError if no answer is
     accepted."""
     if not answers:
         raise ValueError(f"{metric.value} needs at least one accepted answer")
@@ -85,7 +86,7 @@ def quality(
 
 
 def normalised_tokens(text: str) -> list[str]:
-    """Lower case, no punctuation, no articles, split at white space."""
+    """Words in lower case, without punctuation and articles, split at white space."""
     return _ARTICLES.sub(" ", " ".join(_with_articles(text))).split()
 
 
@@ -96,8 +97,8 @@ def _with_articles(text: str) -> list[str]:
 def f1(prediction: str, answer: str) -> float:
     """F1 of the two bags of words.
 
-    Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0. Where normalising
-    leaves nothing of the answer ("A" of a multiple choice), articles count, and then punctuation:
+    Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0. If normalising
+    removes the whole answer ("A" of a multiple choice), articles count, and then punctuation:
     LongBench and SQuAD lose such an answer.
     """
     ways = normalised_tokens, _with_articles, str.split
@@ -112,14 +113,14 @@ def f1(prediction: str, answer: str) -> float:
 def rouge_l(prediction: str, answer: str) -> float:
     """F1 of the union longest common subsequence over sentences, words counted once (Lin, 2004).
 
-    As the `rouge` package defines it: sentences end at every full stop, the words that some
-    sentence of the answer has in common with some sentence of the prediction are put together as a
-    set, and precision and recall are over the sets of words.
+    The definition is the `rouge` package's. Sentences end at every full stop. Words that a sentence
+    of the answer has in common with a sentence of the prediction are put together as a set.
+    Precision and recall are over the sets of words.
 
-    Three differences to the package. Where a word is repeated within a sentence of the answer there
-    can be several longest subsequences, and rapidfuzz and `rouge` need not choose the same one;
-    with no repetition the numbers are equal. `rouge` adds 1e-8 to a denominator. Its recursion ends
-    at sentences of about a thousand words, for which LongBench counts 0.
+    There are three differences to the package. If a word is repeated within a sentence of the
+    answer, there can be several longest subsequences. Then rapidfuzz and `rouge` need not choose
+    the same one; without repetition the numbers are equal. `rouge` adds 1e-8 to a denominator. Its
+    recursion fails at sentences of about a thousand words, for which LongBench counts 0.
     """
     predicted, expected = _sentences(prediction), _sentences(answer)
     if not predicted or not expected:
@@ -136,42 +137,43 @@ def rouge_l(prediction: str, answer: str) -> float:
 def edit_similarity(prediction: str, answer: str) -> float:
     """Twice the common subsequence of characters over both lengths, rounded to whole percent.
 
-    As `fuzz.ratio` of thefuzz, and of the fuzzywuzzy that LongBench imports if python-Levenshtein
-    is installed too; if it is not, fuzzywuzzy takes difflib's matching blocks, which are never
-    longer.
+    The value is that of `fuzz.ratio` in thefuzz, and in the fuzzywuzzy that LongBench imports if
+    python-Levenshtein is installed, too. Without it, fuzzywuzzy takes difflib's matching blocks,
+    which are never longer.
     """
     return round(fuzz.ratio(prediction, answer)) / 100
 
 
 def exact_number(prediction: str, answer: str) -> float:
-    """1 where both end in the same number."""
-    found = final_number(prediction)
-    return float(found is not None and found == final_number(answer))
+    """1 if both texts end in the same number."""
+    number = final_number(prediction)
+    return float(number is not None and number == final_number(answer))
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the classes that are named, where the right one is; parts of its name do not count.
+    """One over the number of named classes if the right class is named; parts of its name do not
+    count.
 
-    LongBench's loop forgets to look at the class after one that it has left out.
+    LongBench's loop skips the class behind each class that it has left out.
     """
     named = [it for it in classes if it in prediction and (it == answer or it not in answer)]
     return 1 / len(named) if answer in named else 0.0
 
 
 def count(prediction: str, answer: str) -> float:
-    """The share of all numbers that are the answer's."""
+    """Share of all numbers in the text that equal the answer."""
     numbers = _DIGITS.findall(prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """The same of the number of a paragraph."""
-    found = _PARAGRAPH.search(answer)
-    return count(prediction, found[1]) if found else 0.0
+    """Share of all numbers in the text that equal the number of the answer's paragraph."""
+    paragraph = _PARAGRAPH.search(answer)
+    return count(prediction, paragraph[1]) if paragraph else 0.0
 
 
 def same(prediction: str, answer: str) -> float:
-    """1 if two answers of one model have the same text, white space aside.
+    """1 if two answers of one model have the same text, apart from white space.
 
     Case, articles and punctuation count: one model has one style, and "1.5" is not "15". Partial
     agreement counts nothing: a long answer with one wrong number has nearly all words of the right.
@@ -180,7 +182,7 @@ def same(prediction: str, answer: str) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the first `####`, or else the last one; None where there is none.
+    """Number after the first `####`, or else the last number; None if there is none.
 
     Dollar signs and the commas between thousands do not count.
     """
@@ -193,13 +195,13 @@ def final_number(text: str) -> Decimal | None:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words per sentence. One of white space alone has the empty word, as in `rouge`."""
+    """Words per sentence. A sentence of only white space has the empty word, as in `rouge`."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _common_subsequence(ours: list[str], theirs: list[str]) -> Iterator[str]:
-    """Words of a longest common subsequence. The order of the arguments decides between equals, and
-    this one is the choice of `rouge` where no word of `theirs` is repeated."""
+    """Words of a longest common subsequence. The order of the arguments decides between equal ones.
+    This order makes the choice of `rouge` if no word of `theirs` is repeated."""
     for operation in LCSseq.opcodes(ours, theirs):
         if operation.tag == "equal":
             yield from theirs[operation.dest_start : operation.dest_end]

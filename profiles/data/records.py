@@ -25,13 +25,13 @@ _FOREIGN: Final = (
     (rb"\s*\[", "is one JSON array; write a record per line, as `jq -c '.[]' FILE` does"),
     (rb"\s*{\s*\n", "has records of several lines; write one per line, as `jq -c . FILE` does"),
 )
-"""Beginnings of files that are no JSONL, and what a message says about each."""
+"""Beginnings of files that are not JSONL, each with the words for a message."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line: a question about a context. `length` counts the context's words.
 
-    `dataset` says how it is asked and judged (`profiles.data.tasks`), where the user does not.
+    `dataset` chooses the task (`profiles.data.tasks`), unless the user does.
     """
 
     input: str
@@ -45,21 +45,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordError(CacheTreeError):
-    """Data cannot be used. The message names the file and the line."""
+    """Error in data that cannot be used. The message names the file and the line."""
 
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a file in order; raises RecordError."""
+    """Read all records of a file in order; raises RecordError."""
     return [record for _, record in read_lines(path, Record, "LongBench record")]
 
 
 def read_lines(path: Path, schema: type[Line], what: str) -> list[tuple[str, Line]]:
-    """Every line of a JSONL file and its place (`file:line`), blank lines left out.
+    """Read every line of a JSONL file and its place (`file:line`), without blank lines.
 
-    `what` a line should be is for messages. Raises RecordError.
+    `what` says in messages what a line should be. Raises RecordError.
     """
     lines = []
     try:
@@ -109,5 +109,6 @@ def _encoded(records: Iterable[Record]) -> bytes:
 
 
 def context_digest(context: str) -> str:
-    """Of its words, so that white space does not make it another: 16 hexadecimal digits."""
+    """Digest of a context's words, so that white space does not change it: 16 hexadecimal
+    digits."""
     return hashlib.sha256(" ".join(context.split()).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""How a data set is asked and judged: template, metric, length of the answer.
+"""Template, metric and length of the answer for each data set.
 
-`tasks.json` has those that are known. Prompts, metrics and lengths of the LongBench sets are those
+`tasks.json` has the known data sets. Prompts, metrics and lengths of the LongBench sets are those
 that LongBench v1 publishes (`dataset2prompt.json`, `dataset2maxlen.json`, `eval.py`). The context
 of GSM8K is worked examples (`datasets.few_shot`), each of which ends in a blank line.
 """
@@ -20,38 +20,41 @@ from cachetree import ConfigError
 from profiles.data.metrics import Metric, quality
 
 DEFAULT_MAX_NEW: Final = 64
-"""Tokens of an answer to a data set without a task of its own."""
+"""Length of an answer in tokens, for a data set without a task of its own."""
 NEVER_CHAT: Final = frozenset({"trec", "triviaqa", "samsum", "lcc", "repobench-p"})
-"""Few-shot examples and code, which LongBench's `pred.py` never puts into a chat template."""
+"""Data sets that LongBench's `pred.py` never puts into a chat template: few-shot examples and
+code."""
 
 _CODE_MARKS: Final = ("`", "#", "//")
 
 
 class AnswerPart(StrEnum):
-    """The part of what a model wrote that is judged."""
+    """Part of a model's answer that is judged."""
 
     WHOLE = "whole"
     CODE_LINE = "code_line"
-    """The first line without a comment or code fence, as in LongBench's `code_sim_score`; empty
-    where there is none."""
+    """First line without a comment or code fence, as in LongBench's `code_sim_score`; empty if
+    there is none."""
     FIRST_LINE = "first_line"
-    """Without empty lines before it: what follows few-shot examples goes on with more of them."""
+    """First line that is not empty: after few-shot examples a model goes on to write more of
+    them."""
     BEFORE_NEXT_QUESTION = "before_next_question"
-    """Up to where the model goes on with questions of its own, as few-shot examples suggest."""
+    """Text before the model's own next question, which few-shot examples suggest to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Raises ConfigError for a template that cannot be used, or without room for an answer."""
+    """Prompt and judgement of a data set. Raises ConfigError for an unusable template, or without
+    room for an answer."""
 
     name: str
     template: str
-    """With `{context}`, which is shared together with all text before it, then `{input}`."""
+    """Text with `{context}` and then `{input}`. The text up to the end of `{context}` is shared."""
     metric: Metric
     max_new: int
     """Longest answer in tokens."""
     chat: bool = False
-    """Whether a prompt is a user's message in the tokenizer's chat template."""
+    """True if a prompt is a user's message in the tokenizer's chat template."""
     answer_part: AnswerPart = AnswerPart.WHOLE
 
     def __post_init__(self) -> None:
@@ -65,7 +68,8 @@ class Task:
         return _parse(self.template)[0]
 
     def shared(self, context: str) -> str:
-        """What all prompts about a context begin with: the template to the end of `{context}`."""
+        """Text that all prompts about a context begin with: the template to the end of
+        `{context}`."""
         return self.opening + context
 
     def prompt(self, context: str, question: str) -> str:
@@ -74,7 +78,7 @@ class Task:
 
 
 def score(task: Task, text: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Quality of what a model wrote, 0 to 1; `classes` are those that the data set knows."""
+    """Quality of a model's answer, 0 to 1; `classes` are the data set's."""
     return quality(task.metric, judged_part(task, text), answers, classes)
 
 
@@ -84,7 +88,7 @@ def judged_part(task: Task, text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """What the user says about every data set; None is the data set's own."""
+    """User's choices for every data set; None leaves the choice to the data set."""
 
     template: str | None = None
     metric: Metric | None = None
@@ -92,9 +96,10 @@ class TaskOptions:
     chat: bool = False
 
     def task_for(self, dataset: str) -> Task:
-        """LongBench-E's sets (`hotpotqa_e`) are asked and judged like those without the suffix.
+        """Find the task of a data set. LongBench-E's sets (`hotpotqa_e`) have the tasks of those
+        without the suffix.
 
-        Raises ConfigError where the data set is unknown and too little is said about it.
+        Raises ConfigError if the data set is unknown and the user's choices do not complete a task.
         """
         known = TASKS.get(dataset.removesuffix("_e"))
         if known is None:
@@ -116,7 +121,8 @@ class TaskOptions:
 
 
 def _parse(template: str) -> tuple[str, list[str]]:
-    """Text before the context, and the texts after it between which the question stands."""
+    """Split a template into the text before the context, and the texts behind it that enclose the
+    question."""
     try:
         pieces = list(Formatter().parse(template))
     except ValueError as exc:
