@@ -1,4 +1,4 @@
-"""`droidspeak distill`: an adapter whose KV is its base's, from a teacher or from answers."""
+"""`droidspeak distill`: an adapter that keeps its base's KV, from a teacher or from answers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def _distill(args: argparse.Namespace) -> int:
     from profiles.report.distilled import PAGE
 
     try:
-        found = Distiller(settings_of(args, {}, DistillSettings), Console()).run()
+        distilled = Distiller(settings_of(args, {}, DistillSettings), Console()).run()
     except KeyboardInterrupt:
         complain("droidspeak", "interrupted; the same command continues from here")
         return 130
-    show(found.reason)
+    show(distilled.reason)
     show(f"wrote {args.out}; {PAGE} in it has all figures")
-    return FAILED_GATE if found.passed is False else 0
+    return FAILED_GATE if distilled.passed is False else 0

@@ -1,4 +1,4 @@
-"""The distiller: a base, a teacher or answers, and prompts in; an adapter that shares exactly out.
+"""Distil an adapter that shares exactly, from a base, prompts, and a teacher or answers.
 
 prompts ─► train ─► the teacher's answers ─► steps ─► adapter
            held out ─► the adapter beside its teacher ─► gate ─► verdict and report
@@ -67,9 +67,10 @@ from profiles.stats.artifact import Data
 
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
-"""Settings that decide what the adapter becomes, beside models and prompts."""
+"""Settings that change the trained adapter, beside models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
-"""Parts of all steps after which the first held-out contexts are scored, beside the beginning."""
+"""Divisors of the number of steps. At each quotient, and before the first step, the first held-out
+contexts are scored."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",
@@ -79,7 +80,7 @@ _LEARNED: Final[Mapping[str | None, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Lessons to learn from and to judge on. They share no context."""
+    """Lessons to learn from and lessons to judge on. They share no context."""
 
     train: list[Lesson]
     held_out: list[Lesson]
@@ -110,18 +111,19 @@ class Distiller:
             console.print(line, highlight=False, soft_wrap=True)
 
     def _place_of_state(self) -> Path:
-        """A folder beside `--out`, named by all that decides what the adapter becomes."""
+        """Make a folder beside `--out`, named by a digest of all that changes the trained
+        adapter."""
         out, prompts = self._settings.out, self.prompts
         chosen = [getattr(self._settings, it) for it in _DECISIVE]
         asked = [_asked(it) for it in (*prompts.train, *prompts.held_out)]
-        found = self._models, chosen, asked, len(prompts.held_out), prompts.invocation
-        digest = hashlib.sha256(msgspec.json.encode(found)).hexdigest()[:12]
+        decisive = self._models, chosen, asked, len(prompts.held_out), prompts.invocation
+        digest = hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:12]
         folder = out.with_name(f".{out.name}.{digest}")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def run(self) -> Distilled:
-        """Train and judge, and write the adapter's folder with what is known of the adapter.
+        """Train and judge the adapter, and write its folder with its evidence.
 
         Raises ConfigError if another process makes the same adapter.
         """
@@ -137,9 +139,9 @@ class Distiller:
         judge = Judge(prompts.held_out, answered, self._tokenizer, file)
         base = self._load(self._source)
         student = make_student(base, settings.rank, settings.seed, settings.adapter)
-        kept = KeptKV(self.state / "kv", settings.max_disk_gb * GIB)
+        kept_kv = KeptKV(self.state / "kv", settings.max_disk_gb * GIB)
         ends = ends_of(base, self._tokenizer)
-        reader = Reader(student.get_base_model(), ends, kept, student.disable_adapter)
+        reader = Reader(student.get_base_model(), ends, kept_kv, student.disable_adapter)
         recipe = Recipe(
             num_steps=num_steps,
             rate=settings.peak_rate,
@@ -152,7 +154,7 @@ class Distiller:
             scored = judge.scores(reader, num_steps, places, done)
         tasks = judge.tasks(scored, settings.tolerance)
         passed, reason = verdict(tasks, settings.tolerance)
-        found = Distilled(
+        distilled = Distilled(
             base=self._models[0].model_id,
             teacher=self._models[-1].model_id if self._teacher else None,
             learned_from=_LEARNED[settings.labels],
@@ -173,21 +175,21 @@ class Distiller:
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
         export_adapter(student, settings.out, prompts.invocation.ids)
-        write_page(found, settings.out)
+        write_page(distilled, settings.out)
         shutil.rmtree(self.state)
-        return found
+        return distilled
 
     def _show(self, judge: Judge, reader: Reader, step: int) -> None:
-        """Score the first held-out contexts, if the step is one of the curve's."""
+        """Score the first held-out contexts, if the curve has this step."""
         num_steps = self._settings.steps
         if step in {0, *(num_steps // it for it in _CURVE)}:
             shown_of = range(min(NUM_SHOWN, len(self.prompts.held_out)))
             judge.scores(reader, step, shown_of, lambda _: None)
 
     def _ask_teacher(self, places: Sequence[int]) -> list[list[Said]]:
-        """Have the teacher answer what is not answered yet, and return its held-out answers.
+        """Have the teacher give its missing answers, and return its held-out answers.
 
-        Its model is gone afterwards.
+        The teacher's model is freed before the return.
         """
         if self._teacher is None:
             return []
@@ -207,24 +209,25 @@ class Distiller:
             total_s = (time.monotonic() - began) * sum(sizes) / sizes[0]
             with shown(self._console, "teacher", total_s) as done:
                 done(total_s * sizes[0] / sum(sizes))
-                for it, size in zip(missing[1:], sizes[1:], strict=True):
-                    write_answers(teacher, *it)
+                for asked, size in zip(missing[1:], sizes[1:], strict=True):
+                    write_answers(teacher, *asked)
                     done(total_s * size / sum(sizes))
         return [read_answers(file) for _, file, _ in judging]
 
     def _asked(self, place: int) -> tuple[Lesson, Path, bool]:
-        """A training lesson, where the teacher's answers are, and whether these are the data's."""
+        """Training lesson, file of the teacher's answers, and whether the answers are the
+        data's."""
         file = self.state / f"train/{place}.safetensors"
         return self.prompts.train[place], file, self._settings.labels is not None
 
     def _targets(self, place: int) -> list[Said]:
-        """What is learned of a training lesson."""
+        """Targets of a training lesson: the data's answers, or the teacher's."""
         if self._settings.labels == "only":
             return labels_of(self.prompts.train[place])
         return read_answers(self._asked(place)[1])
 
     def _train(self, trainer: Trainer, steps: Sequence[Step], show: Callable[[int], None]) -> None:
-        """Take the steps that are left, forecast from the first of them."""
+        """Take the remaining steps; the first of them predicts their time."""
         sizes = [_size_of(self.prompts.train[it.place], it) for it in steps]
         first = trainer.num_done
         show(first)
@@ -255,7 +258,8 @@ class Distiller:
             log.write(msgspec.json.encode(said) + b"\n")
 
     def _load(self, source: ModelSource) -> PreTrainedModel:
-        """A model as the profiler loads it, or, of another class, as transformers does."""
+        """Load a model as the profiler does, or as transformers does if the profiler does not know
+        its class."""
         if read_shape(source.path)["architecture"] in ARCHITECTURES:
             model = load_model(source, dtype=self._dtype, device=self._device)
         else:
@@ -270,7 +274,8 @@ class Distiller:
 def load_lessons(
     settings: DistillSettings, tokenizer: PreTrainedTokenizerBase, console: Console
 ) -> Prompts:
-    """Prompts, cut at the invocation and split by context; raises ConfigError and RecordError."""
+    """Load prompts, cut them at the invocation and split them by context. Raises ConfigError and
+    RecordError."""
     config = transformers.AutoConfig.from_pretrained(settings.base)
     sources = load_prompts(settings.data, settings.options)
     judging = load_prompts(settings.held_out, settings.options)
@@ -313,14 +318,14 @@ def load_lessons(
 
 
 def _size_of(lesson: Lesson, step: Step) -> int:
-    """What a step costs, in tokens that go through the model."""
+    """Cost of a step, in tokens that the model reads."""
     questions = lesson.document.questions
     asked = sum(len(questions[it].suffix) + len(questions[it].draft) for it in step.questions)
     return asked + len(lesson.document.prefix) // 8
 
 
 def _asked(lesson: Lesson) -> object:
-    """What a lesson has of tokens."""
+    """Tokens of a lesson, for a digest."""
     questions = [(it.suffix, it.draft) for it in lesson.document.questions]
     return lesson.document.prefix, questions, lesson.num_invoked
 
@@ -334,7 +339,7 @@ def _require_one_tokenizer(models: Sequence[ModelIdentity]) -> None:
 
 
 def _load_other(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """A class that the profiler does not run."""
+    """Load a model of a class that the profiler does not run."""
     model = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype)
     require_plain_layers(source.path / "config.json", model.config)
     if source.adapter is not None:

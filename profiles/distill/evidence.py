@@ -1,4 +1,4 @@
-"""What is known of an adapter that was distilled: `distilled.json` in its folder."""
+"""Evidence about a distilled adapter: `distilled.json` in its folder."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from profiles.evidence import Interval, TaskLoss
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out context after so many steps, by question."""
+    """Scores of one held-out context after `step` steps, by question."""
 
     step: int
     place: int
     quality: tuple[float, ...]
     same: tuple[float, ...] = ()
-    """1 if the answer is the teacher's, else 0; none without a teacher."""
+    """1 if the answer is the teacher's, else 0; empty without a teacher."""
     kl: tuple[float, ...] = ()
     """KL divergence of the teacher's next tokens from the student's along the teacher's answer,
     nats per token."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the first held-out contexts after so many steps."""
+    """Means over the first held-out contexts after `step` steps."""
 
     step: int
     quality: float
@@ -30,7 +30,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set of the held-out contexts."""
+    """Scores of one data set of the held-out contexts."""
 
     name: str
     metric: str
@@ -39,32 +39,32 @@ class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
     student: Interval
     teacher: Interval | None
     loss: TaskLoss | None
-    """What the student loses of the teacher's quality; None without a teacher."""
+    """Loss of the teacher's quality in the student; None without a teacher."""
     agreement: float | None
     kl: float | None
 
 
 class Distilled(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter, how it was made, and how it is judged."""
+    """An adapter, its recipe, and its verdict."""
 
     base: str
-    """Model id."""
+    """Model id of the base."""
     teacher: str | None
     learned_from: str
     invocation: str
     invocation_tokens: tuple[int, ...]
     num_contexts: int
-    """That it learned from."""
+    """Contexts that the adapter learned from."""
     num_questions: int
     steps: int
     rank: int
     tasks: tuple[JudgedTask, ...]
     num_shown: int
-    """Held-out contexts of the curve."""
+    """Held-out contexts that the curve scores."""
     curve: tuple[CurvePoint, ...]
     tolerance: float
     passed: bool | None
-    """None without a teacher: there is nothing to compare with."""
+    """True if the gate passed the adapter; None without a teacher to compare with."""
     reason: str
     command: str
     versions: dict[str, str]

@@ -1,10 +1,10 @@
 """A document's KV, frozen, and many questions behind it as one tree.
 
     document     question 1   answer   question 2   answer   …
-    read once    ^ positions go on from the document's end, for each of them
+    read once    ^ positions continue from the document's end, for each question
 
-Each question sees the document and itself. The model's own forward runs it, of any class of
-transformers that takes a mask of its own and keeps plain KV.
+Each question sees the document and itself. The model's own forward runs the tree. The model may be
+of any class of transformers that accepts a mask and keeps plain KV.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from profiles.data.documents import Tokens
 from profiles.distill.prompts import Lesson
 
 ATTENTION: Final = "droidspeak_frozen"
-"""On a CPU: half the time of SDPA, whose backward also computes gradients of the document's KV."""
+"""Name of the attention on a CPU. It takes half the time of SDPA, which also computes gradients of
+the document's KV."""
 _DOCUMENT: Final = -1
-"""Owner of a document's tokens, which every question sees."""
+"""Owner of a document's tokens; every question sees them."""
 
 
 LIKELIEST: Final = 128
@@ -40,17 +41,18 @@ LIKELIEST: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """An answer, and what else a model might have said."""
+    """An answer, and the model's likeliest alternatives to each of its tokens."""
 
     tokens: Tokens
     likeliest: Tensor
-    """The likeliest next tokens before each: `[tokens, LIKELIEST]`; empty if nobody was asked."""
+    """Likeliest next tokens before each token of the answer: `[tokens, LIKELIEST]`; empty if no
+    model was asked."""
     logprobs: Tensor
-    """Theirs."""
+    """Log-probabilities of the likeliest tokens."""
 
     @classmethod
     def joined(cls, parts: Sequence[Said]) -> Said:
-        """One after the other."""
+        """Join parts of an answer, one after the other."""
         return cls(
             tokens=tuple(token for it in parts for token in it.tokens),
             likeliest=torch.cat([it.likeliest for it in parts]),
@@ -59,7 +61,8 @@ class Said:
 
 
 def said_of(logits: Tensor, answers: Sequence[Tokens]) -> list[Said]:
-    """Answers with the distributions before their tokens, of logits `[tokens, vocabulary]`."""
+    """Turn answers and the logits before their tokens, `[tokens, vocabulary]`, into answers with
+    distributions."""
     most, lengths = min(LIKELIEST, logits.shape[-1]), [len(it) for it in answers]
     logprobs, likeliest = (it.cpu().split(lengths) for it in logits.log_softmax(-1).topk(most))
     return [
@@ -69,7 +72,7 @@ def said_of(logits: Tensor, answers: Sequence[Tokens]) -> list[Said]:
 
 
 class Branches:
-    """A document's KV and that of what was run behind it, for several branches."""
+    """KV of a document, and of the tokens behind it in several branches."""
 
     def __init__(self, model: PreTrainedModel, kv: Sequence[KV], num_branches: int) -> None:
         self._model, self._cache = model, DynamicCache()
@@ -83,7 +86,7 @@ class Branches:
     def grow(self, tokens: Sequence[Tokens], num_scored: Sequence[int]) -> Tensor:
         """Run new tokens of each branch, and return the logits after the last `num_scored` of each.
 
-        `[sum of num_scored, vocabulary]` in float32, branch after branch.
+        The logits are `[sum of num_scored, vocabulary]` in float32, branch after branch.
         """
         device, ids = self._model.device, [token for of in tokens for token in of]
         owners, positions, scored = list[int](), list[int](), list[int]()
@@ -113,7 +116,7 @@ class Branches:
 
 
 class KeptKV:
-    """KV of documents in a folder, within a bound. What is over the bound is computed again."""
+    """KV of documents in a folder of bounded size. KV above the bound is computed again."""
 
     def __init__(self, folder: Path, max_bytes: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +127,8 @@ class KeptKV:
         digest = hashlib.sha256(torch.tensor(ids).numpy().tobytes()).hexdigest()[:24]
         file = self._folder / f"{digest}.safetensors"
         if file.exists():
-            found = load_file(file, device=str(device))
-            return [(found[f"{i}.k"], found[f"{i}.v"]) for i in range(len(found) // 2)]
+            stored = load_file(file, device=str(device))
+            return [(stored[f"{i}.k"], stored[f"{i}.v"]) for i in range(len(stored) // 2)]
         kv = read()
         tensors = {f"{i}.{'kv'[j]}": it for i, pair in enumerate(kv) for j, it in enumerate(pair)}
         num_bytes = sum(it.nbytes for it in tensors.values())
@@ -145,10 +148,10 @@ class Reader:
         self,
         model: PreTrainedModel,
         ends: frozenset[int],
-        kept: KeptKV | None = None,
+        kept_kv: KeptKV | None = None,
         as_base: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.model, self._ends, self._kept, self._as_base = model, ends, kept, as_base
+        self.model, self._ends, self._kept_kv, self._as_base = model, ends, kept_kv, as_base
 
     def along(self, lesson: Lesson, questions: Sequence[int], answers: Sequence[Tokens]) -> Tensor:
         """Logits before every token of answers to some questions: `[tokens, vocabulary]`."""
@@ -159,24 +162,24 @@ class Reader:
 
     @torch.no_grad()
     def answer(self, lesson: Lesson, questions: Sequence[int]) -> list[Said]:
-        """Greedy answers; the token that ends one is its last."""
+        """Answer greedily; the token that ends an answer is its last."""
         branches, most = self._begin(lesson, questions), lesson.document.task.max_new
         said: list[list[Said]] = [[] for _ in questions]
-        given = [lesson.after(it) for it in questions]
+        new_tokens = [lesson.after(it) for it in questions]
         for _ in range(most):
-            logits = branches.grow(given, [bool(it) for it in given])
+            logits = branches.grow(new_tokens, [bool(it) for it in new_tokens])
             chosen = logits.argmax(-1).tolist()
-            alive = [place for place, it in enumerate(given) if it]
+            alive = [place for place, it in enumerate(new_tokens) if it]
             for place, new in zip(alive, said_of(logits, [(it,) for it in chosen]), strict=True):
                 said[place].append(new)
-                given[place] = () if set(new.tokens) & self._ends else new.tokens
-            if not any(given):
+                new_tokens[place] = () if set(new.tokens) & self._ends else new.tokens
+            if not any(new_tokens):
                 break
         return [Said.joined(it) for it in said]
 
     @torch.no_grad()
     def _begin(self, lesson: Lesson, questions: Sequence[int]) -> Branches:
-        """The document, and each question up to its invocation."""
+        """Read the document, and each question up to its invocation."""
         with self._as_base():
             branches = Branches(self.model, self._read(lesson.document.prefix), len(questions))
             before = [lesson.before(it) for it in questions]
@@ -188,14 +191,14 @@ class Reader:
         def read() -> list[KV]:
             return read_document(self.model, ids)
 
-        return read() if self._kept is None else self._kept.get(ids, self.model.device, read)
+        return read() if self._kept_kv is None else self._kept_kv.get(ids, self.model.device, read)
 
 
 @torch.no_grad()
 def read_document(model: PreTrainedModel, ids: Tokens) -> list[KV]:
-    """A model's own KV of a document; raises ConfigError if its cache is not plain KV."""
-    given = torch.tensor([list(ids)], device=model.device)
-    cache = model(input_ids=given, use_cache=True, logits_to_keep=1).past_key_values
+    """Compute a model's own KV of a document. Raises ConfigError if its cache is not plain KV."""
+    input_ids = torch.tensor([list(ids)], device=model.device)
+    cache = model(input_ids=input_ids, use_cache=True, logits_to_keep=1).past_key_values
     kv = [
         (getattr(it, "keys", None), getattr(it, "values", None))
         for it in getattr(cache, "layers", ())
@@ -210,8 +213,8 @@ def read_document(model: PreTrainedModel, ids: Tokens) -> list[KV]:
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, ids: Tokens) -> None:
-    """Compare a tree with the model's own forward; ConfigError if they differ. `ids` are four
-    tokens or more."""
+    """Compare a tree with the model's own forward on at least four tokens `ids`. Raises ConfigError
+    if they differ."""
     half, stop = len(ids) // 2, len(ids)
     expected = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float()
     branches = Branches(model, read_document(model, ids[:half]), 2)
@@ -229,17 +232,17 @@ def check_forward(model: PreTrainedModel, ids: Tokens) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file so that it is never there in part."""
     part = file.with_suffix(".part")
     save_file({name: it.contiguous().cpu() for name, it in tensors.items()}, part, metadata)
     part.rename(file)
 
 
 class _Frozen(torch.autograd.Function):
-    """Attention of one row, whose first keys and values take no gradient.
+    """Attention of one row; its first keys and values take no gradient.
 
-    Queries are `[kv_heads, group, queries, size]` and scaled, keys and values `[kv_heads, keys,
-    size]`; the mask to add is of the keys that are not frozen.
+    Queries are `[kv_heads, group, queries, size]` and scaled; keys and values are `[kv_heads, keys,
+    size]`. The additive mask covers the keys that are not frozen.
     """
 
     @staticmethod
@@ -277,7 +280,7 @@ def _attend(
     num_frozen: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers calls it. What is no tree is SDPA's."""
+    """Attend as transformers expects; SDPA does any call that is not for a tree."""
     if num_frozen is None or attention_mask is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -1,9 +1,9 @@
-"""The student beside its teacher on held-out contexts, and the gate's verdict.
+"""Compare the student with its teacher on held-out contexts, and give the gate's verdict.
 
     teacher   reads the whole prompt itself
     student   reads the base's KV up to the invocation, as a server that reuses does
 
-An answer is judged by the data's answers. A question without any is judged by the teacher's answer.
+The data's answers judge an answer. If a question has none, the teacher's answer judges it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from profiles.stats.gate import (
 )
 
 NUM_SHOWN: Final = 12
-"""Held-out contexts of the curve."""
+"""Held-out contexts that the curve scores."""
 
 
 class Judge:
-    """Scores the student, and keeps every score in a file."""
+    """Scores of the student; the judge stores each in a file."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Judge:
         tokenizer: PreTrainedTokenizerBase,
         file: Path,
     ) -> None:
-        """`teacher` has the teacher's answers to each lesson, or nothing at all."""
+        """`teacher` has the teacher's answers to each lesson, or is empty."""
         self._lessons, self._teacher, self._tokenizer = lessons, teacher, tokenizer
         self._file = file
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
@@ -62,20 +62,20 @@ class Judge:
     def scores(
         self, reader: Reader, step: int, places: Iterable[int], done: Callable[[float], None]
     ) -> list[Scored]:
-        """Of the student after so many steps, on some lessons."""
-        found = []
+        """Score the student after `step` steps on these lessons."""
+        scored_lessons = []
         for place in places:
             if (step, place) not in self._known:
                 scored = self._score(reader, step, place)
                 with self._file.open("ab") as file:
                     file.write(msgspec.json.encode(scored) + b"\n")
                 self._known[step, place] = scored
-            found.append(self._known[step, place])
+            scored_lessons.append(self._known[step, place])
             done(1)
-        return found
+        return scored_lessons
 
     def curve(self) -> list[CurvePoint]:
-        """Of every step at which the first lessons were scored."""
+        """Curve with a point for every step at which the first lessons were scored."""
         shown = range(min(NUM_SHOWN, len(self._lessons)))
         steps = sorted({step for step, _ in self._known})
         return [
@@ -91,19 +91,19 @@ class Judge:
         ]
 
     def tasks(self, scored: Sequence[Scored], tolerance: float) -> tuple[JudgedTask, ...]:
-        """All lessons' scores by data set, with what is lost of the teacher's quality."""
+        """Scores of all lessons by data set, with the loss of the teacher's quality."""
         documents = [it.document for it in self._lessons]
         students = [it.quality for it in scored]
         teachers = [self._teacher_quality(it) for it in range(len(self._teacher))]
         by = by_task(documents)
         losses = losses_of(by.values(), teachers, students, tolerance) if teachers else ()
-        found = []
+        judged = []
         for number, (task, places) in enumerate(by.items()):
             these = [documents[it] for it in places]
             of = [scored[it] for it in places]
             ours = interval_of(these, [it.quality for it in of])
             theirs = interval_of(these, [teachers[it] for it in places]) if teachers else None
-            found.append(
+            judged.append(
                 JudgedTask(
                     name=task.name,
                     metric=task.metric.value,
@@ -116,7 +116,7 @@ class Judge:
                     kl=mean_of(it.kl for it in of) if teachers else None,
                 )
             )
-        return tuple(found)
+        return tuple(judged)
 
     def _score(self, reader: Reader, step: int, place: int) -> Scored:
         lesson = self._lessons[place]
@@ -166,12 +166,12 @@ def _distances(
 
 
 def mean_of(contexts: Iterable[Sequence[float]]) -> float:
-    """Every context weighs the same."""
+    """Mean in which every context weighs the same."""
     return round(fmean(fmean(it) for it in contexts), 6)
 
 
 def verdict(tasks: Sequence[JudgedTask], tolerance: float) -> tuple[bool | None, str]:
-    """Whether the adapter may take its teacher's place, and why, in a sentence."""
+    """Decide whether the adapter may replace its teacher, and say why in a sentence."""
     judged = [(it, it.loss, it.teacher) for it in tasks if it.loss and it.teacher]
     if not judged:
         return None, "no teacher is given, so that there is nothing to compare the adapter with"

@@ -5,8 +5,8 @@
     invocation, rest of the prompt  the adapter acts
 
 A server and PEFT look for the invocation's tokens in the whole prompt, and take the last match. So
-the last match has to be at the same place in every prompt, in its text and in its tokens. A prompt
-for which that does not hold is refused with its line.
+the last match must be at the template's place in every prompt, in text and in tokens. Any other
+prompt is refused with its line.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT, _INPUT = "\ue000", "\ue001"
-"""Stand for context and input in a prompt; no text has them."""
+"""Placeholders of context and input in a prompt; no text has these characters."""
 ANSWER: Final = "answer"
 QUESTION: Final = "question"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """A document with its questions, each with its place of the invocation."""
+    """A document and its questions, each with the place of its invocation."""
 
     document: Document
     num_invoked: tuple[int, ...]
@@ -54,20 +54,20 @@ class Invocation:
     text: str
     ids: Tokens
     follows_input: bool
-    """Whether its place is after the input, and not before it."""
+    """True if the invocation is after the input; False if before."""
 
 
 def load_prompts(paths: Sequence[str], options: TaskOptions) -> list[Source]:
-    """Records with or without answers; raises RecordError and ConfigError."""
+    """Load records with or without answers. Raises RecordError and ConfigError."""
     sources = []
     for path in map(Path, paths):
         records = []
-        for place, it in read_lines(path, Record, "prompt with context and input"):
-            task = options.task_for(it.dataset)
-            for answer in it.answers:
-                if problem := problem_with(task.metric, answer, it.all_classes or ()):
+        for place, record in read_lines(path, Record, "prompt with context and input"):
+            task = options.task_for(record.dataset)
+            for answer in record.answers:
+                if problem := problem_with(task.metric, answer, record.all_classes or ()):
                     raise RecordError(f"{place} has {problem}")
-            records.append(SourcedRecord(record=it, task=task, place=place, name=place))
+            records.append(SourcedRecord(record=record, task=task, place=place, name=place))
         sources.append(Source(name=path.name, records=tuple(records)))
     return sources
 
@@ -78,7 +78,8 @@ def lessons_of(
     invocation: Invocation,
     max_prompt_tokens: int,
 ) -> list[Lesson]:
-    """A lesson for every context; raises RecordError for a prompt that is not safe to invoke."""
+    """Make a lesson for every context. Raises RecordError for a prompt in which the adapter might
+    not act at its place."""
     records = {it.name: it for source in sources for it in source.records}
     documents = make_documents(sources, tokenizer, page_size=1, max_prompt_tokens=max_prompt_tokens)
     lessons = []
@@ -86,10 +87,10 @@ def lessons_of(
         encode = Encoder(tokenizer, document.task.chat)
         around = _around(document.task, encode)
         num_invoked = []
-        for it in document.questions:
-            record = records[it.name]
+        for question in document.questions:
+            record = records[question.name]
             invoked = _invoked(record, encode, invocation, around)
-            ids = *document.prefix, *it.suffix
+            ids = *document.prefix, *question.suffix
             begin = last_match(ids, invocation.ids)
             if begin < len(document.prefix) or not _is_text(encode.text_of(ids[begin:]), invoked):
                 raise RecordError(_joined(record, invocation))
@@ -101,10 +102,10 @@ def lessons_of(
 def find_invocation(
     stated: str | None, first: SourcedRecord, tokenizer: PreTrainedTokenizerBase
 ) -> Invocation:
-    """The invocation as stated, or by default, with its tokens in the first prompt.
+    """Find the stated invocation, or the default one, and its tokens in the first prompt.
 
-    Raises ConfigError: if it is empty, its ids are not in the vocabulary, or the template does not
-    have it after the context.
+    Raises ConfigError if it is empty, if its ids are not in the vocabulary, or if the template does
+    not have it after the context.
     """
     task, encode = first.task, Encoder(tokenizer, first.task.chat)
     between, behind = _around(task, encode)
@@ -128,9 +129,9 @@ def find_invocation(
             f"the invocation has no tokens, because the template has no text before the {wanted}; "
             "write one into --template, or name another place by --invocation"
         )
-    found = Invocation(text=text, ids=(), follows_input=bool(texts[1]))
+    invocation = Invocation(text=text, ids=(), follows_input=bool(texts[1]))
     prompt = encode.text(task.prompt(first.record.context, first.record.input))
-    rest = _invoked(first, encode, found, (between, behind)).removeprefix(text)
+    rest = _invoked(first, encode, invocation, (between, behind)).removeprefix(text)
     # A tokenizer may look ahead: two new lines before a word are two tokens, and one at the end.
     ids, alone = encode.ids(prompt), encode.ids(text, begins=False)
     stop = len(ids) - len(encode.ids(rest, begins=False))
@@ -138,18 +139,18 @@ def find_invocation(
     for form in (str, str.strip):
         for begin in begins:
             if form(text) and form(encode.text_of(ids[begin:stop])) == form(text):
-                return replace(found, ids=ids[begin:stop])
-    return replace(found, ids=alone)
+                return replace(invocation, ids=ids[begin:stop])
+    return replace(invocation, ids=alone)
 
 
 def ending_in_space(sources: Iterable[Source]) -> list[str]:
-    """Places of records whose context ends in white space."""
+    """Places of the records with white space at the end of their context."""
     records = (it for source in sources for it in source.records)
     return [it.place for it in records if it.record.context[-1:].isspace()]
 
 
 def last_match(ids: Sequence[int], of: Sequence[int]) -> int:
-    """Where a run of tokens begins for the last time; -1 if nowhere."""
+    """Place of the last match of `of` in `ids`; -1 if there is none."""
     wanted = list(of)
     for start in range(len(ids) - len(wanted), -1, -1):
         if ids[start] == wanted[0] and list(ids[start : start + len(wanted)]) == wanted:
@@ -158,30 +159,30 @@ def last_match(ids: Sequence[int], of: Sequence[int]) -> int:
 
 
 def _is_text(decoded: str, text: str) -> bool:
-    """Whether decoded tokens are a text. Some tokenizers keep no white space at the ends."""
+    """True if decoded tokens are this text. Some tokenizers drop white space at the ends."""
     return decoded == text or (bool(text.strip()) and decoded.strip() == text.strip())
 
 
 def _invoked(
-    it: SourcedRecord, encode: Encoder, invocation: Invocation, around: tuple[str, str]
+    sourced: SourcedRecord, encode: Encoder, invocation: Invocation, around: tuple[str, str]
 ) -> str:
-    """A prompt's text from the place on that the template gives the invocation; raises RecordError
-    if the invocation is not there for the last time."""
-    prompt = encode.text(it.task.prompt(it.record.context, it.record.input))
+    """Text of a prompt from the template's place of the invocation on. Raises RecordError if the
+    last match of the invocation is not there."""
+    prompt = encode.text(sourced.task.prompt(sourced.record.context, sourced.record.input))
     between, behind = around
     start = len(prompt) - len(behind)
     if invocation.follows_input:
         start += behind.rindex(invocation.text)
     else:
-        start += between.rindex(invocation.text) - len(it.record.input) - len(between)
+        start += between.rindex(invocation.text) - len(sourced.record.input) - len(between)
     if not prompt.startswith(invocation.text, start):
         raise RecordError(
-            f"{it.place}: the prompt does not have the invocation {invocation.text!r} where the "
-            "template has it; strip white space at the ends of context and input"
+            f"{sourced.place}: the prompt does not have the invocation {invocation.text!r} where "
+            "the template has it; strip white space at the ends of context and input"
         )
     if prompt.rfind(invocation.text) != start:
         raise RecordError(
-            f"{it.place}: the invocation {invocation.text!r} is in the prompt again after its "
+            f"{sourced.place}: the invocation {invocation.text!r} is in the prompt again after its "
             "place, and the adapter acts from the last one; take it out of the input, or give "
             "another --invocation"
         )
@@ -189,16 +190,16 @@ def _invoked(
 
 
 def _around(task: Task, encode: Encoder) -> tuple[str, str]:
-    """A prompt's text between context and input, and after the input."""
+    """Text of a prompt between context and input, and behind the input."""
     _, _, rest = encode.text(task.prompt(_CONTEXT, _INPUT)).partition(_CONTEXT)
-    between, found, behind = rest.partition(_INPUT)
-    if not found or _INPUT in behind:
+    between, match, behind = rest.partition(_INPUT)
+    if not match or _INPUT in behind:
         raise ConfigError(f"template {task.template!r} has no {{input}} or has it twice")
     return between, behind
 
 
 def _header(encode: Encoder) -> str:
-    """What a chat template adds before the answer."""
+    """Text that a chat template adds before the answer."""
     message = [{"role": "user", "content": _INPUT}]
     return encode.text(_INPUT).removeprefix(
         encode.tokenizer.apply_chat_template(message, tokenize=False)
@@ -206,7 +207,7 @@ def _header(encode: Encoder) -> str:
 
 
 def _text_of(stated: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A text, or that of token ids with commas."""
+    """Text as stated, or the text of token ids with commas."""
     if not all(it.strip().isdecimal() for it in stated.split(",")):
         return stated
     ids = [int(it) for it in stated.split(",")]
@@ -218,10 +219,11 @@ def _text_of(stated: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def _joined(it: SourcedRecord, invocation: Invocation) -> str:
-    ends = it.record.context[-1:].isspace()
+def _joined(sourced: SourcedRecord, invocation: Invocation) -> str:
+    ends = sourced.record.context[-1:].isspace()
     why = "its context ends in white space, which joins" if ends else "the text before it joins"
     return (
-        f"{it.place}: {why} the tokens of the invocation {invocation.text!r}, so that the adapter "
-        f"would not act there; {'strip the context' if ends else 'give another --invocation'}"
+        f"{sourced.place}: {why} the tokens of the invocation {invocation.text!r}, so that the "
+        "adapter would not act there; "
+        f"{'strip the context' if ends else 'give another --invocation'}"
     )

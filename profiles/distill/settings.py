@@ -1,5 +1,5 @@
-# ruff: noqa: RUF009  # What is called there makes fields.
-"""What is to be distilled, and how: the flags of `droidspeak distill`, by these names."""
+# ruff: noqa: RUF009  # The calls there make fields.
+"""Goal and recipe of a distillation: the flags of `droidspeak distill`, by these names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_LEAST_ONE: Final = ("steps", "rank", "questions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """What is to be distilled, and how. Raises ConfigError for what cannot be."""
+    """Goal and recipe of a distillation. Raises ConfigError for impossible settings."""
 
     base: Path | None = _models(None, "checkpoint whose KV is shared", "PATH")
     adapter: Path | None = _models(None, "teacher: a PEFT LoRA on the base", "PATH")
@@ -107,7 +107,7 @@ class DistillSettings:
 
     @property
     def options(self) -> TaskOptions:
-        """Where a template is stated and no metric, answers are compared by F1."""
+        """Choices for the data. If the user gives a template and no metric, F1 compares answers."""
         metric = self.metric or (None if self.template is None else Metric.F1)
         stated = None if metric is None else Metric(metric)
         return TaskOptions(

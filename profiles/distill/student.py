@@ -1,4 +1,4 @@
-"""The adapter that is trained: how it begins, its state on disk, and the folder it becomes."""
+"""The trained adapter: its first weights, its state on disk, and the folder that it becomes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def require_peft() -> None:
 def make_student(
     base: PreTrainedModel, rank: int, seed: int, teacher: Path | None = None
 ) -> PeftModel:
-    """A LoRA on all linear matrices of the base's layers. Its alpha is its rank.
+    """Make a LoRA on all linear matrices of the base's layers. Its alpha is its rank.
 
-    It begins as the base, or, of a teacher that is a LoRA, as that one: with s = alpha / r of the
-    teacher, A' = [√s A; random] and B' = [√s B, 0]. Raises ConfigError if that does not fit.
+    The student starts as the base. If its teacher is a LoRA, it starts as the teacher: with
+    s = alpha / r of the teacher, A' = [√s A; random] and B' = [√s B, 0]. Raises ConfigError if the
+    teacher's rank is too high.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -66,7 +67,7 @@ def _begin_as(student: PeftModel, teacher: Path, rank: int) -> None:
 
 
 def adapter_parameters(student: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """What is trained, by its name in the adapter's file."""
+    """Trained parameters by their names in the adapter's file."""
     return {
         name.replace(".default.", "."): it
         for name, it in student.named_parameters()
@@ -76,24 +77,24 @@ def adapter_parameters(student: PeftModel) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def save_state(file: Path, step: int, student: PeftModel, optimizer: torch.optim.Optimizer) -> None:
-    """All that the next step depends on."""
+    """Save all that the next step depends on."""
     tensors: dict[str, Tensor] = {}
-    for name, it in adapter_parameters(student).items():
-        tensors[name] = it
-        tensors |= {f"{name}:{key}": optimizer.state[it][key] for key in _MOMENTS}
+    for name, parameter in adapter_parameters(student).items():
+        tensors[name] = parameter
+        tensors |= {f"{name}:{key}": optimizer.state[parameter][key] for key in _MOMENTS}
     write_tensors(tensors, file, {"step": str(step)})
 
 
 @torch.no_grad()
 def load_state(file: Path, student: PeftModel, optimizer: torch.optim.Optimizer) -> int:
-    """The step of a saved state, which is put in place; 0 if there is none."""
+    """Load a saved state into student and optimizer; return its step, or 0 if there is none."""
     if not file.exists():
         return 0
     tensors = load_file(file)
-    for name, it in adapter_parameters(student).items():
-        it.copy_(tensors[name])
-        optimizer.state[it] = {
-            key: tensors[f"{name}:{key}"].to(it.device if key != "step" else "cpu")
+    for name, parameter in adapter_parameters(student).items():
+        parameter.copy_(tensors[name])
+        optimizer.state[parameter] = {
+            key: tensors[f"{name}:{key}"].to(parameter.device if key != "step" else "cpu")
             for key in _MOMENTS
         }
     with safe_open(file, "pt") as opened:
@@ -101,8 +102,8 @@ def load_state(file: Path, student: PeftModel, optimizer: torch.optim.Optimizer)
 
 
 def export_adapter(student: PeftModel, out: Path, invocation: Tokens = ()) -> Path:
-    """Write the adapter as PEFT does, in bf16, with its invocation, and without the place of its
-    base on this machine."""
+    """Write the adapter as PEFT does, in bf16, with its invocation, and without its base's path on
+    this machine."""
     student.save_pretrained(out, save_embedding_layers=False)
     (out / "README.md").unlink()
     file = out / ADAPTER_CONFIG

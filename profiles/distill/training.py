@@ -1,11 +1,11 @@
-"""From lessons to an adapter: what the teacher answers, and the steps.
+"""Turn lessons into an adapter: ask the teacher, then take the steps.
 
-    teacher   reads every training document itself ─► its answers, and at each of their tokens its
-              likeliest next tokens; or these along the data's answers
+    teacher   reads every training document itself ─► its answers, and the likeliest next tokens at
+              each of their tokens; or these along the data's answers
     step      one document, some of its questions ─► loss at the answers' tokens ─► the adapter
 
-The same command continues where it was stopped: with what the teacher said, and from the last
-saved step. Steps are drawn from the seed and their number alone.
+The same command continues after a stop, from the teacher's stored answers and the last saved step.
+The seed and a step's number alone decide the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S: Final = 60.0
 WARM_UP: Final = 15
-"""Steps to the peak rate, at most a quarter of all."""
+"""Steps until the peak rate, at most a quarter of all steps."""
 AT_ONCE: Final = 32
 """Questions that are answered together."""
 _SMALL: Final = 1e-6
@@ -41,7 +41,7 @@ _SMALL: Final = 1e-6
 class Recipe:
     num_steps: int
     rate: float
-    """At its peak; it falls to 0 along a cosine."""
+    """Learning rate at its peak; it falls to 0 along a cosine."""
     from_labels: bool
 
     def rate_at(self, step: int) -> float:
@@ -52,12 +52,12 @@ class Recipe:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     place: int
-    """Of the lesson."""
+    """Place of the lesson in the training lessons."""
     questions: tuple[int, ...]
 
 
 def draw_steps(lessons: Sequence[Lesson], num_steps: int, most: int, seed: int) -> list[Step]:
-    """Every lesson once in an order of its own, and then again in another."""
+    """Draw steps: every lesson once in a random order, and then again in another order."""
     steps, rng = list[Step](), Random(f"{seed} order")
     while len(steps) < num_steps:
         for place in rng.sample(range(len(lessons)), len(lessons)):
@@ -68,7 +68,7 @@ def draw_steps(lessons: Sequence[Lesson], num_steps: int, most: int, seed: int) 
 
 
 def labels_of(lesson: Lesson) -> list[Said]:
-    """The data's answers."""
+    """Answers of the data, without distributions."""
     nothing = torch.empty(0)
     return [
         Said(tokens=it.draft, likeliest=nothing, logprobs=nothing)
@@ -77,23 +77,23 @@ def labels_of(lesson: Lesson) -> list[Said]:
 
 
 def write_answers(teacher: Reader, lesson: Lesson, file: Path, is_labelled: bool) -> None:
-    """Write the teacher's own answers to all questions, or the data's if that is stated, with the
-    teacher's distributions along them."""
-    found = list(_ask(teacher, lesson, is_labelled))
+    """Write answers to all questions with the teacher's distributions along them. The answers are
+    the teacher's own, or the data's if `is_labelled`."""
+    answers = list(_ask(teacher, lesson, is_labelled))
     tensors = {
-        "lengths": torch.tensor([len(it.tokens) for it in found]),
-        "tokens": torch.tensor([token for it in found for token in it.tokens]),
-        "likeliest": torch.cat([it.likeliest for it in found]),
-        "logprobs": torch.cat([it.logprobs for it in found]),
+        "lengths": torch.tensor([len(it.tokens) for it in answers]),
+        "tokens": torch.tensor([token for it in answers for token in it.tokens]),
+        "likeliest": torch.cat([it.likeliest for it in answers]),
+        "logprobs": torch.cat([it.logprobs for it in answers]),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, file)
 
 
 def read_answers(file: Path) -> list[Said]:
-    found = load_file(file)
-    lengths = found["lengths"].tolist()
-    parts = (found[it].split(lengths) for it in ("tokens", "likeliest", "logprobs"))
+    tensors = load_file(file)
+    lengths = tensors["lengths"].tolist()
+    parts = (tensors[it].split(lengths) for it in ("tokens", "likeliest", "logprobs"))
     return [
         Said(tokens=tuple(tokens.tolist()), likeliest=likeliest, logprobs=logprobs)
         for tokens, likeliest, logprobs in zip(*parts, strict=True)
@@ -112,7 +112,7 @@ def _ask(teacher: Reader, lesson: Lesson, is_labelled: bool) -> Iterator[Said]:
 
 
 def kl_of(logits: Tensor, targets: Sequence[Said]) -> Tensor:
-    """KL divergence of the teacher's distribution from this one, at each token of the answers.
+    """KL divergence of the teacher's distribution from the student's, at each token of the answers.
 
     The teacher's likeliest tokens count one by one, and all others as one.
     """
@@ -137,7 +137,7 @@ def loss_of(logits: Tensor, targets: Sequence[Said], *, from_labels: bool) -> Te
 
 
 class Trainer:
-    """Takes the steps in their order, and keeps the state in a file."""
+    """Optimizer of the student, with its state in a file."""
 
     def __init__(self, reader: Reader, student: PeftModel, file: Path, recipe: Recipe) -> None:
         self._reader, self._student, self._file, self._recipe = reader, student, file, recipe
@@ -146,11 +146,12 @@ class Trainer:
             self._parameters, lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0
         )
         self.num_done = load_state(file, student, self._optimizer)
-        """Steps."""
+        """Number of steps done."""
         self._saved_s = time.monotonic()
 
     def step(self, lesson: Lesson, questions: Sequence[int], targets: Sequence[Said]) -> float:
-        """Learn some questions of a lesson, of which `targets` has all; return the loss."""
+        """Learn some questions of a lesson and return the loss; `targets` has the targets of all
+        its questions."""
         chosen = [targets[it] for it in questions]
         logits = self._reader.along(lesson, questions, [it.tokens for it in chosen])
         loss = loss_of(logits, chosen, from_labels=self._recipe.from_labels)
