@@ -206,6 +206,22 @@ def corrected_blocks(results: Any) -> Iterator[Row]:
             yield {"of": of["of"], "block": name, **both, "longest": longest}
 
 
+def some_corrected_blocks(results: Any) -> Iterator[Row]:
+    """Yield the blocks of `corrected_blocks` that the page of corrected E talks about."""
+    for row in corrected_blocks(results):
+        pair, _, contexts = row["of"].partition(", ")
+        if contexts.isdecimal() and (pair, row["block"]) in SOME_BLOCKS:
+            yield {**row, "pair": pair}
+
+
+SOME_BLOCKS: Final = {
+    ("base to json", "[18, 24)"),
+    ("base to questions", "[6, 24)"),
+    ("base to questions", "[16, 24)"),
+    ("questions to json", "[22, 24)"),
+}
+
+
 def _num_layers(block: str) -> int:
     start, stop = map(int, block[1:-1].split(", "))
     return stop - start
@@ -279,7 +295,7 @@ ROWS: Final[dict[str, Callable[[Any], Iterable[Row]]]] = {
     it.__name__: it
     for it in (
         *(devices, codecs, sizes_of_frames, parts_on_a_gpu, latest_soaks, strategies),
-        *(sets_of_contexts, corrected_blocks, kinds_of_maps, layers_of_maps),
+        *(sets_of_contexts, corrected_blocks, some_corrected_blocks, kinds_of_maps, layers_of_maps),
         *(rates_in_time, the_gain, beside_theory, uneven_streams),
     )
 }
