@@ -95,6 +95,11 @@ def packages(data: list[tuple[str, str]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def frontier_data() -> list[Any]:
+    """Each plan of the pair with its quality and its predicted time."""
+    return [[str(it.block), it.held_out.mean, it.ttft_s] for it in read_measured(PAIR).frontier]
+
+
 MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = {
     "timeline": (timeline_data, timeline),
     "packages": (packages_data, packages),
@@ -102,7 +107,7 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
         DEMO.read_text,
         lambda text, path: draw(msgspec.json.decode(text, type=DemoReport), path),
     ),
-    "frontier": (PAIR.read_text, lambda _, path: QUALITY.save(read_measured(PAIR), path)),
+    "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(PAIR), path)),
 }
 """Each picture: the data that it shows, and the function that draws it."""
 
