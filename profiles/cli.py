@@ -1,4 +1,4 @@
-"""`droidspeak profile` and `droidspeak report`: from a pair and data to a profile, and pictures."""
+"""`droidspeak profile`: from a pair and data to a profile, and pictures of one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Actions(argparse._SubParsersAction):
 
 
 def add_commands(commands: Any) -> None:
-    """Add `profile` and `report` to the subparsers of `droidspeak`."""
+    """Add `profile` to the subparsers of `droidspeak`."""
     profile = commands.add_parser(
         "profile",
         help="measure which layers of a pair may be reused, at what quality and cost",
@@ -73,8 +73,11 @@ def add_commands(commands: Any) -> None:
     actions = profile.add_subparsers(
         action=_Actions, dest="action", metavar="show|verify|calibrate"
     )
-    show = actions.add_parser("show", help="print a profile", allow_abbrev=False)
+    show = actions.add_parser("show", help="print a profile, or draw it", allow_abbrev=False)
     _add_profile(show)
+    show.add_argument(
+        "--out", type=Path, metavar="DIR", help="draw pictures there, and one page with all of them"
+    )
     show.add_argument(
         "--verify-verdict",
         action="store_true",
@@ -103,17 +106,6 @@ def add_commands(commands: Any) -> None:
         _add_profile(parser)
         add_flags(parser, "models", "data")
         parser.set_defaults(run=run)
-
-    report = commands.add_parser(
-        "report",
-        help="pictures of a profile, and one page with all of them",
-        allow_abbrev=False,
-    )
-    _add_profile(report)
-    report.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where pictures and page go"
-    )
-    report.set_defaults(run=_report)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +158,12 @@ def _show(args: argparse.Namespace) -> int:
         return _verify_verdict(profile)
     if args.json:
         show_json(_verdict_of(profile))
+        return 0
+    if args.out:
+        from profiles.report.page import write_report
+
+        for path in write_report(profile, args.out):
+            show(str(path))
         return 0
     from rich.console import Console
 
@@ -255,15 +253,6 @@ def _say(found: Verification) -> None:
         show("these data cannot show whether the profile's verdict holds")
     else:
         show(f"the profile's verdict {'holds' if found.holds else 'does not hold'}")
-
-
-def _report(args: argparse.Namespace) -> int:
-    profile = read_measured(args.profile)
-    from profiles.report.page import write_report
-
-    for path in write_report(profile, args.out):
-        show(str(path))
-    return 0
 
 
 def settings_of(

@@ -77,7 +77,7 @@ def test_who_reads_no_further_is_told_of_no_error() -> None:
 def test_what_cannot_be_written_is_one_line(capsys, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     into = str(tmp_path / "file" / "folder")
-    code, _, err = run(capsys, "report", str(SMALL.profile), "--out", into)
+    code, _, err = run(capsys, "profile", "show", str(SMALL.profile), "--out", into)
     assert code == 1
     assert err.startswith("droidspeak: ") and into in err and err.count("\n") == 1
 

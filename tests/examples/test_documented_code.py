@@ -118,7 +118,7 @@ def _run(words: list[str]) -> None:
             assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text()), target
         case ["droidspeak", "profile", "show", _, "--verify-verdict"]:
             droidspeak().parse_args(words[1:])  # The shipped profiles are from before scores.
-        case ["droidspeak", "profile", "show", *_] | ["droidspeak", "report" | "identity", *_]:
+        case ["droidspeak", "profile", "show", *_] | ["droidspeak", "identity", *_]:
             assert main(words[1:]) == 0
         case ["droidspeak", "serve", *rest] if any("build/real" in it for it in rest):
             droidspeak().parse_args(words[1:])  # `make real` makes its models.

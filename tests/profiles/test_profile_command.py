@@ -439,7 +439,7 @@ def test_every_task_has_to_be_judged(unseen, tmp_path, capsys):
     assert "no held-out context is of moves; give some of each task" in capsys.readouterr().err
 
 
-def test_show_and_report(tmp_path, capsys):
+def test_show_prints_and_draws(tmp_path, capsys):
     assert main(["profile", "show", str(FINE_TUNES.profile)]) == 0
     shown = capsys.readouterr().out
     profile = read_measured(FINE_TUNES.profile)
@@ -447,7 +447,9 @@ def test_show_and_report(tmp_path, capsys):
     assert main(["profile", "show", "--json", str(FINE_TUNES.profile)]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["passed"] and verdict["recommended"]["start"] == profile.recommended.start
-    assert main(["report", str(FINE_TUNES.profile), "--out", str(tmp_path / "report")]) == 0
+    assert (
+        main(["profile", "show", str(FINE_TUNES.profile), "--out", str(tmp_path / "report")]) == 0
+    )
     written = [Path(line) for line in capsys.readouterr().out.split()]
     assert written[0].name == "index.html" and all(path.stat().st_size > 1000 for path in written)
 
