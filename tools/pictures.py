@@ -49,23 +49,23 @@ def timeline_data() -> dict[str, float]:
 
 def timeline(data: dict[str, float], path: Path) -> None:
     full, block, new, reuse = (data[it] for it in ("full", "block", "new", "reuse"))
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    figure = Figure(figsize=(5.6, 2.4), layout="constrained")
     axes = figure.subplots()
     start = reuse - new - block
-    bars = [(0, 0.0, full, PALE, "compute all layers"), (1, start, block, GREEN, "compute a few")]
-    bars += [(1, reuse - new, new, PALE, ""), (2, 0.0, block, ORANGE, "load the others")]
-    for row, left, width, colour, text in bars:
+    bars = [(0, 0.0, full, PALE), (1, start, block, GREEN), (1, start + block, new, PALE)]
+    for row, left, width, colour in [*bars, (2, 0.0, block, ORANGE)]:
         axes.barh(row, width, left=left, color=colour, height=0.62)
-        axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=8)
-    for row, end in ((0, full), (1, reuse)):
-        axes.text(end + 0.05, row, f"first word: {end:.2f} s", va="center", fontsize=9)
+    first = f"computes all layers, first word at {full:.2f} s"
+    texts = [(0.0, first), (reuse, f"computes a few layers, first word at {reuse:.2f} s")]
+    for row, (end, text) in enumerate([*texts, (block, "loads the other layers")]):
+        axes.text(end + 0.1, row, text, va="center", fontsize=9)
     rows = ["SGLang alone:\nprocessor", "with reuse:\nprocessor", "with reuse:\nnetwork"]
     axes.set_yticks(range(3), rows)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * full)
+    axes.set_xlim(0, 1.02 * full)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=180)
 
 
 def packages_data() -> list[tuple[str, str]]:
@@ -79,7 +79,7 @@ def packages_data() -> list[tuple[str, str]]:
 
 
 def packages(data: list[tuple[str, str]], path: Path) -> None:
-    figure = Figure(figsize=(7.5, 3.4))
+    figure = Figure(figsize=(5.2, 3.0))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     boxes = {}
@@ -92,7 +92,7 @@ def packages(data: list[tuple[str, str]], path: Path) -> None:
     for importer, imported in data:
         arrow = {"arrowstyle": "->", "patchA": boxes[importer], "patchB": boxes[imported]}
         axes.annotate("", PACKAGES[imported][:2], PACKAGES[importer][:2], arrowprops=arrow)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=180)
 
 
 def frontier_data() -> list[Any]:
