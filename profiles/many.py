@@ -238,13 +238,12 @@ def planned_table(planned: Sequence[Planned]) -> Table:
             "time": lambda it: words.duration(it.seconds[0]),
             "memory": lambda it: f"{it.num_bytes / GIB:.2g} GiB",
         },
-        caption=(
-            "prompts: of the log, about what the sender had read first; tokens: that they share; "
-            "memory: weights of both models, and what one context needs at least"
-        ),
+        caption="memory: weights of both models, and what one context needs at least",
     )
-    is_logged = any(it.wanted.num_prompts for it in planned)
-    return found if is_logged else found.without("prompts", "tokens")
+    if not any(it.wanted.num_prompts for it in planned):
+        return found.without("prompts", "tokens")
+    logged = "prompts: of the log, about what the sender had read first; tokens: that they share; "
+    return replace(found, caption=logged + found.caption)
 
 
 def others_table(pairs: Iterable[Wanted]) -> Table:

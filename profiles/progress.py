@@ -39,7 +39,8 @@ def shown(
             bar.advance(task.id, forecast_s)
             left = f"{duration(left_s(task, found_s))} left"
             bar.update(task.id, left=left)
-            if not console.is_terminal and time.monotonic() - said_s >= LINE_EVERY_S:
+            is_late = time.monotonic() - said_s >= LINE_EVERY_S
+            if total_s and is_late and not console.is_terminal:
                 said_s = time.monotonic()
                 console.print(f"{title}: {task.percentage:.0f}%, {left}", highlight=False)
 

@@ -49,6 +49,7 @@ def test_one_command_profiles_what_can_matter_and_says_why_not_the_rest(folder, 
     assert said.index("Pairs to profile: about") < said.index(first) < said.index(second)
     assert "all of sender_alora" in said and "any → base" in said
     assert said.count("timing: done") == 1, "both receivers are of one shape"
+    assert "prompts: of the log" not in said, "there is none"
     assert "1 of 2 pairs passed" in said and "cannot be a profile" in said.replace("\n", " ")
     profile = read_measured(out / "base_to_receiver_lora.json")
     assert profile.passed and profile.made.metric == "f1"

@@ -131,7 +131,8 @@ def test_first_steps_that_differ_do_not_mislead():
         assert 0.8 < left_s(it, 0.0) / really_s < 1.25, step
 
 
-def test_of_what_should_take_no_time_nothing_is_left_however_long_it_takes():
+def test_of_what_should_take_no_time_nothing_is_left_however_long_it_takes(monkeypatch):
+    monkeypatch.setattr("profiles.progress.LINE_EVERY_S", 0.0)
     out = io.StringIO()
     with shown(Console(file=out), "timing", 0.0) as done:
         done(0.0)
