@@ -3,23 +3,23 @@
     make real
     python -m benchmarks.guard_drift --json benchmarks/results/guard_drift.json
 
-The shipped small pair and a real one, on servers, by the plan that their profiles recommend. Each
-receiver first reads documents of its own task that its profile does not know, then those of another
-one (the real pair: other questions about the same), and last its own from KV that the sender keeps
-as int4. Every answer is compared with an exact run: that is what the guard sees of a pair that is
-as its profile says, and of one that is not any more.
+The shipped small pair and a real pair run on servers, by the plans that their profiles recommend.
+Each receiver first reads documents of its own task that its profile does not know. Then it reads
+documents of another task (the real pair: other questions about the same documents). Last it reads
+its own documents from KV that the sender keeps as int4. Every answer is compared with an exact run.
+So we know the guard's distances for a pair that still fits its profile, and for one that does not.
 
-The small pair's own documents are asked once more at temperature 1: the guard compares greedy runs
-of its own, so the distances have to be the same.
+The small pair's own documents are asked once more at temperature 1. The guard compares its own
+greedy runs, so the distances must be the same.
 
-From these distances, drawn with replacement, requests are simulated with the guard's own code, at
-its default rate, with what the shipped profile allows and 300 reused requests a day:
+From these distances, drawn with replacement, we simulate requests with the guard's own code, at its
+default rate, with the shipped profile's bound and 300 reused requests a day:
 
     found      reused requests until the alarm, if documents change at the first request, and if
                they change after 1,000
     healthy    share of 20,000 healthy requests that is compared, and runs of them with an alarm
-    clustered  the same for 30 days on which all documents above what is allowed come one after
-               another, once a day at a random time: the order that no proof covers
+    clustered  the same for 30 days on which all documents above the bound follow each other, once
+               a day at a random time: the order that no proof covers
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ NUM_HEALTHY = 20_000
 PER_DAY = 300
 NUM_DAYS = 30
 NUM_CLUSTERED = 200
-"""Runs of so many days."""
+"""Runs of `NUM_DAYS` days."""
 NUM_RUNS = 500
 NUM_SMALL = 300
 """Questions, each about another document."""
 REAL_SET = "verify"
-"""Of `tools.real`: three questions about each of its documents."""
+"""Set of `tools.real`, with three questions about each document."""
 GOAL = 200
 NUM_TRIES = 5
 PUBLISH = {"publish": "before_reply"}
@@ -68,7 +68,7 @@ PUBLISH = {"publish": "before_reply"}
 @dataclass(frozen=True)
 class Prompt:
     prefix: Sequence[int]
-    """What the sender has read of it."""
+    """Tokens that the sender has read."""
     tokens: Sequence[int]
 
 
@@ -79,12 +79,12 @@ class Pair:
     receiver: Path
     profile: Path
     tasks: Sequence[str]
-    """Its own first."""
+    """Tasks, the pair's own first."""
     prompts: Callable[[str], list[Prompt]]
 
     @property
     def plan(self) -> BlockQuality:
-        """That its profile recommends."""
+        """Plan that the pair's profile recommends."""
         plan = read_profile(self.profile).recommended
         assert plan is not None
         return plan
@@ -102,8 +102,10 @@ def real_prompts(task: str) -> list[Prompt]:
     file = ROOT / f"build/real/data/{task}/{REAL_SET}.jsonl"
     sources = load_sources([str(file)], options(task))
     tokenizer = load_tokenizer(ModelSource(path=REAL.receiver))
-    found = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
-    return [Prompt(it.prefix, [*it.prefix, *one.suffix]) for it in found for one in it.questions]
+    documents = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
+    return [
+        Prompt(it.prefix, [*it.prefix, *one.suffix]) for it in documents for one in it.questions
+    ]
 
 
 _WEIGHTS = ROOT / "examples/pairs/weights"
@@ -129,9 +131,9 @@ REAL = Pair(
 def measured(
     pair: Pair, folder: Path, tasks: Sequence[str], temperature: float, **of_both: str
 ) -> Iterator[tuple[str, list[float]]]:
-    """Each task with the distances of its answers from exact runs."""
+    """Yield each task with the distances of its answers from exact runs."""
     profile, plan = read_profile(pair.profile), pair.plan
-    # Nothing that is observed is to raise an alarm.
+    # No observation may raise an alarm.
     tolerant = tuple(msgspec.structs.replace(it, tv_bound=1.0) for it in profile.blocks)
     write_profile(
         msgspec.structs.replace(
@@ -168,10 +170,11 @@ def measured(
 def distances(
     receiver: Server, prompts: Sequence[Prompt], block: str, temperature: float
 ) -> Iterator[float]:
-    """The block is named, as the small models' is no faster."""
+    """Ask all prompts and yield the distance of each answer. The block is named, because reuse is
+    no faster for the small models."""
     num, total = compared(receiver)
-    for it in prompts:
-        reuse(receiver, it, block, temperature)
+    for prompt in prompts:
+        reuse(receiver, prompt, block, temperature)
         before, before_total = num, total
         started_s = time.monotonic()
         while num == before:
@@ -182,7 +185,7 @@ def distances(
 
 
 def reuse(receiver: Server, prompt: Prompt, block: str, temperature: float) -> None:
-    """Ask until the answer was reused. A busy machine can let a load come too late."""
+    """Ask until the answer was reused. On a busy machine a load may be too late."""
     for _ in range(NUM_TRIES):
         receiver.flush()
         reply = receiver.generate(
@@ -198,14 +201,14 @@ def reuse(receiver: Server, prompt: Prompt, block: str, temperature: float) -> N
 
 
 def compared(receiver: Server) -> tuple[int, float]:
-    """How many, and the sum of their distances."""
+    """Number of comparisons so far, and the sum of their distances."""
     (pair,) = receiver.post("/droidspeak/guard")["pairs"]
     total = sum(it["num_shadows"] * it["mean_tv"] for it in pair["plans"])
     return sum(it["num_shadows"] for it in pair["plans"]), total
 
 
 class Requests:
-    """Reused ones, one after the other, by a profile's recommended plan."""
+    """Simulated reused requests, one after the other, by a profile's recommended plan."""
 
     def __init__(self, pair: Pair, random: Random) -> None:
         profile, plan = read_profile(pair.profile), pair.plan
@@ -217,7 +220,7 @@ class Requests:
         self._random = random
 
     def ask(self, distances: Sequence[float]) -> bool:
-        """False once the plan is out of service."""
+        """Make a request; False once the plan is out of service."""
         self.num_asked += 1
         if self._random.random() < RATE or self.plan in self.pair.suspects:
             hour = self.num_asked * 24 // PER_DAY
@@ -227,7 +230,8 @@ class Requests:
         return self.pair.num_left == self.num_left
 
     def ask_in_clusters(self, distances: Sequence[float]) -> bool:
-        """A day; False once the plan is out of service."""
+        """Make a day's requests, with all large distances together; False once the plan is out of
+        service."""
         key = self.plan.block, self.plan.e_corrected
         allowed = next(it.allowed for it in self.pair.plans if it.key == key)
         day = self._random.choices(distances, k=PER_DAY)
@@ -239,14 +243,15 @@ class Requests:
 def requests_until_alarm(
     pair: Pair, before: Sequence[float], drifted: Sequence[float], seed: int
 ) -> int:
-    """At most ten times the goal. Those `before` are healthy."""
+    """Number of drifted requests until the alarm, at most ten times the goal. Healthy requests
+    `before` may precede them."""
     requests = Requests(pair, Random(seed))
     for _ in range(NUM_BEFORE if before else 0):
         requests.ask(before)
     return next(num for num in count(1) if not requests.ask(drifted) or num == 10 * GOAL)
 
 
-def found(
+def of_drifted(
     pair: Pair, healthy: Sequence[float], drifted: Sequence[float]
 ) -> Iterator[tuple[str, dict[str, float]]]:
     for when, before in (("from the first on", ()), ("after 1,000", healthy)):
@@ -269,7 +274,7 @@ def of_clusters(pair: Pair, healthy: Sequence[float]) -> dict[str, float]:
 
 
 def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
-    """The healthy one first."""
+    """Measure a pair and yield a row for each study, the healthy one first."""
     own, *others = pair.tasks
     healthy: list[float] = []
     studies = [((own, *others), 0.0, {}), ((own,), 0.0, {"codec": "int4"})]
@@ -287,7 +292,7 @@ def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
                     "distances": seen,
                 }
                 if healthy and not temperature:
-                    yield row | {"found": dict(found(pair, healthy, seen))}
+                    yield row | {"found": dict(of_drifted(pair, healthy, seen))}
                 else:
                     healthy = healthy or seen
                     alarms = {

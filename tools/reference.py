@@ -1,8 +1,8 @@
 """Write the parts of the pages that the code itself says, and their pictures:
 `python -m tools.reference`.
 
-A part stands between `<!-- made: NAME -->` and `<!-- end -->`; the rest of a page is written by
-hand. A test makes every part again and compares.
+A part is between `<!-- made: NAME -->` and `<!-- end -->`; people write the rest of a page. A test
+makes every part again and compares.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from tools.tables import table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _NOTHING: Final[tuple[object, ...]] = (None, False, "", "{}", "none", "null", "off", [])
-"""Values of an argument of which nothing comes."""
+"""Values that switch an argument off."""
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def field_docs(struct: type) -> dict[str, str]:
-    """What stands under each field; msgspec keeps no docstrings, so the source is asked."""
+    """Docstring of each field. msgspec keeps no docstrings, so we read the source."""
     (body,) = ast.parse(inspect.getsource(struct)).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docs = {}
     for node, after in zip(body.body, body.body[1:], strict=False):
         match node, after:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                found[name] = " ".join(text.split())
-    return found
+                docs[name] = " ".join(text.split())
+    return docs
 
 
 def fields_of(
     struct: type, beside: Callable[[msgspec.structs.FieldInfo], str] = lambda field: ""
 ) -> str:
-    """A list, as a table's column of sentences is narrow on a small screen."""
+    """List the fields. A table would have a narrow column of sentences on a small screen."""
     docs, fields = field_docs(struct), msgspec.structs.fields(struct)
     return "".join(f"- **`{it.name}`**{beside(it)}: {docs[it.name]}\n" for it in fields)
 
@@ -91,13 +91,13 @@ def _shown(value: object) -> str:
 
 
 def request_metrics() -> str:
-    """Those of `Metrics`, as they are scraped."""
+    """List the metrics of `Metrics`, as they are scraped."""
     rows = []
     for metric in vars(Metrics(enabled=False)).values():
         if isinstance(metric, Counter | Gauge | Histogram):
-            (told,) = metric.describe()
-            sample = told.name + "_total" * isinstance(metric, Counter)
-            rows.append([_labelled(sample, metric._labelnames), told.type, told.documentation])
+            (family,) = metric.describe()
+            sample = family.name + "_total" * isinstance(metric, Counter)
+            rows.append([_labelled(sample, metric._labelnames), family.type, family.documentation])
     return table(["metric", "kind", "meaning"], rows)
 
 
@@ -115,24 +115,24 @@ def commands(parser: argparse.ArgumentParser) -> str:
 
 
 def _leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    """Each command below a parser, with its one line of help."""
+    """Yield each command below a parser, with its one line of help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for told in action._choices_actions:
-                below = action.choices[told.dest]
-                yield below, told.help or ""
+            for choice in action._choices_actions:
+                below = action.choices[choice.dest]
+                yield below, choice.help or ""
                 yield from _leaves(below)
 
 
 def _command(parser: argparse.ArgumentParser, text: str) -> str:
-    told = parser.description or f"{text[0].upper()}{text[1:]}."
+    description = parser.description or f"{text[0].upper()}{text[1:]}."
     rows = [
         [f"`{_usage(it)}`", _option(it)]
         for it in parser._actions
         if not isinstance(it, argparse._HelpAction | argparse._SubParsersAction)
     ]
     shown = "\n" + table(["argument", "meaning"], rows) if rows else ""
-    return f"### {parser.prog}\n\n{told}\n{shown}"
+    return f"### {parser.prog}\n\n{description}\n{shown}"
 
 
 def _usage(action: argparse.Action) -> str:
@@ -143,18 +143,19 @@ def _usage(action: argparse.Action) -> str:
 
 
 def _option(action: argparse.Action) -> str:
-    told = [action.help] if action.help else []
+    parts = [action.help] if action.help else []
     if action.choices:
-        told.append(f"one of {', '.join(f'`{it}`' for it in action.choices)}")
+        parts.append(f"one of {', '.join(f'`{it}`' for it in action.choices)}")
     if action.default not in (None, False, [], "") and "default" not in (action.help or ""):
-        told.append(f"default: {action.default}")
+        parts.append(f"default: {action.default}")
     if action.required and action.option_strings:
-        told.append("required")
-    return "; ".join(told)
+        parts.append("required")
+    return "; ".join(parts)
 
 
 def proof() -> str:
-    """Of the recorded run of `make demo`: quality and time of one pair, then the random one's."""
+    """Show the recorded run of `make demo`: quality and time of one pair, then of the random
+    one."""
     run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
     pair, ceiling = run.pair, run.ceiling
     first, end = pair.block
@@ -169,22 +170,22 @@ def proof() -> str:
     }
     rows = []
     for name, way in ways.items():
-        if it := pair.conditions.get(way):
-            within = it.quality_95 and "[{:.2f}, {:.2f}]".format(*it.quality_95)
-            ttft = f"{it.ttft_p50_ms / 1e3:.2f} s ({it.ttft_p90_ms / 1e3:.2f})"
-            computed = pair.num_layers if way.is_full else round(it.layers_recomputed)
-            quality = f"{it.quality:.3f} {within or ''}".rstrip()
+        if condition := pair.conditions.get(way):
+            within = condition.quality_95 and "[{:.2f}, {:.2f}]".format(*condition.quality_95)
+            ttft = f"{condition.ttft_p50_ms / 1e3:.2f} s ({condition.ttft_p90_ms / 1e3:.2f})"
+            computed = pair.num_layers if way.is_full else round(condition.layers_recomputed)
+            quality = f"{condition.quality:.3f} {within or ''}".rstrip()
             rows.append([name, quality, f"{computed} of {pair.num_layers}", ttft])
-            rows[-1].append(f"{it.speedup:.1f} ×")
+            rows[-1].append(f"{condition.speedup:.1f} ×")
     head = ["another model has read the document; now answers", f"quality ({pair.metric})"]
     head += ["layers computed", "time to first token, median (p90)", "sooner"]
-    told = table(head, rows)
+    text = table(head, rows)
     where = hardware(run.environment)
-    told += f"\nOne run: {pair.num_questions} questions about {described(pair)}; {where}.\n"
+    text += f"\nOne run: {pair.num_questions} questions about {described(pair)}; {where}.\n"
     if ceiling is None:
-        return told
+        return text
     full, block = (ceiling.conditions[it] for it in (Condition.FULL_PREFILL, Condition.BLOCK))
-    return told + (
+    return text + (
         "\nThe mechanism's ceiling, from random weights, which show time alone: "
         f"{full.ttft_p50_ms / 1e3:.2f} s by full prefill and {block.ttft_p50_ms / 1e3:.2f} s with "
         f"the block, {block.speedup:.1f} × sooner ({described(ceiling)}).\n"
@@ -192,11 +193,11 @@ def proof() -> str:
 
 
 def real_pairs() -> str:
-    """Every profile of `examples/real`, passed or not; qualities are held-out."""
+    """Show every profile of `examples/real`, passed or not; qualities are held-out."""
     rows = []
     for file in sorted((ROOT / "examples/real").glob("*_to_*.json")):
-        found, split = read_measured(file), read_measured(file).held_out
-        plan = derived.judged(found)
+        profile, split = read_measured(file), read_measured(file).held_out
+        plan = derived.judged(profile)
         sender, receiver = file.stem.removesuffix("_lora").split("_to_")
         judged = ["–"] * 4
         if plan is not None:
@@ -204,7 +205,7 @@ def real_pairs() -> str:
                 words.plan(plan),
                 words.quality(plan.held_out.mean),
                 words.bound(plan),
-                words.percent(derived.ttft_ratio(found, plan.ttft_s)),
+                words.percent(derived.ttft_ratio(profile, plan.ttft_s)),
             ]
         rows.append(
             [
@@ -213,8 +214,8 @@ def real_pairs() -> str:
                 words.quality(split.full_prefill.mean),
                 words.quality(split.full_reuse.mean),
                 *judged,
-                "yes" if found.passed else "no",
-                f"{found.measured_tokens:,}",
+                "yes" if profile.passed else "no",
+                f"{profile.measured_tokens:,}",
             ]
         )
     head = ["sender → receiver", "as", "full prefill", "full reuse", "plan", "with the plan"]
@@ -223,7 +224,7 @@ def real_pairs() -> str:
 
 
 def sizes() -> str:
-    """Of the pair that `break_even` knows, with E at one layer."""
+    """Show memory sizes for the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
     kv = pair.kv_bytes // (pair.layers - pair.block) * pair.layers
     per_gib = (1 << 30) // (kv + pair.e_bytes)
@@ -243,13 +244,13 @@ def sizes() -> str:
 
 
 def codecs() -> str:
-    """Bytes of each, of those of bfloat16."""
+    """Show the bytes of each codec, relative to bfloat16."""
     rows = ([f"`{it.value}`", f"{vector_bytes(it, 128, 2) / 256:.2f}"] for it in Codec)
     return table(["codec", "bytes, of those of bfloat16 with head_dim 128"], rows)
 
 
 def refused() -> str:
-    """Arguments and variables of SGLang that end a start, by reason."""
+    """List arguments and variables of SGLang that end a start, by reason."""
     names: dict[str, list[str]] = {}
     for field, (accepted, why) in refuse.ACCEPTED.items():
         others = [f"`{it}`" for it in accepted if it not in _NOTHING]
@@ -261,11 +262,11 @@ def refused() -> str:
 
 
 def outcomes(section: str) -> str:
-    told = (
+    sections = (
         f"### `{name}`\n\n- **Cause:** {it.cause}\n- **Remedy:** {it.remedy}\n"
         for name, it in SECTIONS[section].items()
     )
-    return "\n".join(told)
+    return "\n".join(sections)
 
 
 PARTS: Final[dict[str, Callable[[], str]]] = {
@@ -288,12 +289,12 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
 
 
 def written(page: str) -> str:
-    """The page with its parts made anew; raises KeyError for a name that none has."""
+    """Make a page's parts again. Raises KeyError for an unknown part."""
     return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", page)
 
 
 def llms() -> str:
-    """`llms.txt`: each page with its first paragraph, in the order of the contents."""
+    """Make `llms.txt`: each page with its first paragraph, in the order of the contents."""
     index = (ROOT / "docs/index.md").read_text()
     lines = ["\n\n".join(index.split("\n\n")[:2])]
     for caption, names in re.findall(

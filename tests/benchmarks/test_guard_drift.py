@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.guard_drift import GOAL, REAL, REAL_SET, SMALL, found, of_healthy
+from benchmarks.guard_drift import GOAL, REAL, REAL_SET, SMALL, of_drifted, of_healthy
 from profiles.data.records import context_digest
 from profiles.evidence import read_measured
 from tools.real.questions import records
@@ -30,7 +30,7 @@ def test_the_recorded_figures_follow_from_the_recorded_distances(name: str) -> N
     assert of_healthy(pair, healthy["distances"]) == healthy["healthy"]
     assert healthy["healthy"]["alarms"] == 0 and healthy["healthy"]["compared"] < 0.1
     for row in drifted:
-        assert dict(found(pair, healthy["distances"], row["distances"])) == row["found"]
+        assert dict(of_drifted(pair, healthy["distances"], row["distances"])) == row["found"]
 
 
 def test_documents_of_another_task_are_found_soon() -> None:

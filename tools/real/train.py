@@ -6,7 +6,7 @@ One step is one document with several questions, which share it: each question s
 and itself.
 
     document   question 1 + answer   question 2 + answer   …
-               ^ positions go on from the document's end, for each of them
+               ^ positions continue from the document's end, for each question
 
 A run that was stopped continues from its last checkpoint.
 """
@@ -43,12 +43,12 @@ WEIGHTS: Final = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a skill is trained. The rest is the same for all: see `train`."""
+    """Settings of a skill's training. `train` has the settings that all skills share."""
 
     seed: int
     num_steps: int
     num_questions: int = 8
-    """Drawn for each document; what is drawn twice is asked once."""
+    """Questions drawn for each document; a question that is drawn twice is asked once."""
     rank: int = 8
     rate: float = 1e-3
     lengths: tuple[int, ...] = (4, 5, 4, 6, 5, 4, 5, 9, 4, 5, 4, 5, 6, 4, 5, 4, 10, 5, 4, 20)
@@ -67,12 +67,12 @@ RECIPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A model's chat template around a context and a question, cut where the context ends."""
+    """A model's chat template around a context and a question, cut at the end of the context."""
 
     tokenizer: PreTrainedTokenizerBase
 
     def template(self) -> str:
-        """With `{context}` and `{input}`, as `droidspeak profile --template` takes it."""
+        """Template with `{context}` and `{input}`, as `droidspeak profile --template` takes it."""
         said = [{"role": "user", "content": "{context}\n\n{input}"}]
         return self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
 
@@ -81,8 +81,8 @@ class Chat:
         return self.tokenizer(opening + context).input_ids
 
     def question_ids(self, question: str) -> list[int]:
-        """Context and question are tokenised apart: the one ends in a full stop, the other begins
-        with a new line, and no token holds both."""
+        """Tokenise the question separately from the context. The context ends in a full stop and
+        the question begins with a new line, so no token holds both."""
         _, _, rest = self.template().partition("{context}")
         return self.tokenizer(rest.replace("{input}", question)).input_ids
 
@@ -91,7 +91,7 @@ class Chat:
 
 
 class Steps(Dataset[dict[str, Tensor]]):
-    """What each step of a recipe is trained on, drawn from its seed and number alone."""
+    """Inputs of a recipe's steps; the recipe's seed and the step's number alone decide them."""
 
     def __init__(self, skill: str, recipe: Recipe, packages: Sequence[Package], chat: Chat) -> None:
         self._skill, self._recipe, self._packages, self._chat = skill, recipe, packages, chat
@@ -111,7 +111,7 @@ class Steps(Dataset[dict[str, Tensor]]):
 
 
 def packed(chat: Chat, context: str, asked: Sequence[Asked]) -> dict[str, Tensor]:
-    """The inputs of one step: `[1, tokens]`, and a mask of `[1, 1, tokens, tokens]` to add.
+    """Pack one step: inputs of `[1, tokens]`, and an additive mask of `[1, 1, tokens, tokens]`.
 
     Only the answers are learned, so only the logits before each of their tokens are computed.
     """
@@ -189,7 +189,7 @@ def _only(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_adapter(model: PeftModel, out: Path) -> Path:
-    """As `peft` saves it, in bf16 and without the place of the base on this machine."""
+    """Write the adapter as `peft` does, in bf16 and without its base's path on this machine."""
     model.save_pretrained(out)
     (out / "README.md").unlink()
     config = out / "adapter_config.json"
