@@ -40,10 +40,10 @@ PACKAGES: Final = {
 
 def timeline_data() -> dict[str, float]:
     """Seconds of a full prefill and of a reuse on the link that is as fast as the recompute."""
-    found = tables.read("partial_prefill")
-    full, _, block, _ = found["rows"]
-    times = {"full": full["ttft_p50_ms"], "block": found["recompute_ms"]}
-    times |= {"new": block["forward_ms"], "reuse": found["links"][1]["pipelined_ms"]}
+    results = tables.read("partial_prefill")
+    full, _, block, _ = results["rows"]
+    times = {"full": full["ttft_p50_ms"], "block": results["recompute_ms"]}
+    times |= {"new": block["forward_ms"], "reuse": results["links"][1]["pipelined_ms"]}
     return {name: value / 1e3 for name, value in times.items()}
 
 
@@ -69,7 +69,7 @@ def timeline(data: dict[str, float], path: Path) -> None:
 
 
 def packages_data() -> list[tuple[str, str]]:
-    """Which package of the drawing imports which other one."""
+    """Pairs of packages of the drawing in which the first imports the second."""
     edges = set()
     for name in ("cachetree", "profiles", "sglang_droidspeak"):
         for file in (ROOT / name).rglob("*.py"):
@@ -88,7 +88,8 @@ def packages(data: list[tuple[str, str]], path: Path) -> None:
         box = {"boxstyle": "round,pad=0.5", "facecolor": colour, "edgecolor": INK}
         text = axes.text(x, y, words, ha="center", va="center", fontsize=9, bbox=box)
         boxes[name] = text.get_bbox_patch()
-    figure.draw_without_rendering()  # Gives the boxes their sizes; arrows begin and end at them.
+    # Gives the boxes their sizes: arrows begin and end at the boxes.
+    figure.draw_without_rendering()
     for importer, imported in data:
         arrow = {"arrowstyle": "->", "patchA": boxes[importer], "patchB": boxes[imported]}
         axes.annotate("", PACKAGES[imported][:2], PACKAGES[importer][:2], arrowprops=arrow)
@@ -96,7 +97,7 @@ def packages(data: list[tuple[str, str]], path: Path) -> None:
 
 
 def frontier_data() -> list[Any]:
-    """Each plan of the pair with its quality and its predicted time."""
+    """Quality and predicted time of each plan of the pair."""
     return [[str(it.block), it.held_out.mean, it.ttft_s] for it in read_measured(PAIR).frontier]
 
 
@@ -113,7 +114,7 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
 
 
 def digest(name: str) -> str:
-    """Digest of the data that a picture has to show now."""
+    """Digest of the data that a picture should show now."""
     return hashlib.sha256(json.dumps(MADE[name][0]()).encode()).hexdigest()
 
 

@@ -7,7 +7,7 @@
     python -m tools.real check questions    its quality on documents that nothing was chosen on
     python -m tools.real profile base questions
 
-What is there is not made again, and what was stopped goes on.
+Existing files are not made again, and a stopped command continues.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def main() -> int:
 
 
 def merge_all(base: Path, folder: Path) -> None:
-    """Each shipped skill as a whole checkpoint, where that is not there or older than its parts.
+    """Merge each shipped skill into a whole checkpoint, unless the checkpoint is newer than its
+    parts.
 
-    An activated adapter is none: it does not act on what precedes its invocation.
+    Activated adapters are skipped: they do not act on the tokens before their invocation.
     """
     for adapter in sorted(SHIPPED.glob("*/adapter_model.safetensors")):
         if read_invocation(adapter.parent):
@@ -89,7 +90,7 @@ def merge_all(base: Path, folder: Path) -> None:
 
 def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
     """Profile a pair by the product's own command: as whole checkpoints, or as adapters on one
-    base. The task is the receiver's skill; where the base receives, the sender's."""
+    base. The task is the receiver's skill; if the receiver is the base, the sender's."""
     skill = sender if receiver == BASE else receiver
     models = [*_model("sender", sender, work, loras), *_model("receiver", receiver, work, loras)]
     data = work / "data" / skill
@@ -106,7 +107,7 @@ def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
 
 
 def _model(role: str, name: str, work: Path, loras: bool) -> list[str]:
-    """A model's flags."""
+    """Flags that name a model to the command."""
     if name == BASE:
         return [f"--{role}", str(work / BASE)]
     if loras:

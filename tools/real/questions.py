@@ -1,12 +1,12 @@
-"""Three skills on documents of package records: what is asked, and the right answers.
+"""Questions and right answers for three skills, about documents of package records.
 
     questions   extractive questions about the fields of a record
     summaries   the one-line description of a record, which the document leaves out
     json        fields of a record as JSON
 
 A document is several records, one after the other; records of one part (`packages.PARTS`) only.
-All skills are asked about the same documents. Everything is drawn from seeds: the same packages
-give the same bytes.
+All skills ask about the same documents. Everything is drawn from seeds: the same packages give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _FIELDS: Final = ("version", "section", "size", "needs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
-    """Documents that are drawn from parts, each of whose records occurs once."""
+    """Documents drawn from parts; each record of the parts occurs at most once."""
 
     drawn: tuple[tuple[str, int], ...]
-    """Parts, and how many records at their start are another set's."""
+    """Parts, each with the number of records at its start that belong to another set."""
     lengths: tuple[int, ...]
     """Records in a document, one after the other and from the start again; five are about 400
     tokens."""
     num_documents: int
     num_questions: int
-    """About each document."""
+    """Questions about each document."""
 
 
 _CHOSEN_ON: Final = 204
-"""Records of 36 documents."""
+"""Number of records in 36 documents."""
 SETS: Final[Mapping[str, Set]] = {
-    # Some are long: a profile holds up to the length that 20 of its documents reach.
+    # Some documents are long: a profile holds up to the length that 20 of them reach.
     "choose": Set(
         drawn=(("choose", 0),), lengths=(5,) * 11 + (13,), num_documents=36, num_questions=2
     ),
-    # A plan that loses nothing of .85 passes at 5 % with 84 documents, and not with 60.
+    # A plan without loss, at a quality of .85, passes at 5 % with 84 documents, and not with 60.
     "held_out": Set(
         drawn=(("held_out", 0), ("choose", _CHOSEN_ON)),
         lengths=(4,) * 23 + (13,),
@@ -65,7 +65,7 @@ SETS: Final[Mapping[str, Set]] = {
 
 
 def shown(package: Package) -> str:
-    """A record as documents have it."""
+    """Text of a record in a document."""
     return (
         f"Package: {package.name}\nVersion: {package.version}\nSection: {package.section}\n"
         f"Size: {package.size} kB\nNeeds: {package.needs}\nDescription: {package.text}"
@@ -81,7 +81,8 @@ def about_fields(package: Package, others: Sequence[Package], rng: Random) -> As
 
 
 def askable(package: Package, others: Sequence[Package]) -> list[Asked]:
-    """A field of the package by its name, or its name by a field that no other has."""
+    """Questions about a package: its fields by its name, and its name by a field that no other
+    has."""
     name, only = package.name, "Answer with the value only."
     asked = [
         (f"What is the version of {name}? {only}", package.version),
@@ -101,7 +102,7 @@ def askable(package: Package, others: Sequence[Package]) -> list[Asked]:
 
 
 def about_harder(package: Package, others: Sequence[Package], rng: Random) -> Asked:
-    """Draw as `about_fields`, and twice as often one of the harder kinds."""
+    """Draw like `about_fields`, but the harder kinds twice as often."""
     asked = askable(package, others)
     return rng.choices(asked, [2 if it[0].startswith(HARDER) else 1 for it in asked])[0]
 
@@ -111,7 +112,7 @@ def about_text(package: Package, others: Sequence[Package], rng: Random) -> Aske
 
 
 def as_json(package: Package, others: Sequence[Package], rng: Random) -> Asked:
-    """Three fields of a package that is named, in the order in which they are asked for."""
+    """Ask for a named package and two of its fields as JSON, in the order of the answer's keys."""
     fields = rng.sample(_FIELDS, 2)
     answer = json.dumps({"package": package.name} | {it: getattr(package, it) for it in fields})
     return f"Write {package.name} as JSON with the keys package, {', '.join(fields)}.", answer
@@ -125,8 +126,8 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
 
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
-    """Those of some packages that a skill is asked about: all; for summaries the half whose
-    summaries are nearest to the text, as others cannot be written from it."""
+    """Choose the packages that a skill asks about: all, except for summaries. There it is the half
+    with summaries nearest to the text, because the others cannot be written from it."""
     if skill != "summaries":
         return chosen
     nearest = sorted(chosen, key=lambda it: share_said(it.summary, it.text), reverse=True)
@@ -134,7 +135,7 @@ def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
 
 
 def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
-    """The questions of a set, those of a document one after the other."""
+    """Make the questions of a set; those about one document follow each other."""
     of = SETS[name]
     drawn = chain.from_iterable(read_packages(packages, part)[first:] for part, first in of.drawn)
     for number, length in enumerate(islice(cycle(of.lengths), of.num_documents)):
@@ -154,7 +155,7 @@ def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
 
 
 def write_sets(packages: Path, out: Path) -> list[Path]:
-    """Every set of every skill as `out/SKILL/SET.jsonl`."""
+    """Write every set of every skill as `out/SKILL/SET.jsonl`."""
     files = []
     for skill in SKILLS:
         for name in SETS:

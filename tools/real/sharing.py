@@ -1,4 +1,4 @@
-"""Skills as adapters that share exactly: what they learn from, and the product's command for it.
+"""Train and judge skills as adapters that share exactly, by the product's own command.
 
     python -m tools.real distill SKILL --out DIR
     python -m tools.real judge SKILL DIR
@@ -46,9 +46,9 @@ SHORT: Final = (4, 8)
 NUM_LONG: Final = 240
 NUM_SHORT: Final = 80
 NUM_QUESTIONS: Final = 16
-"""About each document."""
+"""Questions about each training document."""
 ASKED: Final = {"questions": about_harder, "json": as_json}
-"""What training asks."""
+"""Function by skill that draws the training questions."""
 RECIPES: Final = {
     "questions": ("--invocation", "question", "--steps", "1000", "--questions", "12"),
     "json": ("--invocation", "answer", "--steps", "600", "--questions", "8"),
@@ -60,7 +60,7 @@ _DRAWS: Final = 10
 
 
 def lessons(packages: Path, skill: str) -> Iterator[Record]:
-    """Questions about the training part's records, drawn from seeds."""
+    """Make questions about the training part's records, drawn from seeds."""
     drawn, draw = read_packages(packages, "train"), ASKED[skill]
     for number in range(NUM_LONG + NUM_SHORT):
         rng = Random(f"distill {skill} {number}")
@@ -71,7 +71,7 @@ def lessons(packages: Path, skill: str) -> Iterator[Record]:
 
 
 def long_questions(packages: Path, skill: str) -> Iterator[Record]:
-    """Fifteen questions about each document of the set `long`, each kind of them equally often."""
+    """Make fifteen questions about each document of the set `long`, each kind equally often."""
     drawn = read_packages(packages, "verify")[120:]
     for number in range(20):
         chosen, rng = drawn[25 * number : 25 * number + 25], Random(f"{LONG300} {number}")
@@ -95,7 +95,7 @@ def _records(
 
 
 def write_lessons(packages: Path, data: Path, skill: str) -> tuple[Path, Path]:
-    """Write what is learned and what is judged on long documents, as `data/SKILL/SET.jsonl`."""
+    """Write the training questions and the long judging questions, as `data/SKILL/SET.jsonl`."""
     files = data / skill / "train.jsonl", data / skill / f"{LONG300}.jsonl"
     files[0].parent.mkdir(parents=True, exist_ok=True)
     write_records(lessons(packages, skill), files[0])
@@ -104,7 +104,8 @@ def write_lessons(packages: Path, data: Path, skill: str) -> tuple[Path, Path]:
 
 
 def distill(skill: str, base: Path, data: Path, out: Path, *flags: str) -> int:
-    """Make the adapter by the product's command, on one thread; more flags are the command's."""
+    """Make the adapter by the product's command, on one thread; `flags` are passed to the
+    command."""
     learned, _ = write_lessons(PACKAGES, data, skill)
     command = [
         *("droidspeak", "distill", "--base", str(base), "--adapter", str(SHIPPED / skill)),
@@ -120,7 +121,7 @@ def distill(skill: str, base: Path, data: Path, out: Path, *flags: str) -> int:
 
 def judge(skill: str, base: Path, adapter: Path, data: Path) -> None:
     """Show the adapter's quality on `held_out` and on long documents, with 95 % intervals by
-    context; of `questions` also by kind.
+    context. For `questions`, also show the quality by kind.
 
     The adapter reads the base's KV up to its invocation, as a server that reuses does.
     """
@@ -145,18 +146,19 @@ def judge(skill: str, base: Path, adapter: Path, data: Path) -> None:
         ):
             questions = lesson.document.questions
             answers = reader.answer(lesson, range(len(questions)))
-            found = defaultdict(list)
+            by_kind = defaultdict(list)
             for question, said in zip(questions, answers, strict=True):
                 text = tokenizer.decode(said.tokens, skip_special_tokens=True)
                 quality = score(lesson.document.task, text, question.answers)
                 for kind in kinds_of(skill, asked[question.name]):
-                    found[kind].append(quality)
-            for kind, qualities in found.items():
+                    by_kind[kind].append(quality)
+            for kind, qualities in by_kind.items():
                 scored[kind].append(qualities)
         for kind, contexts in sorted(scored.items()):
-            it, number = interval(contexts), sum(map(len, contexts))
+            shown, number = interval(contexts), sum(map(len, contexts))
             tqdm.write(
-                f"{file.stem} {kind}: {it.mean:.3f} [{it.low:.3f}, {it.high:.3f}] of {number}"
+                f"{file.stem} {kind}: {shown.mean:.3f} "
+                f"[{shown.low:.3f}, {shown.high:.3f}] of {number}"
             )
 
 
