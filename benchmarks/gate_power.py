@@ -13,11 +13,11 @@ We simulate held-out contexts and know their true loss. The profiler's own gate
 
 Baseline: the previous gate, which bet by powers of a half, and looked once, at the end.
 
-Physics: a winning bet on "the plan loses more than the tolerance" wins by luck at most one time in
-twenty (Ville's inequality), in any world and at any time. So we check the rate of false passes: the
-benchmark fails above 5 % and two standard deviations. The bets are chosen for power. If a loss is
-just below the tolerance, the number of contexts it needs grows with the inverse square of the
-distance.
+Physics: in any world, a bet against "the plan loses more than the tolerance" wins by luck at most
+one time in twenty (Ville's inequality). We may look at any time. So we check the rate of false
+passes: the benchmark fails above 5 % and two standard deviations. The bets are chosen for power. If
+a loss is just below the tolerance, the number of contexts it needs grows with the inverse square of
+the distance.
 """
 
 from __future__ import annotations

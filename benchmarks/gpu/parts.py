@@ -91,8 +91,8 @@ def lines_of_json(lines: Any) -> Iterator[Found]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End the process and all that it has started in its session. SIGTERM comes first, because
-    tests have servers to stop."""
+    """End the process and all that it has started in its session. SIGTERM is first, because tests
+    have servers to stop."""
     with contextlib.suppress(ProcessLookupError):  # No process is left.
         for how in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, how)

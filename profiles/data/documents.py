@@ -80,7 +80,7 @@ def make_documents(
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> list[Document]:
-    """Make one document per context and task, in the order in which they first occur. Contexts that
+    """Make one document per context and task, in the order of their first records. Contexts that
     differ only in white space are one, in the first one's form.
 
     If a prompt is longer than `max_prompt_tokens` (without the answer), its middle is cut out as

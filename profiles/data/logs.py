@@ -45,7 +45,7 @@ _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
 """Fields of a request that change the prompt beside its messages."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Part of a context, one in so many, that its prompts may share beyond the context."""
+"""Divisor of a context's length: its prompts may share that part beyond the context."""
 
 
 class _Unusable(Exception):
@@ -80,8 +80,8 @@ class Context:
     num_shared: int
     """Number of tokens that all prompts share."""
     asked: tuple[Asked, ...]
-    """Prompts sorted by their tokens. Each prompt occurs once per model, where the model was first
-    asked."""
+    """Prompts sorted by their tokens. Each prompt occurs once per model: the first time that the
+    model was asked."""
 
 
 def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:

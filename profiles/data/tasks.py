@@ -36,8 +36,7 @@ class AnswerPart(StrEnum):
     """First line without a comment or code fence, as in LongBench's `code_sim_score`; empty if
     there is none."""
     FIRST_LINE = "first_line"
-    """First line that is not empty: after few-shot examples a model goes on to write more of
-    them."""
+    """First line that is not empty. Behind few-shot examples, a model often writes more of them."""
     BEFORE_NEXT_QUESTION = "before_next_question"
     """Text before the model's own next question, which few-shot examples suggest to it."""
 
