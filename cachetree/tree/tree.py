@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
-from cachetree.ids import KV, ModelId, PageHash, Part, Span
+from cachetree.ids import EMPTY_SPAN, KV, ModelId, PageHash, Part, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab, Torn
 from cachetree.names import ModelNames
 from cachetree.planning import Match
-from cachetree.tree.entries import Change, Node
+from cachetree.tree.entries import Change, LocalEntry, Node
 from cachetree.tree.eviction import Eviction, Retention
 from cachetree.tree.holds import Holds, Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
-from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.slices import SLICE, in_slices, run_in_slices
 from cachetree.tree.trie import PageTrie, depth_of, find_matches, nodes_to
@@ -37,8 +37,8 @@ class CacheTree:
     copied. Local bytes, reservations in flight included, never exceed `host_bytes`. KV of a model
     and E of each layer are entries of their own. Eviction is leaf first, the least recently used
     first, and takes whole nodes of one key, E before its KV; leased and pinned pages and those
-    under an open reservation stay. Remote
-    entries hold no bytes; where they are limited, the coldest go, the last pages of a prompt first.
+    under an open reservation stay. Remote entries hold no bytes; where they are limited, the
+    coldest go, the last pages of a prompt first.
     """
 
     def __init__(
@@ -61,31 +61,23 @@ class CacheTree:
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
         """By the first page of each prompt; the root is never split, so it stays the same dict."""
-        self._holds = Holds(
-            self._trie, self._eviction, int(retention.max_pinned_share * host_bytes)
-        )
+        max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
+        self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
         self.remote: Final = RemoteEntries(self._trie, self._listeners, self._lock)
         """What workers and tiers have said that they hold."""
         self.names: Final = ModelNames()
-        self._local = LocalEntries(
-            self._trie, self._eviction, self._holds, self._listeners, host_bytes
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now, reservations in flight included."""
-        return self._local.num_bytes
+        self.num_bytes = 0
+        """Bytes held now, reservations in flight included; never above the budget."""
+        self.num_evictions = 0
+        """Entries that left for others, or were told to."""
+        self._num_pages: Counter[ModelId] = Counter()
+        """Local pages with KV."""
 
     @property
     def num_pages(self) -> int:
         """Local pages with KV, counted once per model."""
-        return self._local.num_pages.total()
-
-    @property
-    def num_evictions(self) -> int:
-        """Entries that left for others, or were told to."""
-        return self._local.num_evictions
+        return self._num_pages.total()
 
     @property
     def num_pinned_bytes(self) -> int:
@@ -102,7 +94,7 @@ class CacheTree:
     def pages_by_model(self) -> dict[str, int]:
         """How many local pages each model has."""
         with self._lock:
-            return {str(model): num for model, num in self._local.num_pages.items() if num}
+            return {str(model): num for model, num in self._num_pages.items() if num}
 
     # Local entries: always the exact KV of their model.
 
@@ -145,7 +137,7 @@ class CacheTree:
                 reservation.add(last.node.local[key])
             if part != KV and ground is not None:
                 reservation.add(ground.node.local[model, KV])
-            if not self._local.begin(reservation):
+            if not self._begin(reservation):
                 return None
         try:
             self._fill(slab)
@@ -161,11 +153,10 @@ class CacheTree:
         """Evicts more where what is free is torn, as long as anything can go; raises NoRoom."""
         while True:
             try:
-                slab.fill()
-                return
+                return slab.fill()
             except Torn as torn:
                 with self._lock:
-                    if not self._local.evict_bytes(torn.num_bytes):
+                    if not self._evict_bytes(torn.num_bytes):
                         raise
 
     def lease(
@@ -243,7 +234,7 @@ class CacheTree:
         with self._lock:
             self._holds.end_late(self._clock())
         if self._eviction.ttl_s is not None:
-            gone = map(self._local.take_out, self._eviction.expired())
+            gone = map(self._take_out, self._eviction.expired())
             run_in_slices(self._lock, islice(gone, _MOST_SWEPT), _EVICTIONS)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
@@ -262,7 +253,7 @@ class CacheTree:
         self.sweep()
         steps = (
             sum(
-                self._local.take_out(entry)
+                self._take_out(entry)
                 for entry in reversed(tuple(node.local.values()))  # E before its KV.
                 if model in (None, entry.key[0]) and entry.is_evictable
             )
@@ -304,8 +295,7 @@ class CacheTree:
         and then the changes in their order has what the tree has. `listener` is called under the
         tree's lock by whichever thread made the change: it must not block, raise or call the tree.
         """
-        listeners = self._listeners
-        return self._subscribed(listener, listeners.of_memory, listeners.in_memory)
+        return self._subscribed(listener, self._listeners.of_memory, self._listeners.in_memory)
 
     def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
         """As `subscribe`, of pages that are in memory or on disk."""
@@ -330,9 +320,80 @@ class CacheTree:
     # Called by a handle that ends.
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
+        """Publish what it holds, or nothing of it, and give back the rest."""
+        if not reservation.pages:
+            return
         with self._lock:
-            self._local.end(reservation, is_commit)
+            self._holds.open.discard(reservation)
+            taken = EMPTY_SPAN
+            try:
+                if is_commit:
+                    taken = self._publish(reservation)
+                if len(taken):
+                    self._listeners.published(reservation.change.slice(taken))
+            finally:
+                self._holds.let_go(reservation)
+                for rest in (Span(0, taken.start), Span(taken.stop, len(reservation.pages))):
+                    self.num_bytes -= reservation.slab.drop_pages(rest)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
             self._holds.end(lease)
+
+    # With the lock held: how local entries come in, within the budget, and how they go.
+
+    def _begin(self, reservation: Reservation) -> bool:
+        """Evict until its slab fits. False if that cannot be: nothing goes, and it has ended."""
+        self._holds.open.add(reservation)
+        too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
+        if too_many > 0:
+            if not self._holds.leave(self.host_bytes):
+                self._holds.open.discard(reservation)
+                self._holds.let_go(reservation)
+                return False
+            self._evict_bytes(too_many)
+        self.num_bytes += reservation.slab.num_bytes
+        return True
+
+    def _evict_bytes(self, num_bytes: int) -> int:
+        """Evict so many at least, or all that can go; returns how many were freed."""
+        num_freed = 0
+        for entry in self._eviction.victims():
+            num_freed += self._take_out(entry)
+            if num_freed >= num_bytes:
+                break
+        return num_freed
+
+    def _take_out(self, entry: LocalEntry) -> int:
+        """Evict it; returns the bytes freed."""
+        self._listeners.evicted(entry)
+        node, parents = entry.node, entry.parents
+        for parent in parents:
+            parent.num_children -= 1
+        self._eviction.remove(entry, parents)
+        self.num_evictions += 1
+        del node.local[entry.key]
+        self._num_pages[entry.key[0]] -= node.num_pages * (entry.key[1] == KV)
+        num_freed = entry.slab.drop_pages(entry.pages)
+        self.num_bytes -= num_freed
+        self._trie.prune(node)
+        return num_freed
+
+    def _publish(self, reservation: Reservation) -> Span:
+        """Give nodes the reserved pages that are not here by now; returns which those are."""
+        change, trie = reservation.change, self._trie
+        key, pages = (change.model, change.part), change.pages
+        place = None if change.parent is None else trie.find_local(key, change.parent)
+        last = trie.longest_prefix(pages, lambda node: key in node.local, place)
+        start = stop = depth_of(last) - depth_of(place)
+        added: list[LocalEntry] = []
+        for node in trie.cover(last, pages[start:], lambda node: bool(node.local)):
+            entry = node.local[key] = LocalEntry(node, key, reservation.slab, stop)
+            for parent in entry.parents:
+                parent.num_children += 1
+            self._num_pages[key[0]] += node.num_pages * (key[1] == KV)
+            added.append(entry)
+            stop += node.num_pages
+        if added:
+            self._eviction.add(added[-1])
+        return Span(start, stop)
