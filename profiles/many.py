@@ -263,7 +263,8 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
             return it.wanted.name, "not measured", words.ABSENT, words.ABSENT, it.problem
         plan = derived.recommended(profile)
         verdict = "passed" if profile.passed else "failed"
-        next_steps = "; ".join(derived.next_steps(profile)) or words.ABSENT
+        reason = words.ABSENT if profile.passed else profile.reason
+        next_steps = "; ".join(derived.next_steps(profile)) or reason
         if plan is None:
             return it.wanted.name, verdict, words.ABSENT, words.ABSENT, next_steps
         share = words.percent(derived.ttft_ratio(profile, plan.ttft_s))

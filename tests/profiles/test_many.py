@@ -19,6 +19,8 @@ from profiles.data.documents import key_of
 from profiles.data.records import read_records, write_records
 from profiles.evidence import read_measured
 from profiles.forecast import endless
+from profiles.many import Outcome, outcome_table
+from profiles.pairs import Wanted
 from profiles.report.derived import next_steps
 from tools.pairs.questions import read_documents
 
@@ -82,6 +84,13 @@ def test_pairs_of_a_receiver_ask_for_its_answers_once():
         entries = [bench.journal.get(HELD_OUT, key_of(it), REFERENCES) for it in documents]
     assert entries[0].answers == ((7, 8),) * 3
     assert kept[key_of(documents[1])] == list(entries[1].answers)
+
+
+def test_a_failed_pair_without_next_steps_says_its_reason():
+    failed = changed(sample_profile(), passed=False, recommended=None, order=(), reason="ask more")
+    wanted = Wanted(sender="base", receiver="json")
+    table = outcome_table([Outcome(wanted=wanted, profile=failed)])
+    assert table.rows == (("base → json", "failed", "–", "–", "ask more"),)
 
 
 def test_what_to_do_next_names_the_cause():
