@@ -65,7 +65,7 @@ def timeline(data: dict[str, float], path: Path) -> None:
     axes.set_xlim(0, 1.02 * full)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=180)
+    figure.savefig(path, dpi=120)
 
 
 def packages_data() -> list[tuple[str, str]]:
