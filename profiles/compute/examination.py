@@ -1,10 +1,10 @@
-"""A document's questions, put to the receiver over any mixture of KV sources.
+"""Put a document's questions to the receiver over any mixture of KV sources.
 
-fast    the receiver's own answer is given token by token, over all mixtures at once: how far are
-        the distributions from those over its own KV?
-exact   the answer is decoded, and judged by the data set's metric. Where every token of the
-        own answer is still the most likely one, decoding would repeat it: nothing to do.
-        Where not, the own answer is the draft: what is the same costs no step.
+fast    The receiver's own answer is fed in, token by token, over all mixtures at once. The
+      result: how far the distributions are from those over the receiver's own KV.
+exact   The answer is decoded and judged by the data set's metric. If every token of the own
+      answer is still the most likely token, decoding would repeat it and is left out.
+      Otherwise the own answer is the draft: tokens that stay the same cost no step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from profiles.stats.measured import Score
 
 DIGITS: Final = 4
 FIRST_TOKENS: Final = 8
-"""Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""
+"""Number of first tokens of an answer that total variation is measured on, as in the drift
+guard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class Answerer:
         return [tuple(answer) for answer in answers]
 
     def quality(self, document: Document, question: int, answer: Tokens) -> float:
-        """What the data set's metric says of an answer, in as many digits as profiles keep."""
+        """Return an answer's quality by the data set's metric, in as many digits as profiles
+        keep."""
         asked = document.questions[question]
         text = self.text(answer)
         return round(score(document.task, text, asked.answers, asked.classes), DIGITS)
@@ -64,8 +66,8 @@ class Answerer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def judged_by(self, answers: Sequence[Tokens], document: Document) -> Document:
-        """The document with these answers as the accepted ones, if its metric compares with full
-        prefill's own."""
+        """Return the document with these answers as the accepted ones, if its metric compares with
+        full prefill's answers. Otherwise return it unchanged."""
         if document.task.metric is not Metric.SAME:
             return document
         texts = [judged_part(document.task, self.text(it)) for it in answers]
@@ -75,9 +77,9 @@ class Answerer:
 
 
 class Examination:
-    """The questions of one document, with the receiver's behaviour over its own KV to compare with.
+    """The questions of one document, compared with the receiver's behaviour over its own KV.
 
-    `own` is the receiver's KV of the document, `answers` what it answers over that.
+    `own` is the receiver's KV of the document; `answers` are its answers over that KV.
     """
 
     def __init__(
@@ -89,32 +91,32 @@ class Examination:
         # The last token of an answer predicts nothing that counts.
         self._given = [(*it, *of[:-1]) for it, of in zip(suffixes, answers, strict=True)]
         self._lengths = torch.tensor([len(answer) for answer in answers])
-        # Of every answer token, in order: its question, its place in the answer, and the place in
-        # what is given that it is predicted from.
+        # For every answer token, in order: its question, its place in the answer, and the place in
+        # the fed tokens that predicts it.
         self._targets = torch.tensor([token for answer in answers for token in answer])
         self._question_of = torch.arange(len(answers)).repeat_interleave(self._lengths)
         self._place_in = torch.cat([torch.arange(it) for it in self._lengths])
         before = torch.tensor([len(it) - 1 for it in suffixes])
         self._place_of = before[self._question_of] + self._place_in
         self.qualities = [answerer.quality(self.document, i, it) for i, it in enumerate(answers)]
-        """Of the own answers."""
+        """Qualities of the receiver's own answers, by question."""
         self._own = self._streams([own], [(0,) * answerer.model.num_layers])[0]
 
     def examine(
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Scores by mixture, then by question; with qualities where answers are decoded.
+        """Return scores by mixture, then by question; with qualities if `is_decoded`.
 
-        Raises ConfigError where logits are not finite.
+        Raises ConfigError if logits are not finite.
         """
-        found = self._measure(self._streams(sources, mixtures))
-        if not found.isfinite().all():
+        result = self._measure(self._streams(sources, mixtures))
+        if not result.isfinite().all():
             raise ConfigError(
                 f"logits are not finite in {self._answerer.model.dtype} (question "
                 f"{self.document.questions[0].name}); use --dtype bfloat16, and where that does "
                 "not help look for broken weights"
             )
-        measured = found.tolist()
+        measured = result.tolist()
         questions = self.document.questions
         missing = [
             (i, question)
@@ -144,15 +146,16 @@ class Examination:
         ]
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
-        """`[mixtures, tokens, hidden]`: what the answers' tokens are predicted from."""
+        """Return `[mixtures, tokens, hidden]`: the residual streams that predict the answers'
+        tokens."""
         rows = self._answerer.room.rows
         streams = forced(self._answerer.model, sources, mixtures, self._given, rows)
         return torch.stack([stream[self._question_of, self._place_of] for stream in streams])
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """`[mixtures, 3, questions]`: means of KL over the tokens and of total variation over the
-        first ones; and the share of tokens that are not the most likely ones."""
+        """Return `[mixtures, 3, questions]`: mean KL over all tokens, mean total variation over the
+        first ones, and the share of tokens that are not the most likely."""
         model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]
         values = torch.empty(num_mixtures, 3, num_tokens)
@@ -165,8 +168,8 @@ class Examination:
                 kl = (likely * (expected - got)).sum(-1).clamp(min=0)
                 tv = ((likely - got.exp()).abs().sum(-1) / 2).clamp(max=1)
                 differs = (got.argmax(-1) != targets).float()
-                found = torch.stack([kl, tv, differs], 1).cpu()
-                values[part[:, None, None], torch.arange(3)[:, None], tokens] = found
+                parts = torch.stack([kl, tv, differs], 1).cpu()
+                values[part[:, None, None], torch.arange(3)[:, None], tokens] = parts
         values[:, 1, self._place_in >= FIRST_TOKENS] = 0
         sums = torch.zeros(num_mixtures, 3, len(lengths))
         sums.index_add_(2, self._question_of, values)

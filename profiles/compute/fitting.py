@@ -1,11 +1,12 @@
-"""Maps from the sender's E to the receiver's, fitted by least squares on sums over tokens.
+"""Fit maps from the sender's E to the receiver's by least squares on sums over tokens.
 
-    rows x    the sender's E at a layer            weight of a row: 1 / mean(x²), so that the few
-    target d  the receiver's E there minus x       tokens of huge activations do not decide alone
+    rows x    the sender's E at a layer
+    target d  the receiver's E at that layer, minus x
+    weight    1 / mean(x²) of each row, so that a few tokens of huge activations do not decide
 
-Sums over one part of the contexts fit, those over the others choose the penalty (ridge) and say how
-much a map explains; nothing of a token is kept. Two matrices of hidden × 2 hidden float32 a layer.
-A map is a whole matrix: on every real pair it explained more than those of lower rank.
+Sums over one part of the contexts fit the map. Sums over the other part choose the penalty (ridge)
+and say how much the map explains. Only sums are kept: hidden × 2 hidden float32, two per layer. A
+map is a whole matrix: on every real pair it explained more than maps of lower rank.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from cachetree.planning import EMap
 from profiles.compute.study import DocumentPasses
 
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
-"""Tried, relative to the mean variance of a column of E."""
+"""Penalties to try, relative to the mean variance of a column of E."""
 NUM_FITTED: Final = 36
-"""Contexts of each task that maps are fitted on."""
+"""Contexts of each task on which maps are fitted."""
 TRYING: Final = 4
-"""Every such context chooses the penalty."""
+"""One context of this many chooses the penalty; the others fit."""
 
 
 class Moments:
@@ -33,11 +34,11 @@ class Moments:
 
     def __init__(self, hidden: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(hidden + 1, 2 * hidden + 1, device=device)
-        """Of (x, 1)ᵀ (x, 1, d)."""
+        """Sum of (x, 1)ᵀ (x, 1, d)."""
         self._squares = 0.0
 
     def add(self, theirs: Tensor, ours: Tensor) -> None:
-        """E of the same tokens, `[..., tokens, hidden]`."""
+        """Add E of the same tokens, `[..., tokens, hidden]`."""
         x, y = (it.to(self._sums.device).float().flatten(0, -2) for it in (theirs, ours))
         weight = x.square().mean(1, keepdim=True).clamp(min=1e-12).rsqrt()
         rows = torch.cat([x * weight, weight, (y - x) * weight], 1)
@@ -51,13 +52,13 @@ class Moments:
 
     @property
     def distance(self) -> float:
-        """Mean square of d, with that of x being 1."""
+        """Mean square of d, divided by that of x."""
         hidden = self._sums.shape[0] - 1
         norm = float(self._sums[:hidden, :hidden].diagonal().sum())
         return self._squares / norm
 
     def solve(self, penalty: float) -> Correction:
-        """The map of this penalty."""
+        """Return the map fitted with this penalty."""
         sums = self._sums.double()
         hidden = sums.shape[0] - 1
         mean = sums[hidden] / sums[hidden, hidden]
@@ -68,19 +69,20 @@ class Moments:
         bias = mean[hidden + 1 :] - mean[:hidden] @ matrix
         return Correction(bias.float(), matrix.float().contiguous())
 
-    def explained(self, it: Correction) -> float:
-        """Share of the squared distance between the two E that a map of `solve` takes away."""
+    def explained(self, correction: Correction) -> float:
+        """Return the share of the squared distance between the two E that a map removes."""
         sums = self._sums.double()
         hidden = sums.shape[0] - 1
-        whole = torch.cat([it.matrix, it.bias[None]]).double()
+        whole = torch.cat([correction.matrix, correction.bias[None]]).double()
         x_x, x_d = sums[:, : hidden + 1], sums[:, hidden + 1 :]
         gained = 2 * (whole * x_d).sum() - (whole * (x_x @ whole)).sum()
         return float(gained) / self._squares if self._squares else 0.0
 
 
 def fit(first: Moments, second: Moments) -> tuple[Correction, float]:
-    """A map, and how much one explains on contexts on which it was not fitted: what the first
-    contexts give is tried on the second ones, which choose the penalty; the map is then of both."""
+    """Return a map and the share that it explains on contexts not used to fit it. Maps fitted on
+    the first contexts are tried on the second ones, which choose the penalty. The returned map is
+    fitted on both."""
     explained = {it: second.explained(first.solve(it)) for it in PENALTIES}
     best = max(PENALTIES, key=explained.__getitem__)
     return (first + second).solve(best), round(explained[best], 6)
@@ -92,8 +94,8 @@ def fit_maps(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[EMap, Correction]:
-    """For each layer, at which both E are kept, a map; none where it explains nothing, or too few
-    contexts came. They are taken one by one."""
+    """Return a map for each layer at which both E are kept. A layer has none if its map explains
+    nothing or if there were too few contexts. Contexts are taken one by one."""
     parts: dict[int, tuple[Moments, Moments]] = {}
     num_contexts = 0
     for passes in contexts:
@@ -103,10 +105,10 @@ def fit_maps(
             if layer not in parts:
                 parts[layer] = Moments(theirs.shape[-1], device), Moments(theirs.shape[-1], device)
             parts[layer][num_contexts % TRYING == 0].add(theirs, ours)
-    found = {}
+    maps = {}
     for layer, (first, second) in parts.items() if num_contexts >= TRYING else ():
         correction, explained = fit(first, second)
         if explained > 0:
             correction = correction.to("cpu", dtype)
-            found[correction.named(layer)] = correction
-    return found
+            maps[correction.named(layer)] = correction
+    return maps

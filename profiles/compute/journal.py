@@ -1,6 +1,7 @@
-"""What a run has measured so far, on disk, so that the same command goes on from there.
+"""Steps that a run has measured, on disk, so that the same command continues after them.
 
-One JSON line per step, written when the step is done. A line that a kill cut short is dropped.
+The file has one JSON line per step, written when the step is done. A line that a kill cut short is
+dropped.
 """
 
 from __future__ import annotations
@@ -20,49 +21,52 @@ from profiles.stats.measured import Score
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """One step: of one document of one split, something that needs prefix passes."""
+    """One step: something that needs prefix passes, for one document of one split."""
 
     split: str
     document: str
-    """Its key (`profiles.data.documents`)."""
+    """The document's key (`profiles.data.documents`)."""
     step: str
     passes: int
-    """Prefix passes that it took, those that an interruption made necessary again included."""
+    """Number of prefix passes that the step took, including passes repeated after an
+    interruption."""
     seconds: float
     answers: tuple[Tokens, ...] = ()
-    """The receiver's own, where the step made them."""
+    """The receiver's own answers, if the step made them."""
     own: tuple[float, ...] = ()
-    """Their quality."""
+    """Quality of the receiver's own answers."""
     sender: tuple[float, ...] = ()
-    """Quality of the sender's answers, likewise."""
+    """Quality of the sender's answers, if the step made them."""
     scores: tuple[tuple[Score, ...], ...] = ()
-    """By mixture in the step's order, then by question."""
+    """Scores by mixture in the step's order, then by question."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
-    """The cost model, which a run begins with."""
+    """The cost model; a run begins with it."""
 
     costs: CostModel
 
 
 class Journal:
-    """Entries by key, kept in a file that one run has alone. Raises ConfigError if another has."""
+    """Entries by key, kept in a file that one run owns. Raises ConfigError if another run owns
+    it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[tuple[str, str, str], Entry] = {}
         self.costs: CostModel | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(0o600)  # It has answers to a user's prompts.
+        path.touch(0o600)  # The file has answers to a user's prompts.
         self._file = path.open("ab")
         claim(self._file, "this measurement")
         self._read()
 
     @classmethod
     def beside(cls, out: Path, *decisive: object) -> Journal:
-        """Of what will be written to `out`, for a run of which those values decide everything.
+        """Open the journal for a file that will be written to `out`. `decisive` are all values that
+        the measurements depend on.
 
-        Scores are read by their place: where these are others, it is another journal.
+        Scores are read by their place in the steps, so other values need another journal.
         """
         named = decisive, Score.__struct_fields__
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]
@@ -72,12 +76,12 @@ class Journal:
         whole = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
-                found = msgspec.json.decode(line, type=Entry | Timed)
+                entry = msgspec.json.decode(line, type=Entry | Timed)
             except msgspec.DecodeError:
                 break
             if not line.endswith(b"\n"):
                 break
-            self._know(found)
+            self._know(entry)
             whole += len(line)
         with self._path.open("r+b") as file:
             file.truncate(whole)
@@ -86,20 +90,20 @@ class Journal:
         return self._entries.get((split, document, step))
 
     def documents(self, split: str) -> list[str]:
-        """Keys of those of which it has something, in the order in which they were measured."""
+        """Keys of the documents that have entries, in the order in which they were measured."""
         return [*dict.fromkeys(of for named, of, _ in self._entries if named == split)]
 
-    def put(self, found: Entry | Timed) -> None:
-        """Keep it; it is on disk when this returns."""
-        self._file.write(msgspec.json.encode(found) + b"\n")
+    def put(self, entry: Entry | Timed) -> None:
+        """Keep an entry; it is on disk when this returns."""
+        self._file.write(msgspec.json.encode(entry) + b"\n")
         self._file.flush()
-        self._know(found)
+        self._know(entry)
 
-    def _know(self, found: Entry | Timed) -> None:
-        if isinstance(found, Entry):
-            self._entries[found.split, found.document, found.step] = found
+    def _know(self, entry: Entry | Timed) -> None:
+        if isinstance(entry, Entry):
+            self._entries[entry.split, entry.document, entry.step] = entry
         else:
-            self.costs = found.costs
+            self.costs = entry.costs
 
     @property
     def num_passes(self) -> int:
@@ -113,14 +117,14 @@ class Journal:
         self._file.close()
 
     def remove(self) -> None:
-        """The run is complete: nothing of the journal is needed any more."""
+        """Delete the file: the run is complete, and nothing needs the journal any more."""
         self.close()
         self._path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def temporary_journal() -> Iterator[Journal]:
-    """For what is over soon: gone afterwards."""
+    """Return a journal that is deleted at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="droidspeak-profile-") as folder:
         journal = Journal(Path(folder) / "journal.jsonl")
         try:

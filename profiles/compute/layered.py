@@ -1,14 +1,14 @@
-"""A transformers decoder taken apart: any span of its layers, over any keys and values.
+"""A transformers decoder taken apart: run any span of its layers, over any keys and values.
 
-Works for models whose decoder layers are called like Llama's (`models.ARCHITECTURES`), without
-sliding windows, with SDPA attention, in any dtype and on any device. What is kept between calls
-lies in host memory, one tensor per layer; the rest lies on the model's device.
+It works for models whose decoder layers have the names of Llama's (`models.ARCHITECTURES`), without
+sliding windows, with SDPA attention, in any dtype and on any device. Results that outlast a call
+are in host memory, one tensor per layer; everything else is on the model's device.
 
-Attention sees, for every row of a batch:
+For every row of a batch, attention sees:
 
-    # [0, past)             keys and values that are given, shared by all rows   ┐
-    # [past, past + tail)   keys and values of the row's earlier tokens          ├ GrowingKV
-    # then                  the row's new tokens, causally                       ┘
+    # [0, past)             keys and values of the prefix, shared by all rows        ┐
+    # [past, past + tail)   keys and values of the row's earlier tokens              ├ GrowingKV
+    # then                  the row's new tokens, causally                           ┘
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""
 
 PrefixKV = Sequence[KV | None]
-"""KV of one prefix, layer by layer, one row each; None at layers that nobody may ask for."""
+"""KV of one prefix, layer by layer, one row each. A layer is None if no caller may read it."""
 
 HOST: Final = torch.device("cpu")
 
 ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Distance of logits relative to the largest, by which rounding alone may differ."""
+"""Largest difference of logits, relative to the largest logit, that rounding alone explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What one model computed for a prefix: KV of all layers, and E at those asked for.
+    """The result of one model's pass over a prefix: KV of all layers, and E at the requested ones.
 
     E is the residual stream entering a layer, `[1, tokens, hidden]`.
     """
@@ -51,21 +51,21 @@ class Prefix:
 class GrowingKV:
     """One layer's KV of rows: a past that all share, copied once, and room for their own tokens.
 
-    Attention reads it in place, so that a token costs no copy of what was there before. A token is
-    written where it is placed, over what was guessed for that place before.
+    Attention reads it in place, so a token costs no copy of earlier tokens. A new token overwrites
+    a guess that was at its place.
     """
 
     def __init__(self, past: KV, num_rows: int, room: int) -> None:
         self._whole = []
-        for it in past:
-            _, heads, num_tokens, size = it.shape
-            whole = it.new_empty(num_rows, heads, num_tokens + room + 1, size)
-            whole[:, :, :num_tokens] = it
-            whole[:, :, num_tokens:] = 0  # attention weighs with 0 what a row has not written
+        for tensor in past:
+            _, heads, num_tokens, size = tensor.shape
+            whole = tensor.new_empty(num_rows, heads, num_tokens + room + 1, size)
+            whole[:, :, :num_tokens] = tensor
+            whole[:, :, num_tokens:] = 0  # places not yet written weigh 0
             self._whole.append(whole)
 
     def begin(self, num_rows: int, placement: Placement) -> GrowingKV:
-        """New tokens of that many rows, at most as there are, are at this placement."""
+        """Prepare for the new tokens of `num_rows` rows, at most all rows, at this placement."""
         self._num_rows, self._placement = num_rows, placement
         return self
 
@@ -80,23 +80,24 @@ class GrowingKV:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where new tokens stand and what they see: the same in every layer of a forward."""
+    """Positions of new tokens and the tokens they attend to; the same in every layer of a
+    forward."""
 
     positions: Tensor
     columns: Tensor
-    """Where their keys and values go; those of padding to the end, which nobody reads."""
+    """Columns of their keys and values. Padding is in the last columns; no token reads those."""
     rotary: tuple[Tensor, Tensor]
     mask: Tensor
 
     def of_rows(self, rows: Tensor) -> Placement:
-        """Of some rows of a batch."""
+        """Return the placement of some rows of a batch."""
         cos, sin = self.rotary
         rotary = cos[rows], sin[rows]
         return Placement(self.positions[rows], self.columns[rows], rotary, self.mask[rows])
 
 
 class LayeredModel:
-    """Runs spans of a model's layers; never more than what is asked for."""
+    """Runs spans of a model's layers, and computes no more than the caller asks for."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
@@ -110,33 +111,34 @@ class LayeredModel:
             config.hidden_size // config.num_attention_heads
         )
         self.kv_bytes = 2 * kv_heads * head_dim * self.dtype.itemsize
-        """Of one token at one layer."""
+        """Bytes of KV of one token at one layer."""
         self.e_bytes = config.hidden_size * self.dtype.itemsize
-        """Of one token."""
+        """Bytes of E of one token."""
         of_layer = sum(it.numel() for it in self.layers[0].parameters())
         self.head_layers = model.get_input_embeddings().weight.numel() / of_layer
-        """What the head computes for a token, in times of a layer."""
+        """Compute of the head for one token, in layers."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """`[rows, tokens]` -> `[rows, tokens, hidden]`."""
+        """Embed `[rows, tokens]` as `[rows, tokens, hidden]`."""
         return self.model.get_input_embeddings()(ids.to(self.device))
 
     @torch.inference_mode()
     def prefix(self, ids: Sequence[int], e_layers: Collection[int]) -> Prefix:
-        """The model's own KV for a prefix."""
+        """Compute the model's own KV for a prefix, and its E at `e_layers`."""
         entering = self.embed(torch.tensor([list(ids)]))
         kv, e = self._run(entering, Span(0, self.num_layers), e_layers)
         return Prefix(tuple(kv.values()), e)
 
     @torch.inference_mode()
     def recompute(self, entering: Tensor, layers: Span) -> PrefixKV:
-        """KV of `layers` from the residual stream that enters the first, `[1, tokens, hidden]`."""
+        """Compute KV of `layers` from the residual stream that enters the first, `[1, tokens,
+        hidden]`."""
         kv, _ = self._run(entering.to(self.device), layers, ())
         return [kv.get(layer) for layer in range(self.num_layers)]
 
     @torch.inference_mode()
     def through(self, hidden: Tensor, layers: Iterable[int]) -> tuple[Tensor, list[KV]]:
-        """Full layers over a prefix, one after the other; their KV stays on the device."""
+        """Run full layers over a prefix, one after the other; their KV stays on the device."""
         positions, rotary = self._begin(hidden)
         made = []
         for layer in layers:
@@ -147,7 +149,7 @@ class LayeredModel:
 
     @torch.inference_mode()
     def kv_alone(self, hidden: Tensor, layer: int) -> KV:
-        """A layer's keys and values for a prefix, and nothing else of it; on the device."""
+        """Compute only a layer's keys and values for a prefix; they stay on the device."""
         cache = _OnlyKV()
         with contextlib.suppress(_Enough):
             self._call(layer, hidden, None, *self._begin(hidden), cache)
@@ -156,7 +158,7 @@ class LayeredModel:
     def _run(
         self, hidden: Tensor, layers: Span, e_layers: Collection[int]
     ) -> tuple[dict[int, KV], dict[int, Tensor]]:
-        """KV and E by layer. The last layer computes its keys and values only."""
+        """Return KV and E by layer. The last layer computes only its keys and values."""
         made, e = {}, {}
         for layer in layers:
             if layer in e_layers:
@@ -169,23 +171,24 @@ class LayeredModel:
         return made, e
 
     def _begin(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Positions of a whole prefix, and their rotation."""
+        """Return positions of a whole prefix, and their rotation."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         return positions, self._rotary(hidden, positions)
 
     @torch.inference_mode()
-    def blend(self, ids: Sequence[int], kept: Sequence[int], past: PrefixKV) -> list[KV]:
-        """KV of a prefix of which layer i recomputes `kept[i]` tokens, never more than the layer
-        before (CacheBlend, EuroSys '25, §4.3).
+    def blend(self, ids: Sequence[int], counts: Sequence[int], past: PrefixKV) -> list[KV]:
+        """Compute KV of a prefix of which layer i recomputes `counts[i]` tokens, never more than
+        layer i - 1 did (CacheBlend, EuroSys '25, §4.3).
 
-        Those stay whose KV differed most from `past` at the layer before; where nothing did, all
-        of them. Each attends to the recomputed ones and, for the others, to `past`.
+        A layer continues with the tokens that differed most from `past` at the layer before; with
+        all of them if none differed. Each attends to the recomputed tokens and, for all others, to
+        `past`.
         """
         hidden = self.embed(torch.tensor([list(ids)]))
         chosen = torch.arange(len(ids), device=self.device)
         deviation = torch.zeros(len(ids), device=self.device)
         made = []
-        for layer, num_kept in enumerate(kept):
+        for layer, num_kept in enumerate(counts):
             theirs = self.kv_of(past, layer)
             if num_kept < len(chosen) and (not num_kept or bool(deviation.any())):
                 most = deviation.topk(num_kept).indices.sort().values
@@ -197,21 +200,23 @@ class LayeredModel:
                 mask = self._additive(seen[None])
                 hidden = self._call(layer, hidden, mask, chosen[None], rotary, cache)
             ours = [it[:, :, chosen].float() for it in cache.kv]
-            given = [it[:, :, chosen].float() for it in theirs]
+            loaded = [it[:, :, chosen].float() for it in theirs]
             deviation = sum(
-                (a - b).square().sum((0, 1, 3)) for a, b in zip(ours, given, strict=True)
+                (a - b).square().sum((0, 1, 3)) for a, b in zip(ours, loaded, strict=True)
             )
             made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
         return made
 
-    def place(self, num_past: int, kept: Sequence[int], given: Sequence[int]) -> Placement:
-        """New tokens after a past that all rows share and what is kept of each row's own.
+    def place(self, num_past: int, num_kept: Sequence[int], num_new: Sequence[int]) -> Placement:
+        """Place new tokens behind a past that all rows share and behind each row's own kept tokens.
 
-        Of row i those are the first `given[i]`, after `kept[i]`; the others, up to the longest
-        row's, are padding, and nothing that counts depends on them.
+        Row i keeps `num_kept[i]` tokens and has `num_new[i]` new ones. Its other columns, up to the
+        longest row's, are padding; no result depends on them.
         """
-        first, length = (torch.tensor(it, device=self.device)[:, None] for it in (kept, given))
-        offsets = torch.arange(max(given), device=self.device)[None]
+        first, length = (
+            torch.tensor(it, device=self.device)[:, None] for it in (num_kept, num_new)
+        )
+        offsets = torch.arange(max(num_new), device=self.device)[None]
         is_token, places = offsets < length, num_past + first + offsets
         positions = places.where(is_token, 0)
         num_keys = num_past + int((first + length).max())
@@ -221,9 +226,9 @@ class LayeredModel:
         return Placement(positions, places.where(is_token, -1), rotary, self._additive(seen))
 
     def step(self, layer: int, hidden: Tensor, seen: GrowingKV, placement: Placement) -> Tensor:
-        """One layer over new tokens `[rows, new, hidden]`, whose KV `seen` keeps.
+        """Run one layer over new tokens `[rows, new, hidden]`, and store their KV in `seen`.
 
-        The placement is of these rows, or of one row that stands for all.
+        The placement has these rows, or one row that holds for all.
         """
         cache = seen.begin(len(hidden), placement)
         return self._call(
@@ -231,12 +236,12 @@ class LayeredModel:
         )
 
     def kv_of(self, source: PrefixKV, layer: int) -> KV:
-        """A source's KV on the model's device."""
+        """Return a source's KV of one layer on the model's device."""
         keys, values = source[layer]
         return keys.to(self.device), values.to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., hidden]` after the last layer -> `[..., vocabulary]` in float32."""
+        """Return `[..., vocabulary]` in float32 for `[..., hidden]` after the last layer."""
         return self.model.lm_head(self.model.model.norm(hidden)).float()
 
     def _call(
@@ -261,13 +266,14 @@ class LayeredModel:
         return self.model.model.rotary_emb(hidden, position_ids=positions)
 
     def _additive(self, seen: Tensor) -> Tensor:
-        """`[rows, queries, keys]` -> the mask for attention."""
+        """Return the attention mask for `[rows, queries, keys]`."""
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
 
 
 def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
-    """Compare with the model's own forward; ConfigError where this transformers runs it otherwise.
+    """Compare with the model's own forward; ConfigError if this transformers runs the model
+    otherwise.
 
     `ids` are at least two tokens.
     """
@@ -292,11 +298,11 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
 
 
 class _Enough(Exception):
-    """The keys and values are there; the rest of the layer is not needed."""
+    """Raised once keys and values exist; the rest of the layer is not needed."""
 
 
 class _Keep:
-    """A layer's cache that begins empty."""
+    """A layer's cache that begins empty and keeps what it gets."""
 
     kv: KV
 
@@ -312,7 +318,7 @@ class _OnlyKV(_Keep):
 
 
 class _Replace(_Keep):
-    """Some tokens of a whole prefix are new."""
+    """A layer's cache in which some tokens of a whole prefix are replaced."""
 
     def __init__(self, past: KV, chosen: Tensor) -> None:
         self.kv, self._chosen = past, chosen

@@ -1,13 +1,13 @@
-"""Every block of some contexts by KL, and any plan by the metric, of the training split or of the
-held-out one, and what one could do instead.
+"""Measure every block of some contexts by KL, and any plan by the metric. Works on the training
+split or the held-out one, and measures the alternatives to plans, too.
 
     for each context
-        the sender's pass: KV, and E at every layer at which something starts
-        the receiver's own pass ─► full prefill, full reuse, one layer reused, blocks [0, e)
-        for each start s > 0: the receiver's layers from s over the sender's E ─► blocks [s, e)
-        for each CacheBlend budget: its tokens at all layers
+      the sender's pass: KV, and E at every layer at which a block starts
+      the receiver's own pass ─► full prefill, full reuse, one layer reused, blocks [0, e)
+      for each start s > 0: the receiver's layers from s over the sender's E ─► blocks [s, e)
+      for each CacheBlend budget: its tokens at all layers
 
-At group 1, every block of a context takes L + 1 passes, whatever the number of blocks.
+At group 1, all blocks of a context take L + 1 passes together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from profiles.data.documents import Document, first_of_each_task
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
 NUM_SWEPT: Final = 12
-"""Contexts of each task that tell blocks apart by their KL. On two real pairs the best block of a
-size on any 12 of 24 contexts has 0.1 and 2 % more KL on all 24 than the one that is best there."""
+"""Contexts of each task whose KL tells blocks apart. Two real pairs were measured on 24
+contexts. The best block of a size on any 12 of them has 0.1 and 2 % more KL on all 24 than the
+best on all."""
 
 
 def sweep_steps(
     documents: Sequence[Document], blocks: Iterable[Span], num_layers: int, *, pruned: bool
 ) -> list[Step]:
-    """Each layer reused alone, and every block; by the metric too unless `pruned`."""
+    """Return the steps for each layer reused alone and for every block; by the metric, too, unless
+    `pruned`."""
     alone = [Candidate(alone=layer) for layer in range(num_layers)]
     return screening_steps(
         documents,
@@ -48,8 +50,8 @@ def screening_steps(
     pruned: bool,
     is_decoded: bool = False,
 ) -> list[Step]:
-    """Candidates on the documents that tell blocks apart; those that begin with the same E, which
-    are one after the other, take one pass."""
+    """Return the steps for candidates, on the documents that tell blocks apart. Neighbours that
+    begin with the same E take one pass."""
     begins = groupby(candidates, lambda it: (it.runs and it.runs[0].start, it.map_sha256))
     together = [tuple(same) for _, same in begins]
     return [
@@ -64,7 +66,7 @@ def judging_steps(
     candidates: Sequence[Candidate],
     num_layers: int,
 ) -> list[Step]:
-    """Candidates by the metric on all documents."""
+    """Return the steps that measure candidates by the metric on all documents."""
     together = batches(candidates, num_layers)
     return [Step(place, plans) for place in range(len(documents)) for plans in ((), *together)]
 
@@ -72,7 +74,7 @@ def judging_steps(
 def comparing_steps(
     documents: Sequence[Document], others: Sequence[Candidate], num_layers: int
 ) -> list[Step]:
-    """What the gate does not ask about, by the metric on some of the documents."""
+    """Return the steps for plans that the gate does not judge, by the metric on some documents."""
     shown = set(first_of_each_task(documents, NUM_SHOWN))
     return [it for it in judging_steps(documents, others, num_layers) if it.place in shown]
 
@@ -80,9 +82,9 @@ def comparing_steps(
 def measure(
     bench: Bench, split: str, documents: Sequence[Document], steps: Iterable[Step]
 ) -> Measured:
-    """Take the steps, which are document after document."""
+    """Take the steps, which are ordered by document."""
     references: list[Entry] = []
-    found: dict[Candidate, list[Sequence[Score]]] = {FULL_REUSE: []}
+    by_plan: dict[Candidate, list[Sequence[Score]]] = {FULL_REUSE: []}
     for place, of_document in groupby(steps, attrgetter("place")):
         asked = [*of_document]
         starts = {run.start for step in asked for it in step.plans for run in it.runs}
@@ -92,28 +94,30 @@ def measure(
             if not step.plans:
                 references.append(entry)
             for plan, scores in zip(step.plans or [FULL_REUSE], entry.scores, strict=True):
-                found.setdefault(plan, []).append(scores)
+                by_plan.setdefault(plan, []).append(scores)
     return Measured(
         sender=[entry.sender for entry in references],
         full_prefill=[entry.own for entry in references],
-        candidates=found,
+        candidates=by_plan,
     )
 
 
 def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
-    """Of the documents on which every block is measured: the first ones of each task, or all."""
+    """Places of the documents on which every block is measured: the first of each task; all unless
+    `pruned`."""
     return first_of_each_task(documents, NUM_SWEPT if pruned else len(documents))
 
 
 def batches(candidates: Iterable[Candidate], num_layers: int) -> list[tuple[Candidate, ...]]:
-    """As many together as need no more recomputed layers than the model has, nor are more."""
-    found: list[tuple[Candidate, ...]] = []
-    for it in candidates:
-        joined = (*found[-1], it) if found else (it,)
+    """Group candidates. A group recomputes at most as many layers as the model has, and has at most
+    as many candidates."""
+    groups: list[tuple[Candidate, ...]] = []
+    for candidate in candidates:
+        joined = (*groups[-1], candidate) if groups else (candidate,)
         made = sum(len(run) for run, _ in longest_runs(joined) if run.start)
         made += sum(num_layers for plan in joined if plan.share)
-        if found and max(made, len(joined)) <= num_layers:
-            found[-1] = joined
+        if groups and max(made, len(joined)) <= num_layers:
+            groups[-1] = joined
         else:
-            found.append((it,))
-    return found
+            groups.append((candidate,))
+    return groups

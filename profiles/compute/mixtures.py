@@ -1,7 +1,7 @@
-"""The receiver's forward over a question when each layer reads the KV of a source of its own.
+"""Run the receiver over a question while each layer reads the KV of its own source.
 
-A mixture says for every layer which source it reads: the sender's KV, the receiver's own, or what
-a recompute made. Mixtures that agree up to a layer share the work up to there:
+A mixture names a source for every layer: the sender's KV, the receiver's own, or a recompute's.
+Mixtures that agree up to a layer share the work up to that layer:
 
     layer      0  1  2  3  4  5
     [2, 4)     S  S  N  N  S  S     S  sender's       N  new, made from the sender's E at 2
@@ -21,7 +21,7 @@ from torch import Tensor
 from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 
 Mixture = tuple[int, ...]
-"""Per layer, the index of a source."""
+"""Index of a source for each layer."""
 
 
 @torch.inference_mode()
@@ -29,18 +29,18 @@ def forced(
     model: LayeredModel,
     sources: Sequence[PrefixKV],
     mixtures: Sequence[Mixture],
-    given: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
     max_rows: int,
 ) -> list[Tensor]:
-    """Run given texts over every mixture.
+    """Run texts over every mixture.
 
-    Returns for each mixture the residual stream after the last layer, `[texts, tokens, hidden]`,
-    of which what follows a text's own tokens does not count. At most `max_rows` texts go through a
-    layer at a time.
+    Returns for each mixture the residual stream after the last layer, `[texts, tokens, hidden]`.
+    Values behind a text's own tokens do not count. At most `max_rows` texts go through a layer at a
+    time.
     """
     num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)
-    placement = model.place(num_past, [0] * len(given), list(map(len, given)))
-    streams = [model.embed(_padded(given))]
+    placement = model.place(num_past, [0] * len(texts), list(map(len, texts)))
+    streams = [model.embed(_padded(texts))]
     num_rows, num_places = streams[0].shape[:2]
     at = [0] * len(mixtures)
     for layer in range(model.num_layers):
@@ -69,7 +69,7 @@ class Asked:
     mixture: Mixture
     suffix: tuple[int, ...]
     draft: tuple[int, ...] = ()
-    """What the answer may be. It changes no answer; what is right of it is had in one step."""
+    """A guess of the answer. It changes no answer; its right tokens take one step together."""
 
 
 def decode(
@@ -81,9 +81,9 @@ def decode(
     ends: frozenset[int],
     max_rows: int,
 ) -> list[list[int]]:
-    """Greedy answers, in order; the token that ends one is its last.
+    """Return greedy answers, in order. The last token of a complete answer is the one that ends it.
 
-    At most `max_rows` are decoded together, and have as many distributions at a time.
+    At most `max_rows` answers are decoded together, and as many distributions exist at a time.
     """
     answers: list[list[int]] = []
     for first in range(0, len(asked), max_rows):
@@ -94,7 +94,7 @@ def decode(
 
 
 class _Row:
-    """An answer, as far as it is known, and what the next step is given of it.
+    """An answer, as far as it is known, and the tokens that the next step runs for it.
 
     # given   known tokens that have not gone through the layers, then guesses from the draft
     """
@@ -103,14 +103,14 @@ class _Row:
         self.mixture, self.answer = asked.mixture, list[int]()
         self.given = [*asked.suffix, *asked.draft[: max_new - 1]]
         self.num_known = len(asked.suffix)
-        """Of those that are given; the others are guesses."""
+        """Number of tokens in `given` that are known; the others are guesses."""
         self.num_kept = 0
-        """Tokens that have gone through the layers and are right."""
+        """Number of tokens that have gone through the layers and are right."""
         self.most = len(asked.suffix) + max_new
         self._draft, self._place, self._max_new, self._ends = asked.draft, 0, max_new, ends
 
     def take(self, chosen: Sequence[int]) -> None:
-        """The most likely tokens after the last known one and after each guess."""
+        """Accept the most likely tokens after the last known token and after each guess."""
         guessed = [*self.given[self.num_known :], None]
         right = 0
         for token, guess in zip(chosen, guessed, strict=True):
@@ -122,10 +122,11 @@ class _Row:
                 break
             right += 1
         self.num_kept += self.num_known + right
-        # The draft goes on behind the token nearest to where it was, or behind that place.
+        # The draft continues behind its nearest equal token, or behind its old place if it has
+        # none.
         place, last = self._place + right, self.answer[-1]
-        found = [i for i, it in enumerate(self._draft) if it == last]
-        self._place = min(found, key=lambda i: abs(i - place), default=place) + 1
+        places = [i for i, it in enumerate(self._draft) if it == last]
+        self._place = min(places, key=lambda i: abs(i - place), default=place) + 1
         most = min(2 * right + 1, self._max_new - len(self.answer) - 1)
         self.given = [self.answer[-1], *self._draft[self._place :][:most]]
         self.num_known = 1
@@ -135,11 +136,11 @@ class _Row:
 def _decode(
     model: LayeredModel, sources: Sequence[PrefixKV], rows: Sequence[_Row], max_rows: int
 ) -> None:
-    """One batch, step by step."""
-    # By layer, rows by the source that they read.
+    """Decode one batch, step by step."""
+    # For each layer: the rows that read each source.
     readers: list[dict[int, list[int]]] = [{} for _ in range(model.num_layers)]
-    for index, it in enumerate(rows):
-        for by_source, source in zip(readers, it.mixture, strict=True):
+    for index, row in enumerate(rows):
+        for by_source, source in zip(readers, row.mixture, strict=True):
             by_source.setdefault(source, []).append(index)
     seen = {
         (layer, source): GrowingKV(
@@ -149,9 +150,9 @@ def _decode(
         for source, reading in by_source.items()
     }
     num_past = next(kv[0].shape[2] for kv in sources[rows[0].mixture[0]] if kv is not None)
-    while any(given := [len(row.given) for row in rows]):
+    while any(num_given := [len(row.given) for row in rows]):
         hidden = model.embed(_padded([row.given for row in rows]))
-        placement = model.place(num_past, [row.num_kept for row in rows], given)
+        placement = model.place(num_past, [row.num_kept for row in rows], num_given)
         for layer, by_source in enumerate(readers):
             leaving = torch.empty_like(hidden)
             for source, reading in by_source.items():
@@ -163,17 +164,19 @@ def _decode(
                 )
             hidden = leaving
         places = [
-            (i, place) for i, row in enumerate(rows) for place in range(row.num_known - 1, given[i])
+            (i, place)
+            for i, row in enumerate(rows)
+            for place in range(row.num_known - 1, num_given[i])
         ]
         ahead = torch.tensor(places, device=model.device).split(max_rows)
         chosen = [model.logits(hidden[it[:, 0], it[:, 1]]).argmax(-1).tolist() for it in ahead]
         tokens = iter(chain.from_iterable(chosen))
         for i, row in enumerate(rows):
             if row.given:
-                row.take(list(islice(tokens, given[i] - row.num_known + 1)))
+                row.take(list(islice(tokens, num_given[i] - row.num_known + 1)))
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """`[rows, tokens]`, padded behind."""
+    """Return `[rows, tokens]`, padded behind."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -1,9 +1,8 @@
-"""Load what the profiler runs: two models of one family, each possibly with a LoRA adapter.
+"""Load the profiler's models: two models of one family, each possibly with a LoRA adapter.
 
-Everything that makes a pair impossible is found before any weights are read, and said in one line.
+Everything that makes a pair impossible is found before any weights are read. The error is one line.
 
-SGLang names the release of transformers; what a newer one might do differently is found by
-`check_layers`.
+SGLang pins the release of transformers; `check_layers` finds what a newer release does differently.
 """
 
 from __future__ import annotations
@@ -50,25 +49,26 @@ ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
         *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"),
     )
 }
-"""The classes that a server reuses caches of."""
+"""Classes of models that a server can reuse caches of."""
 _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
-"""What servers compare in their handshake, as far as it is a property of the models."""
+"""Fields that servers compare in their handshake and that are properties of the models."""
 _BEGINS_AS_STATED: Final = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
-"""Tokenizers, fast ones too, at which SGLang goes by `add_bos_token`, true where not stated."""
+"""Tokenizers for which SGLang obeys `add_bos_token`, true if not stated; their fast variants,
+too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model is: a checkpoint folder, and the folder of a PEFT adapter on it if any."""
+    """The place of a model: a checkpoint folder, and the folder of a PEFT adapter on it, if any."""
 
     path: Path
     adapter: Path | None = None
 
     @property
     def name(self) -> str:
-        """For a person: of its last folder."""
+        """Name for people: the name of the last folder."""
         return (self.adapter or self.path).resolve().name
 
     def __str__(self) -> str:
@@ -99,11 +99,11 @@ class Supported:
     source: ModelSource
     identity: ModelIdentity
     config: PretrainedConfig
-    """As of unquantised weights."""
+    """The config as it would be for unquantised weights."""
     quantization: Quantization | None
 
     def read_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """The base's, in `dtype` where they are quantised."""
+        """Read the base's weights; quantised ones become `dtype`."""
         weights = read_weights(self.source.path)
         return matrices(weights, self.quantization, dtype) if self.quantization else weights
 
@@ -116,12 +116,11 @@ def load_pair(
     device: torch.device = HOST,
     sender_device: torch.device | None = None,
 ) -> Pair:
-    """Load both models in `dtype` on `device`, or the sender on one of its own; a base that they
-    share is read once.
+    """Load both models in `dtype` on `device`, or the sender on a device of its own. A base that
+    both share is read once.
 
     On the CPU the models may share tensors that no adapter touches: write to neither. Raises
-    ConfigError naming the field, its values and the remedy where one of the two is not supported
-    or they are no pair.
+    ConfigError with field, values and remedy if one model is not supported or they are no pair.
     """
     theirs, ours = look_at_pair(sender, receiver)
     differs_at = first_difference(
@@ -144,16 +143,16 @@ def load_pair(
 def load_model(
     source: ModelSource, *, dtype: torch.dtype = torch.float32, device: torch.device = HOST
 ) -> PreTrainedModel:
-    """The model in evaluation mode, its adapter merged in float64 and then cast.
+    """Load a model in evaluation mode, its adapter merged in float64 and then cast.
 
-    Raises ConfigError where it is not supported.
+    Raises ConfigError if the model is not supported.
     """
     model = look_at(source)
     return _build(model, model.read_weights(dtype), dtype, device)
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The base's: an adapter does not change which ids a text becomes."""
+    """Load the base's tokenizer: an adapter does not change which ids a text becomes."""
     try:
         return _tokenizer_of_server(source.path)
     except Exception as exc:  # tokenizers raises nothing narrower
@@ -164,14 +163,14 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported, Supported]:
-    """What `load_pair` finds, and raises, before it reads weights."""
-    found = look_at(sender), look_at(receiver)
-    _require_one_family(*found)
-    return found
+    """Check all that `load_pair` checks before it reads weights; raise the same errors."""
+    both = look_at(sender), look_at(receiver)
+    _require_one_family(*both)
+    return both
 
 
 def look_at(source: ModelSource) -> Supported:
-    """Everything that can be known without reading weights; raises ConfigError."""
+    """Return everything that can be known without reading weights; raises ConfigError."""
     _require_plain_folder(source.path)
     identity = read_model_identity(source.path, user_cache(), source.adapter)
     if identity.architecture not in ARCHITECTURES:
@@ -199,8 +198,9 @@ def look_at(source: ModelSource) -> Supported:
 
 
 def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
-    """As SGLang's `get_tokenizer` mends what transformers 5 makes of some folders: of another class
-    than they state, with parts that tokenizer.json does not have, without `add_bos_token`."""
+    """Mend a tokenizer as SGLang's `get_tokenizer` does. From some folders transformers 5 makes
+    another class than they state, ignores `add_bos_token`, or adds parts that tokenizer.json
+    lacks."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     file = path / "tokenizer_config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -223,7 +223,7 @@ def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _require_plain_folder(path: Path) -> None:
-    """With peft installed, transformers would apply an adapter that lies beside whole weights."""
+    """Refuse whole weights with an adapter beside them: with peft, transformers would apply it."""
     if not (path / ADAPTER_CONFIG).is_file():
         return
     if (path / "config.json").is_file():
@@ -240,7 +240,7 @@ def _require_plain_folder(path: Path) -> None:
 def require_plain_layers(file: Path, config: PretrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if window or kinds:  # Where there is none, Qwen2-MoE's config says 0.
+    if window or kinds:  # Qwen2-MoE's config says 0 if it has no window.
         raise ConfigError(
             f"{file} has sliding_window = {window} and layer_types {kinds}; only full attention is "
             "supported: where all prompts fit the window, state sliding_window as null"
@@ -268,7 +268,7 @@ def _require_one_family(theirs: Supported, ours: Supported) -> None:
 def _build(
     model: Supported, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A model of its base's weights, whose memory it may share, and of its adapter."""
+    """Build a model from its base's weights, which it may share, and from its adapter."""
     path, adapter = model.source.path, model.source.adapter
     if adapter is not None:
         weights = with_adapter(weights, adapter, dtype)

@@ -1,15 +1,15 @@
-"""AWQ, GPTQ and FP8 checkpoints as the matrices that they stand for.
+"""Read AWQ, GPTQ and FP8 checkpoints as the matrices that they encode.
 
     awq     qweight [in, out/8], qzeros [in/group, out/8], scales [in/group, out]
-            (q - z) s; a word has columns 0 2 4 6 1 3 5 7, from its lowest bits on
+          (q - z) s; a word has columns 0 2 4 6 1 3 5 7, from its lowest bits on
     gptq    qweight [in bits/32, out], qzeros [in/group, out bits/32], scales, g_idx [in]: groups,
-            in their order where it is missing
-            (q - z - 1) s; without the 1 where checkpoint_format is gptq_v2
+          in their order if it is missing
+          (q - z - 1) s; without the 1 if checkpoint_format is gptq_v2
     fp8     weight [out, in], weight_scale_inv of its blocks, or weight_scale of it or of its rows
-            w s
+          w s
 
-Kernels multiply by these very values. Those of FP8 round what they multiply as well, which is not
-done here.
+Kernels multiply by exactly these values. FP8 kernels also round the other factor; this module does
+not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _AWQ_COLUMNS: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def check_quantization(file: Path, quantization: Quantization) -> None:
-    """Raise ConfigError where the matrices of such a checkpoint are not known; reads none."""
+    """Raise ConfigError if this module cannot read the matrices of such a checkpoint. Reads no
+    weights."""
     method = quantization.get("quant_method")
     bits = quantization.get("bits")
     is_known = {
@@ -51,8 +52,8 @@ def check_quantization(file: Path, quantization: Quantization) -> None:
 def matrices(
     weights: Mapping[str, Tensor], quantization: Quantization, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint that passed `check_quantization`, its matrices in `dtype` and by
-    the names of unquantised ones."""
+    """Return all tensors of a checkpoint that passed `check_quantization`. Its matrices are in
+    `dtype` and have the names of unquantised ones."""
     if quantization["quant_method"] == "fp8":
         return _of_fp8(weights, quantization.get("weight_block_size"), dtype)
     to_matrix: Callable[..., Tensor] = _awq
@@ -93,7 +94,7 @@ def _gptq(
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """`[rows, words]` as `[rows, values]`, from the lowest bits of each word on."""
+    """Return `[rows, words]` as `[rows, values]`, from the lowest bits of each word on."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
@@ -110,6 +111,6 @@ def _of_fp8(
                 scale = scale.reshape(-1, 1)
             for dim, size in enumerate(block or ()):
                 scale = scale.repeat_interleave(size, dim)
-            rows, columns = weight.shape  # of the last blocks there may be less
+            rows, columns = weight.shape  # the last blocks may be smaller
             result[f"{module}.weight"] = (weight * scale.float()[:rows, :columns]).to(dtype)
     return result

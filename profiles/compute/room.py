@@ -3,16 +3,16 @@
 Beside the two models' weights it holds, for one document at a time,
 
     KV of the sender, of the receiver, of recomputes; E of the sender    host    by prefix length
-    what a layer makes of a whole prefix, attention masks                device  by prefix length
+    tensors of one layer over a whole prefix, attention masks            device  by prefix length
     the residual streams of all mixtures of one starting layer           device  by suffix length
     rows that go through a layer together, with their KV of all layers   device  sized to the rest
     distributions over the vocabulary                                    device  sized to the rest
-    sums that maps of E are fitted on, of all their layers               device  while they are
+    sums that maps of E are fitted on, for all their layers              device  during the fit
 
-Where the device is the host, one bound holds for both. All but the first are freed and made again,
-layer after layer, but freed memory is not at once the system's: glibc unmaps blocks from 32 MiB on,
-and smaller ones leave holes, into which the next, of other sizes, may not fit. As much again as
-what is freed is set aside for those.
+If the device is the host, one bound holds for both. All but the first are freed and made again,
+layer after layer. Freed memory is not at once the system's: glibc unmaps blocks from 32 MiB on, and
+smaller blocks leave holes that the next, of other sizes, may not fit into. So as many bytes as are
+freed are set aside for the holes.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from profiles.environment import free_memory_bytes
 
 GIB: Final = 1 << 30
 FREE_SHARE: Final = 0.8
-"""Of what is free that may be used where nothing is stated."""
+"""Share of the free memory that may be used if no bound is stated."""
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
-"""Sixteen blocks that are just not unmapped: more do not exist at a time in a layer."""
+"""Bytes of sixteen blocks just too small to be unmapped; a layer never has more at a time."""
 SOLVING: Final = 4
-"""What solving for one map takes, in float64, in times of its sums."""
+"""Memory for solving one map in float64, as a multiple of its sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much may be on the device at a time."""
+    """Largest batches that fit on the device."""
 
     rows: int
     """Rows that go through a layer together."""
     positions: int
-    """Tokens whose distributions over the vocabulary exist together."""
+    """Tokens that have distributions over the vocabulary at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,11 @@ class Bounds:
 
     host: int
     device: int | None = None
-    """None where the device is the host."""
+    """None if the device is the host."""
 
 
 def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.device) -> Bounds:
-    """What is stated, in GiB; where nothing is, most of what is free now."""
+    """Return the stated bounds, in GiB; a bound that is not stated is most of what is free now."""
     free = free_memory_bytes()
     host = int(FREE_SHARE * free if host_gb is None else host_gb * GIB)
     if device.type == "cpu":
@@ -78,21 +78,22 @@ class Sizes:
 
     num_layers: int
     kv: int
-    """Of a token at one layer."""
+    """Bytes of KV of one token at one layer."""
     e: int
-    """Of a token."""
+    """Bytes of E of one token."""
     attended: int
-    """Of a token's K and V as attention reads them: joined, and repeated for every query head."""
+    """Bytes of a token's K and V as attention reads them: joined, and repeated for every query
+    head."""
     inner: int
-    """Of a token inside a layer, where that is widest."""
+    """Bytes of a token inside a layer, at the widest point."""
     seen: int
-    """Of one key in one query's mask, while the mask is made."""
+    """Bytes of one key in one query's mask, while the mask is made."""
     distribution: int
-    """Of one distribution over the vocabulary, with what comparing it with another needs."""
+    """Bytes of one distribution over the vocabulary, and of comparing it with another."""
     choice: int
-    """Of one distribution from which the next token is chosen."""
+    """Bytes of one distribution from which the next token is chosen."""
     sums: int
-    """Of what one map of E is fitted on."""
+    """Bytes of the sums that one map of E is fitted on."""
 
     @classmethod
     def of(cls, model: LayeredModel) -> Sizes:
@@ -115,7 +116,8 @@ class Sizes:
 
 
 def _mlp(config: PretrainedConfig) -> int:
-    """Numbers of a token: gate, up and their product; with experts, of each that it goes to."""
+    """Count the numbers per token: gate, up and their product; with experts, for each active
+    expert."""
     num_experts = getattr(config, "num_experts_per_tok", None)
     if num_experts is None:
         return 3 * config.intermediate_size
@@ -123,7 +125,7 @@ def _mlp(config: PretrainedConfig) -> int:
 
 
 def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
-    """On the device, whatever the batches are."""
+    """Bytes on the device that do not depend on the sizes of batches."""
     num_prefix = len(document.prefix)
     num_rows, num_suffix = len(document.questions), longest_suffix(document)
     one_pass = num_prefix * (sizes.inner + sizes.attended)
@@ -134,7 +136,7 @@ def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
 
 
 def row_bytes(sizes: Sizes, document: Document) -> int:
-    """One row through one layer, and its KV of all layers while it is decoded."""
+    """Bytes of one row in one layer, and of its KV of all layers while it is decoded."""
     num_suffix = longest_suffix(document)
     num_tokens = len(document.prefix) + num_suffix
     mask = num_suffix * num_tokens * sizes.seen
@@ -151,13 +153,13 @@ def longest_suffix(document: Document) -> int:
 def make_room(
     sizes: Sizes, documents: Iterable[Document], num_mixtures: int, bounds: Bounds
 ) -> Room:
-    """Batch sizes for the largest of the documents; ConfigError where not even one row fits."""
+    """Return batch sizes for the largest document; ConfigError if not even one row fits."""
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
-        kept = _kept_bytes(sizes, document)
+        on_host = _kept_bytes(sizes, document)
         held, row = held_bytes(sizes, document, num_mixtures), row_bytes(sizes, document)
-        _require(kept, _least_bytes(sizes, document, num_mixtures), bounds, document)
-        spare = bounds.host - kept - held if bounds.device is None else bounds.device - held
+        _require(on_host, _least_bytes(sizes, document, num_mixtures), bounds, document)
+        spare = bounds.host - on_host - held if bounds.device is None else bounds.device - held
         usable = max(spare / 2, spare - MOST_HOLES)  # the rest is for the holes
         rows = min(rows, int(usable / row))
         positions = min(positions, int(usable / sizes.distribution))
@@ -165,18 +167,18 @@ def make_room(
 
 
 def most_needed(sizes: Sizes, documents: Iterable[Document]) -> int:
-    """Bytes of host and device that the largest of the documents needs beside weights."""
+    """Bytes of host and device that the largest document needs beside weights."""
     return max(_kept_bytes(sizes, it) + _least_bytes(sizes, it, 1) for it in documents)
 
 
 def _kept_bytes(sizes: Sizes, document: Document) -> int:
-    """On the host. Four: the sender's KV, the receiver's, and while judging a recompute beside a
-    CacheBlend."""
+    """Bytes on the host. Four times KV: the sender's, the receiver's and, during judging, those of
+    a recompute and of a CacheBlend."""
     return sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
 
 
 def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
-    """On the device, if rows and distributions go one by one."""
+    """Bytes on the device if rows and distributions go one by one."""
     most = max(row_bytes(sizes, document), sizes.distribution)
     return held_bytes(sizes, document, num_mixtures) + _with_holes(most)
 
@@ -184,21 +186,23 @@ def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
 def require_fitting(
     sizes: Sizes, documents: Iterable[Document], num_maps: int, bounds: Bounds
 ) -> None:
-    """ConfigError where what maps of E from so many layers are fitted on does not fit, beside KV
-    and E of both models for the longest of the documents."""
+    """Raise ConfigError if the data for fitting maps of E from so many layers do not fit. They need
+    KV and E of both models for the longest document, and the sums."""
     document = max(documents, key=lambda it: len(it.prefix))
-    kept = 2 * len(document.prefix) * (sizes.num_layers * sizes.kv + num_maps * sizes.e)
+    on_host = 2 * len(document.prefix) * (sizes.num_layers * sizes.kv + num_maps * sizes.e)
     held = num_maps * sizes.sums + _with_holes(SOLVING * sizes.sums)
     held += held_bytes(sizes, document, 0)
-    _require(kept, held, bounds, document, f", with maps of E from {num_maps} layers,")
+    _require(on_host, held, bounds, document, f", with maps of E from {num_maps} layers,")
 
 
-def _require(kept: int, held: int, bounds: Bounds, document: Document, fitting: str = "") -> None:
-    """That the host has room for what is kept, and the device for what is held."""
+def _require(
+    on_host: int, held: int, bounds: Bounds, document: Document, fitting: str = ""
+) -> None:
+    """Raise ConfigError unless the host has room for `on_host` bytes, and the device for `held`."""
     if bounds.device is None:
-        needs = [("max-memory-gb", kept + held, bounds.host)]
+        needs = [("max-memory-gb", on_host + held, bounds.host)]
     else:
-        needs = [("max-memory-gb", kept, bounds.host)]
+        needs = [("max-memory-gb", on_host, bounds.host)]
         needs += [("max-device-memory-gb", held, bounds.device)]
     for flag, needed, bound in needs:
         if needed > bound:
@@ -212,5 +216,5 @@ def _require(kept: int, held: int, bounds: Bounds, document: Document, fitting: 
 
 
 def _with_holes(num_bytes: int) -> int:
-    """Memory in use, and freed memory that stays the process's."""
+    """Bytes in use, and freed bytes that the process keeps."""
     return num_bytes + min(num_bytes, MOST_HOLES)

@@ -1,6 +1,7 @@
-"""One document: its KV and E, made when first asked for, and its questions over them, step by step.
+"""One document: its KV and E, made at the first use, and its questions over them, step by step.
 
-Every prefix pass is counted, and every step is kept in the journal."""
+Every prefix pass is counted, and every step is kept in the journal.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +28,16 @@ HELD_OUT: Final = "held_out"
 """Splits, as journals name them."""
 
 THEIRS: Final = 0
-"""PrefixKV in every mixture: the sender's KV."""
+"""Index of the sender's KV in every mixture."""
 OWN: Final = 1
-"""The receiver's own."""
+"""Index of the receiver's own KV."""
 FIRST_NEW: Final = 2
-"""What plans add comes after the two."""
+"""Index of the first source that plans add."""
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
-"""By how much the first filter of a blend keeps more tokens than the mean, and the last fewer."""
+"""Share by which the first filter of a blend keeps more tokens than the mean, and the last
+fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +50,18 @@ class Bench:
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     """Maps of E by digest, for plans that name one."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's own, by document; other pairs of the receiver may have asked for them."""
+    """The receiver's own answers, by document; another pair of the same receiver may have made
+    them."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
-    """Called after each step, with whether it was measured just now or found in the journal."""
+    """Called after each step, and told whether the step was measured now or read from the
+    journal."""
 
     @property
     def num_layers(self) -> int:
         return self.receiver.model.num_layers
 
     def judged(self, split: str, document: Document) -> Document:
-        """A document that was measured, with the answers that it is judged by."""
+        """Return a measured document with the answers that judge it."""
         references = self.journal.get(split, key_of(document), REFERENCES)
         return (
             document
@@ -68,15 +72,15 @@ class Bench:
 
 @dataclass
 class DocumentPasses:
-    """What sender and receiver compute for one prefix; all of it stays in host memory."""
+    """Passes of sender and receiver over one prefix. The results stay in host memory."""
 
     sender: LayeredModel
     receiver: LayeredModel
     ids: Sequence[int]
     e_layers: Collection[int]
-    """At which the sender's E is kept."""
+    """Layers at which the sender's E is kept."""
     own_e_layers: Collection[int] = ()
-    """At which the receiver's is."""
+    """Layers at which the receiver's E is kept."""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     """Maps of E by digest."""
     count: int = field(default=0, init=False)
@@ -89,16 +93,16 @@ class DocumentPasses:
 
     @property
     def own(self) -> tuple[KV, ...]:
-        """The receiver's KV: what a recompute of all layers from its own embeddings gives."""
+        """The receiver's KV: a recompute of all layers from its own embeddings."""
         return self._received.kv
 
     def e_of_both(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The sender's and the receiver's, at a layer at which both are kept."""
+        """The sender's E and the receiver's, at a layer at which both are kept."""
         return self._sent.e[layer], self._received.e[layer]
 
     def new(self, layers: Span, e_map: str = "") -> PrefixKV:
-        """The receiver's KV of `layers`, from the sender's E at the first, corrected by the map of
-        that digest if any; None elsewhere."""
+        """Compute the receiver's KV of `layers` from the sender's E at the first. The map with
+        digest `e_map`, if any, corrects that E. Other layers are None."""
         if layers.start == 0:
             return self.own
         e = self._sent.e[layers.start]
@@ -109,11 +113,11 @@ class DocumentPasses:
         return self.receiver.recompute(e, layers)
 
     def blend(self, share: float) -> PrefixKV:
-        """The sender's KV with tokens recomputed as CacheBlend does it, for a share of the compute
-        of a prefill."""
+        """Return the sender's KV with tokens recomputed as CacheBlend does it, for a share of a
+        prefill's compute."""
         self.count += 1
-        kept = tokens_kept(share, len(self.ids), self.receiver.num_layers)
-        return self.receiver.blend(self.ids, kept, self.theirs)
+        num_kept = tokens_kept(share, len(self.ids), self.receiver.num_layers)
+        return self.receiver.blend(self.ids, num_kept, self.theirs)
 
     @cached_property
     def _received(self) -> Prefix:
@@ -128,16 +132,16 @@ class DocumentPasses:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is measured of one document at a time."""
+    """A unit of measurement: some plans on one document."""
 
     place: int
-    """Of the document."""
+    """The document's place in its split."""
     plans: tuple[Candidate, ...] = ()
-    """Together: what they begin with in common is recomputed once. None for the first step of a
-    document: what both models answer by themselves, with which the others compare, and full
-    reuse."""
+    """Plans measured together: a beginning that they share is recomputed once. The first step of a
+    document has none. It measures both models' own answers, which the other steps compare with, and
+    full reuse."""
     is_decoded: bool = True
-    """Whether answers get a quality."""
+    """True if answers get a quality."""
 
     @property
     def name(self) -> str:
@@ -148,7 +152,7 @@ class Step:
 
 @dataclass
 class Study:
-    """Measures one document of one split. Nothing is computed that the journal has."""
+    """Measures one document of one split. It computes nothing that the journal has."""
 
     bench: Bench
     split: str
@@ -166,19 +170,19 @@ class Study:
         return DocumentPasses(*models, self.document.prefix, self.e_layers, corrections=maps)
 
     def measure(self, step: Step) -> Entry:
-        """What the journal has of it; where it has nothing, what is measured now."""
+        """Return the journal's entry for the step; measure it now if the journal has none."""
         journal = self.bench.journal
         entry = journal.get(self.split, self._key, step.name)
         if is_new := entry is None:
             began, before = time.monotonic(), self._passes.count
-            found = self._try(step) if step.plans else self._refer()
+            measured = self._try(step) if step.plans else self._refer()
             entry = Entry(
                 split=self.split,
                 document=self._key,
                 step=step.name,
                 passes=self._passes.count - before,
                 seconds=round(time.monotonic() - began, 4),
-                **found,
+                **measured,
             )
             journal.put(entry)
         self.bench.tick(entry, is_new)
@@ -219,36 +223,38 @@ class Study:
 
 
 def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
-    """Runs to recompute, with the digest of the map of their E, if any: of those that begin with
-    the same E the longest, from which the others are taken."""
+    """Return runs to recompute, each with the digest of the map of its E, if any. Of runs that
+    begin with the same E the longest is returned; the others are parts of it."""
     stops: dict[tuple[int, str], int] = {}
-    for it in plans:
-        for run in it.runs:
-            begin = run.start, it.map_sha256
+    for plan in plans:
+        for run in plan.runs:
+            begin = run.start, plan.map_sha256
             stops[begin] = max(run.stop, stops.get(begin, 0))
     return [(Span(start, stop), e_map) for (start, e_map), stop in stops.items()]
 
 
 def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
-    """Of plans whose sources are, from `FIRST_NEW` on, `longest_runs` and then every blend."""
+    """Return the mixtures of plans. From `FIRST_NEW` on the sources are `longest_runs`, then every
+    blend."""
     runs = [(run.start, e_map) for run, e_map in longest_runs(plans)]
     places = count(FIRST_NEW + len(runs))
     mixtures: list[Mixture] = []
-    for it in plans:
-        reads = [next(places) if it.share else THEIRS] * num_layers
-        if it.alone is not None:
+    for plan in plans:
+        reads = [next(places) if plan.share else THEIRS] * num_layers
+        if plan.alone is not None:
             reads = [OWN] * num_layers
-            reads[it.alone] = THEIRS
-        for run in it.runs:
-            source = FIRST_NEW + runs.index((run.start, it.map_sha256))
+            reads[plan.alone] = THEIRS
+        for run in plan.runs:
+            source = FIRST_NEW + runs.index((run.start, plan.map_sha256))
             reads[run.start : run.stop] = [source] * len(run)
         mixtures.append(tuple(reads))
     return mixtures
 
 
 def tokens_kept(share: float, num_tokens: int, num_layers: int) -> list[int]:
-    """Of each layer, for a share of all layers over all tokens: all at the first, and then ever
-    fewer, from a quarter more than the mean to a quarter less."""
+    """Return how many tokens each layer recomputes, for a share of all layers over all tokens. The
+    first layer recomputes all; later layers ever fewer, from a quarter above the mean to a quarter
+    below."""
     mean = max(0.0, share * num_layers - 1) / max(1, num_layers - 1)
     slope = min(FILTERED, (1 - mean) / mean) if mean else 0.0
     steps = [1 - 2 * i / max(1, num_layers - 2) for i in range(num_layers - 1)]
