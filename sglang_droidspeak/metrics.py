@@ -50,7 +50,7 @@ class Metrics:
         histogram = partial(Histogram, registry=registry)
         self.requests: Final[Counter] = counter(
             "droidspeak:requests",
-            "Requests by what became of them: reused, or why not",
+            "Requests by what became of them: reused, why not, or aborted",
             ["outcome"],
         )
         self.approximate: Final[Counter] = counter(

@@ -142,8 +142,9 @@ class Labels:
             if told.not_invoked:
                 self.metrics.not_invoked.inc()
             num_approximate = 0 if is_aborted else told.approximate_tokens
+            outcome = "aborted" if is_aborted else told.outcome
             self.metrics.count_outcome(
-                told.outcome, exact=told.exact or is_aborted, num_approximate=num_approximate
+                outcome, exact=told.exact or is_aborted, num_approximate=num_approximate
             )
             self._keep(req.rid, label)
             _write(req.rid, told)

@@ -223,13 +223,17 @@ def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts:
     assert counts.outcomes == {"aborted": 3}
 
 
-def test_what_was_read_before_the_end_is_what_it_says(labels: Labels, counts: Counts) -> None:
+def test_what_was_aborted_after_it_read_says_so_and_is_counted_as_aborted(
+    labels: Labels, counts: Counts
+) -> None:
     early, late = request(finished_reason=FINISH_ABORT()), request()
     labels.note(early, reused())
     labels.report([early, late])
     late.finished_reason = FINISH_LENGTH(length=8)
     labels.report([late])
-    assert counts.outcomes == {"reused": 1, "error": 1}, "nobody planned the second one"
+    of_early = told(early)
+    assert of_early and of_early.outcome == "reused"
+    assert counts.outcomes == {"aborted": 1, "error": 1}, "no plan was made for the second one"
 
 
 def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labels) -> None:
