@@ -1,18 +1,19 @@
-"""Merge a LoRA adapter, as PEFT writes it, into its base: the result is a model like any other.
+"""Merge a LoRA adapter, as PEFT writes it, into its base. The result is an ordinary model.
 
-What is merged, by the names in `adapter_model.safetensors`:
+Tensors are merged by their names in `adapter_model.safetensors`:
 
     MODULE.lora_A.weight, .lora_B.weight      MODULE.weight += alpha / r x B A
     MODULE.lora_embedding_A, _B               MODULE.weight += alpha / r x (B A) transposed
     MODULE.base_layer.weight                  the base's own, which PEFT saves beside the latter
 
-The names are those of the checkpoint's files, so the fused matrices of phi3 and the experts of
-mixtral (`block_sparse_moe.experts.0.w1`) are matrices like others. Refused is what SGLang serves
-otherwise: it applies alpha / r to every matrix and nothing else of an adapter's config. And changes
-of embeddings or head where the two are tied: PEFT itself computes something else there before it
-merges than after.
+The names are those of the checkpoint's files. So the fused matrices of phi3 and the experts of
+mixtral (`block_sparse_moe.experts.0.w1`) are merged like any other matrix.
 
-`fan_in_fan_out` speaks of transposed weights; no family here stores any, and PEFT ignores it then.
+Two kinds of adapters are refused. SGLang would serve the first differently: it applies alpha / r to
+every matrix, and ignores the rest of an adapter's config. The second changes embeddings or head if
+the two are tied: PEFT computes something else there before it merges than after.
+
+`fan_in_fan_out` is about transposed weights. No family here stores any, and PEFT then ignores it.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ _WITHOUT_EFFECT: Final = (
     *("megatron_config", "megatron_core", "peft_version", "qalora_group_size", "r", "revision"),
     *("target_modules", "task_type"),
 )
-"""Settings that say which tensors there are, or nothing once trained; and the two of the scale."""
+"""Settings that name the tensors, or that matter only in training; and the two of the scale."""
 _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # They leave the base as it was.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # These leave the base as it was.
 }
-"""Values of others that are as good as none."""
+"""Values of other settings that have no effect."""
 _REMEDY: Final = "merge it with peft (merge_and_unload), and profile and serve the result"
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an adapter's config decides its scale."""
+    """The fields of an adapter's config that decide its scale."""
 
     peft_type: str
     lora_alpha: float
@@ -66,7 +67,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(adapter: Path) -> LoraConfig:
-    """Raises ConfigError where it is broken, or SGLang would serve another model."""
+    """Read an adapter's config. Raises ConfigError if it is broken, or if SGLang would serve
+    another model."""
     file = adapter / ADAPTER_CONFIG
     try:
         raw = file.read_bytes()
@@ -88,7 +90,7 @@ def read_config(adapter: Path) -> LoraConfig:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder, whole or sharded; raises ConfigError."""
+    """Read all tensors of a checkpoint folder, whole or sharded; raises ConfigError."""
     return {name: t for file in weight_files(folder) for name, t in _load(file).items()}
 
 
@@ -102,7 +104,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 def with_adapter(
     base: Mapping[str, Tensor], adapter: Path, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The base's weights with the adapter in folder `adapter` merged, as `merged` says.
+    """Return the base's weights with the adapter in folder `adapter` merged, as `merged` describes.
 
     Raises ConfigError naming the adapter.
     """
@@ -120,18 +122,18 @@ def merged(
     config: LoraConfig,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The base's weights with an adapter's tensors merged: see the table above.
+    """Return the base's weights with an adapter's tensors merged: see the table above.
 
-    Sums are made in float64, so that every machine rounds them to the same bytes, and come in
-    `dtype`, or in that of the matrix; what the adapter does not touch is the base's own tensor.
-    Raises ConfigError where the two do not fit.
+    Sums are made in float64, so every machine rounds them to the same bytes. The results are in
+    `dtype`, or in the matrix's own. A tensor that the adapter does not touch is the base's own.
+    Raises ConfigError if the adapter does not fit the base.
     """
     result = dict(base)
     factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in adapter.items():
         name = key.removeprefix(_PREFIX)
-        if found := _FACTOR.fullmatch(name):
-            factors[found["module"]][found["part"]] = tensor
+        if match := _FACTOR.fullmatch(name):
+            factors[match["module"]][match["part"]] = tensor
         else:
             name = name.replace(".base_layer.", ".")
             _require_fitting(base, name, tensor.shape)
@@ -152,9 +154,9 @@ def merged(
 
 
 def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """A and B of a matrix of `[out, in]`: `[rank, in]` and `[out, rank]`."""
+    """Return A and B of a matrix of `[out, in]`: `[rank, in]` and `[out, rank]`."""
     try:
-        if "embedding_A" in parts:  # such a matrix is [tokens, hidden], B A the reverse
+        if "embedding_A" in parts:  # such a matrix is [tokens, hidden], and B A its transpose
             return parts["embedding_B"].T, parts["embedding_A"].T
         return parts["A.weight"], parts["B.weight"]
     except KeyError as exc:
@@ -162,7 +164,7 @@ def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -> None:
-    """Raise ConfigError where the base has no tensor of this name and shape of its own."""
+    """Raise ConfigError unless the base has its own tensor of this name and shape."""
     if name in (_HEAD, _EMBEDDINGS) and (
         _HEAD not in base or (_EMBEDDINGS in base and torch.equal(base[_HEAD], base[_EMBEDDINGS]))
     ):

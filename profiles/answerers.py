@@ -1,4 +1,5 @@
-"""Models that answer questions: in batches that fit, timed, and a smaller one to compare with."""
+"""Models that answer questions, in batches that fit; their timing; a smaller model to compare
+with."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def answerers(
     host_gb: float | None = None,
     device_gb: float | None = None,
 ) -> tuple[Answerer, Answerer]:
-    """Sender and receiver, with batches that fit into the memory that is stated, or there."""
+    """Return sender and receiver, with batches that fit into the stated memory, or into free
+    memory."""
     stated = pair.tokenizer, documents, pair.num_layers, (host_gb, device_gb)
     return answerer_of(pair.sender, *stated), answerer_of(pair.receiver, *stated)
 
@@ -41,8 +43,8 @@ def answerer_of(
     num_mixtures: int = 1,
     memory_gb: tuple[float | None, float | None] = (None, None),
 ) -> Answerer:
-    """A model that answers over so many mixtures at a time; those memories are the host's and the
-    device's."""
+    """Return a model that answers over `num_mixtures` mixtures at a time. `memory_gb` is for the
+    host and the device."""
     layered, first = LayeredModel(model), documents[0]
     sample = *first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS]
     check_layers(layered, sample)
@@ -58,8 +60,8 @@ def time_costs(
     settings: Settings,
     console: Console,
 ) -> CostModel:
-    """The cost model at the lengths of these documents; raises ConfigError if it is not good
-    enough. A budget of 0 seconds takes any."""
+    """Return the cost model at the lengths of these documents; raises ConfigError if it is not good
+    enough. With a budget of 0 seconds any cost model is good enough."""
     positions = model.model.config.max_position_embeddings
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
@@ -95,7 +97,7 @@ def measure_small(
     costs: CostModel,
     console: Console,
 ) -> Baseline:
-    """A smaller model's answers to these documents' questions, the held-out ones, by full prefill;
+    """Measure a smaller model's answers to these documents' held-out questions, by full prefill.
     `costs` are the receiver's."""
     source, device = ModelSource(path=settings.small), choose_device(settings.device)
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
@@ -122,8 +124,12 @@ def measure_small(
 
 
 def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer."""
+    """Return the tokens that end an answer."""
     ends = {tokenizer.eos_token_id}
-    for it in (model.config, model.generation_config):
-        ends |= {*it.eos_token_id} if isinstance(it.eos_token_id, list) else {it.eos_token_id}
+    for config in (model.config, model.generation_config):
+        ends |= (
+            {*config.eos_token_id}
+            if isinstance(config.eos_token_id, list)
+            else {config.eos_token_id}
+        )
     return frozenset(ends - {None})

@@ -1,4 +1,4 @@
-"""`droidspeak profile`: from a pair and data to a profile, and pictures of one."""
+"""`droidspeak profile`: makes a profile from a pair and data, and draws pictures of one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 FAILED_GATE: Final = 3
 """Exit status: everything worked, and the verdict is that the pair may not be reused."""
 UNDECIDED: Final = 4
-"""Likewise, and the data are too few to show that a verdict holds."""
+"""Exit status: everything worked, but the data are too few to show that a verdict holds."""
 
 AnySettings = TypeVar("AnySettings", Settings, DistillSettings)
 
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
-"""The folders of an absolute path, which say nothing on another machine."""
+"""The folders of an absolute path; another machine does not have them."""
 
 _VERDICT: Final = (
     *("passed", "reason", "controls", "recommended", "blocks", "first_difference", "metric"),
@@ -38,20 +38,20 @@ _VERDICT: Final = (
 
 
 class _Actions(argparse._SubParsersAction):
-    """Refuses flags before the action: argparse would forget them for the action's own."""
+    """Refuses flags before the action: argparse would take the action's defaults instead."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any
     ) -> None:
-        actions = reversed(parser._actions)  # Of two flags of one value the first is named.
+        actions = reversed(parser._actions)  # If two flags have one value, the first is named.
         flags = {it.dest: it.option_strings for it in actions if it.option_strings}
         stated = (name for name, it in vars(namespace).items() if it is not None)
-        given = [flags[it][0] for it in stated if it in flags]
+        misplaced = [flags[it][0] for it in stated if it in flags]
         known = self.choices[values[0]]._option_string_actions if values[0] in self.choices else ()
-        if unknown := [it for it in given if known and it not in known]:
+        if unknown := [it for it in misplaced if known and it not in known]:
             parser.error(f"{values[0]} has no {', '.join(unknown)}; leave it out")
-        if given:
-            parser.error(f"give {', '.join(given)} after {values[0]}")
+        if misplaced:
+            parser.error(f"give {', '.join(misplaced)} after {values[0]}")
         super().__call__(parser, namespace, values)
 
 
@@ -198,25 +198,28 @@ def _verdict_of(profile: MeasuredProfile) -> dict[str, object]:
 def _verify(args: argparse.Namespace) -> int:
     if is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
         return 2
-    found = _again(args, is_json=args.json).verify()
+    result = _again(args, is_json=args.json).verify()
     if args.json:
-        show_json(found)
+        show_json(result)
     else:
-        _say(found)
-    return {True: 0, False: FAILED_GATE, None: UNDECIDED}[found.holds]
+        _say(result)
+    return {True: 0, False: FAILED_GATE, None: UNDECIDED}[result.holds]
 
 
 def _calibrate(args: argparse.Namespace) -> int:
     if is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
         return 2
     try:
-        found = _again(args).calibrate()
+        calibrated = _again(args).calibrate()
     except KeyboardInterrupt:
         complain("droidspeak", "interrupted; the same command goes on from here")
         return 130
-    for it in found.blocks:
-        if it.tv_bound is not None:
-            show(f"[{it.start}, {it.stop}): within {it.tv_bound:.3f} of full prefill on average")
+    for block in calibrated.blocks:
+        if block.tv_bound is not None:
+            show(
+                f"[{block.start}, {block.stop}): within {block.tv_bound:.3f} of full prefill "
+                "on average"
+            )
     return 0
 
 
@@ -233,44 +236,45 @@ def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
 
 
 def is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
-    """Whether an argument is, which is then said."""
+    """Say which of the required arguments is missing; return whether one is."""
     missing = [f"--{name}" for name in names if not getattr(args, name)]
     if missing:
         complain("droidspeak", f"{command} needs {', '.join(missing)}")
     return bool(missing)
 
 
-def _say(found: Verification) -> None:
+def _say(verification: Verification) -> None:
     from profiles.stats.gate import finding
 
-    split = found.split
+    split = verification.split
     show(f"{split.num_questions} questions about {split.num_contexts} contexts")
     show(f"full prefill {split.full_prefill.mean:.3f}, full reuse {split.full_reuse.mean:.3f}")
-    for plan in found.plans:
+    for plan in verification.plans:
         show(finding(plan, split))
-    show(found.reason)
-    if found.holds is None:
+    show(verification.reason)
+    if verification.holds is None:
         show("these data cannot show whether the profile's verdict holds")
     else:
-        show(f"the profile's verdict {'holds' if found.holds else 'does not hold'}")
+        show(f"the profile's verdict {'holds' if verification.holds else 'does not hold'}")
 
 
 def settings_of(
     args: argparse.Namespace, defaults: Mapping[str, Any], of: type[AnySettings]
 ) -> AnySettings:
-    """Settings of a class: what the arguments say, and otherwise the defaults."""
-    given = {
+    """Make settings of a class from the arguments; defaults stand in for the rest."""
+    stated = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
         if name in of.__dataclass_fields__ and value is not None
     }
     command = shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])])
-    return of(**{**defaults, **given, "command": command})
+    return of(**{**defaults, **stated, "command": command})
 
 
 def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:
-    """Settings with which a profile was made; those of its template only for that one."""
+    """Return the settings that made a profile. Settings of its template are returned only for that
+    template."""
     made = profile.made
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
-    found: dict[str, Any] = {it: getattr(made, it) for it in names}
-    return found | asdict(made.options) if args.template is None else found
+    settings: dict[str, Any] = {it: getattr(made, it) for it in names}
+    return settings | asdict(made.options) if args.template is None else settings

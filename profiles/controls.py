@@ -1,11 +1,11 @@
-"""Controls: what full prefill still answers without the document, and with another one.
+"""Controls: what full prefill still answers without the document, and with another document.
 
 Questions that need no document prove nothing: whatever KV is loaded, their answers stay right.
 
-    no document       the prompt without its context
-    other document    the context of the task's next document in its place
-    in two parts      if answers are compared with full prefill's own: the same prompt, cut at
-                      another place. Sums are rounded otherwise, which turns near ties
+    no document     the prompt without its context
+    other document  the context of the task's next document in its place
+    in two parts    if answers are compared with full prefill's own: the same prompt, cut at
+                  another place. Sums are rounded differently, which turns near ties
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from profiles.progress import shown
 from profiles.stats.measured import Qualities, mean_of
 
 NUM_CONTROLLED: Final = 24
-"""Held-out contexts of each task that controls are measured on, at most."""
+"""Most held-out contexts of each task that controls are measured on."""
 
 
 def measure_controls(
@@ -36,13 +36,13 @@ def measure_controls(
     costs: CostModel,
     console: Console,
 ) -> dict[Task, Controls]:
-    """Controls of each task that has two documents or more, on its first ones. If the metric
-    compares with full prefill's own answers, the bench has measured the documents."""
+    """Measure controls on the first documents of each task that has at least two. If the metric
+    compares with full prefill's own answers, the bench has measured the documents before."""
     receiver = bench.receiver
     tasks = {task: places for task, places in by_task(documents).items() if len(places) > 1}
     sampled = [it for places in tasks.values() for it in places[:NUM_CONTROLLED]]
     seconds = {it: costs.full_prefill_s(len(documents[it].prefix), 0) for it in sampled}
-    found = {}
+    controls = {}
     with shown(console, "controls", sum(seconds.values())) as done:
         for task, places in tasks.items():
             sample, bare, swapped, cut = places[:NUM_CONTROLLED], [], [], []
@@ -53,34 +53,34 @@ def measure_controls(
                 if task.metric is Metric.SAME:
                     cut.append(_qualities(receiver, in_two_parts(asked)))
                 done(seconds[place])
-            found[task] = Controls(
+            controls[task] = Controls(
                 num_contexts=len(sample),
                 full_prefill=mean_of([full_prefill[it] for it in sample]),
                 no_document=mean_of(bare),
                 other_document=mean_of(swapped),
                 in_two_parts=mean_of(cut) if cut else None,
             )
-    return found
+    return controls
 
 
 def without(document: Document) -> Iterator[Document]:
-    """Each question with what the template has before and after the context."""
-    for it in document.questions:
-        ids = *document.prefix[: document.opening], *it.suffix[document.tail :]
+    """Yield each question, with the parts of the template before and after the context."""
+    for asked in document.questions:
+        ids = *document.prefix[: document.opening], *asked.suffix[document.tail :]
         begin = min(max(1, document.opening), len(ids) - 1)
-        question = replace(it, suffix=ids[begin:])
+        question = replace(asked, suffix=ids[begin:])
         yield replace(document, prefix=ids[:begin], questions=(question,))
 
 
 def with_context_of(other: Document, document: Document) -> Document:
-    """A document's questions about another one's context."""
+    """Return a document's questions with the context of another document."""
     end = other.questions[0].suffix[: other.tail]
     questions = (replace(it, suffix=end + it.suffix[document.tail :]) for it in document.questions)
     return replace(document, prefix=other.prefix, questions=tuple(questions))
 
 
 def in_two_parts(document: Document) -> Document:
-    """The first question, with the second half of the prefix in its suffix."""
+    """Return the first question, with the second half of the prefix in its suffix."""
     half, first = len(document.prefix) // 2, document.questions[0]
     question = replace(first, suffix=document.prefix[half:] + first.suffix)
     return replace(document, prefix=document.prefix[:half], questions=(question,))

@@ -1,20 +1,20 @@
-"""What a receiver's parts cost on its device: timed, fitted, and held against whole plans.
+"""Costs of a receiver's parts on its device: timed, fitted, and compared with times of whole plans.
 
 Physics, with n prefix and m suffix tokens:
 
-    full layer over the prefix   a call, matrix products (n), causal attention (n²)
-    K and V alone of a layer     a pass's rotation, then norm and projections (n)
-    suffix, all layers and head  the weights read once, products (m), attention to the past (m n)
-    load                         a copy's start, and bytes at the bandwidth of host to device
+    full layer over the prefix    a call, matrix products (n), causal attention (n²)
+    K and V alone of a layer      a pass's rotation, then norm and projections (n)
+    suffix, all layers and head   the weights read once, products (m), attention to the past (m n)
+    load                          a copy's start, and bytes at the bandwidth of host to device
 
-Others on the device make times longer, never shorter: a thread of a parallel product that waits
-for its core holds all of them up. So everything is timed in turns, to and fro through the list
-until the budget is spent, and its fastest turn stands for it. The first turn warms up and is no
-exception. Parts and whole plans take their turns together, so that a slow hour is slow for both;
-no plan's time enters the fit.
+Other work on the device makes times longer, never shorter: in a parallel product, one thread that
+waits for its core delays all others. So everything is timed in turns, forwards and backwards
+through the list, until the budget is spent. The fastest turn counts. The first turn warms up and
+counts like the others. Parts and whole plans take turns together, so a slow hour is slow for both.
+No plan's time enters the fit.
 
-Loads copy into buffers that exist, page-locked on the host's side where there is a GPU: servers do.
-On a CPU, where nothing needs to be copied to a device, a load is a copy within the host's memory.
+Loads copy into buffers that exist already, page-locked on the host if there is a GPU, as in
+servers. On a CPU nothing needs to be copied to a device; there a load is a copy within the host.
 """
 
 from __future__ import annotations
@@ -39,34 +39,35 @@ from profiles.compute.mixtures import Asked, decode
 from profiles.evidence import CostModel, HeldOutTime
 
 Timer = Callable[[], float]
-"""Seconds since some moment."""
+"""Returns seconds since a fixed moment."""
 
 FITTED: Final = (4.0, 3.0, 2.0, 1.0, 0.0)
 HELD_OUT: Final = (2.5, 1.5, 0.5)
-"""The longest length halved so often. Nothing is judged beside the shortest: that one is there for
-the constants."""
+"""Times that the longest length is halved for each held-out length. None is near the shortest
+length, which is there for the constants."""
 LEAST_TOP: Final = 512
-"""Tokens; if even the longest is shorter, its time says more of calls than of tokens."""
+"""Tokens. If even the longest length is shorter, its time is mostly calls, not tokens."""
 SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
 MOST_FITS: Final = 3
-"""Median errors of a fit above which everything is timed again, or no profile is made."""
+"""Largest median error of a fit. Above the first everything is timed again; above the second no
+profile is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Turns in which everything is timed once."""
+    """Number and time of turns; each turn times everything once."""
 
     least: int = 2
     most: int = 32
     budget_s: float = 60.0
-    """No turn starts later, but for the least."""
+    """Seconds after which no turn starts, except the least number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something to time; its seconds are expected to be `terms` times the coefficients."""
+    """Something to time; its seconds should be `terms` times the coefficients."""
 
     terms: tuple[float, ...]
     run: Callable[[], object]
@@ -75,11 +76,11 @@ class Part:
 def choose_lengths(
     max_prefix_tokens: int, max_positions: int, page_size: int, role: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prefix lengths to fit on, and others between them to be judged on; both ascending.
+    """Return prefix lengths to fit on, and held-out lengths between them; both ascending.
 
-    The longest prefix of the data and its halves, in whole pages where these are fine enough.
-    `max_positions` is what a model has beside questions. Raises ConfigError where that is too
-    little to be timed, naming the model by its role.
+    The lengths are the longest prefix of the data and its halves, in whole pages if these are fine
+    enough. `max_positions` is the model's positions minus those for questions. Raises ConfigError
+    naming the model by its role if the prefix is too short to be timed.
     """
     top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
     unit = page_size
@@ -108,10 +109,10 @@ def measure_costs(
     repeats: Repeats,
     timer: Timer = time.perf_counter,
 ) -> CostModel:
-    """Time the model's parts at `lengths`, fit them, and judge that on plans at other lengths.
+    """Time the model's parts at `lengths`, fit them, and judge the fit on plans at other lengths.
 
-    Values are random and do not matter; the threads and the device are those that are set. Takes
-    twice the KV of the longest prefix in memory. `progress` gets the share that is done, up to 1.
+    Values are random and do not matter. Threads and device are used as they are set. It takes twice
+    the KV of the longest prefix in memory. `progress` gets the finished share, up to 1.
     """
     receiver = TimedReceiver(model, max(*lengths, *held_out_lengths), num_suffix)
     groups = [
@@ -129,9 +130,9 @@ def measure_costs(
     times = iter(time_in_turns(works, repeats, progress, now))
     fits = [fit([part.terms for part in group], [next(times) for _ in group]) for group in groups]
     # The fields of a cost model begin with these, in this order.
-    found = dict(zip(CostModel.__struct_fields__, chain.from_iterable(fits), strict=False))
+    coefficients = dict(zip(CostModel.__struct_fields__, chain.from_iterable(fits), strict=False))
     costs = CostModel(
-        **found,
+        **coefficients,
         kv_bytes=model.kv_bytes,
         e_bytes=model.e_bytes,
         num_layers=model.num_layers,
@@ -154,17 +155,17 @@ def measure_costs(
 
 
 def trusted(measure: Callable[[], CostModel], role: str) -> CostModel:
-    """The best of up to `MOST_FITS` fits; the first one below `RETIMED` is good enough.
+    """Return the best of up to `MOST_FITS` fits; the first one below `RETIMED` is good enough.
 
     Raises ConfigError, naming the model by its role, if even the best is above `REFUSED`.
     """
-    found = [measure()]
-    while found[-1].error > RETIMED and len(found) < MOST_FITS:
-        found.append(measure())
-    best = min(found, key=lambda it: it.error)
+    fits = [measure()]
+    while fits[-1].error > RETIMED and len(fits) < MOST_FITS:
+        fits.append(measure())
+    best = min(fits, key=lambda it: it.error)
     if best.error > REFUSED:
         raise ConfigError(
-            f"times of the {role} cannot be predicted: the best of {len(found)} fits is wrong by "
+            f"times of the {role} cannot be predicted: the best of {len(fits)} fits is wrong by "
             f"{best.error:.0%} (median), and {REFUSED:.0%} is accepted; run it where nothing else "
             "runs, or give more --timing-seconds"
         )
@@ -172,7 +173,8 @@ def trusted(measure: Callable[[], CostModel], role: str) -> CostModel:
 
 
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients >= 0 of the least sum of squared relative errors of `terms @ coefficients`.
+    """Return the coefficients >= 0 with the least sum of squared relative errors of `terms @
+    coefficients`.
 
     Terms and times are positive.
     """
@@ -188,7 +190,7 @@ def time_in_turns(
     progress: Callable[[float], None],
     now: Timer,
 ) -> list[float]:
-    """Seconds that each takes, in its fastest turn."""
+    """Return the seconds of each work in its fastest turn."""
     fastest = [math.inf] * len(works)
     order = list(range(len(works)))
     began_s = now()
@@ -209,7 +211,7 @@ def time_in_turns(
 
 
 def _plans(num_layers: int) -> list[Span]:
-    """Full prefill, full reuse, and blocks of other starts and sizes."""
+    """Return full prefill, full reuse, and blocks with other starts and sizes."""
     half, third, quarter = num_layers // 2, num_layers // 3, num_layers // 4
     blocks = (
         Span(0, num_layers),
@@ -222,7 +224,7 @@ def _plans(num_layers: int) -> list[Span]:
 
 
 class TimedReceiver:
-    """The work that is timed, on random ids, and on random KV and E in the host's memory."""
+    """The timed work, on random ids, and on random KV and E in the host's memory."""
 
     def __init__(self, model: LayeredModel, max_tokens: int, num_suffix: int) -> None:
         self._model = model
@@ -236,7 +238,7 @@ class TimedReceiver:
         kv_size = max_tokens * model.kv_bytes // model.dtype.itemsize
         kv = torch.randn(kv_size, generator=seeded).expand(model.num_layers, -1)
         self._host_e, self._host_kv = self._staged(e), self._staged(kv)
-        # Values may decide which experts run, so E is there from the first turn on.
+        # Values may decide which experts run, so E exists from the first turn on.
         self._device_e = torch.empty_like(self._host_e, device=model.device).copy_(self._host_e)
         self._device_kv = torch.zeros_like(self._host_kv, device=model.device)
         keys, _ = model.kv_alone(self._device_e[:, :1], 0)
@@ -247,7 +249,8 @@ class TimedReceiver:
             torch.cuda.synchronize(self._model.device)
 
     def layers(self, num_tokens: int) -> list[Part]:
-        """Full layers one after the other: each finds the caches full of the others' weights."""
+        """Return full layers one after the other: each finds the caches full of another's
+        weights."""
         num_layers = self._model.num_layers
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]
@@ -276,7 +279,8 @@ class TimedReceiver:
         ]
 
     def first_token(self, num_tokens: int, block: Span) -> int:
-        """A whole plan; a block of all layers is a full prefill, prefix and suffix in one go."""
+        """Run a whole plan. A block of all layers is a full prefill: prefix and suffix in one
+        pass."""
         if len(block) == self._model.num_layers:
             return self.full_prefill(num_tokens)
         return self.partial_prefill(num_tokens, block)
@@ -302,13 +306,14 @@ class TimedReceiver:
         return self._answer(source, self._num_suffix)
 
     def recompute(self, entering: Tensor, layers: Span) -> list[KV]:
-        """As LayeredModel.recompute, but KV stays on the device: only the suffix reads it."""
+        """Recompute like LayeredModel.recompute, but leave KV on the device: only the suffix reads
+        it."""
         *full, last = layers
         hidden, made = self._model.through(entering, full)
         return [*made, self._model.kv_alone(hidden, last)]
 
     def _answer(self, source: list[KV], num_suffix: int) -> int:
-        """The first token after a suffix."""
+        """Return the first token after a suffix."""
         num_tokens = source[0][0].shape[2]
         suffix = self._ids[num_tokens : num_tokens + num_suffix].tolist()
         asked = Asked((0,) * self._model.num_layers, tuple(suffix))
@@ -325,7 +330,8 @@ class TimedReceiver:
         return [(it[0], it[1]) for it in self._kv_of(self._device_kv, num_tokens)]
 
     def _kv_of(self, buffer: Tensor, num_tokens: int) -> Tensor:
-        """`[layers, 2, 1, kv_heads, tokens, head_dim]`, without gaps, at a buffer's beginning."""
+        """Return `[layers, 2, 1, kv_heads, tokens, head_dim]`, without gaps, at a buffer's
+        beginning."""
         num_layers = self._model.num_layers
         size = num_layers * num_tokens * self._model.kv_bytes // self._model.dtype.itemsize
         flat = buffer.view(-1)[:size]

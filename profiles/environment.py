@@ -1,4 +1,4 @@
-"""Where a measurement was made: versions, hardware, commit."""
+"""Facts about the machine and the code of a measurement: versions, hardware, commit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-"""Of the repository, in an editable installation."""
+"""Root of the repository, in an editable installation."""
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _GROUP: Final = Path("/proc/self/cgroup")
 _VERSIONS: Final = (
-    # how its line of /proc/self/cgroup goes on, where it is mounted, files of limit and use
+    # rest of its line in /proc/self/cgroup, where it is mounted, files of limit and use
     ("0::/", ".", ("memory.max", "memory.current")),
     (":memory:/", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
 )
@@ -32,18 +32,19 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     processor: str
     num_cores: int
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     memory_gib: float
     accelerator: str
-    """Empty where there is none."""
+    """Name of the accelerator; empty if there is none."""
     load_before: float
-    """Runnable processes, mean of the minute before; near 0 on an idle machine."""
+    """Mean of runnable processes in the minute before; near 0 on an idle machine."""
     commit: str
-    """Empty outside of a git checkout; `+` marks uncommitted changes."""
+    """Commit, with `+` if there are uncommitted changes; empty outside of a git checkout."""
 
 
 def read_environment(packages: Iterable[str]) -> Environment:
-    """`packages` are the names of distributions; those that are not installed have no version."""
+    """Read the environment. `packages` are the names of distributions; packages that are not
+    installed have no version."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     versions = {}
     for name in packages:
@@ -61,17 +62,18 @@ def read_environment(packages: Iterable[str]) -> Environment:
 
 
 def memory_bytes() -> int:
-    """Memory of the host, or of the container if that is given less; in use or not."""
+    """Return the memory of the host, or of the container if that may use less; in use or not."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
 
 
 def free_memory_bytes() -> int:
-    """Of the host, or of the container where that is given less."""
+    """Return the free memory of the host, or of the container if that may use less."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())])
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group around this process; pages of files can be dropped."""
+    """Yield limit and use of each control group around this process. Cached pages of files count as
+    free."""
     for begins, mount, files in _VERSIONS:
         with contextlib.suppress(OSError):
             own = _GROUP.read_text().partition(begins)[2].partition("\n")[0]

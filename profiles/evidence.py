@@ -1,11 +1,11 @@
 """The evidence in a profile: everything that the profiler measured, for people and for reports.
 
-    split "train"     chooses: every block by KL, the promising ones by the metric -> frontier
-    split "held_out"  judges: the frontier from most work to least, and what one could do instead
+    split "train"     chooses: every block by KL, promising ones by the metric -> frontier
+    split "held_out"  judges: the frontier from most work to least, and the alternatives
 
-Qualities are means of the profile's metric, 0 to 1, over contexts: each counts as the mean over its
-questions. Losses are differences of them. Times are
-seconds. A layer's number is its place in the model, counted from 0; spans are half-open.
+Qualities are means of the profile's metric over contexts, 0 to 1. A context counts as the mean over
+its questions. Losses are differences of qualities. Times are in seconds. A layer's number is its
+place in the model, counted from 0; spans are half-open.
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
-    """How closely the receiver follows itself when part of its KV is another's, teacher-forced.
+    """How closely the receiver follows itself if part of its KV is another model's.
 
-    Means over the tokens of a question, then over a context's questions, then over contexts. The
-    receiver's own greedy answer is given; the distance is to its own full prefill.
+    The receiver's own greedy answer is fed in. The distance is to the receiver's own full prefill.
+    Values are means over the tokens of a question, then over a context's questions, then over
+    contexts.
     """
 
     kl: float
-    """KL divergence of full prefill's next-token distribution from this one's, nats per token, on
-    the own answer."""
+    """KL divergence of full prefill's next-token distribution from the plan's, in nats per token,
+    on the own answer."""
 
 
 class DataFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    """As it was given: a file's name, or `longbench:hotpotqa`."""
+    """The name that the user gave: a file's name, or `longbench:hotpotqa`."""
     sha256: str
-    """Of the records used, one after the other, as JSON."""
+    """Digest of the records used, one after the other, as JSON."""
     num_questions: int
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
-    """Quality of full prefill where a task's document is not what the questions are about."""
+    """Quality of full prefill without the questions' own document."""
 
     num_contexts: int
     full_prefill: float
-    """With the document, on these contexts."""
+    """Quality with the document, on these contexts."""
     no_document: float
     other_document: float
     in_two_parts: float | None = None
-    """Of the first question of each context, computed in two parts; None if the metric does not
-    compare with full prefill's own answers."""
+    """Quality on the first question of each context, computed in two parts; None if the metric does
+    not compare with full prefill's own answers."""
 
 
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set of a split, and how the models do on it by themselves."""
+    """One data set of a split, and each model's own quality on it."""
 
     name: str
     metric: str
@@ -74,30 +75,31 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     full_prefill: float
     full_reuse: float
     controls: Controls | None = None
-    """Of a held-out split; None if they were not measured, as in old profiles."""
+    """Controls of a held-out split; None if not measured, as in old profiles."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One set of questions, and how the models do on it by themselves."""
+    """One set of questions, and each model's own quality on it."""
 
     files: tuple[DataFile, ...]
     contexts: tuple[str, ...]
-    """Digests of their texts, so that other data can be told to be other (`profiles.data`)."""
+    """Digests of the contexts' texts, which show whether other data are different
+    (`profiles.data`)."""
     tasks: tuple[TaskScores, ...]
     num_questions: int
     mean_prefix_tokens: float
-    """Tokens in whole pages of the shared context: what is reused."""
+    """Mean tokens, in whole pages, of the shared context, which is reused."""
     max_prefix_tokens: int
     prefix_tokens: tuple[int, ...] = ()
-    """Of each context, in their order; old profiles do not say."""
+    """Tokens of each context, in the contexts' order; empty in old profiles."""
     mean_suffix_tokens: float
-    """Tokens after them, without the answer."""
+    """Mean tokens behind the context, without the answer."""
     sender: Interval
-    """The sender alone."""
+    """Quality of the sender alone."""
     full_prefill: Interval
-    """The receiver alone."""
+    """Quality of the receiver alone."""
     full_reuse: Interval
-    """The receiver with the sender's KV at all layers."""
+    """Quality of the receiver with the sender's KV at all layers."""
 
     @property
     def num_contexts(self) -> int:
@@ -110,91 +112,98 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes when one layer's KV is the sender's and all others the receiver's own (§3)."""
+    """The change if one layer's KV is the sender's and all others are the receiver's own (§3)."""
 
     layer: int
     fidelity: Fidelity
     kl_by_context: tuple[float, ...]
-    """Means over the questions of each document of the training split that was swept, in order."""
+    """Mean KL over the questions of each swept document of the training split, in order."""
 
 
 class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
     """One block on the training split."""
 
     fidelity: Fidelity
-    """Over as many questions as it was measured on."""
+    """Distance from full prefill, over as many questions as it was measured on."""
     quality: float | None
-    """None where its answers were not decoded: others stay closer and take no more work."""
+    """Quality; None if its answers were not decoded, because other blocks stay closer for no more
+    work."""
 
 
 class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What one plan keeps at one task of the held-out split."""
+    """Result of one plan at one task of the held-out split."""
 
     quality: float
     bound: float
-    """Share of full prefill's quality that is lost at most, with the gate's confidence."""
+    """Largest share of full prefill's quality that is lost, with the gate's confidence."""
     needed: int | None
-    """Contexts like these that would show it to be within the tolerance; None where none would."""
+    """Number of contexts like these that would prove the plan to be within the tolerance; None if
+    no number would."""
     num_contexts: int | None = None
-    """Contexts that it was judged on, until it was proven or hopeless. Old profiles: None, all."""
+    """Number of contexts that judged the plan, until it was proven or hopeless. None in old
+    profiles: all contexts."""
     full_prefill: float | None = None
-    """Full prefill's quality on them."""
+    """Full prefill's quality on these contexts."""
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """The contexts of the held-out split that stand for all where the gate does not ask."""
+    """The contexts of the held-out split that measure plans that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float
-    """Full prefill's quality on their questions."""
+    """Full prefill's quality on the questions of these contexts."""
 
 
 class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
-    """No block of at most its size is as good on the training split, or none stays as close to
-    full prefill there."""
+    """A plan on the frontier: no block of at most its size has more quality on the training split,
+    or none stays as close to full prefill there."""
 
     e_map: EMap | None = None
-    """What corrects E at its start, fitted on contexts of the training split or of `--fit-data`."""
+    """The map that corrects E at the block's start; fitted on contexts of the training split or of
+    `--fit-data`."""
 
     train_quality: float
     held_out: Interval
     tasks: tuple[TaskLoss, ...]
-    """In the order of the held-out split's; none where the gate does not ask about the plan."""
+    """Results by task, in the order of the held-out split; empty if the gate did not judge the
+    plan."""
     shown: Shown | None = None
-    """On which it was measured where the gate does not ask; old profiles do not say."""
+    """The contexts that measured a plan that the gate did not judge; None in old profiles."""
     fidelity: Fidelity
-    """On the held-out split."""
+    """Distance from full prefill on the held-out split."""
     ttft_s: float
-    """Predicted by the cost model at the split's mean lengths, KV and E loaded from the host."""
+    """TTFT that the cost model predicts at the split's mean lengths, with KV and E loaded from the
+    host."""
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """Qualities of the held-out answers, so that anybody can compute the verdict again."""
+    """Qualities of the held-out answers; from these anybody can compute the verdict again."""
 
     tasks: tuple[int, ...]
     """Place of each context's task, in the order in which contexts were judged."""
     full_prefill: tuple[tuple[float, ...], ...]
-    """By context, then by question."""
+    """Qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
-    """Likewise of every plan that the gate tried, in its order; each on the first contexts."""
+    """Qualities of every plan that the gate tried, in its order; each on the first contexts."""
 
 
 class BaselineKind(StrEnum):
-    """What one could do instead. Values are in files and never change."""
+    """Alternatives to plans. Values are in files and never change."""
 
     CACHEBLEND = "cacheblend"
-    """All tokens at the first layer, and at each one after it fewer of them: those whose KV
-    differed most at the layer before (CacheBlend, EuroSys '25, §4.3)."""
+    """Recompute all tokens at the first layer, and fewer at each layer after it: those with the
+    largest difference of KV at the layer before (CacheBlend, EuroSys '25, §4.3)."""
     TOKEN_SELECTION = "token_selection"
-    """Tokens whose first-layer KV differs most, recomputed at all layers; in profiles of before
-    CacheBlend was measured."""
+    """Recompute the tokens with the largest difference of first-layer KV, at all layers. In
+    profiles from before CacheBlend was measured."""
     CRITICAL_LAYERS = "critical_layers"
-    """The layers of the largest single-layer loss, each run of them from E (fig. 10)."""
+    """Recompute the layers of the largest single-layer loss, each run of them from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
-    """The layers of a plan, reloading E between them: as many transitions as runs. It is the
-    recommended plan, or the expected one where none is; in old profiles always the latter."""
+    """Recompute the layers of a plan, reloading E between them: as many transitions as runs. It is
+    the recommended plan, or the expected one if there is none. In old profiles it is always the
+    expected one."""
     SMALL_MODEL = "small_model"
-    """A smaller model by full prefill."""
+    """Answer with a smaller model, by full prefill."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,14 +213,14 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_layers: float
     """Compute in layers of the receiver: a share of tokens counts as that share of all layers."""
     runs: tuple[tuple[int, int], ...]
-    """Layers recomputed, a span per transition; empty where it is not about layers."""
+    """Recomputed layers, a span per transition; empty for baselines that do not choose layers."""
     quality: Interval
     fidelity: Fidelity | None
-    """None for another model, which has another distribution to follow."""
+    """Distance from full prefill; None for another model, which follows another distribution."""
     ttft_s: float
     shown: Shown | None = None
-    """On which it was measured; None for a smaller model, which answers all questions, and in old
-    profiles, which do not say."""
+    """The contexts that measured it. None for a smaller model, which answers all questions, and in
+    old profiles."""
 
 
 class CostModel(LayerTimes, frozen=True, kw_only=True):
@@ -240,23 +249,24 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> list[float]:
-        """|predicted - measured| / measured of each held-out plan."""
+        """Relative error |predicted - measured| / measured of each held-out plan."""
         return [abs(it.predicted_s - it.measured_s) / it.measured_s for it in self.held_out]
 
     @property
     def error(self) -> float:
-        """Their median."""
+        """Median of the errors."""
         return median(self.errors)
 
     def layers_s(self, num_tokens: int, num_layers: float) -> float:
-        """`num_layers` full layers over a prefix."""
+        """Seconds for `num_layers` full layers over a prefix."""
         per_layer = self.layer_s + num_tokens * (
             self.layer_token_s + num_tokens * self.layer_token2_s
         )
         return num_layers * per_layer
 
     def pass_s(self, num_tokens: int, num_layers: int) -> float:
-        """A pass over a prefix through one layer or more, the last of them K and V alone."""
+        """Seconds for a pass over a prefix through at least one layer; the last computes only K and
+        V."""
         full_s = self.layers_s(num_tokens, num_layers - 1)
         return full_s + self.kv_s + num_tokens * self.kv_token_s
 
@@ -273,9 +283,9 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         return self.layers_s(num_tokens + num_suffix, self.num_layers)
 
     def ttft_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
-        """TTFT when the layers of `runs` are recomputed and the others loaded, one after the other.
+        """TTFT if the layers of `runs` are recomputed and the others loaded, one after the other.
 
-        Each run ends in K and V alone, and starts from E, but for one that starts at layer 0.
+        Each run ends in K and V alone. It starts from E, except a run that starts at layer 0.
         """
         kv_bytes, e_bytes = (num_tokens * it for it in self.moved_bytes(runs))
         load_s = self.load_time_s(kv_bytes) + self.load_time_s(e_bytes)
@@ -283,14 +293,15 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         return load_s + compute_s + self.suffix_time_s(num_tokens, num_suffix)
 
     def moved_bytes(self, runs: tuple[Span, ...]) -> tuple[int, int]:
-        """Of one token, what is loaded from elsewhere: KV, and E."""
+        """Bytes of KV and of E, per token, that are loaded from elsewhere."""
         num_recomputed = sum(len(run) for run in runs)
         num_e = sum(run.start > 0 for run in runs if len(run))
         return (self.num_layers - num_recomputed) * self.kv_bytes, num_e * self.e_bytes
 
 
 class HeldOutTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan at a length that the cost model was not fitted on; all layers are a full prefill."""
+    """One plan at a length that the cost model was not fitted on. A plan of all layers is a full
+    prefill."""
 
     num_tokens: int
     num_suffix: int
@@ -311,31 +322,32 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     seed: int
     group: int
-    """Grid of the blocks, in layers."""
+    """Step between the starts and stops of blocks, in layers."""
     page_size: int
     template: str
     metric: Metric | None = None
-    """As it was stated; None where each data set has its own."""
+    """The metric that the user stated; None if each data set has its own."""
     chat: bool = False
-    """Whether each prompt was a user's message in the tokenizer's chat template."""
+    """True if each prompt was a user's message in the tokenizer's chat template."""
     max_new: int
-    """Longest answer in tokens; 0 where each data set says it."""
+    """Longest answer in tokens; 0 if each data set says its own."""
     max_prompt_tokens: int | None = None
-    """To which prompts were cut; None for what the model takes."""
+    """Number of tokens to which prompts were cut; None for as many as the model takes."""
     fitted: tuple[str, ...] = ()
-    """Digests of the contexts of `--fit-data` that maps were fitted on."""
+    """Digests of the contexts of `--fit-data` on which maps were fitted."""
     pruned: bool
-    """Whether only plans on the frontier of the fast measure were decoded."""
+    """True if only plans on the frontier of the fast measure were decoded."""
     prefix_passes: int
-    """Runs of the receiver's layers, from some layer to the last, over one context's prefix; and
-    the sender's one. All splits and baselines, and what an interruption had repeated."""
+    """Number of runs over one context's prefix: of the receiver's layers, from some layer to the
+    last, and of the sender. Includes all splits, baselines, and repetitions after an
+    interruption."""
     sweep_passes_per_context: int
-    """Of those, what every block of one training context took."""
+    """Number of these runs that all blocks of one training context took."""
     elapsed_s: float
 
     @property
     def options(self) -> TaskOptions:
-        """What was stated about every data set."""
+        """Options that the user stated for every data set."""
         return TaskOptions(
             template=self.template or None,
             metric=self.metric,
@@ -353,9 +365,9 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     measured: tuple[MeasuredBlock, ...]
     """Every block of the grid, by start, then by stop."""
     frontier: tuple[FrontierPoint, ...]
-    """By size."""
+    """Plans by size."""
     order: tuple[int, ...]
-    """Places in the frontier of what the gate tries, the first one first."""
+    """Places in the frontier, in the order in which the gate tries them."""
     baselines: tuple[Baseline, ...]
     costs: CostModel
     made: Making
@@ -364,5 +376,5 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
 
 
 def read_measured(path: Path) -> MeasuredProfile:
-    """A profile with its evidence; raises ProfileError naming the file and what is wrong."""
+    """Read a profile with its evidence; raises ProfileError naming the file and the problem."""
     return read_profile_as(MeasuredProfile, path)

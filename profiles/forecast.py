@@ -1,4 +1,5 @@
-"""How long a run will take, from the cost model. Pure; the progress bar counts in these seconds."""
+"""Forecasts, from the cost model, how long a run will take. Pure; the progress bar counts in these
+seconds."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.3
-"""Of answers over plans worth trying that differ from the receiver's own, as far as one can know
-before; and of a draft that is not in the own answer."""
+"""Expected share of answers over promising plans that differ from the receiver's own. Also the
+share of a draft that is not in the own answer."""
 SAID_TWICE: Final = 1.2
-"""A forecast of answers that do not stop is said from so many times the other on."""
+"""If answers that do not stop take this many times longer, both forecasts are shown."""
 STEPS: Final = 5
-"""In which an answer is decoded whose draft is mostly right. Without one it takes half its tokens
-in steps: its own answer all of them, and over a plan's KV those after the first that differs."""
+"""Steps to decode an answer if its draft is mostly right. Without a draft it takes as many steps as
+half its tokens. Its own answer takes all; over a plan's KV, those after the first difference."""
 FOLLOWED: Final = 2.0
-"""What comparing a distribution with another costs, in times of making it."""
+"""Cost of comparing one distribution with another, as a multiple of making it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of what a run does with a receiver."""
+    """Forecasts seconds of a run's parts for one receiver."""
 
     costs: CostModel
     head_layers: float
-    """What a token's distribution costs, in times of a layer over the token."""
+    """Cost of one token's distribution, in layers over the token."""
 
     def whole(
         self,
@@ -45,7 +46,8 @@ class Forecast:
         settings: Settings,
         fitted_on: Sequence[Document],
     ) -> float:
-        """Of a whole run, except a smaller model. Corrected E is taken to try each block again."""
+        """Forecast a whole run, except a smaller model. Assumes that corrected E tries each block
+        again."""
         num_layers = self.costs.num_layers
         plans, others = typical_plans(num_layers, settings.plans)
         sweep = sweep_steps(train, blocks, num_layers, pruned=settings.pruned)
@@ -62,44 +64,46 @@ class Forecast:
     def both(
         self, train: Sequence[Document], held_out: Sequence[Document], *rest: Any
     ) -> tuple[float, float]:
-        """Of `whole`: if answers are as long as the accepted ones, and if none stops by itself."""
+        """Forecast `whole` twice: for answers as long as the accepted ones, and for answers that
+        never stop."""
         most_s = self.whole(endless(train), endless(held_out), *rest)
         return self.whole(train, held_out, *rest), most_s
 
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
     ) -> float:
-        """Of steps of which those documents have their first one."""
-        found = {it for it in steps if not it.plans and it.place in swept}
-        seconds = zip(steps, self.steps(documents, steps, found), strict=True)
-        return sum(step_s for step, step_s in seconds if step not in found)
+        """Forecast steps of documents that `swept` names; their first steps are done already."""
+        done = {it for it in steps if not it.plans and it.place in swept}
+        seconds = zip(steps, self.steps(documents, steps, done), strict=True)
+        return sum(step_s for step, step_s in seconds if step not in done)
 
     def steps(
-        self, documents: Sequence[Document], steps: Sequence[Step], found: Collection[Step] = ()
+        self, documents: Sequence[Document], steps: Sequence[Step], done: Collection[Step] = ()
     ) -> list[float]:
-        """Of each, in turn. Where a document's first step was found and another was not, both
-        passes are made again, with the first that was not, and what plans are compared with."""
+        """Forecast each step, in turn. If only some of a document's steps are done, both passes are
+        made again. The first missing step pays for them, and for the answers that plans are
+        compared with."""
         seconds, is_again = [], False
         for step in steps:
             document = documents[step.place]
             seconds.append(self._step_s(document, step))
             if not step.plans:
-                is_again = step in found
-            elif is_again and step not in found:
+                is_again = step in done
+            elif is_again and step not in done:
                 seconds[-1] += self._passes_s(document) + self._own_s(document)
                 is_again = False
         return seconds
 
     def fitting(self, documents: Sequence[Document]) -> list[float]:
-        """Of each document that maps of E are fitted on."""
+        """Forecast each document that maps of E are fitted on."""
         return [self._passes_s(it) for it in documents]
 
     def _passes_s(self, document: Document) -> float:
-        """Of the sender's and the receiver's over the prefix."""
+        """Forecast the sender's and the receiver's passes over the prefix."""
         return 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
 
     def _own_s(self, document: Document) -> float:
-        """Of the distributions that plans are compared with."""
+        """Forecast the distributions that plans are compared with."""
         return self._forced_s(document, self.costs.num_layers, 1)
 
     def _step_s(self, document: Document, step: Step) -> float:
@@ -111,8 +115,9 @@ class Forecast:
             passes_s = sum(self.costs.pass_s(num_prefix, len(it)) for it in runs)
             share = sum(it.share for it in step.plans)
             return passes_s + share * self.costs.layers_s(num_prefix, num_layers) + mixtures_s
-        # Both passes; the sender's answers, some as long as the own ones and some as long as they
-        # may be; the own ones, of which there are drafts, and what plans are compared with.
+        # Both passes, and the distributions that plans are compared with. The sender's answers:
+        # some as long as the own answers, some as long as allowed. The own answers, which have
+        # drafts.
         passes_s = self._passes_s(document)
         free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
         own_s = self._decoded_s(document, 1 + DECODED_SHARE) + self._own_s(document)
@@ -130,8 +135,9 @@ class Forecast:
         return seconds
 
     def _forced_s(self, document: Document, num_branches: float, num_mixtures: int) -> float:
-        """Given answers through so many branches of layers, and the distributions that follow. Rows
-        go through a layer together, so a token costs what it costs in a long prefix."""
+        """Forecast given answers through `num_branches` branches of layers, and the
+        distributions that follow. Rows go through a layer together, so a token costs as much as
+        in a long prefix."""
         num_rows, longest = len(document.questions), _longest(document)
         tokens = num_rows * (_longest_suffix(document) + longest)
         followed = num_mixtures * num_rows * longest * self.head_layers
@@ -139,8 +145,8 @@ class Forecast:
         return self.costs.suffix_s + layers_s + FOLLOWED * followed * self.costs.layer_token_s
 
     def _decoded_s(self, document: Document, num_answers: float) -> float:
-        """Answers of which a draft is known; those of a few plans in a batch, each step of which
-        reads all weights."""
+        """Forecast answers with a known draft. The answers of a few plans are one batch; each of
+        its steps reads all weights."""
         rows = num_answers * len(document.questions)
         tokens = rows * (_longest_suffix(document) + 2 * _longest(document))
         steps = STEPS if _is_drafted(document) else max(STEPS, _longest(document) / 2)
@@ -153,7 +159,8 @@ class Forecast:
 
 
 def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Candidate]]:
-    """What may be judged, and what it may be compared with, before they are known."""
+    """Return plans that may be judged, and alternatives, as examples before the real ones are
+    known."""
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
     plans = [Candidate(runs=(it,)) for it in blocks]
@@ -161,16 +168,16 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
 
 
 def endless(documents: Sequence[Document]) -> list[Document]:
-    """The same without drafts: no accepted answer says where one ends."""
+    """Return the same documents without drafts, as if no accepted answer said where one ends."""
 
-    def undrafted(it: Document) -> Document:
-        return replace(it, questions=tuple(replace(of, draft=()) for of in it.questions))
+    def undrafted(whole: Document) -> Document:
+        return replace(whole, questions=tuple(replace(of, draft=()) for of in whole.questions))
 
     return [*map(undrafted, documents)]
 
 
 def spoken(least_s: float, most_s: float) -> str:
-    """A forecast for a person; the second only if it is another.
+    """Write a forecast for people; the second number appears only if it differs.
 
     >>> spoken(50.0, 52.0), spoken(50.0, 342.0)
     ('50 s', '50 s; up to 5 min 42 s if answers do not stop before --max-new')
@@ -184,7 +191,7 @@ def _is_drafted(document: Document) -> bool:
 
 
 def _longest(document: Document) -> int:
-    """Tokens of the longest answer; without a draft, as many as it may have."""
+    """Tokens of the longest answer; without a draft, the longest allowed."""
     drafts = [len(it.draft) for it in document.questions]
     return max(drafts) if _is_drafted(document) else document.task.max_new
 

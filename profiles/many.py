@@ -1,12 +1,12 @@
-"""Profiles of every pair of several models that can matter, one after the other.
+"""Profile every pair of several models that can matter, one after the other.
 
     list      which pairs can matter, by worth, and why the others cannot
     forecast  time and memory of each, by a cost model that is timed once for models of one shape
-    measure   each pair as `profile_pair` does; the pairs of a receiver ask for its answers once
+    measure   each pair as `profile_pair` does; the pairs of a receiver make its answers once
     report    one table, and one page with it
 
-A pair that fails does not end the run. Each keeps its own journal, and one that has a profile of
-the same models and data is not measured again: the same command continues where it was stopped.
+A pair that fails does not end the run. Each pair keeps its own journal. A pair that has a profile
+of the same models and data is not measured again. So the same command continues a stopped run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAGE: Final = "index.html"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What is known of models of one shape before any pair is measured."""
+    """Facts about models of one shape, known before any pair is measured."""
 
     costs: CostModel
     head_layers: float
@@ -56,26 +56,26 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A pair with what it will take."""
+    """A pair with its forecasts."""
 
     wanted: Wanted
     settings: Settings
     seconds: tuple[float, float]
-    """If answers are as long as the accepted ones, and if none stops by itself."""
+    """Seconds if answers are as long as the accepted ones, and if none stops by itself."""
     num_bytes: int
-    """Of host and device together, weights of both models among them."""
+    """Bytes of host and device together, including the weights of both models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     wanted: Wanted
     profile: MeasuredProfile | None
-    """None if it could not be measured."""
+    """None if the pair could not be measured."""
     problem: str = ""
 
 
 class Many:
-    """A run over the pairs of some models; raises ConfigError for what no pair can be made of."""
+    """A run over the pairs of some models; raises ConfigError if no pair can be made of them."""
 
     def __init__(self, settings: Settings, entries: Mapping[str, Entry], console: Console) -> None:
         transformers.utils.logging.disable_progress_bar()
@@ -87,7 +87,7 @@ class Many:
         self._splits: dict[str, tuple[Data, Data]] = {}
 
     def run(self) -> list[Outcome]:
-        """Profile them all; those that cannot be measured are among the outcomes."""
+        """Profile all pairs; pairs that cannot be measured are among the outcomes."""
         out, console = self._settings.out, self._console
         wanted = [it for it in self.pairs if not it.why_not]
         if not wanted:
@@ -97,54 +97,56 @@ class Many:
         self._show(planned_table(planned), others_table(self.pairs))
         shared = {name: Shared() for name in self._entries}
         outcomes = list[Outcome]()
-        for number, it in enumerate(planned, start=1):
-            console.rule(f"{number} of {len(planned)}: {it.wanted.name}")
-            outcomes.append(self._measure(it, shared[it.wanted.receiver]))
+        for number, plan in enumerate(planned, start=1):
+            console.rule(f"{number} of {len(planned)}: {plan.wanted.name}")
+            outcomes.append(self._measure(plan, shared[plan.wanted.receiver]))
         shown = outcome_table(outcomes), others_table(self.pairs)
         self._show(*shown)
         write_page(out / PAGE, "Pairs", shown)
         return outcomes
 
-    def _measure(self, it: Planned, shared: Shared) -> Outcome:
-        wanted, out = it.wanted, it.settings.out
+    def _measure(self, planned: Planned, shared: Shared) -> Outcome:
+        wanted, out = planned.wanted, planned.settings.out
         try:
-            if (made := self._made(it)) is not None:
+            if (made := self._made(planned)) is not None:
                 self._say(f"{out} is of these models and data; remove it to measure again")
                 return Outcome(wanted=wanted, profile=made)
             shared.costs = shared.costs or self._timings[self._shape(wanted.receiver)].costs
-            return Outcome(wanted=wanted, profile=profile_pair(it.settings, self._console, shared))
+            return Outcome(
+                wanted=wanted, profile=profile_pair(planned.settings, self._console, shared)
+            )
         except CacheTreeError as exc:
             self._say(f"{wanted.name}: {exc}")
             return Outcome(wanted=wanted, profile=None, problem=str(exc))
 
-    def _made(self, it: Planned) -> MeasuredProfile | None:
-        """A profile of an earlier run, if it is of the same models, data and tolerance."""
-        if not it.settings.out.is_file():
+    def _made(self, planned: Planned) -> MeasuredProfile | None:
+        """Return a profile of an earlier run, if it has the same models, data and tolerance."""
+        if not planned.settings.out.is_file():
             return None
-        found, ends = read_measured(it.settings.out), it.settings.pair
-        same = (found.sender, found.receiver) == tuple(look_at(end).identity for end in ends)
-        same &= found.data_sha256 == data_digest(*self._splits[it.wanted.receiver])
-        return found if same and found.tolerance == it.settings.tolerance else None
+        earlier, ends = read_measured(planned.settings.out), planned.settings.pair
+        same = (earlier.sender, earlier.receiver) == tuple(look_at(end).identity for end in ends)
+        same &= earlier.data_sha256 == data_digest(*self._splits[planned.wanted.receiver])
+        return earlier if same and earlier.tolerance == planned.settings.tolerance else None
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
-        """Forecasts, in the order in which pairs are measured."""
+        """Return forecasts, in the order in which pairs are measured."""
         settings = {it.name: self._settings_of(it) for it in wanted}
-        for it in wanted:
-            if it.receiver not in self._splits:
-                tokenizer, positions = self._reading(it.receiver)
-                found = load_splits(settings[it.name], tokenizer, positions)
-                self._splits[it.receiver] = found
+        for pair in wanted:
+            if pair.receiver not in self._splits:
+                tokenizer, positions = self._reading(pair.receiver)
+                splits = load_splits(settings[pair.name], tokenizer, positions)
+                self._splits[pair.receiver] = splits
         return [self._planned(it, settings[it.name]) for it in wanted]
 
-    def _planned(self, it: Wanted, settings: Settings) -> Planned:
-        train, held_out = (part.documents for part in self._splits[it.receiver])
-        timing = self._timings[self._shape(it.receiver)]
+    def _planned(self, pair: Wanted, settings: Settings) -> Planned:
+        train, held_out = (part.documents for part in self._splits[pair.receiver])
+        timing = self._timings[self._shape(pair.receiver)]
         forecast = Forecast(timing.costs, timing.head_layers)
         blocks = blocks_of(settings, timing.sizes.num_layers)
         fitted_on = [train[place] for place in first_of_each_task(train, NUM_FITTED)]
         needed = most_needed(timing.sizes, [*train, *held_out])
         return Planned(
-            wanted=it,
+            wanted=pair,
             settings=settings,
             seconds=forecast.both(train, held_out, blocks, settings, fitted_on),
             num_bytes=2 * timing.weight_bytes + needed,
@@ -152,7 +154,7 @@ class Many:
 
     @cached_property
     def _timings(self) -> dict[str, Timing]:
-        """By shape of model: one receiver stands for all, on the documents of all."""
+        """Time one receiver for each shape of models, on the documents of all of them."""
         receivers: dict[str, list[str]] = {}
         for name in self._splits:
             receivers.setdefault(self._shape(name), []).append(name)
@@ -178,7 +180,7 @@ class Many:
         )
 
     def _contexts(self) -> list[Context]:
-        """Of the logs, with the models as the entries name them."""
+        """Return the logs' contexts, with the models' names from the entries."""
         tokenizer, _ = self._reading(next(iter(self._entries)))
         asked = [it for path in self._logs for it in read_log(Path(path), tokenizer).asked]
         strange = sorted({it.model for it in asked} - self._entries.keys())
@@ -192,21 +194,21 @@ class Many:
         known = [it for it in known if it.model in self._entries]
         return contexts_of(known, self._settings.page_size)
 
-    def _settings_of(self, it: Wanted) -> Settings:
-        """Those of one pair."""
-        sender, receiver = (self._entries[name] for name in (it.sender, it.receiver))
+    def _settings_of(self, pair: Wanted) -> Settings:
+        """Return the settings of one pair."""
+        sender, receiver = (self._entries[name] for name in (pair.sender, pair.receiver))
         stated = {name: getattr(receiver, name) for name in ("template", "metric", "max_new")}
         is_logged = self._logs and not receiver.data
         return replace(
             self._settings,
-            names=(it.sender, it.receiver),
+            names=(pair.sender, pair.receiver),
             sender=sender.source.path,
             sender_lora=sender.source.adapter,
             receiver=receiver.source.path,
             receiver_lora=receiver.source.adapter,
             data=receiver.data or self._settings.data,
-            asked_of=(self._asked_of[it.receiver] or it.receiver) if is_logged else None,
-            out=self._settings.out / f"{it.sender}_to_{it.receiver}.json",
+            asked_of=(self._asked_of[pair.receiver] or pair.receiver) if is_logged else None,
+            out=self._settings.out / f"{pair.sender}_to_{pair.receiver}.json",
             **{name: value for name, value in stated.items() if value is not None},
         )
 
@@ -221,14 +223,14 @@ class Many:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def _show(self, *tables: Table) -> None:
-        for it in tables:
-            if it.rows:
-                self._console.print(drawn(it))
+        for shown in tables:
+            if shown.rows:
+                self._console.print(drawn(shown))
 
 
 def planned_table(planned: Sequence[Planned]) -> Table:
     least_s, most_s = (sum(it.seconds[which] for it in planned) for which in (0, 1))
-    found = table(
+    shown = table(
         f"Pairs to profile: about {spoken(least_s, most_s)}",
         planned,
         {
@@ -241,34 +243,34 @@ def planned_table(planned: Sequence[Planned]) -> Table:
         caption="memory: weights of both models, and what one context needs at least",
     )
     if not any(it.wanted.num_prompts for it in planned):
-        return found.without("prompts", "tokens")
+        return shown.without("prompts", "tokens")
     logged = "prompts: of the log, about what the sender had read first; tokens: that they share; "
-    return replace(found, caption=logged + found.caption)
+    return replace(shown, caption=logged + shown.caption)
 
 
 def others_table(pairs: Iterable[Wanted]) -> Table:
-    """By reason, as most of the pairs have the same few."""
+    """List the other pairs by reason, because most of them share a few reasons."""
     reasons: dict[str, dict[str, None]] = {}
-    for it in pairs:
-        if it.why_not:
-            reasons.setdefault(it.why_not, {})[it.about] = None
+    for pair in pairs:
+        if pair.why_not:
+            reasons.setdefault(pair.why_not, {})[pair.about] = None
     rows = tuple((", ".join(about), why) for why, about in reasons.items())
     return Table(title="Not profiled", headers=("pairs", "why"), rows=rows, is_prose=True)
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    def said(it: Outcome) -> tuple[str, ...]:
-        profile = it.profile
+    def said(outcome: Outcome) -> tuple[str, ...]:
+        profile = outcome.profile
         if profile is None:
-            return it.wanted.name, "not measured", words.ABSENT, words.ABSENT, it.problem
+            return outcome.wanted.name, "not measured", words.ABSENT, words.ABSENT, outcome.problem
         plan = derived.recommended(profile)
         verdict = "passed" if profile.passed else "failed"
         reason = words.ABSENT if profile.passed else profile.reason
         next_steps = "; ".join(derived.next_steps(profile)) or reason
         if plan is None:
-            return it.wanted.name, verdict, words.ABSENT, words.ABSENT, next_steps
+            return outcome.wanted.name, verdict, words.ABSENT, words.ABSENT, next_steps
         share = words.percent(derived.ttft_ratio(profile, plan.ttft_s))
-        return it.wanted.name, verdict, words.plan(plan), share, next_steps
+        return outcome.wanted.name, verdict, words.plan(plan), share, next_steps
 
     num_passed = sum(it.profile is not None and it.profile.passed for it in outcomes)
     return Table(

@@ -1,8 +1,9 @@
-"""Which pairs of several models can matter, and why the others cannot.
+"""Decide which pairs of several models can matter, and say why the others cannot.
 
-A model that reads a document first computes its KV, and others may load that. What they compute
-from it is another model's KV in part, and is offered to nobody. So a pair matters if its sender
-reads first. A base usually does, and its adapters follow; a request log says who does.
+A model that reads a document first computes its KV, and other models may load that KV. The KV that
+they compute from it is partly the first model's, so it is offered to no other model. So a pair
+matters if its sender reads first. A base usually does, and its adapters follow. A request log shows
+which models do.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ NO_DATA: Final = "nothing to ask the receiver; give it data, or --from-log"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model of a models file, by the name that servers give it. Paths are from the file on."""
+    """One model of a models file, under the name that servers give it. Paths are relative to the
+    file."""
 
     model: str
     adapter: str = ""
     data: tuple[str, ...] = ()
-    """What it is asked as a receiver; the command's own if none."""
+    """Data that ask the model as a receiver; empty for the command's own data."""
     senders: tuple[str, ...] | None = None
-    """Whose KV it may load; None for all that can matter."""
+    """Names of models that may send KV to it; None for all that can matter."""
     template: str | None = None
     metric: str | None = None
     max_new: int | None = None
@@ -57,13 +59,14 @@ class Wanted:
     sender: str
     receiver: str
     why_not: str = ""
-    """Why it needs no profile, or can have none; empty if it is to be profiled."""
+    """Reason why the pair needs no profile, or can have none; empty if it is to be profiled."""
     about: str = ""
-    """Pairs that this reason is about."""
+    """Pairs that this reason names."""
     num_prompts: int = 0
-    """Of a log, those that the receiver was asked about what the sender had read first."""
+    """Number of a log's prompts about text that the sender had read before the receiver was
+    asked."""
     num_tokens: int = 0
-    """Tokens of these that the two share."""
+    """Tokens of these prompts that sender and receiver share."""
 
     @property
     def name(self) -> str:
@@ -71,26 +74,28 @@ class Wanted:
 
 
 def read_entries(settings: Settings) -> dict[str, Entry]:
-    """The models that the settings name, by file or by folder; raises ConfigError."""
+    """Read the models that the settings name, by file or by folder; raises ConfigError."""
     if settings.models is not None:
         path = settings.models
         stated = read_yaml(path, "models file")
         if not isinstance(stated, dict) or len(stated) < 2:
             raise ConfigError(f"models file {path} names fewer than two models; write NAME: each")
-        found = {
+        entries = {
             str(name): settings_of(it, Entry, f"{path}: {name}") for name, it in stated.items()
         }
-        return {name: _from(path.parent, it) for name, it in found.items()}
+        return {name: _from(path.parent, it) for name, it in entries.items()}
     folder, base = settings.adapters, settings.base
     if base is None:
         raise ConfigError("--adapters is given without --base; name the model that they are of")
-    found = {BASE: Entry(model=str(base), data=_beside(folder, BASE))}
+    entries = {BASE: Entry(model=str(base), data=_beside(folder, BASE))}
     for config in sorted(folder.glob(f"*/{ADAPTER_CONFIG}")):
         name = config.parent.name
-        found[name] = Entry(model=str(base), adapter=str(config.parent), data=_beside(folder, name))
-    if len(found) < 2:
+        entries[name] = Entry(
+            model=str(base), adapter=str(config.parent), data=_beside(folder, name)
+        )
+    if len(entries) < 2:
         raise ConfigError(f"{folder} has no folder with an {ADAPTER_CONFIG}; name theirs")
-    return found
+    return entries
 
 
 def _beside(folder: Path, name: str) -> tuple[str, ...]:
@@ -98,34 +103,36 @@ def _beside(folder: Path, name: str) -> tuple[str, ...]:
     return (str(data),) if data.is_file() else ()
 
 
-def _from(folder: Path, it: Entry) -> Entry:
-    """Its paths as seen from here; data may be no path."""
-    data = tuple(str(folder / of) if (folder / of).exists() else of for of in it.data)
-    adapter = it.adapter and str(folder / it.adapter)
-    return msgspec.structs.replace(it, model=str(folder / it.model), adapter=adapter, data=data)
+def _from(folder: Path, entry: Entry) -> Entry:
+    """Return the entry with paths relative to the working directory; data may name no path."""
+    data = tuple(str(folder / of) if (folder / of).exists() else of for of in entry.data)
+    adapter = entry.adapter and str(folder / entry.adapter)
+    return msgspec.structs.replace(
+        entry, model=str(folder / entry.model), adapter=adapter, data=data
+    )
 
 
 def pairs_of(
     entries: Mapping[str, Entry], settings: Settings, contexts: Iterable[Context] | None
 ) -> list[Wanted]:
-    """Every directed pair: first what is to be profiled, by worth, and then the others.
+    """Return every directed pair: first the pairs to profile, by worth, and then the others.
 
-    `contexts` are those of a log whose models have the entries' names; None without a log.
+    `contexts` are those of a log, with models named as in `entries`; None without a log.
     """
     problems = {name: _problem(it) for name, it in entries.items()}
     reads = None if contexts is None else reads_of(contexts)
     followers = {receiver for _, receiver in reads or ()}
-    found = []
+    pairs = []
     for receiver, theirs in entries.items():
         for sender, ours in entries.items():
             if sender == receiver:
                 continue
             num_prompts, num_tokens = (reads or {}).get((sender, receiver), (0, 0))
-            it = Wanted(
+            pair = Wanted(
                 sender=sender, receiver=receiver, num_prompts=num_prompts, num_tokens=num_tokens
             )
             broken = next((name for name in (receiver, sender) if problems[name]), None)
-            why_not, about = "", it.name
+            why_not, about = "", pair.name
             if broken is not None:
                 why_not, about = problems[broken], f"all of {broken}"
             elif not (theirs.data or settings.data):
@@ -134,35 +141,36 @@ def pairs_of(
                 why_not = "" if sender in theirs.senders else "its entry names other senders"
             elif reads is not None:
                 why_not = "" if num_prompts else NEVER_AFTER
-                about = it.name if receiver in followers else f"any → {receiver}"
+                about = pair.name if receiver in followers else f"any → {receiver}"
             elif ours.adapter:
                 why_not = FIRST_ALONE
             why_not = why_not or _apart(ours.source, theirs.source)
-            found.append(replace(it, why_not=why_not, about=about))
-    return sorted(found, key=lambda it: (bool(it.why_not), -it.num_tokens))
+            pairs.append(replace(pair, why_not=why_not, about=about))
+    return sorted(pairs, key=lambda it: (bool(it.why_not), -it.num_tokens))
 
 
 def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, int]]:
-    """By who read first and who was asked after: prompts, and tokens that they share."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for it in contexts:
-        first = min(it.asked, key=lambda of: of.number).model
-        for of in it.asked:
+    """Count, for each pair of first reader and later reader, prompts and the tokens that they
+    share."""
+    reads: dict[tuple[str, str], tuple[int, int]] = {}
+    for context in contexts:
+        first = min(context.asked, key=lambda of: of.number).model
+        for of in context.asked:
             if of.model != first:
-                prompts, tokens = found.get((first, of.model), (0, 0))
-                found[first, of.model] = prompts + 1, tokens + it.num_shared
-    return found
+                prompts, tokens = reads.get((first, of.model), (0, 0))
+                reads[first, of.model] = prompts + 1, tokens + context.num_shared
+    return reads
 
 
-def _problem(it: Entry) -> str:
-    """Why no pair with a model is profiled; empty if nothing speaks against it."""
+def _problem(entry: Entry) -> str:
+    """Return why no pair with a model is profiled; empty if it can be."""
     try:
-        if it.adapter and read_invocation(Path(it.adapter)):
+        if entry.adapter and read_invocation(Path(entry.adapter)):
             return (
-                f"{Path(it.adapter).name} is an activated adapter: its KV before the invocation is "
-                "its base's, which needs no profile"
+                f"{Path(entry.adapter).name} is an activated adapter: its KV before the invocation "
+                "is its base's, which needs no profile"
             )
-        look_at(it.source)
+        look_at(entry.source)
     except ConfigError as exc:
         return str(exc)
     return ""

@@ -1,10 +1,10 @@
-"""The profiler: a pair of models and a data set in, a trusted pair profile out (§4.2, §5.4).
+"""The profiler: takes a pair of models and a data set, makes a trusted pair profile (§4.2, §5.4).
 
     data ─► train ─► every block by KL ─► the best ones by the metric
-            held out ─► judge the frontier and the baselines ─► gate ─► profile
+          held out ─► judge the frontier and the baselines ─► gate ─► profile
 
-Everything that was measured is kept beside the profile until the profile is written, so that the
-same command goes on where an earlier one was stopped.
+All measurements are kept beside the profile until it is written, so that the same command continues
+after a stop.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ from profiles.stats.measured import Candidate, Measured
 from profiles.watched import Watched, correct, refine
 
 _DECISIVE: Final = ("dtype", "group", "pruned")
-"""Settings that change what is measured, beside models, documents and devices."""
+"""Settings that change measurements, beside models, documents and devices."""
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
 @dataclass
 class Shared:
-    """What pairs of one receiver measure once."""
+    """Results that pairs of one receiver measure once."""
 
     costs: CostModel | None = None
     """None until it is timed."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's own, by document."""
+    """The receiver's own answers, by document."""
 
 
 def profile_pair(
@@ -89,7 +89,7 @@ def profile_pair(
 ) -> MeasuredProfile:
     """Measure a pair and write its profile to `settings.out`.
 
-    Raises CacheTreeError or RecordError with a message for a person.
+    Raises CacheTreeError or RecordError with a message for people.
     """
     began, shared = time.monotonic(), shared or Shared()
     require_place(settings.out)
@@ -180,7 +180,7 @@ def profile_pair(
     controls = measure_controls(
         bench, held_out.documents, judged.full_prefill, journal.costs, console
     )
-    found = Findings(
+    findings = Findings(
         sender=pair.sender_identity,
         receiver=pair.receiver_identity,
         names=settings.names or (theirs.source.name, ours.source.name),
@@ -203,7 +203,7 @@ def profile_pair(
         sweep_passes=len({it.start for it in blocks}) + 1 + len(corrections),
         fitted=[it.context for it in fitted_on],
     )
-    profile = build(found, settings.tolerance, made)
+    profile = build(findings, settings.tolerance, made)
     write_corrections(profile, corrections, settings.out)
     write_profile(profile, settings.out)
     if is_open(profile):
@@ -220,7 +220,7 @@ def profile_pair(
 
 
 def blocks_of(settings: Settings, num_layers: int) -> list[Span]:
-    """The grid that is swept."""
+    """Return the blocks that the sweep measures."""
     return grid(num_layers, settings.group or default_group(num_layers))
 
 
@@ -231,7 +231,7 @@ def dtype_of(settings: Settings) -> torch.dtype:
 def chosen(
     plans: Sequence[Candidate], tried: Measured, documents: Sequence[Document], settings: Settings
 ) -> Choice:
-    """From plans that were tried on all documents that choose."""
+    """Choose from plans that were tried on all choosing documents."""
     return choose(
         {it: tried.candidates[it] for it in plans},
         tried.full_prefill,
@@ -245,15 +245,16 @@ def chosen(
 def in_judged_order(
     documents: Sequence[Document], journal: Journal, settings: Settings
 ) -> list[Document]:
-    """Documents that judge, at most so many of each task: first those that an earlier run has
-    judged, in its order, so that what it saw decides nothing about who comes next."""
+    """Order the judging documents, at most `settings.max_contexts` of each task. Those that an
+    earlier run judged come first, in its order. So its results do not decide which documents come
+    next."""
     known = {key: place for place, key in enumerate(journal.documents(HELD_OUT))}
     ordered = sorted(documents, key=lambda it: known.get(key_of(it), len(known)))
     return [ordered[it] for it in first_of_each_task(ordered, settings.most_contexts)]
 
 
 def is_open(profile: MeasuredProfile) -> bool:
-    """Whether more contexts could prove the first plan that was not."""
+    """Return whether more contexts could prove the first plan that failed."""
     plans = [profile.frontier[it] for it in profile.order]
     unproven = plans[len(proven(plans, profile.tolerance)) :]
     lacking = (contexts_lacking(it, profile.held_out, profile.tolerance) for it in unproven[:1])
@@ -261,7 +262,7 @@ def is_open(profile: MeasuredProfile) -> bool:
 
 
 def require_place(out: Path) -> None:
-    """Raise ConfigError for what is no file: a run keeps its journal, and maps, beside it."""
+    """Raise ConfigError if `out` cannot be a file: a run keeps its journal and maps beside it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folders = out.parent, out.resolve().parent
     if (out.exists() and not out.is_file()) or not all(os.access(it, os.W_OK) for it in folders):
@@ -271,7 +272,7 @@ def require_place(out: Path) -> None:
 
 
 def open_pair(settings: Settings) -> Pair:
-    """Both models, loaded as the settings say."""
+    """Load both models as the settings say."""
     transformers.utils.logging.disable_progress_bar()
     device, sender_device = settings.devices()
     return load_pair(
@@ -283,8 +284,8 @@ def open_pair(settings: Settings) -> Pair:
 
 
 def open_journal(settings: Settings, answering: Sequence[Answerer], *measured: object) -> Journal:
-    """Named by all that decides what is measured: documents as they are asked, whose models', and
-    where these end their answers."""
+    """Open the journal named by everything that decides the measurements: the documents as models
+    read them, the models, and the tokens that end their answers."""
     ends = [sorted(it.ends) for it in answering]
     chosen = [getattr(settings, it) for it in _DECISIVE]
     chosen += map(str, settings.devices())

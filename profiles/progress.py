@@ -1,4 +1,4 @@
-"""Says how far a run is and when it will be done: a bar on a terminal, lines elsewhere."""
+"""Shows how far a run is and when it will be done: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from profiles.report.words import duration
 
 LINE_EVERY_S: Final = 10.0
 FORECAST_WEIGHT: Final = 0.1
-"""Of all work: with so much of it the forecast counts beside what was seen, as first steps differ
-from later ones. On a run of 60 + 60 contexts what was said of how long a stage takes in all was off
-by at most 14 % at any point of the long ones, where what was seen alone was off by 51 % before."""
+"""Share of all work that weighs the forecast against the observed speed, because first steps differ
+from later ones. On a run of 60 + 60 contexts, the expected length of each long stage was off by at
+most 14 % at any point. Observed speed alone was off by 51 %."""
 
 
 @contextlib.contextmanager
 def shown(
     console: Console, title: str, total_s: float, found_s: float = 0.0
 ) -> Iterator[Callable[[float], None]]:
-    """The value takes a step's forecast in seconds when the step is done. They add up to `total_s`,
-    of which an earlier run did `found_s`."""
+    """Yield a function that takes a step's forecast in seconds when the step is done. The forecasts
+    add up to `total_s`; an earlier run did `found_s` of them."""
     begun_s = said_s = time.monotonic()
     columns = (
         *(TextColumn("{task.description:<10}"), BarColumn(40), TaskProgressColumn()),
@@ -52,7 +52,7 @@ def shown(
 
 
 def left_s(task: Task, found_s: float) -> float:
-    """The forecast, corrected by how it has done so far."""
+    """Return the seconds left: the forecast, corrected by its error so far."""
     rest_s = max(0.0, task.total - task.completed)
     weight_s = FORECAST_WEIGHT * (task.total - found_s)
     done_s = task.completed - found_s

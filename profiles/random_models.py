@@ -1,4 +1,5 @@
-"""Randomly initialised models of a chosen shape, for speed and for exactness, never for quality."""
+"""Randomly initialised models of a chosen shape, for tests of speed and exactness, never of
+quality."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ VOCAB_SIZE = 512
 
 
 def shape(architecture: str, *, layers: int, hidden: int, heads: int, kv_heads: int) -> Any:
-    """A config of one family; `architecture` is transformers' model type: llama, qwen3, …
+    """Return a config of one family; `architecture` is transformers' model type: llama, qwen3, …
 
-    Where a layer has experts, a token takes two of eight.
+    If a layer has experts, a token takes two of eight.
     """
     config = AutoConfig.for_model(
         architecture,
@@ -50,9 +51,10 @@ def write_models(
     std: float = 0.05,
     seed: int = 0,
 ) -> list[Path]:
-    """One checkpoint of `config` per name, with weights of their own and one tokenizer for all.
+    """Write one checkpoint of `config` per name, each with its own weights, and one tokenizer for
+    all.
 
-    Words `w4` … `w511` are the tokens. `std` is wide enough for greedy answers that depend on the
+    Words `w4` … `w511` are the tokens. With `std` as wide as this, greedy answers depend on the
     whole prompt.
     """
     paths = []
@@ -68,7 +70,7 @@ def write_models(
 
 
 def random_prompt(num_tokens: int, seed: int) -> list[int]:
-    """Token ids without special tokens."""
+    """Return token ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 

@@ -1,5 +1,5 @@
-# ruff: noqa: RUF009  # What is called there makes fields.
-"""What is to be profiled, and how: most of it are flags of `droidspeak profile`, by these names.
+# ruff: noqa: RUF009  # These calls make fields.
+"""Settings: what to profile, and how. Most are flags of `droidspeak profile` with the same names.
 
 Light: torch and transformers are imported when a device is chosen and models are loaded.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from profiles.compute.models import ModelSource
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
-"""Names of torch's."""
+"""Names of torch's dtypes."""
 LOG: Final = "log:"
-"""What data begin with that are a server's request log."""
+"""Prefix of data that are a server's request log."""
 _TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
 def flag(group: str, default: Any, text: str, metavar: str | None = None, **rest: Any) -> Any:
-    """A field that is a flag, too: the keywords are argparse's, `text` is its help."""
+    """Return a field that is also a flag. `text` is its help; other keywords go to argparse."""
     return field(
         default=default, metadata={"group": group, "help": text, "metavar": metavar, **rest}
     )
@@ -45,14 +45,15 @@ _models, _many, _data, _out, _choice = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is to be profiled, and how. Raises ConfigError for what cannot be."""
+    """Settings of `droidspeak profile`; most fields are flags. Raises ConfigError for impossible
+    values."""
 
     sender: Path | None = _models(None, "checkpoint whose cache is read", "PATH")
     sender_lora: Path | None = _models(None, "PEFT adapter on the sender", "PATH")
     receiver: Path | None = _models(None, "checkpoint that answers", "PATH")
     receiver_lora: Path | None = _models(None, "PEFT adapter on the receiver", "PATH")
     names: tuple[str, str] | None = None
-    """Of sender and receiver, if a run over several models has named them; no flag."""
+    """Names of sender and receiver, if a run over several models has named them; no flag."""
     dtype: str = _models(
         "bfloat16", "as the servers': rounding is part of the quality", choices=DTYPES
     )
@@ -61,7 +62,8 @@ class Settings:
     sender_device: str | None = _models(
         None, "default: the receiver's; another where one device cannot hold both models", "DEVICE"
     )
-    """Between the two, everything lies in the host's memory."""
+    """Device of the sender. With two devices, KV and E move between them through the host's
+    memory."""
     max_memory_gb: float | None = _models(
         None,
         "of the host's memory, beside the models' weights; default: most of what is free",
@@ -97,7 +99,7 @@ class Settings:
         dest="data",
         type=f"{LOG}{{}}".format,
     )
-    """A flag alone: its values are of `data`."""
+    """A flag without a field: its values go to `data`."""
     asked_of: str | None = _data(
         None, "of a log only prompts that this model was asked, as the log names it", "NAME"
     )
@@ -130,7 +132,7 @@ class Settings:
         None, "grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …", "N"
     )
     plans: int = _choice(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
-    """And half as many more that may be worth it all the same."""
+    """Half as many more are tried if they may still be worth it."""
     most_contexts: int = _choice(
         MOST_CONTEXTS,
         "held-out contexts of each task that judge, at most; plans end earlier once proven",
@@ -178,7 +180,7 @@ class Settings:
 
     @property
     def memory_gb(self) -> tuple[float | None, float | None]:
-        """Of the host, and of each device."""
+        """Memory in GiB of the host, and of each device."""
         return self.max_memory_gb, self.max_device_memory_gb
 
     @property
@@ -190,7 +192,7 @@ class Settings:
 
     @property
     def pair(self) -> tuple[ModelSource, ModelSource]:
-        """Sender and receiver, which are given."""
+        """Return sender and receiver; the settings must name both."""
         from profiles.compute.models import ModelSource
 
         return (
@@ -199,36 +201,37 @@ class Settings:
         )
 
     def devices(self) -> tuple[torch.device, torch.device]:
-        """The receiver's and the sender's; raises ConfigError for one that is not there."""
+        """Return the receiver's and the sender's device; raises ConfigError if one does not
+        exist."""
         ours = choose_device(self.device)
         theirs = self.sender_device
         return ours, ours if theirs is None else choose_device(theirs, "sender-device")
 
 
 def same(name: str, group: str) -> Any:
-    """A field like that one of `Settings`, with the same flag in a group."""
-    it = Settings.__dataclass_fields__[name]
-    return field(default=it.default, metadata={**it.metadata, "group": group})
+    """Return a field like the field of `Settings` with this name, with the same flag in a group."""
+    field_ = Settings.__dataclass_fields__[name]
+    return field(default=field_.default, metadata={**field_.metadata, "group": group})
 
 
 def add_flags(parser: argparse.ArgumentParser, *groups: str, of: type[Any] = Settings) -> None:
-    """Flags of settings of a class; of those that are not given the arguments have None."""
+    """Add flags for a class's settings. A flag that the user omits is None in the arguments."""
     for group in groups:
         titled = parser if group == "out" else parser.add_argument_group(group)
-        for name, it in of.__dataclass_fields__.items():
-            if it.metadata.get("group") != group:
+        for name, field_ in of.__dataclass_fields__.items():
+            if field_.metadata.get("group") != group:
                 continue
-            how, kind = dict(it.metadata), it.type.removesuffix(" | None")
+            how, kind = dict(field_.metadata), field_.type.removesuffix(" | None")
             option = how.pop("option", f"--{name.replace('_', '-')}")
             del how["group"]
             if kind == "bool":
-                how = {"help": how["help"], "action": "store_const", "const": not it.default}
+                how = {"help": how["help"], "action": "store_const", "const": not field_.default}
             elif kind == "tuple[str, ...]":
                 how["action"] = "append"
             else:
                 how["type"] = _TYPES[kind]
-                if "default" not in how["help"] and it.default is not None:
-                    shown = f"{it.default:g}" if kind == "float" else it.default
+                if "default" not in how["help"] and field_.default is not None:
+                    shown = f"{field_.default:g}" if kind == "float" else field_.default
                     how["help"] += f"; default: {shown}"
             titled.add_argument(option, **{"dest": name, **how})
 
@@ -239,7 +242,8 @@ def require(holds: bool, flag: str, value: object, need: str) -> None:
 
 
 def choose_device(name: str, flag: str = "device") -> torch.device:
-    """`auto` is an accelerator where there is one; ConfigError for a device that is not there."""
+    """Return the device; `auto` is an accelerator if there is one. ConfigError if the device does
+    not exist."""
     import torch
 
     if name == "auto":

@@ -1,4 +1,5 @@
-"""What settings name, as documents: to choose and fit on, to judge on, to ask a smaller model."""
+"""Loads the settings' data as documents: to choose and fit on, to judge on, to ask a smaller
+model."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from profiles.stats.gate import contexts_needed
 def load_splits(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[Data, Data]:
-    """What the plans are chosen on, and what they are judged on. They share no context."""
+    """Load the documents that choose plans and those that judge them. They share no context."""
     sources, train = load_documents(settings, settings.data, tokenizer, positions)
     judged_sources, notes = sources, {it.note for it in sources}
     if settings.held_out:
@@ -61,18 +62,19 @@ def load_fitted_on(
     tokenizer: PreTrainedTokenizerBase,
     positions: int,
 ) -> Sequence[Document]:
-    """What maps are fitted on: some of what plans are chosen on, or of other data if the settings
-    name them."""
-    found = train.documents
+    """Load the documents that maps are fitted on: from `fit_data` if the settings name any, else
+    some of those that choose plans."""
+    documents = train.documents
     if settings.fit_data:
-        _, found = load_documents(settings, settings.fit_data, tokenizer, positions)
-        found = in_drawn_order(found, settings.seed)
-        _require_apart(found, held_out.documents, "in --fit-data and among those that judge")
-    return [found[it] for it in first_of_each_task(found, NUM_FITTED)]
+        _, documents = load_documents(settings, settings.fit_data, tokenizer, positions)
+        documents = in_drawn_order(documents, settings.seed)
+        _require_apart(documents, held_out.documents, "in --fit-data and among those that judge")
+    return [documents[it] for it in first_of_each_task(documents, NUM_FITTED)]
 
 
 def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]:
-    """The held-out questions as the smaller model is asked them; none where there is no model."""
+    """Load the held-out questions in the smaller model's tokens; empty if there is no smaller
+    model."""
     if settings.small is None:
         return []
     model = look_at(ModelSource(path=settings.small))
@@ -84,7 +86,8 @@ def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]
 
 
 def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -> list[Document]:
-    """The same questions in other tokens, with the answers that the first ones are judged by."""
+    """Return the documents with the accepted answers of `judged`: the same questions in other
+    tokens."""
     answers = {question.name: question.answers for it in judged for question in it.questions}
     return [
         replace(it, questions=tuple(replace(of, answers=answers[of.name]) for of in it.questions))
@@ -93,7 +96,7 @@ def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -
 
 
 def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
-    """A line for each task at which too few contexts judge even a plan that loses nothing."""
+    """Yield a line for each task with too few contexts to prove even a plan that loses nothing."""
     needed = contexts_needed([[1.0]], [[1.0]], tolerance) or 0
     for task, places in by_task(held_out.documents).items():
         if len(places) < needed:
@@ -107,7 +110,7 @@ def hardly_enough(held_out: Data, tolerance: float) -> Iterator[str]:
 def load_documents(
     settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[list[Source], list[Document]]:
-    """Prompts are cut to what is asked for, and to what the model's positions leave for them."""
+    """Load documents. Prompts are cut to the settings' limit, and to the model's positions."""
     logs = [it.removeprefix(LOG) for it in specs if it.startswith(LOG)]
     others = [it for it in specs if not it.startswith(LOG)]
     sources = load_sources(others, settings.options, data_dir=settings.data_dir)
@@ -125,13 +128,13 @@ def load_documents(
     documents = make_documents(sources, tokenizer, **cut)
     for path in map(Path, logs):
         log = read_log(path, tokenizer)
-        source, found = documents_of(log, asked, settings.asked_of, tokenizer, **cut)
-        sources, documents = [*sources, source], [*documents, *found]
+        source, loaded = documents_of(log, asked, settings.asked_of, tokenizer, **cut)
+        sources, documents = [*sources, source], [*documents, *loaded]
     return sources, documents
 
 
 def _task_of_log(options: TaskOptions) -> Task:
-    """How prompts of a log are judged: they are whole, and have no gold answers."""
+    """Return the task for a log's prompts, which are whole and have no gold answers."""
     if options.metric not in (None, Metric.SAME) or options.template or options.chat:
         raise ConfigError(
             "a request log has whole prompts without gold answers; leave out --template, --chat "

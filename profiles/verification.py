@@ -1,5 +1,5 @@
-"""A profile's plans measured again: on other data, does its verdict hold? On its own, how far are
-their answers from full prefill's, which the drift guard allows?"""
+"""Measure a profile's plans again. On other data: does the verdict hold? On its own data: how far
+may answers be from full prefill's before the drift guard acts?"""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from profiles.watched import Watched
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """What other data say about a profile."""
+    """Result of a profile's plans on other data."""
 
     split: Split
     plans: tuple[FrontierPoint, ...]
-    """What servers use, on these data; what it says of the training split stays."""
+    """Plans that servers use, on these data; their values of the training split are the
+    profile's."""
     holds: bool | None
-    """Whether the recommended plan passes the gate here too; None where more such data could still
+    """True if the recommended plan passes the gate here, too. None if more such data could still
     show that it does."""
     reason: str
 
@@ -55,7 +56,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 class Again:
     """A profile's models, and the data that settings name; its maps by digest.
 
-    Raises ProfileError where the models are not the profile's, naming the field.
+    Raises ProfileError, naming the field, if the models are not the profile's.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Again:
         self._load = partial(load_documents, settings, settings.data, tokenizer, positions)
 
     def verify(self) -> Verification:
-        """What servers use of the profile, on all the data; the recommended plan is judged anew.
+        """Measure the profile's usable plans on all the data, and judge the recommended plan anew.
 
-        Raises ProfileError where they use none of its plans, where a context is the profile's, and
-        where full prefill answers nothing right at some task.
+        Raises ProfileError if servers use none of its plans, if a context is the profile's, and if
+        full prefill answers nothing right at some task.
         """
         profile = self._profile
         if not profile.passed:
@@ -129,11 +130,12 @@ class Again:
         )
 
     def calibrate(self) -> MeasuredProfile:
-        """Measure the `tv_bound` of its plans as the profiler does, on its own held-out contexts
-        and on those of the data that it does not know, and write the profile with it to
-        `settings.out`. The same call goes on where one was stopped.
+        """Measure the `tv_bound` of the profile's plans and write the profile with it to
+        `settings.out`.
 
-        Raises ProfileError where it has no plan, and where the data lack one of those contexts.
+        It measures as the profiler does, on the profile's own held-out contexts and on contexts new
+        to it. The same call continues after a stop. Raises ProfileError if the profile has no plan,
+        and if the data lack one of its held-out contexts.
         """
         profile, settings = self._profile, self._settings
         num_layers = profile.receiver.num_layers
@@ -141,8 +143,8 @@ class Again:
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
         require_place(settings.out)
-        _, found = self._load()
-        documents = _begun(profile, found)
+        _, loaded = self._load()
+        documents = _begun(profile, loaded)
         answering = self._answerers(documents)
         journal = open_journal(settings, answering, profile, documents)
         judged = self._judge("calibrating", documents, [*plans], self._bench(journal, *answering))
@@ -175,13 +177,13 @@ class Again:
         return Watched(bench, forecast, self._console).measure(title, HELD_OUT, documents, steps)
 
 
-def _candidate(it: BlockQuality | FrontierPoint) -> Candidate:
-    return Candidate(runs=(it.block,), e_map=it.e_map)
+def _candidate(plan: BlockQuality | FrontierPoint) -> Candidate:
+    return Candidate(runs=(plan.block,), e_map=plan.e_map)
 
 
-def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> None:
+def _require_same(role: str, expected: ModelIdentity, actual: ModelIdentity) -> None:
     for field in expected.__struct_fields__:
-        ours, theirs = getattr(expected, field), getattr(found, field)
+        ours, theirs = getattr(expected, field), getattr(actual, field)
         if ours != theirs:
             raise ProfileError(
                 f"--{role} is not the profile's {role}: {field} is {theirs!r}, and {ours!r} in the "
@@ -189,13 +191,13 @@ def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> N
             )
 
 
-def _begun(profile: MeasuredProfile, found: Sequence[Document]) -> list[Document]:
-    """Those that nothing was chosen on, of whose answers only the beginning is asked."""
+def _begun(profile: MeasuredProfile, loaded: Sequence[Document]) -> list[Document]:
+    """Return the documents that chose no plan. Of their answers only the beginning is needed."""
     chosen_on = {*profile.train.contexts, *profile.made.fitted}
     held_out = {*profile.held_out.contexts}
     documents = [
         replace(it, task=replace(it.task, max_new=min(FIRST_TOKENS, it.task.max_new)))
-        for it in found
+        for it in loaded
         if it.context not in chosen_on
     ]
     if missing := held_out - {it.context for it in documents}:

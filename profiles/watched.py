@@ -1,4 +1,4 @@
-"""A bench whose steps are forecast and shown: the stages of a run, as the profiler calls them."""
+"""A bench that forecasts and shows its steps: the stages of a run, as the profiler calls them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from profiles.stats.gate import still_open
 from profiles.stats.measured import FULL_REUSE, Candidate, Measured, Scores
 
 MOST_REFINED: Final = 4
-"""Plans beside the best two of a coarse grid that are decoded, at most."""
+"""Most plans, beside the best two of a coarse grid, that are decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A bench whose steps are forecast, and shown as they are done."""
+    """A bench that forecasts its steps and shows them as they are done."""
 
     bench: Bench
     forecast: Forecast
@@ -38,9 +38,9 @@ class Watched:
     ) -> Measured:
         journal = self.bench.journal
         keys = [*map(key_of, documents)]
-        found = {it for it in steps if journal.get(split, keys[it.place], it.name) is not None}
-        seconds = self.forecast.steps(documents, steps, found)
-        found_s = sum(it for step, it in zip(steps, seconds, strict=True) if step in found)
+        earlier = {it for it in steps if journal.get(split, keys[it.place], it.name) is not None}
+        seconds = self.forecast.steps(documents, steps, earlier)
+        found_s = sum(it for step, it in zip(steps, seconds, strict=True) if step in earlier)
         each = iter(seconds)
         with shown(self.console, title, sum(seconds), found_s) as done:
 
@@ -56,17 +56,18 @@ class Watched:
         tolerance: float,
         most: int,
     ) -> Measured:
-        """Plans in the gate's order on one document after another: each on the first, then until it
-        is proven or hopeless. Full prefill and full reuse as long as one of them is."""
+        """Judge plans in the gate's order, on one document after another. Every plan runs on the
+        first document, then until it is proven or hopeless. Full prefill and full reuse run as long
+        as any plan does."""
         tasks = [*by_task(documents)]
         places = [tasks.index(it.task) for it in documents]
         entries: list[Entry] = []
-        found: dict[Candidate, Scores] = {it: [] for it in plans}
+        scores: dict[Candidate, Scores] = {it: [] for it in plans}
         seconds = [sum(self.forecast.steps([it], _each(plans))) for it in documents]
         with shown(self.console, "judging", sum(seconds)) as done:
             for document, document_s in zip(documents, seconds, strict=True):
                 full = [it.own for it in entries]
-                known = [qualities_of(found[it]) for it in plans]
+                known = [qualities_of(scores[it]) for it in plans]
                 still = still_open(full, known, places, tolerance, most)
                 asked = [plans[it] for it in still] if entries else plans
                 if entries and not asked:
@@ -75,17 +76,17 @@ class Watched:
                 first, *rest = map(study.measure, _each(asked))
                 entries.append(first)
                 for plan, entry in zip(asked, rest, strict=True):
-                    found[plan].append(entry.scores[0])
+                    scores[plan].append(entry.scores[0])
                 done(document_s)
         return Measured(
             sender=[it.sender for it in entries],
             full_prefill=[it.own for it in entries],
-            candidates={FULL_REUSE: [it.scores[0] for it in entries], **found},
+            candidates={FULL_REUSE: [it.scores[0] for it in entries], **scores},
         )
 
 
 def _each(plans: Sequence[Candidate]) -> list[Step]:
-    """A document's first step, and one for each plan."""
+    """Return a document's first step, and one step for each plan."""
     return [Step(0), *(Step(0, (it,)) for it in plans)]
 
 
@@ -96,8 +97,8 @@ def correct(
     blocks: Sequence[Span],
     settings: Settings,
 ) -> tuple[Watched, list[Candidate]]:
-    """A bench with maps that are fitted on those documents, and of the blocks from the E that they
-    correct those that stay closest to full prefill."""
+    """Return a bench with maps fitted on those documents. Also return the blocks that stay closest
+    to full prefill if the maps correct their E."""
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
     fitting = watched.forecast.fitting(fitted_on)
@@ -129,7 +130,7 @@ def refine(
     known: Sequence[Candidate],
     settings: Settings,
 ) -> list[Candidate]:
-    """Plans one layer beside the best two of a coarse grid: those that stay closest to full
+    """Return plans one layer beside the best two of a coarse grid that stay closest to full
     prefill."""
     near = neighbours(choice.best, watched.bench.num_layers)
     new = [it for it in near if it not in known]

@@ -24,9 +24,9 @@ from profiles.data.documents import Document, first_of_each_task
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
 NUM_SWEPT: Final = 12
-"""Contexts of each task whose KL tells blocks apart. Two real pairs were measured on 24
-contexts. The best block of a size on any 12 of them has 0.1 and 2 % more KL on all 24 than the
-best on all."""
+"""Contexts of each task on which blocks are compared by KL. Two real pairs were measured on 24
+contexts. The best block of a size on any 12 of them has 0.1 and 2 % more KL on all 24 than the best
+on all."""
 
 
 def sweep_steps(

@@ -1,6 +1,6 @@
 """A profile for people: one HTML page that opens without a network, and its pictures.
 
-derived   what the profile's numbers say when they are put together
+derived   conclusions from several of the profile's numbers
 words     numbers and names as text
 tables    the same tables for terminals and pages
 terminal  `droidspeak profile show`

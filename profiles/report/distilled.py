@@ -1,4 +1,4 @@
-"""The page of an adapter that was distilled."""
+"""The page of a distilled adapter."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ PAGE: Final = "report.html"
 _VERDICTS: Final = {True: "Passed", False: "Failed", None: "Not compared"}
 
 
-def write_page(found: Distilled, folder: Path) -> None:
-    """Write what is known, as JSON and as a page, beside the adapter."""
-    (folder / EVIDENCE).write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+def write_page(distilled: Distilled, folder: Path) -> None:
+    """Write the evidence, as JSON and as a page, beside the adapter."""
+    (folder / EVIDENCE).write_bytes(msgspec.json.format(msgspec.json.encode(distilled)) + b"\n")
     page = TEMPLATES.get_template("distilled.html.jinja").render(
-        found=found,
-        verdict=_VERDICTS[found.passed],
-        judged=(tasks(found), curve(found)),
-        made=made(found),
+        found=distilled,
+        verdict=_VERDICTS[distilled.passed],
+        judged=(tasks(distilled), curve(distilled)),
+        made=made(distilled),
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
 
 
-def tasks(found: Distilled) -> Table:
-    """The adapter beside its teacher, by data set."""
+def tasks(distilled: Distilled) -> Table:
+    """Compare the adapter with its teacher, by data set."""
     return table(
         "Held-out questions",
-        found.tasks,
+        distilled.tasks,
         {
             "data set": lambda it: it.name,
             "metric": lambda it: words.metric_name(it.metric),
@@ -50,11 +50,11 @@ def tasks(found: Distilled) -> Table:
     )
 
 
-def curve(found: Distilled) -> Table:
+def curve(distilled: Distilled) -> Table:
     """Quality, agreement and KL by steps."""
     return table(
-        f"The first {found.num_shown} held-out contexts, by steps",
-        found.curve,
+        f"The first {distilled.num_shown} held-out contexts, by steps",
+        distilled.curve,
         {
             "steps": lambda it: str(it.step),
             "quality": lambda it: _of(it.quality),
@@ -66,28 +66,28 @@ def curve(found: Distilled) -> Table:
     )
 
 
-def made(found: Distilled) -> Table:
+def made(distilled: Distilled) -> Table:
     """How the adapter was made."""
-    tokens = ", ".join(map(str, found.invocation_tokens))
+    tokens = ", ".join(map(str, distilled.invocation_tokens))
     return facts(
         "How it was made",
         {
-            "base": found.base,
-            "teacher": found.teacher or "–",
-            "learned from": found.learned_from,
-            "invocation": f"{found.invocation!r}, tokens {tokens}",
-            "learned": f"{words.counted(found.num_questions, 'question')} about "
-            f"{words.counted(found.num_contexts, 'context')} in {found.steps} steps, "
-            f"rank {found.rank}",
-            "command": found.command,
-            "versions": ", ".join(f"{name} {it}" for name, it in found.versions.items()),
-            "date": found.date,
+            "base": distilled.base,
+            "teacher": distilled.teacher or "–",
+            "learned from": distilled.learned_from,
+            "invocation": f"{distilled.invocation!r}, tokens {tokens}",
+            "learned": f"{words.counted(distilled.num_questions, 'question')} about "
+            f"{words.counted(distilled.num_contexts, 'context')} in {distilled.steps} steps, "
+            f"rank {distilled.rank}",
+            "command": distilled.command,
+            "versions": ", ".join(f"{name} {it}" for name, it in distilled.versions.items()),
+            "date": distilled.date,
         },
     )
 
 
-def _teacher(it: JudgedTask) -> str:
-    return "–" if it.teacher is None else words.quality_interval(it.teacher)
+def _teacher(task: JudgedTask) -> str:
+    return "–" if task.teacher is None else words.quality_interval(task.teacher)
 
 
 def _of(value: float | None) -> str:

@@ -18,18 +18,18 @@ TEMPLATES: Final = Environment(
 
 
 def write_page(path: Path, title: str, shown: Sequence[tables.Table]) -> None:
-    """A page of tables alone."""
+    """Write a page that has only tables."""
     page = TEMPLATES.get_template("tables.html.jinja").render(title=title, tables=shown)
     path.write_text(page, encoding="utf-8")
 
 
 def write_report(profile: MeasuredProfile, folder: Path) -> list[Path]:
-    """Write `index.html`, which carries its pictures, and the same pictures beside it as PNGs.
+    """Write `index.html`, which contains its pictures, and the same pictures beside it as PNGs.
 
-    Makes the folder; files of an earlier report are replaced. Returns what was written, the page
+    Makes the folder and replaces files of an earlier report. Returns the written paths, the page
     first.
     """
-    # Here and not above: matplotlib is slow to import, and tables are wanted without it.
+    # Imported here because matplotlib is slow to import, and tables do not need it.
     from profiles.report.pictures import PICTURES
 
     folder.mkdir(parents=True, exist_ok=True)

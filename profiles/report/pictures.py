@@ -45,7 +45,7 @@ _MARKS: Final = {
     "full prefill": ("*", INK),
 }
 _SMALLEST_KL: Final = 1e-4
-"""Of the largest; below it blocks look alike."""
+"""Smallest KL that is drawn, as a share of the largest; below it blocks look alike."""
 _MOST_TICKS: Final = 13
 _LAYER: Final = "layer whose KV is the sender's (all others the receiver's own)"
 
@@ -53,7 +53,7 @@ _LAYER: Final = "layer whose KV is the sender's (all others the receiver's own)"
 @dataclass(frozen=True, slots=True)
 class Picture:
     name: str
-    """Of its file, without .png."""
+    """Name of the picture's file, without .png."""
     title: str
     caption: str
     fill: Callable[[Figure, MeasuredProfile], None]
@@ -65,7 +65,7 @@ class Picture:
         return figure
 
     def save(self, profile: MeasuredProfile, path: Path) -> None:
-        """Without time and version of matplotlib, so that equal pictures are equal files."""
+        """Save without time and version of matplotlib, so that equal pictures are equal files."""
         figure = self.draw(profile)
         with mpl.rc_context(fname=_STYLE):
             figure.savefig(path, format="png", metadata={"Software": None})
@@ -95,7 +95,7 @@ def _sensitivity(figure: Figure, profile: MeasuredProfile) -> None:
 
 
 def _boxes(axes: Axes, by_layer: Mapping[int, Sequence[float]], colour: str) -> None:
-    """A box per layer and a dot per context, dots side by side in the contexts' order."""
+    """Draw a box per layer and a dot per context, dots side by side in the contexts' order."""
     axes.boxplot(
         list(by_layer.values()),
         positions=list(by_layer),
@@ -142,9 +142,9 @@ def _blocks(figure: Figure, profile: MeasuredProfile) -> None:
 
 
 def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
-    """What is good enough, and what is recommended."""
-    found = derived.recommended(profile)
-    recommended = [it for it in profile.measured if found and it.block == found.block]
+    """Mark the blocks within the tolerance, and the recommended plan."""
+    plan = derived.recommended(profile)
+    recommended = [it for it in profile.measured if plan and it.block == plan.block]
     within = f"within {words.stated_percent(profile.tolerance)} of full prefill"
     for chosen, marker, size, name in (
         (derived.within_tolerance(profile), "o", 3, within),
@@ -157,20 +157,20 @@ def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
 
 
 class _Grid:
-    """Where each block is: a row per first layer, a column per last one."""
+    """The place of each block in the picture: a row per first layer, a column per last one."""
 
     def __init__(self, measured: Sequence[MeasuredBlock]) -> None:
         self._starts = sorted({it.start for it in measured})
         self._stops = sorted({it.stop for it in measured})
 
-    def place(self, it: MeasuredBlock) -> tuple[int, int]:
-        return self._starts.index(it.start), self._stops.index(it.stop)
+    def place(self, block: MeasuredBlock) -> tuple[int, int]:
+        return self._starts.index(block.start), self._stops.index(block.stop)
 
     def table(self, values: Sequence[tuple[MeasuredBlock, float | None]]) -> np.ma.MaskedArray:
-        """Values at their places, masked where there are none."""
+        """Return values at their places, masked at empty places."""
         table = np.full((len(self._starts), len(self._stops)), np.nan)
-        for it, value in values:
-            table[self.place(it)] = np.nan if value is None else value
+        for block, value in values:
+            table[self.place(block)] = np.nan if value is None else value
         return np.ma.masked_invalid(table)
 
     def number(self, axes: Axes) -> None:
@@ -223,7 +223,7 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
 
 
 def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> None:
-    """Points with their intervals."""
+    """Draw points with their intervals."""
     marker, colour = _MARKS[name]
     means, low, high = np.array([(it.mean, it.low, it.high) for _, it in series]).T
     axes.errorbar(
@@ -241,7 +241,7 @@ def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> No
 
 
 def _label(axes: Axes, *, x: str = "", y: str = "", title: str = "", columns: int = 1) -> None:
-    """Names in as many lines as the share of the picture needs; no dollar begins a formula."""
+    """Break names into as many lines as they need. No dollar sign begins a formula."""
     for text, longest, say in (
         (x, 88 // columns, axes.set_xlabel),
         (y, 56, axes.set_ylabel),
@@ -253,13 +253,14 @@ def _label(axes: Axes, *, x: str = "", y: str = "", title: str = "", columns: in
 
 
 def _whole_numbers(axes: Axes) -> None:
-    """Ticks of the x axis are layers."""
+    """Put the x axis's ticks at whole layers."""
     steps = MaxNLocator(nbins=16, integer=True, min_n_ticks=1, steps=[1, 2, 4, 5, 8, 10])
     axes.xaxis.set_major_locator(steps)
 
 
 def _legend(figure: Figure, axes: Axes, columns: int) -> None:
-    """Under the picture, where it covers nothing; entries in the order of drawing."""
+    """Draw the legend under the picture, where it covers nothing; entries in the order of
+    drawing."""
     handles, labels = axes.get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower left", ncols=columns)
     for handle in legend.legend_handles:
@@ -296,4 +297,4 @@ PICTURES: Final = (
         _quality,
     ),
 )
-"""In the order of the page."""
+"""All pictures, in the order of the page."""

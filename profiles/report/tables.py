@@ -29,20 +29,20 @@ class Table:
     """The first column names the row; the others are numbers unless `is_prose`."""
     rows: tuple[tuple[str, ...], ...]
     marked: frozenset[int] = frozenset()
-    """Places of the rows to point out."""
+    """Places of the rows that are pointed out."""
     caption: str = ""
     is_prose: bool = False
 
     def without(self, *headers: str) -> Table:
         """The same table with fewer columns."""
-        kept = [place for place, header in enumerate(self.headers) if header not in headers]
-        lines = [tuple(row[place] for place in kept) for row in (self.headers, *self.rows)]
+        places = [place for place, header in enumerate(self.headers) if header not in headers]
+        lines = [tuple(row[place] for place in places) for row in (self.headers, *self.rows)]
         return replace(self, headers=lines[0], rows=tuple(lines[1:]))
 
 
 Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], str]]
-"""What a cell says of its row, by the column's header."""
+"""Functions from a row to the text of its cell, by the column's header."""
 
 
 def table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) -> Table:
@@ -85,10 +85,10 @@ def summary(profile: MeasuredProfile) -> Table:
 
 
 def _errors(profile: MeasuredProfile) -> str:
-    if not (found := profile.costs.errors):
+    if not (errors := profile.costs.errors):
         return "not checked"
-    middle, most = words.percent(profile.costs.error), words.percent(max(found))
-    return f"{middle} in the median and {most} at most, over {len(found)} plans"
+    middle, most = words.percent(profile.costs.error), words.percent(max(errors))
+    return f"{middle} in the median and {most} at most, over {len(errors)} plans"
 
 
 def frontier(profile: MeasuredProfile) -> Table:
@@ -124,7 +124,7 @@ def frontier(profile: MeasuredProfile) -> Table:
 
 
 def tasks(profile: MeasuredProfile) -> Table:
-    """The gate asks every task: what is known about the recommended plan, or the one that came
+    """Say what is known at each task about the recommended plan, or about the one that came
     closest."""
     plan = derived.judged(profile)
     named = words.plan(plan) if plan else "none was judged"
@@ -153,7 +153,7 @@ def tasks(profile: MeasuredProfile) -> Table:
 
 
 def baselines(profile: MeasuredProfile) -> Table:
-    """What one could do instead, after what bounds it: full prefill, full reuse, the sender."""
+    """Show the alternatives to plans, after the bounds: full prefill, full reuse, the sender."""
 
     def known(value: Row | None, say: Callable[[Row], str]) -> str:
         return words.ABSENT if value is None else say(value)
@@ -180,7 +180,7 @@ def baselines(profile: MeasuredProfile) -> Table:
 
 
 def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Every field of both models; digests are whole, or cut."""
+    """Show every field of both models; digests are whole, or cut."""
     rows = []
     for field in ("model_id", *profile.sender.__struct_fields__):
         most = digest_characters if field in ("model_id", "tokenizer", "weights") else None
@@ -203,11 +203,11 @@ def identities(profile: MeasuredProfile, digest_characters: int | None = None) -
 
 
 def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Both splits; digests are whole, or cut."""
+    """Show both splits; digests are whole, or cut."""
 
-    def named(it: DataFile) -> str:
-        digest = it.sha256[:digest_characters]
-        return f"{it.name} ({words.counted(it.num_questions, 'question')}, sha256 {digest})"
+    def named(file: DataFile) -> str:
+        digest = file.sha256[:digest_characters]
+        return f"{file.name} ({words.counted(file.num_questions, 'question')}, sha256 {digest})"
 
     shown: Mapping[str, Callable[[Split], str]] = {
         "files": lambda it: "; ".join(map(named, it.files)),
@@ -237,7 +237,7 @@ def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Tabl
 
 
 def _reached(split: Split) -> str:
-    """How many contexts reach each quarter of the longest prefix."""
+    """Say how many contexts reach each quarter of the longest prefix."""
     lengths = [ceil(split.max_prefix_tokens * it / 4) for it in range(1, 5)]
     counts = [sum(of >= it for of in split.prefix_tokens) for it in lengths]
     said = (f"{count:,} reach {it:,}" for count, it in zip(counts, lengths, strict=True))

@@ -17,7 +17,8 @@ _DIGEST_CHARACTERS: Final = 16
 
 
 def table_of(profile: MeasuredProfile) -> RenderableType:
-    """Verdict, frontier, baselines, both models and how it was made; for 80 columns or more."""
+    """Show verdict, frontier, baselines, both models and how the profile was made, in 80 columns or
+    more."""
     verdict, colour = ("passed", "green") if profile.passed else ("failed", "red")
     shown = (
         tables.summary(profile),
@@ -30,13 +31,13 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
     )
     said = Text.assemble((verdict, f"bold {colour}"), f": {profile.reason}\n")
     said.append(f"pair: {profile.pair}\n")
-    for it in derived.next_steps(profile):
-        said.append(f"next: {it}\n")
+    for step in derived.next_steps(profile):
+        said.append(f"next: {step}\n")
     return Group(said, *map(drawn, shown))
 
 
 def drawn(table: tables.Table) -> RenderableType:
-    """Text is taken as it is, brackets too; nothing of it is markup."""
+    """Draw a table. Text appears as it is, brackets too; nothing of it is markup."""
     drawn = Table(
         title=Text(table.title) if table.title else None,
         title_justify="left",

@@ -1,4 +1,4 @@
-"""Numbers and names as a reader meets them, the same in terminals, pictures and pages."""
+"""Numbers and names as text for people, the same in terminals, pictures and pages."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _METRICS: Final = {
 }
 
 
-def baseline(it: Baseline) -> str:
-    """Its name, by which it is told from the others of its kind and size."""
-    if it.kind is not BaselineKind.SPLIT_BLOCK:
-        return BASELINES[it.kind]
-    return f"[{it.runs[0][0]}, {it.runs[-1][1]}) in {len(it.runs)} runs"
+def baseline(way: Baseline) -> str:
+    """Name a baseline so that it differs from others of its kind and size."""
+    if way.kind is not BaselineKind.SPLIT_BLOCK:
+        return BASELINES[way.kind]
+    return f"[{way.runs[0][0]}, {way.runs[-1][1]}) in {len(way.runs)} runs"
 
 
 def metric_name(metric: str) -> str:
@@ -53,12 +53,12 @@ def quality(value: float) -> str:
     return f"{value:.3f}"
 
 
-def quality_interval(it: Interval) -> str:
-    return f"{quality(it.mean)} [{quality(it.low)}, {quality(it.high)}]"
+def quality_interval(interval: Interval) -> str:
+    return f"{quality(interval.mean)} [{quality(interval.low)}, {quality(interval.high)}]"
 
 
 def points(difference: float) -> str:
-    """A difference of qualities in points, which are hundredths.
+    """Write a difference of qualities in points, which are hundredths.
 
     >>> points(0.0424), points(-0.00001)
     ('4.2', '0.0')
@@ -75,7 +75,7 @@ def percent(share: float) -> str:
 
 
 def stated_percent(share: float) -> str:
-    """What a user gave.
+    """Write a share as exactly as the user stated it.
 
     >>> stated_percent(0.05), stated_percent(0.025)
     ('5 %', '2.5 %')
@@ -84,12 +84,12 @@ def stated_percent(share: float) -> str:
 
 
 def bound(plan: FrontierPoint) -> str:
-    """The share of quality that is lost at most, at the task least sure."""
+    """Say the largest share of quality that may be lost, at the least certain task."""
     return percent_kept(max(it.bound for it in plan.tasks)) if plan.tasks else ABSENT
 
 
 def percent_kept(share: float) -> str:
-    """A bound, with the digit that matters near a whole; never below what it stands for.
+    """Round a bound down, with the digit that matters near a whole.
 
     >>> percent_kept(0.9487), percent_kept(0.0504)
     ('94.9 %', '5.1 %')
@@ -98,7 +98,7 @@ def percent_kept(share: float) -> str:
 
 
 def seconds(time_s: float) -> str:
-    """Three digits with a unit that suits them.
+    """Write a time with three digits and a fitting unit.
 
     >>> seconds(0.000042), seconds(0.0412), seconds(4.2), seconds(754), seconds(3e-13)
     ('42.0 µs', '41.2 ms', '4.20 s', '754 s', '0.0003 ns')
@@ -112,13 +112,13 @@ def seconds(time_s: float) -> str:
 
 
 def unit_of_time(time_s: float) -> tuple[float, str]:
-    """Units per second, and the unit's name, in which a time is between 1 and 1000."""
+    """Return the unit in which a time is between 1 and 1000: units per second, and its name."""
     units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
     return next((it for it in units if abs(time_s) * it[0] >= 1), units[-1])
 
 
 def duration(time_s: float) -> str:
-    """How long something took, for a person.
+    """Say for people how long something took.
 
     >>> duration(42.4), duration(754), duration(7300)
     ('42 s', '12 min 34 s', '2 h 1 min')
@@ -133,7 +133,7 @@ def duration(time_s: float) -> str:
 
 
 def small(value: float) -> str:
-    """Two digits of a number that may be very small.
+    """Write a number that may be very small with two digits.
 
     >>> small(0.0), small(2.0), small(0.00314), small(0.0000042)
     ('0', '2.0', '0.0031', '4.2e-06')
@@ -141,8 +141,8 @@ def small(value: float) -> str:
     return "0" if value == 0 else f"{value:#.2g}".rstrip(".")
 
 
-def plan(it: FrontierPoint) -> str:
-    return span(it.block) + ("" if it.e_map is None else ", E corrected")
+def plan(point: FrontierPoint) -> str:
+    return span(point.block) + ("" if point.e_map is None else ", E corrected")
 
 
 def span(block: Span) -> str:
