@@ -4,7 +4,8 @@ Only cold hooks are placed here. The hot ones are placed by the linker, so a ser
 configure it runs exactly SGLang's own code after start-up.
 
     process    hook                              when
-    front end  ServerArgs.check_server_args      checks the configuration before anything loads,
+    front end  the step before SGLang's default of page_size  raises that default
+               ServerArgs.check_server_args      checks the configuration before anything loads,
                adds the pages that operators ask and the headers of answers, marks SGLang's
                warm-up, and watches answers
     scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
@@ -22,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 from cachetree import CacheTreeError, ConfigError
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import HookRegistry, HookType, release
-from sglang_droidspeak.start.config import GIB, Settings, cache_config, is_configured
+from sglang_droidspeak.start.config import (
+    GIB,
+    MIN_PAGE_SIZE,
+    Settings,
+    cache_config,
+    is_configured,
+)
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ModelRunner, ServerArgs
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Place the cold hooks that this process needs."""
+    engine.default_page_size(MIN_PAGE_SIZE, is_configured)
     HookRegistry.register(release.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
     # The front end and the detokenizer load plugins too, before (or without ever) importing the
     # scheduler; hooking its parts there would only slow their start.

@@ -214,7 +214,7 @@ def configuration(path: Path) -> Iterator[Check]:
     """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
-        extra, flags = _extra_of(options, path), ["--page-size=1", *as_flags(options)]
+        extra, flags = _extra_of(options, path), [*as_flags(options)]
         model = options.get("model-path", options.get("model"))
         if not isinstance(model, str):
             raise ConfigError("there is no model-path; add it")

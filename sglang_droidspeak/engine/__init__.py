@@ -15,6 +15,7 @@ The next release gets a module of its own, a copy of this release's with what mo
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ __all__ = [
     "HookType",
     "Hooks",
     "Quantization",
+    "default_page_size",
     "place_hooks",
     "quantization",
     "release",
@@ -38,6 +40,8 @@ __all__ = [
     "step_tokens",
     "switched_on",
 ]
+
+log = logging.getLogger(__name__)
 
 Hook = tuple[Callable[..., object], HookType]
 Hooks = Mapping[str, Hook]
@@ -65,6 +69,21 @@ def step_tokens(server_args: Any) -> int:
     args = resolved(server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
+
+
+def default_page_size(num_tokens: int, applies: Callable[[Any], bool]) -> None:
+    """Make this the page size of servers to which it applies, if no flag, model or backend has set
+    one. `applies` takes the arguments as SGLang has resolved them so far."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    @register_resolution_hook(release.BEFORE_PAGE_SIZE)
+    def choose(server_args: Any, previous: Callable[[Any], None]) -> None:
+        previous(server_args)
+        args = resolved(server_args)
+        if args.page_size is None and applies(args):
+            log.info("page_size is %d: no option sets it, and droidspeak needs that", num_tokens)
+            declare_resolution(server_args, "droidspeak", page_size=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

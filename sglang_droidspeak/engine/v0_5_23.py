@@ -37,6 +37,8 @@ _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager"
 _CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
+BEFORE_PAGE_SIZE = "handle_mxfp8_kv_cache_compatibility"
+"""The step of SGLang's resolution of arguments after which it falls back to its own page size."""
 ALLOC_MEMORY_POOL = f"{_RUNNER}.alloc_memory_pool"
 CELL_SIZE = f"{_CELLS}._compute_cell_size"
 AVAILABLE_BYTES = f"{_SIZES}._profile_available_bytes"

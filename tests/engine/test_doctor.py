@@ -226,7 +226,8 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("page_size", "words"),
     [
-        (..., "page_size is 1: "),
+        (..., ""),
+        (1, "page_size is 1: "),
         (8, "page_size is 8: .*--page-size 16"),
         (None, "--page-size: invalid int value"),
         ("16", ""),

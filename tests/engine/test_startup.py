@@ -34,11 +34,20 @@ from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
+from sglang_droidspeak.cli.serve import as_flags
 from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.plugin import check_front_end
 from sglang_droidspeak.start import refuse, this_server
-from sglang_droidspeak.start.config import LINKER_MODULE, Settings, cache_config, parse_settings
+from sglang_droidspeak.start.config import (
+    LINKER_MODULE,
+    MIN_PAGE_SIZE,
+    Settings,
+    cache_config,
+    is_configured,
+    linker_options,
+    parse_settings,
+)
 from sglang_droidspeak.start.this_server import folder_of, load_this_server, read_server
 from sglang_droidspeak.store.e_pool import correction_bytes, e_bytes_per_token
 
@@ -209,6 +218,35 @@ def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
     server = load_this_server(server_args(model, extra))
     config = cache_config(server.settings, server.identity.model_id)
     assert config.ttl_s == 60
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_ours", "page_size"),
+    [
+        ([], True, 16),
+        (["--page-size", "1"], True, 1),
+        (["--page-size", "32"], True, 32),
+        ([], False, 1),
+    ],
+)
+def test_page_size_is_raised_where_no_option_sets_it(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    is_ours: bool,
+    page_size: int,
+) -> None:
+    from sglang.srt.arg_groups import resolution_hooks
+    from sglang.srt.server_args import prepare_server_args
+
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    engine.default_page_size(MIN_PAGE_SIZE, is_configured)
+    words = as_flags(linker_options({})) if is_ours else ()
+    args = prepare_server_args(["--model-path", str(model), "--device", "cpu", *flags, *words])
+    args.resolve_once()
+    assert engine.resolved(args).page_size == page_size
+    assert capsys.readouterr().err.count("page_size is 16: ") == int(is_ours and not flags)
 
 
 def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
