@@ -299,6 +299,12 @@ class Cache:
         """Block until every peer is ready; False when the time is over or one is refused."""
         return self._peers.wait_ready(Deadline.after(timeout_s, self._clock))
 
+    def run(self, model: ModelId) -> None:
+        """Say from now on that this server runs `model`, or none if empty; a peer hears that at its
+        next handshake."""
+        if self._worker is not None:
+            self._worker.run(model)
+
     def stop_serving(self) -> None:
         """Let nobody read from here any more; what is stored stays, and is fetched as before.
 

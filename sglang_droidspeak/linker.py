@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from cachetree import Cache, MakeTier, Part, with_names
-from cachetree.checkpoint import Family
+from cachetree import Cache, MakeTier, ModelId, Part, with_names
+from cachetree.checkpoint import Family, ModelIdentity, adapter_digest
 from cachetree.memory import unregistered
 from cachetree.metrics import StatusPage
 from cachetree.transport import parse_http, serve_spans, untraced
@@ -63,6 +63,7 @@ from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.insertions import Insertions, Offloader
 from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, ServerPool, page_locked, rows_of
+from sglang_droidspeak.weights import WeightUpdates
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)
         has_metrics = get_observability().enable_metrics
         self._metrics = Metrics(enabled=has_metrics and self._ranks.is_first)
+        self._senders, self._started_as = server.senders, identity.model_id
+        self._served = name_of(engine.resolved(server_args))
         self._cache = Cache(
             Family(
                 **identity.shape,
@@ -109,11 +112,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_rank=parallel.tp_rank,
             ),
             cache_config(settings, identity.model_id, parallel.tp_rank),
-            tiers=_tiers(server, self._metrics),
+            tiers=_tiers(server, self._senders, self._metrics),
             register=page_locked if self._on_cuda else unregistered,
             note_served=serve_spans() if tracing.is_on() else untraced,
         )
-        self._cache.names.call(identity.model_id, name_of(engine.resolved(server_args)))
+        self._cache.names.call(identity.model_id, self._served)
         self._while_serving = contextlib.ExitStack()
         self._until_closed = contextlib.ExitStack()
         self._until_closed.callback(self._cache.close)
@@ -130,7 +133,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
         )
-        self._models = Models(identity.model_id, identity.num_layers, server.identify)
+        self._models = Models(identity, identity.num_layers, adapter_digest)
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree,
@@ -175,11 +178,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         adapters: Mapping[str, LoRARef] = {}
         if runner.lora_manager is not None:
             adapters = runner.lora_manager.lora_refs
+        updates = WeightUpdates(
+            server.weights, self._models, self._ranks, self._weights_change, self._weights_known
+        )
+        self._models.settle_base = updates.settle
         queue = Queue(self._waiting, self._replies, self._models, self._ranks)
         answers = Answers(
             self._cache, planner, self._labels, adapters, params.page_size, guard.answer
         )
-        hooks = self._hooks(queue, answers)
+        hooks = self._hooks(queue, answers) | updates.table()
         if runner.lora_manager is not None:
             hooks |= AdapterHooks(
                 self._models, self._activated, self._ranks, self._pool_index.forget
@@ -213,8 +220,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     def _hooks(self, queue: Queue, answers: Answers) -> dict[str, Hook]:
         return {
-            **dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE)),
-            release.UPDATE_FROM_DISK: (self._update_from_disk, HookType.AROUND),
             release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
             release.REPLAY_LEN: (queue.charge, HookType.AFTER),
             release.MATCH: (queue.match, HookType.AROUND),
@@ -282,25 +287,33 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._waiting.clear()
         self._offloader.reset()
         self._pool_index.clear()
+        self._models.flushed()
         self._loader.counter.reset()
 
-    def _weights_change(self, *_args: object, **_kwargs: object) -> None:
-        """From here on the loaded model may not be the one whose content was read: store, serve
-        and reuse nothing more, whether the update works or not.
+    def _weights_change(self) -> None:
+        """Weights are about to be written: what waits is planned anew, by what is served then.
 
         What is being stored was computed before, and what is stored is the KV of the model that it
         names.
         """
-        self._retire("weights_updated", "weights are updated in place")
+        log.info("droidspeak: weights are updated in place; full prefills until they are known")
+        self._metrics.tell_pairs(self._planner.profiles, are_off=True)
+        self._waiting.clear()
+        self._pool_index.clear()
+        self._cache.run(ModelId(""))
 
-    def _update_from_disk(self, original: Any, *args: object, **kwargs: object) -> object:
-        """Follow a rank that has written, where this one has not. If no rank has, as for a path
-        that does not exist, nothing has changed."""
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if not all(self._ranks.least([not self._planner.off])):
-                self._weights_change()
+    def _weights_known(self, identity: ModelIdentity, folder: str) -> None:
+        model = identity.model_id
+        name = folder or f"{self._served}+{self._models.generation}"
+        if model not in self._cache.names.now:
+            self._cache.names.call(model, name)
+        self._senders.setdefault(model, self._senders[self._started_as])
+        self._cache.run(model)
+        self._metrics.tell_pairs(self._planner.profiles, are_off=bool(self._planner.off))
+        log.info(
+            "droidspeak: model %s is served after an update",
+            with_names(model, self._cache.names.now),
+        )
 
     def _retire(self, outcome: str, why: str) -> None:
         """Once, and on all ranks in the same step."""
@@ -331,14 +344,16 @@ def _mark(record: logging.LogRecord) -> bool:
     return True
 
 
-def _tiers(server: ThisServer, metrics: Metrics) -> list[MakeTier]:
+def _tiers(
+    server: ThisServer, senders: Mapping[ModelId, frozenset[int]], metrics: Metrics
+) -> list[MakeTier]:
     settings = server.settings
     if settings.hicache_backend is None:
         return []
     from sglang_droidspeak.hicache import hicache_tier
 
     name, config = settings.hicache_backend, settings.hicache_config
-    return [hicache_tier(name, config, server.senders, metrics.count_hicache_objects)]
+    return [hicache_tier(name, config, senders, metrics.count_hicache_objects)]
 
 
 def _is_request_level(result: bool, _streamer: object, key: str) -> bool:

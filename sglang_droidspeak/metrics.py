@@ -78,8 +78,8 @@ class Metrics:
         self.pair_usable: Final[Gauge] = of_pair(
             "droidspeak:pair_usable",
             "1 where what a sender has computed may be reused for a receiver, 0 where its profile "
-            "did not pass, the drift guard took all of its plans out of service, or the server was "
-            "retired: weights were updated, or its loader failed",
+            "did not pass, the drift guard took all of its plans out of service, an update of "
+            "weights is not known, or the loader failed",
         )
         self.reused_tokens: Final[Counter] = counter(
             "droidspeak:reused_tokens",
@@ -173,9 +173,10 @@ class Metrics:
         if cause:
             self.fallbacks.labels(cause).inc()
 
-    def tell_pairs(self, profiles: Profiles, *, are_off: bool = False) -> None:
-        """Which of them may be reused; none from when they are off."""
-        self._are_off |= are_off
+    def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
+        """Which of them may be reused; none while they are off. None: as before."""
+        if are_off is not None:
+            self._are_off = are_off
         self._in_pairs = {**self._in_pairs, **{str(it): it[:8] for pair in profiles for it in pair}}
         for (sender, receiver), profile in profiles.items():
             self.pair_usable.labels(sender, receiver).set(profile.is_usable and not self._are_off)

@@ -7,23 +7,26 @@ from cachetree.checkpoint.adapters import (
     NO_ADAPTER,
     Adapter,
     acting,
+    adapter_digest,
     base_of,
     read_adapter,
     read_invocation,
     require_base,
     targets,
 )
-from cachetree.checkpoint.digests import tensor_digests, user_cache
+from cachetree.checkpoint.digests import bytes_digest, tensor_digests, user_cache
 from cachetree.checkpoint.family import Codec, Family, ModelIdentity, vector_bytes
 from cachetree.checkpoint.identity import (
     adapted,
     first_difference,
     read_model_identity,
     read_shape,
+    read_weights,
 )
 from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 from cachetree.checkpoint.tokenizer import tokenizer_difference
+from cachetree.checkpoint.weights import Weights
 
 __all__ = [
     "NO_ADAPTER",
@@ -31,14 +34,18 @@ __all__ = [
     "Codec",
     "Family",
     "ModelIdentity",
+    "Weights",
     "acting",
     "adapted",
+    "adapter_digest",
     "base_of",
+    "bytes_digest",
     "first_difference",
     "read_adapter",
     "read_invocation",
     "read_model_identity",
     "read_shape",
+    "read_weights",
     "require_base",
     "targets",
     "tensor_digests",

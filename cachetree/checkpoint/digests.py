@@ -50,6 +50,11 @@ def user_cache() -> Path:
     return user_cache_path("sglang-droidspeak")
 
 
+def bytes_digest(dtype: str, shape: tuple[int, ...], content: memoryview) -> str:
+    """The digest of a tensor in memory, as `tensor_digests` has it of one in a file."""
+    return _begun(dtype, shape).update(content).hexdigest()
+
+
 def digest_of(value: Any) -> str:
     """SHA-256 of a JSON value; the order of keys does not count."""
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
@@ -108,7 +113,7 @@ def _hash_tensors(file: Path) -> Digests:
 
 
 def _hash(descriptor: int, name: str, tensor: Tensor) -> str:
-    digest = blake3(f"{tensor.dtype}\0{tensor.shape}\0".encode())
+    digest = _begun(tensor.dtype, tensor.shape)
     buffer = memoryview(bytearray(min(_PIECE_BYTES, tensor.num_bytes)))
     start, stop = tensor.offset, tensor.offset + tensor.num_bytes
     while start < stop:
@@ -118,3 +123,7 @@ def _hash(descriptor: int, name: str, tensor: Tensor) -> str:
         digest.update(buffer[:num_bytes])
         start += num_bytes
     return digest.hexdigest()
+
+
+def _begun(dtype: str, shape: tuple[int, ...]) -> blake3:
+    return blake3(f"{dtype}\0{shape}\0".encode())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from cachetree.checkpoint.digests import digest_of
 from cachetree.errors import ConfigError, FamilyMismatch
 from cachetree.ids import Kind, ModelId
 
@@ -76,6 +77,10 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def shape(self) -> dict[str, Any]:
         """The fields of its `Family` that do not depend on how a server runs it."""
         return {it: getattr(self, it) for it in Family.__struct_fields__ if hasattr(self, it)}
+
+    def with_adapter(self, digest: str) -> ModelIdentity:
+        """What an adapter of this content makes of the model; see `adapters.adapter_digest`."""
+        return msgspec.structs.replace(self, weights=digest_of([self.weights, digest]))
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,18 @@ is the same model, and one that was trained further under the same name is not.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from cachetree.checkpoint.adapters import NO_ADAPTER, adapter_digest, read_adapter
-from cachetree.checkpoint.digests import Digests, digest_of, kept, tensor_digests
+from cachetree.checkpoint.digests import Digests, kept, tensor_digests
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.model_config import Config, read_config
 from cachetree.checkpoint.rope import canonical_rope, plain
 from cachetree.checkpoint.safetensors_files import layer_of, weight_files
 from cachetree.checkpoint.tokenizer import tokenizer_digest
+from cachetree.checkpoint.weights import Weights, loaded, of_folder
 from cachetree.errors import ConfigError, written
 
 COMPUTING_KEYS: Final = """
@@ -34,9 +34,6 @@ COMPUTING_KEYS: Final = """
 (versions, paths, generation defaults) differs between saves of one model."""
 _WINDOW_KEYS: Final = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
-_EMBEDDINGS: Final = "model.embed_tokens.weight"
-_HEAD: Final = "lm_head.weight"
-
 
 def read_model_identity(
     path: Path, cache_dir: Path | None = None, adapter: Path | None = None
@@ -46,20 +43,28 @@ def read_model_identity(
     All bytes of the weights are read, unless `cache_dir` has their digests of an earlier call (see
     `digests.kept`). Raises ConfigError naming the file that is missing or wrong.
     """
+    identity = read_weights(path, cache_dir).started_as
+    return identity if adapter is None else adapted(identity, adapter)
+
+
+def read_weights(path: Path, cache_dir: Path | None = None) -> Weights:
+    """The tensors of the checkpoint in folder `path`, and what they make; as
+    `read_model_identity`."""
     config = _config(path)
     identity = ModelIdentity(
         **_shape(path, config, cache_dir),
         num_attention_heads=_number(config, "num_attention_heads", path),
-        weights=digest_of([_loaded(path, cache_dir), _computing(config)]),
+        weights="",
     )
-    return identity if adapter is None else adapted(identity, adapter)
+    weights = of_folder(path, identity, _computing(config), cache_dir)
+    assert weights.identity is not None, "every tensor was read"
+    return replace(weights, started_as=weights.identity)
 
 
 def adapted(identity: ModelIdentity, adapter: Path) -> ModelIdentity:
     """What a PEFT adapter makes of a model; raises ConfigError."""
     _require_folder("adapter", adapter, "PEFT")
-    weights = digest_of([identity.weights, adapter_digest(adapter)])
-    return msgspec.structs.replace(identity, weights=weights)
+    return identity.with_adapter(adapter_digest(adapter))
 
 
 def first_difference(
@@ -133,13 +138,7 @@ def _tokenizer(path: Path, cache_dir: Path | None) -> str:
 
 
 def _loaded(path: Path, cache_dir: Path | None) -> Digests:
-    """Digests of the tensors that make a model: no tables of rotations, which servers skip, and no
-    head that equals the embeddings, as a tied one does."""
-    digests = tensor_digests(weight_files(path), cache_dir)
-    loaded = {name: it for name, it in digests.items() if ".rotary_emb." not in name}
-    if loaded.get(_HEAD) == loaded.get(_EMBEDDINGS):
-        loaded.pop(_HEAD, None)
-    return loaded
+    return loaded(tensor_digests(weight_files(path), cache_dir))
 
 
 def _config(path: Path) -> Config:

@@ -18,7 +18,7 @@ import zmq
 from cachetree.clock import Clock
 from cachetree.disk import DiskTier
 from cachetree.errors import FamilyMismatch, ProtocolError
-from cachetree.ids import Location
+from cachetree.ids import Location, ModelId
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address, cannot_bind
 from cachetree.transport.admin import AdminService
@@ -124,6 +124,10 @@ class Worker:
         self._closing.set()
         self._wakeup.wake()
         self._thread.join(CLOSE_S)
+
+    def run(self, model: ModelId) -> None:
+        """Name the model that this server runs, for peers to come; any thread."""
+        self._service.counts.model = model
 
     def status(self) -> verbs.Status:
         """The worker in numbers; from any thread, not an atomic picture."""
@@ -275,7 +279,7 @@ class Worker:
             ticket = self._data_port.issue_ticket(who)
             arena = self._tree.memory.file if it.config.shared_memory else None
         most_bytes = self._tree.host_bytes + (it.disk.budget_bytes if it.disk else 0)
-        return wire.hello(self._tree.family, it.config.model, self.epoch, arena, ticket, most_bytes)
+        return wire.hello(self._tree.family, it.counts.model, self.epoch, arena, ticket, most_bytes)
 
     @property
     def _full(self) -> str:

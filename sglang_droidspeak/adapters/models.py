@@ -1,4 +1,10 @@
-"""The models that one server answers as: its base, and each LoRA adapter while it is loaded."""
+"""The models that one server answers as: its base, and each LoRA adapter while it is loaded.
+
+This is the only place that knows which model is served now. A change of the base's weights begins a
+new generation: a request belongs to the generation in which it was last met in the queue, and only
+a request of the present one has an owner. So what is planned, noted or stored is of weights that
+were the same from the request's first computed token on.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from cachetree import ConfigError, ModelId, PageHash
-from cachetree.checkpoint import NO_ADAPTER, Adapter, acting, read_adapter, read_invocation
+from cachetree.checkpoint import (
+    NO_ADAPTER,
+    Adapter,
+    ModelIdentity,
+    acting,
+    read_adapter,
+    read_invocation,
+)
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import Req
 from sglang_droidspeak.ranks import Ranks
 
 log = logging.getLogger(__name__)
+
+
+_MAX_THREADS: Final = 4
 
 
 def _nobody(*_known: object) -> None:
@@ -48,6 +65,9 @@ class LoadedModel:
     """What an adapter, or none, makes of the base; by content."""
 
     model_id: ModelId
+    """Stale while the base is unknown."""
+    digest: str
+    """Of the adapter's files; empty for none."""
     adapter: Adapter
 
 
@@ -55,19 +75,19 @@ class LoadedModel:
 class _Reading:
     """An adapter that was loaded, and whose files a thread reads."""
 
-    found: Future[tuple[LoadedModel, bytes]]
+    found: Future[tuple[str, Adapter, bytes]]
     """And the stamp of the files after they were read."""
     stamps: Sequence[bytes] = ()
     """Before and after they were loaded; none while they are not."""
 
-    def result(self) -> LoadedModel:
+    def result(self) -> tuple[str, Adapter]:
         """Raises ConfigError where it is not known what was loaded."""
-        found, stamp = self.found.result()
+        digest, adapter, stamp = self.found.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")
         if {*self.stamps, stamp} != {stamp}:
             raise ConfigError("its files changed while they were loaded")
-        return found
+        return digest, adapter
 
 
 class Models:
@@ -77,27 +97,66 @@ class Models:
     `settle` finds that done, the adapter serves and shares with nobody.
     """
 
-    def __init__(self, base: ModelId, num_layers: int, identify: Callable[[Path], ModelId]) -> None:
+    def __init__(
+        self, base: ModelIdentity, num_layers: int, digest_of: Callable[[Path], str]
+    ) -> None:
+        """`digest_of` reads an adapter's folder; raises ConfigError."""
         self._num_layers = num_layers
-        self._identify = identify
-        self._loaded: dict[LoraId, LoadedModel] = {None: LoadedModel(base, NO_ADAPTER)}
+        self._digest_of = digest_of
+        self._base = base
+        self._loaded: dict[LoraId, LoadedModel] = {None: self._made("", NO_ADAPTER)}
+        self.unknown = ""
+        """Outcome of every request while the base is unknown: `reading_weights` or
+        `weights_updated`. Empty while the base is known."""
+        self.generation = 0
+        """How often the base's weights were written."""
+        self.place = ""
+        """What the present generation's namespaces of SGLang's tree end with. The tree may have KV
+        of earlier generations until SGLang flushes it."""
         self.ids: set[str] = set()
         """Of all adapters that were ever to be loaded: SGLang's tree may have KV of them."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-adapters")
+        self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
+        """Hashes weights beside the scheduler. Its threads begin with the first that it reads."""
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
         """Found of the models that are loaded now."""
         self.known: Callable[[str, ModelId], object] = _nobody
         """Called with each adapter whose content has become known, and the model that it makes."""
+        self.settle_base: Callable[[], object] = _nobody
+        """Called where ranks may agree on what they have read."""
 
     def __len__(self) -> int:
         return len(self._loaded)
 
+    @property
+    def ids_now(self) -> set[ModelId]:
+        """Models whose content is known."""
+        return set() if self.unknown else {it.model_id for it in self._loaded.values()}
+
+    def change(self) -> None:
+        """The base's weights are about to be written. Until `become` no model is known."""
+        self.unknown = "weights_updated"
+        self.generation += 1
+        self.place = prefixes.place_of_generation(self.generation)
+
+    def become(self, base: ModelIdentity) -> None:
+        """Of the present generation's weights it is known by now what they are."""
+        self._base, self.unknown = base, ""
+        self._differences.clear()
+        for lora_id, it in self._loaded.items():
+            self._loaded[lora_id] = loaded = self._made(it.digest, it.adapter)
+            if lora_id is not None:
+                self.known(lora_id, loaded.model_id)
+
+    def flushed(self) -> None:
+        """SGLang's tree has nothing of any generation."""
+        self.place = ""
+
     def of(self, lora_id: LoraId) -> ModelId | None:
-        """None for an adapter whose content is not known: it shares with nobody."""
+        """None for a model whose content is not known: it shares with nobody."""
         loaded = self._loaded.get(lora_id)
-        return None if loaded is None else loaded.model_id
+        return None if loaded is None or self.unknown else loaded.model_id
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
         """Tokens from which an adapter acts; empty where it acts from the start."""
@@ -108,7 +167,9 @@ class Models:
         return lora_id in self._reading
 
     def owner_of(self, req: Req) -> Owner | None:
-        """None where it is not known what the adapter is."""
+        """None where it is not known which model computes all of the request's KV."""
+        if prefixes.generation_of(req) != self.generation:
+            return None
         at = prefixes.invoked_at(req)
         lora_id = req.lora_id if at is None else None
         model = self.of(lora_id)
@@ -128,7 +189,7 @@ class Models:
     def add(self, lora_id: str, folder: Path) -> None:
         """Raises ConfigError where the folder's content cannot be read."""
         self.ids.add(lora_id)
-        self._loaded[lora_id] = loaded = self._read(folder)
+        self._loaded[lora_id] = loaded = self._made(*self._read(folder))
         self._invocations[lora_id] = loaded.adapter.invocation
         self._differences.clear()
         self.known(lora_id, loaded.model_id)
@@ -137,16 +198,17 @@ class Models:
         """Have `load` read the adapter, on all ranks or on none, and a thread find out which one it
         is; raises ConfigError and OSError before where it cannot be told where the adapter acts."""
         self.ids.add(lora_id)
-        before = _stamp(folder)
+        before = stamp_of(folder)
         self._invocations[lora_id] = read_invocation(folder)
-        reading = _Reading(self._reader.submit(lambda: (self._read(folder), _stamp(folder))))
+        reading = _Reading(self.reader.submit(lambda: (*self._read(folder), stamp_of(folder))))
         load()
         self._reading[lora_id] = reading  # The same ones on all ranks.
         with contextlib.suppress(OSError):  # Which the thread finds, too.
-            reading.stamps = (before, _stamp(folder))
+            reading.stamps = (before, stamp_of(folder))
 
     def settle(self, ranks: Ranks) -> None:
         """Know those that all ranks have read, and read alike; all ranks call it at once."""
+        self.settle_base()
         if not self._reading:
             return
         are_done = ranks.least([it.found.done() for it in self._reading.values()])
@@ -162,12 +224,13 @@ class Models:
                 log.warning(
                     "adapter %s shares with no other model: %s", lora_id, exc, exc_info=not is_known
                 )
-            model = None if found is None else found.model_id
-            is_agreed = ranks.share(model, ModelId | None) == model
+            digest = None if found is None else found[0]
+            is_agreed = ranks.share(digest, str | None) == digest
             if all(ranks.least([is_agreed])) and found is not None:
-                self._loaded[lora_id] = found
+                self._loaded[lora_id] = loaded = self._made(*found)
                 self._differences.clear()
-                self.known(lora_id, found.model_id)
+                if not self.unknown:
+                    self.known(lora_id, loaded.model_id)
 
     def drop(self, lora_id: str) -> None:
         self._loaded.pop(lora_id, None)
@@ -176,7 +239,11 @@ class Models:
             self._reading[lora_id].stamps = ()
         self._differences.clear()
 
-    def _read(self, folder: Path) -> LoadedModel:
+    def _made(self, digest: str, adapter: Adapter) -> LoadedModel:
+        identity = self._base.with_adapter(digest) if digest else self._base
+        return LoadedModel(identity.model_id, digest, adapter)
+
+    def _read(self, folder: Path) -> tuple[str, Adapter]:
         where, ignored = acting(folder)
         log.info("droidspeak: adapter %s %s", folder, where)
         if ignored:
@@ -186,10 +253,10 @@ class Models:
                 folder,
                 ", ".join(ignored),
             )
-        return LoadedModel(self._identify(folder), read_adapter(folder, self._num_layers))
+        return self._digest_of(folder), read_adapter(folder, self._num_layers)
 
 
-def _stamp(folder: Path) -> bytes:
+def stamp_of(folder: Path) -> bytes:
     """Changes when a file of the folder does, as far as its size and times tell."""
     files = [(it.name, it.stat()) for it in sorted(folder.iterdir()) if it.is_file()]
     return msgspec.json.encode(

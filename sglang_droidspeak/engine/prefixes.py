@@ -14,6 +14,9 @@ of an adapter is therefore made another tenant's, which no user can name.
 After a change of plans a new generation of requests reads none of the approximate KV from before:
 its number stands after APPROXIMATE. After it stands how many first pages the prompt shares with
 many others: in that namespace these are exact.
+
+After an update of weights the model's namespace ends with a mark of that update, until SGLang
+flushes its tree: what the weights before have left is then out of reach.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ _GENERATION: Final = "droidspeak_generation"
 _HEAD: Final = "droidspeak_head"
 _WITHOUT_E: Final = "droidspeak_without_e"
 _NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
+_WEIGHTS: Final = "droidspeak_weights"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
+_FIRST: Final = (0, "")
+"""Generation of weights, and the end of its namespaces, of a request that was met before any
+update."""
 _ID_CHARS: Final = 32
 """Of an adapter's id, SGLang's hexadecimal UUID."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
@@ -110,7 +117,25 @@ def namespace_of(req: Req) -> str:
     """Of the model that answers: the adapter's id, and where an activated one begins to act,
     because what it has computed from there on is no other request's."""
     at = invoked_at(req)
-    return (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
+    name = (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
+    return name + getattr(req, _WEIGHTS, _FIRST)[1]
+
+
+def generation_of(req: Req) -> int:
+    """The generation of weights in which the request was last met; see `Models`."""
+    return getattr(req, _WEIGHTS, _FIRST)[0]
+
+
+def place_of_generation(generation: int) -> str:
+    """The end of its namespaces, which no user can name."""
+    return f"@{SECRET}-{generation}"
+
+
+def run_with(req: Req, generation: int, place: str) -> None:
+    """Have the request find and leave KV of this generation of weights only; while the request
+    holds nothing of SGLang's tree."""
+    if getattr(req, _WEIGHTS, _FIRST) != (generation, place):
+        _note(req, _WEIGHTS, (generation, place))
 
 
 def is_approximate(req: Req) -> bool:

@@ -61,16 +61,19 @@ PREPARE_LORA = f"{_LORA_MANAGER}.prepare_lora_batch"
 FITS_LORA_GRAPH = f"{_LORA_MANAGER}.can_use_prefill_cuda_graph"
 CAN_SCHEDULE_LORA = f"{_SCHEDULER}.can_schedule_lora_req"
 UPDATE_FROM_DISK = f"{_WEIGHT_UPDATER}.update_weights_from_disk"
-
-WEIGHTS_WRITTEN = (
-    f"{_LOADER}.restore_weights_before_loading",
+END_UPDATE = f"{_WEIGHT_UPDATER}.end_weight_update"
+WEIGHTS_RESTORED = f"{_LOADER}.restore_weights_before_loading"
+WEIGHTS_RESET = "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors"
+UPDATES_BY_NAME = (
     f"{_WEIGHT_UPDATER}.load_weights_from_distributed",
     f"{_WEIGHT_UPDATER}.update_weights_from_tensor",
     f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
-    "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors",
 )
+"""Each has the model's `load_weights` load what it was given."""
+
+WEIGHTS_WRITTEN = (WEIGHTS_RESTORED, *UPDATES_BY_NAME, WEIGHTS_RESET)
 """Each of them, and nothing else, goes before a write to weights that serve; what writes into
-memory from outside (RDMA) does so after the first."""
+memory from outside (RDMA) does so after the first, and before END_UPDATE."""
 
 FIELDS: Mapping[str, str] = {
     # of these classes what is read or written

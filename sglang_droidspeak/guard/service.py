@@ -95,6 +95,9 @@ class PairsInService:
             num_layers = self._profiles[key].receiver.num_layers
             if not 0 <= plan.block[0] < plan.block[1] <= num_layers:
                 raise LookupError(f"block {plan.block} is not within 0:{num_layers}")
+        if not self._planner.serves(plan.receiver):  # An update came between the two runs.
+            self._metrics.shadows.labels("failed").inc()
+            return
         self._metrics.shadows.labels("compared").inc()
         if before is None or (pair := after(before, shadow)) is before:
             return

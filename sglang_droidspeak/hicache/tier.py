@@ -177,7 +177,7 @@ class HiCacheTier:
     def _has_more(self, pages: Sequence[PageHash]) -> bool:
         """Whether there may be more than the tree shows, KV or E of pages with KV."""
         there = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
-        for model, layers in self._senders.items():
+        for model, layers in dict(self._senders).items():  # An update adds one.
             known = there.get(model)
             num_kv = known.num_pages if known else 0
             limits = [(KV, num_kv, len(pages))]
@@ -207,7 +207,7 @@ class HiCacheTier:
                 search.end()
 
     def _find(self, pages: Sequence[PageHash]) -> None:
-        for model, layers in self._senders.items():
+        for model, layers in dict(self._senders).items():  # An update adds one.
             num_kv = self._ask(model, KV, pages)
             for layer in layers:
                 self._ask(model, Part(layer), pages[:num_kv])

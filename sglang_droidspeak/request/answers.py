@@ -28,8 +28,9 @@ from sglang_droidspeak.request.report import Label, Labels
 log = logging.getLogger(__name__)
 
 _USUAL_TOKENS: Final = 2048
-_RETIRED: Final = {
-    "weights_updated": "weights were updated in place; restart the server with the checkpoint",
+_OFF: Final = {
+    "reading_weights": "weights were updated, and are being read; wait",
+    "weights_updated": "weights are being written, or an update is not known; update all of them",
     "loader_failed": "the loader's thread has failed; restart the server",
 }
 
@@ -154,7 +155,7 @@ class Answers:
 
     @property
     def _off(self) -> str:
-        return _RETIRED.get(self._planner.off, "")
+        return _OFF.get(self._planner.why_off, "")
 
     def _pair(self, profile: PairProfile) -> Pair:
         sender, receiver = profile.sender.model_id, profile.receiver.model_id

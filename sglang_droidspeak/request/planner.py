@@ -135,7 +135,7 @@ class Planner:
     _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
     off: str = field(default="", init=False)
     """Outcome of every request since this server was retired, after which nothing is planned any
-    more: `weights_updated` or `loader_failed`. Empty before."""
+    more: `loader_failed`. Empty before."""
 
     def __post_init__(self) -> None:
         self.profiles = dict(index_profiles(self._server.profiles))
@@ -151,7 +151,9 @@ class Planner:
         """Find where its adapter acts, keep it out of others' namespaces, and have it read no
         approximate KV from before the last change of what is in service. While it holds nothing of
         SGLang's tree; on all ranks, and again as often as it is seen."""
-        self._activated.meet(req)  # First: it may find the request to be the base's.
+        if self._models.generation:
+            prefixes.run_with(req, self._models.generation, self._models.place)
+        self._activated.meet(req)  # Early: it may find the request to be the base's.
         prefixes.keep_apart(req, self._models.ids)
         if self._generation:
             prefixes.join(req, str(self._generation))
@@ -174,6 +176,15 @@ class Planner:
         num_tokens = min(len(req.full_untruncated_fill_ids), (MAX_HEAD + 1) * page_size)
         return prefixes.pages_of(req, num_tokens, page_size, req.lora_id or "")
 
+    @property
+    def why_off(self) -> str:
+        """Outcome of every request for now; empty while plans are made."""
+        return self.off or self._models.unknown
+
+    def serves(self, model: ModelId) -> bool:
+        """Whether that is one of the models that this server answers as now."""
+        return model in self._models.ids_now
+
     def model_of(self, lora_id: str | None) -> ModelId | None:
         """Of an adapter that is loaded, or of the base; None if its content is not known."""
         return self._models.of(lora_id)
@@ -185,7 +196,7 @@ class Planner:
 
     def refusal(self, req: Req) -> str:
         """Why nothing is planned for it, whoever has its pages; empty where something may be."""
-        return self.off or prefixes.refusal(req)
+        return self.why_off or prefixes.refusal(req)
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int

@@ -55,7 +55,7 @@ computed itself, anywhere, and an activated LoRA what its base has."""
 
 _NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's, by which a model is known"
 _NOT_ITS_CONFIG = "the model is not as the checkpoint's config.json says"
-_READ_AS_SAFETENSORS = [
+READ_AS_SAFETENSORS = [
     "auto",
     "safetensors",
     "fastsafetensors",
@@ -94,7 +94,7 @@ ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "modelopt_quant": ([None], _NOT_THE_CHECKPOINTS),
     "rl_quant_profile": ([None], _NOT_THE_CHECKPOINTS),
     "rl_on_policy_target": ([None], "E would be float32 beside a model of another dtype"),
-    "load_format": (_READ_AS_SAFETENSORS, _NOT_THE_CHECKPOINTS),
+    "load_format": (READ_AS_SAFETENSORS, _NOT_THE_CHECKPOINTS),
     "weight_cache_mode": (["off"], _NOT_THE_CHECKPOINTS),
     "kt_weight_path": ([None], _NOT_THE_CHECKPOINTS),
     "download_dir": ([None], "SGLang would serve what it once loaded there, not what HF_HOME has"),

@@ -18,9 +18,10 @@ from cachetree.checkpoint import (
     Codec,
     Family,
     ModelIdentity,
+    Weights,
     adapted,
     read_adapter,
-    read_model_identity,
+    read_weights,
     user_cache,
 )
 from cachetree.corrections import Correction, read_corrections
@@ -53,7 +54,8 @@ class ThisServer:
     """As the extension sees it. Made once per process by `load_this_server`."""
 
     settings: Settings
-    identity: ModelIdentity
+    weights: Weights
+    """As they were read at start."""
     profiles: tuple[PairProfile, ...]
     page_size: int
     e_width: int
@@ -62,6 +64,11 @@ class ThisServer:
     """What those make of it that it starts with; None where it serves none at all."""
     corrections: Mapping[str, Correction]
     """Maps of E of the profiles in which this model may receive, by digest, in host memory."""
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What the server is started as."""
+        return self.weights.started_as
 
     @property
     def has_blocks(self) -> bool:
@@ -88,11 +95,6 @@ class ThisServer:
         return dict.fromkeys(own, self._first_differences) | {
             p.sender.model_id: p.transition_layers() | self._first_differences for p in receives
         }
-
-    def identify(self, adapter: Path) -> ModelId:
-        """What an adapter makes of this server's model, whatever lies in its folder by now; raises
-        ConfigError."""
-        return adapted(self.identity, adapter).model_id
 
     @property
     def prefill_prior(self) -> PrefillCost:
@@ -171,7 +173,8 @@ def read_server(
 
         check_backend(settings.hicache_backend, settings.hicache_config)
     path = folder_of(model_path, revision)
-    identity = read_model_identity(path, user_cache())
+    weights = read_weights(path, user_cache())
+    identity = weights.started_as
     refuse.check_model(identity, model_path)
     refuse.check_blocks(settings, identity)
     refuse.check_capture_layers(settings, identity)
@@ -187,7 +190,7 @@ def read_server(
             corrections |= read_corrections(profile, file)
     return ThisServer(
         settings=settings,
-        identity=identity,
+        weights=weights,
         profiles=tuple(profiles.values()),
         page_size=page_size,
         e_width=e_width,

@@ -32,7 +32,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from virtual_cuda import Line, VirtualCuda, VirtualTensor
 
 from benchmarks.oracle import KV
-from cachetree.checkpoint.identity import read_model_identity
+from cachetree.checkpoint.identity import read_weights
 from cachetree.clock import Deadline
 from cachetree.corrections import Correction
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
@@ -369,12 +369,12 @@ def _server(model: Path, e_layers: Sequence[int], recompute: str) -> ThisServer:
         forward_wait_s=300.0,
         recompute_attention=recompute,
     )
-    identity = read_model_identity(model)
-    hidden = identity.hidden_size
+    weights = read_weights(model)
+    hidden = weights.started_as.hidden_size
     half = Correction(torch.full((hidden,), 0.25), torch.eye(hidden) / 2)
     return ThisServer(
         settings=settings,
-        identity=identity,
+        weights=weights,
         profiles=(),
         page_size=PAGE,
         e_width=hidden,

@@ -70,7 +70,7 @@ def running(folder: Path) -> list[str]:
             staging = reader.fetch(plan, pages, Deadline.after(10))
             for step in staging.steps:
                 staging.wait(step)
-            engine.linker._models._reader.submit(int).result()
+            engine.linker._models.reader.submit(int).result()
             with socket.create_connection(("127.0.0.1", port)):
                 while "cachetree-http-answer" not in (names := named(before)):
                     time.sleep(0.005)

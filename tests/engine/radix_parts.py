@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,18 @@ from engine_parts import PAGE
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from cachetree.ids import ModelId
+
+
+@dataclass(frozen=True)
+class Named:
+    """A base that is a name. An adapter of it is what the adapter is called."""
+
+    model_id: ModelId
+
+    def with_adapter(self, digest: str) -> Named:
+        return Named(ModelId(digest))
 
 
 def sglang_tree(core: str, **options: Any) -> UnifiedRadixCache:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from radix_parts import Named
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_overlap_loader import LoRAOverlapLoader
 from sglang.srt.lora.lora_registry import LoRARef
@@ -76,7 +77,7 @@ def scheduler_of(slots: Slots, *, is_overlapped: bool) -> Any:
 
 def hooks_of(ranks: Ranks) -> AdapterHooks:
     """With models whose folders have their names."""
-    models = Models(ModelId("base"), 4, lambda folder: ModelId(folder.name))
+    models = Models(Named(ModelId("base")), 4, lambda folder: folder.name)
     return AdapterHooks(models, ActivatedAdapters(models), ranks, lambda _lora_id: None)
 
 

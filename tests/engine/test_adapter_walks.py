@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from engine_parts import PAGE, family_of
+from radix_parts import Named
 
 from cachetree.checkpoint.adapters import Adapter
 from cachetree.clock import Deadline
@@ -136,7 +137,9 @@ class Walk:
         self.engine = Engine(self.rng)
         self.tree = CacheTree(family, host_bytes=40 * family.num_layers * family.kv_page_bytes)
         self.index = PoolIndex(self.tree, (E_LAYER,), PAGE, NUM_PAGES * PAGE, Ranks(None))
-        self.models = Models(ModelId("base"), NUM_LAYERS, lambda folder: ModelId(folder.name))
+        self.models = Models(
+            Named(ModelId("base")), NUM_LAYERS, lambda folder: ModelId(folder.name)
+        )
         self.loaded: dict[str, tuple[str, str]] = {}
         """By name: SGLang's id of this loading, and the weights."""
         self.plans: list[tuple[Plan, Prompt]] = []

@@ -78,7 +78,10 @@ def planned(
             step_tokens=1 << 20,
         ),
         models=MagicMock(
-            owner_of=lambda _req: Owner(R, None, None), first_differences=lambda _lora_id: {}
+            generation=0,
+            unknown="",
+            owner_of=lambda _req: Owner(R, None, None),
+            first_differences=lambda _lora_id: {},
         ),
         pool=PoolIndex(MagicMock(), (), PAGE, 0, Ranks(None)),
     )
@@ -141,11 +144,11 @@ def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() 
     assert prefixes.approximate_of(before) != prefixes.approximate_of(after)
 
 
-def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
+def test_while_the_weights_are_unknown_nothing_is_planned() -> None:
     planner, _ = planned(10)
     req = request()
     assert planner.refusal(req) == ""
-    planner.off = "weights_updated"
+    planner._models.unknown = "weights_updated"
     assert planner.refusal(req) == "weights_updated"
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from engine_parts import PAGE, family_of
 from permissive import made
-from radix_parts import request_of, sglang_tree
+from radix_parts import Named, request_of, sglang_tree
 from safetensors.torch import load_file, save_file
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
@@ -216,7 +216,7 @@ def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> N
     sglangs = sglang_tree(core)
     index = PoolIndex(CacheTree(family_of(model), host_bytes=0), (2,), PAGE, NUM_SLOTS, Ranks(None))
     index.is_read = index.has_approximate = True
-    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     insertions = Insertions(models, index, None, PAGE)  # type: ignore[arg-type]
     older, newer = (request_of(random_prompt(6 * PAGE, seed)) for seed in range(2))
     plan = Plan(
@@ -266,7 +266,7 @@ def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
     shelf.num_there, shelf.index.is_read = 2, is_read
     if num_loaded:
         prefixes.note_without_e(req, num_loaded * PAGE)
-    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     insertions = Insertions(models, shelf.index, None, PAGE)  # type: ignore[arg-type]
 
     def insert(_tree: object, _req: object, *, up_to: int) -> None:
@@ -349,7 +349,7 @@ def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
 
 
 def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
-    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     upper = write_adapter(tmp_path / "upper", model, layers=[2, 3])
     lower = write_adapter(tmp_path / "lower", model, layers=[1], seed=1)
     models.add("u", upper)
@@ -373,7 +373,7 @@ def load(models: Models, lora_id: str, folder: Path, meanwhile: Callable[[], obj
 def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
     model: Path, tmp_path: Path
 ) -> None:
-    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     folder = write_adapter(tmp_path / "a", model)
     load(models, "same", folder, lambda: None)
     assert models.of("same") == "a"
@@ -384,7 +384,7 @@ def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
 
 
 def test_an_activated_adapter_of_the_head_is_not_loaded(model: Path, tmp_path: Path) -> None:
-    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     folder = write_adapter(tmp_path / "a", model)
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [7]}))
@@ -403,7 +403,7 @@ def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) ->
         may_read.wait(10)
         return ModelId(folder.name)
 
-    models = Models(BASE, 4, identify)
+    models = Models(Named(BASE), 4, identify)
     folder = write_adapter(tmp_path / "a", model)
     config = folder / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [7]}))
@@ -425,14 +425,14 @@ def test_an_adapter_that_cannot_be_read_is_unknown(
     def identify(_folder: Path) -> ModelId:
         return sorted(["q_proj", 1])[0]  # type: ignore[list-item, return-value]
 
-    models = Models(BASE, 4, identify)
+    models = Models(Named(BASE), 4, identify)
     load(models, "a", write_adapter(tmp_path / "a", model), lambda: None)
     assert models.of("a") is None
     assert "adapter a shares with no other model: '<' not supported" in caplog.text
 
 
 def test_an_adapter_that_two_ranks_read_differently_is_unknown(model: Path, tmp_path: Path) -> None:
-    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     ranks: Any = SimpleNamespace(least=lambda values: values, share=lambda *_: "another")
     models.load("a", write_adapter(tmp_path / "a", model), lambda: None)
     while models.is_reading("a"):
@@ -465,7 +465,7 @@ def follow(
 
 @pytest.fixture
 def crowd(shelf: Shelf) -> Crowd:
-    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
     planner = SimpleNamespace(demand=lambda *_args: None, would_save_s=lambda *_args, **_: 1.0)
@@ -628,7 +628,7 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(
 ) -> None:
     """SGLang joins key and id, and who has read the adapter's name and path can tell the id."""
     lora_id, prompt = LoRARef.deterministic_id("sql", "/models/sql"), random_prompt(4 * PAGE, 1)
-    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     models.add(lora_id, write_adapter(tmp_path / "sql", model))
     if is_activated:
         models._invocations[lora_id] = tuple(prompt[17:19])
@@ -667,7 +667,7 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(
 
 
 def test_nor_where_the_users_own_adapter_is_never_invoked(model: Path, tmp_path: Path) -> None:
-    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     sql, judge = (LoRARef.deterministic_id(name, name) for name in ("sql", "judge"))
     for lora_id in (sql, judge):
         models.add(lora_id, write_adapter(tmp_path / lora_id, model))

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadFormat
 
 from benchmarks.random_adapters import write_adapter
+from cachetree.checkpoint import adapter_digest
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import Correction, maps_path, write_corrections
 from cachetree.disk import Directory
@@ -34,6 +35,7 @@ from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
+from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cli.serve import as_flags
 from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
@@ -751,14 +753,16 @@ def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -
     """Not of what was written to its folder meanwhile, and if that is gone."""
     base = shutil.copytree(model, tmp_path / "base")
     adapter = write_adapter(tmp_path / "adapter", base)
-    server = load_this_server(server_args(base, {}))
-    served = server.identify(adapter)
-    assert served == read_model_identity(base, None, adapter).model_id
+    identity = load_this_server(server_args(base, {})).identity
+    models = Models(identity, identity.num_layers, adapter_digest)
+    served = read_model_identity(base, None, adapter).model_id
     weights = base / "model.safetensors"
     save_file({name: it + 1 for name, it in load_file(weights).items()}, weights)
-    assert read_model_identity(base, None, adapter).model_id != served == server.identify(adapter)
+    assert read_model_identity(base, None, adapter).model_id != served
+    models.add("a", adapter)
     shutil.rmtree(base)
-    assert server.identify(adapter) == served
+    models.add("b", adapter)
+    assert models.of("a") == models.of("b") == served
 
 
 def test_adapters_that_cannot_be_served_are_refused_before_weights_are_loaded(

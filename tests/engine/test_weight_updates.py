@@ -1,39 +1,53 @@
-"""Weights that change in a running server: from the first write on it shares nothing more.
-
-Whether the update works does not matter: what is loaded may no longer be what was identified. An
-update that is refused before it writes changes nothing.
+"""Weights that change in a running server: from the first write on no model is known, until the
+server knows what it serves. An update that is refused before it writes changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+import pickle
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import requests
 import torch
-from engine_parts import CPU, ENV, Watcher, answer, eventually, profile_of, prompt
+from checkpoint_parts import write
+from engine_parts import (
+    CPU,
+    PAGE,
+    SLOW_DEVICE,
+    Answer,
+    Watcher,
+    answer,
+    eventually,
+    profile_of,
+    prompt,
+)
 from forked import ServerSpec
+from safetensors.torch import load_file
 from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.utils.weight_checker import WeightChecker
 from struck_parts import scraped
 
-from cachetree.checkpoint.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity, read_weights
 from cachetree.planning import write_profile
 from profiles.random_models import shape, write_models
+from sglang_droidspeak import weights
+from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import HookType, place_hooks, probe, release
 from sglang_droidspeak.fleet.servers import Server, free_port, running
-from sglang_droidspeak.linker import DroidSpeakLinker
+from sglang_droidspeak.weights import WeightUpdates
 
+FILE = "model.safetensors"
 HARMLESS = {
     "init_weights_update_group",
     "destroy_weights_update_group",
@@ -124,32 +138,96 @@ def test_every_way_to_write_weights_is_seen_before_it_writes(
         seen.clear()
 
 
+class Two:
+    """The ranks of a server, of which the other one says what it says."""
+
+    def __init__(self) -> None:
+        self.others_least = 1
+
+    def least(self, mine: Sequence[int]) -> list[int]:
+        return [min(it, self.others_least) for it in mine]
+
+    def share(self, mine: Any, _kind: object) -> Any:
+        return mine
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WeightUpdates, Models, Two]:
+    """A checkpoint of one tensor."""
+    monkeypatch.setattr(weights, "user_cache", lambda: None)
+    started = read_weights(write(tmp_path / "m", {"w": np.zeros(1, np.float32)}))
+    models, two = Models(started.started_as, 1, str), Two()
+    updates = WeightUpdates(started, models, two, lambda: None, lambda *_: None)  # type: ignore[arg-type]
+    return updates, models, two
+
+
+def settled(updates: WeightUpdates, models: Models) -> str | None:
+    """The model's name once its weights have been read."""
+    while models.unknown == "reading_weights":
+        updates.settle()
+    return models.of(None)
+
+
 @pytest.mark.parametrize(
     ("written_here", "written_elsewhere"), [(True, False), (False, True), (False, False)]
 )
-def test_update_from_disk_turns_reuse_off_if_any_rank_has_written(
-    written_here: bool, written_elsewhere: bool
+def test_an_update_from_disk_that_breaks_off_leaves_no_name_if_any_rank_has_written(
+    served: Any, written_here: bool, written_elsewhere: bool
 ) -> None:
-    linker: Any = MagicMock()
-    linker._planner.off = ""
-    linker._ranks.least = lambda mine: [mine[0] and not written_elsewhere]
-    linker._retire = partial(DroidSpeakLinker._retire, linker)
-    linker._weights_change = partial(DroidSpeakLinker._weights_change, linker)
-    linker._update_from_disk = partial(DroidSpeakLinker._update_from_disk, linker)
-    hooks = DroidSpeakLinker._hooks(linker, MagicMock(), MagicMock())
-    ((write, before),) = {hooks[it] for it in release.WEIGHTS_WRITTEN}
-    from_disk, around = hooks[release.UPDATE_FROM_DISK]
-    assert (before, around) == (HookType.BEFORE, HookType.AROUND)
+    updates, models, two = served
+    before, two.others_least = models.of(None), not written_elsewhere
 
-    def update(path: str) -> None:
+    def update(_updater: object, path: str) -> None:
         if written_here:
-            write()
+            updates.restore()
         raise OSError(path)
 
     with pytest.raises(OSError, match="broken"):
-        from_disk(update, "broken")
-    is_off = linker._planner.off == "weights_updated"
-    assert is_off == linker._cache.stop_serving.called == (written_here or written_elsewhere)
+        updates.from_disk(update, None, "broken")
+    two.others_least = 1
+    has_name = not (written_here or written_elsewhere)
+    assert settled(updates, models) == (before if has_name else None)
+
+
+def test_ranks_that_have_other_weights_have_no_name(served: Any) -> None:
+    updates, models, two = served
+    two.share = lambda *_: "another"  # type: ignore[method-assign]
+
+    def load(updater: WeightUpdater, given: Any) -> tuple[bool, str]:
+        updater.get_model().load_weights(given)
+        return True, ""
+
+    updates.by_name(load, updater_of(Weights()), [("w", torch.ones(1))])
+    assert settled(updates, models) is None
+    two.share = lambda mine, _: mine  # type: ignore[method-assign]
+    updates.by_name(load, updater_of(Weights()), [("w", torch.ones(1))])
+    assert settled(updates, models) is not None
+
+
+def test_tensors_by_name_make_the_checkpoint_that_has_them(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        weight_updater, "get_model", lambda: SimpleNamespace(weight_cache_mode="off")
+    )
+    monkeypatch.setattr(weight_updater, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(
+        weight_updater.torch, "get_device_module", lambda _: MagicMock(current_device=lambda: "cpu")
+    )
+    updates, models, _ = served
+    before, updater = models.of(None), updater_of(Weights())
+    original = WeightUpdater.update_weights_from_tensor
+    for value in (1.0, 0.0):
+        name = read_weights(write(tmp_path / str(value), {"w": np.full(1, value, np.float32)}))
+        assert updates.by_name(original, updater, [("w", torch.full((1,), value))])[0]
+        assert models.of(None) is None, "not before all ranks agree"
+        assert settled(updates, models) == name.started_as.model_id
+    assert models.of(None) == before and models.generation == 2
+    updates.by_name(original, updater, [("w", torch.ones(1))], load_format="direct")
+    assert settled(updates, models) is None
+    with pytest.raises(KeyError):
+        updates.by_name(original, updater, [("w", torch.ones(1)), ("other", torch.ones(1))])
+    assert settled(updates, models) is None and not vars(updater.get_model()).get("load_weights")
 
 
 def test_the_probe_names_every_hooked_function() -> None:
@@ -163,63 +241,23 @@ def test_the_probe_names_every_hooked_function() -> None:
     assert hooked | {*release.WEIGHTS_WRITTEN} <= probe.USED.keys()
 
 
-NAMES = ("whole", "begun", "reset")
-"""Updates that work, that never come to an end, and that are none."""
-
-
-@dataclass(frozen=True)
-class Updated:
-    """Servers of one model, and checkpoints to update them from."""
-
-    servers: dict[str, Server]
-    models: dict[str, Path]
-    watchers: dict[str, Watcher]
-    pages: dict[str, int]
-    """Ports on which their caches answer monitors and routers."""
-
-    def update(self, name: str, model: str = "whole") -> bool:
-        """Whether SGLang says that it worked.
-
-        From files that break off it never does: it reads them again to undo it, and ends.
-        """
-        path, body = "update_weights_from_disk", {"model_path": str(self.models[model])}
-        if name == "begun":  # From now on weights may be written from outside.
-            path, body = "begin_weight_update", {}
-        if name == "reset":  # To random ones, before an update that is to be proven.
-            path, body = "weights_checker", {"action": "reset_tensors"}
-        reply = requests.post(f"{self.servers[name].url}/{path}", json=body, timeout=60)
-        return reply.json()["success"]
-
-
 @pytest.fixture(scope="module")
-def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any, Watcher]]:
+    """A server, the checkpoints `model`, which it starts with, and `other`, and a peer."""
     folder = tmp_path_factory.mktemp("updates")
     config = shape("llama", layers=4, hidden=128, heads=2, kv_heads=2)
-    model, whole = write_models(folder, config, ["model", "whole"], seed=9)
-    models = {"model": model, "whole": whole, "missing": folder / "missing"}
+    model, other = write_models(folder, config, ["model", "other"], seed=9)
     pair = folder / "pair.json"
-    write_profile(profile_of(*(read_model_identity(it) for it in (whole, model))), pair)
-    addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in NAMES}
-    pages = {name: free_port() for name in NAMES}
-    specs = [
-        ServerSpec(
-            model=model,
-            name=name,
-            options={**CPU, "enable-metrics": True},
-            droidspeak={
-                "listen": addresses[name],
-                "host_gb": 0.25,
-                "profiles": [str(pair)],
-                "http": str(pages[name]),
-            },
-        )
-        for name in NAMES
-    ]
-    with running(*specs, folder=folder / "logs", env=ENV) as servers:
-        watchers = {name: Watcher(model, [addresses[name]]) for name in NAMES}
-        yield Updated(dict(zip(NAMES, servers, strict=True)), models, watchers, pages)
-        for watcher in watchers.values():
-            watcher.close()
+    write_profile(profile_of(*(read_model_identity(it) for it in (other, model))), pair)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    settings = {"listen": address, "host_gb": 0.25, "profiles": [str(pair)], "capture_layers": [2]}
+    spec = ServerSpec(
+        model=model, name="s", options={**CPU, "enable-metrics": True}, droidspeak=settings
+    )
+    with running(spec, folder=folder / "logs", env=SLOW_DEVICE) as servers:
+        watcher = Watcher(model, [address])
+        yield servers[0], SimpleNamespace(model=model, other=other), watcher
+        watcher.close()
 
 
 def usable(server: Server) -> set[float]:
@@ -228,33 +266,81 @@ def usable(server: Server) -> set[float]:
     return {value for (name, *_), value in found if name == "droidspeak:pair_usable"}
 
 
+def update(server: Server, path: str, **body: Any) -> bool:
+    reply = requests.post(f"{server.url}/{path}", json=body, timeout=60)
+    return reply.json()["success"]
+
+
+def known(server: Server) -> Answer:
+    """An answer to another prompt, once the server knows its weights."""
+
+    def found() -> Answer | None:
+        told = answer(server, prompt(40, seed=99), max_new_tokens=1)
+        return None if told.provenance["outcome"] == "reading_weights" else told
+
+    return eventually(found)
+
+
+def unknown(server: Server, tokens: list[int]) -> Answer:
+    told = answer(server, tokens)
+    assert (told.provenance["outcome"], told.provenance["reused_tokens"]) == ("weights_updated", 0)
+    return told
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_stored_served_or_reused_any_more(updated: Updated, name: str) -> None:
-    server, model, watcher = updated.servers[name], updated.models["model"], updated.watchers[name]
-    tokens = prompt(100, seed=1)
-    before = answer(server, tokens)
-    watcher.wait_for(tokens, model)
-    server.flush()
-    assert answer(server, tokens).provenance["location"] == "local"
+def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
+    server, models, watcher = updated
+    tokens, num_pages = prompt(100, seed=1), 100 // PAGE
+    kept = prompt(100, seed=4)
+    before, of_kept = answer(server, tokens), answer(server, kept)
+    for stored in (tokens, kept):
+        watcher.wait_for(stored, models.model)
     eventually(lambda: usable(server) == {1.0})
-    if name == "whole":
-        assert not updated.update(name, "missing")
-        server.flush()
-        kept = answer(server, tokens)
-        assert kept.provenance["location"] == "local", "nothing was written, and nothing changes"
-        assert kept.logprobs == before.logprobs and usable(server) == {1.0}
-    assert updated.update(name)
-    eventually(lambda: watcher.num_pages(tokens, model) == 0)
+    assert not update(server, "update_weights_from_disk", model_path=str(models.model / "missing"))
     server.flush()
-    after = answer(server, tokens)
-    assert (after.provenance["outcome"], after.provenance["reused_tokens"]) == (
-        "weights_updated",
-        0,
-    )
-    page = f"http://127.0.0.1:{updated.pages[name]}"
-    assert requests.get(f"{page}/health", timeout=10).status_code == 200
-    assert (after.logprobs == before.logprobs) == (name == "begun")
-    eventually(lambda: usable(server) == {0.0})
-    answer(server, prompt(100, seed=2))
-    assert watcher.num_pages(prompt(100, seed=2), model) == 0
+    assert answer(server, tokens).provenance["location"] == "local", "nothing was written"
+
+    assert update(server, "update_weights_from_disk", model_path=str(models.other))
+    known(server)
+    assert watcher.num_pages(tokens, models.model) == num_pages, "a sender for the new one"
+    other = answer(server, tokens)
+    assert other.provenance["outcome"] == "no_profile" and other.logprobs != before.logprobs
+    watcher.wait_for(tokens, models.other)
+    answer(server, prompt(100, seed=3))
+    watcher.wait_for(prompt(100, seed=3), models.other)
+
+    assert update(server, "begin_weight_update")
+    unknown(server, tokens)
+    state = {name: it.contiguous() for name, it in load_file(models.model / FILE).items()}
+    given = b64encode(pickle.dumps([*state.items()])).decode()
+    assert update(server, "update_weights_from_tensor", serialized_named_tensors=[given])
+    unknown(server, prompt(100, seed=2))
+    assert usable(server) == {0.0}
+    assert update(server, "end_weight_update")
+    known(server)
+    eventually(lambda: usable(server) == {1.0})
+    again = answer(server, kept)
+    assert (again.provenance["location"], again.provenance["exact"]) == ("local", True)
+    assert again.logprobs == of_kept.logprobs, "the same content is the same model"
+    assert watcher.num_pages(prompt(100, seed=2), models.model) == 0
+    server.flush()
+    assert answer(server, prompt(100, seed=3)).provenance["outcome"] == "reused", "from the other"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("way", ["from outside", "reset"])
+def test_what_is_written_without_names_is_unknown_until_all_is_written(
+    updated: Any, way: str
+) -> None:
+    server, models, watcher = updated
+    tokens = prompt(100, seed=len(way))
+    if way == "reset":
+        assert update(server, "weights_checker", action="reset_tensors")
+    else:
+        assert update(server, "begin_weight_update") and update(server, "end_weight_update")
+    known(server)
+    server.flush()
+    unknown(server, tokens)
+    assert update(server, "update_weights_from_disk", model_path=str(models.model))
+    assert known(server).provenance["outcome"] != "weights_updated"
+    assert watcher.num_pages(tokens, models.model) == 0

@@ -57,11 +57,13 @@ def test_outcomes_are_described_as_they_are_written() -> None:
         found
         for path in (
             EXTENSION / "linker.py",
+            EXTENSION / "weights.py",
             EXTENSION / "engine/prefixes.py",
             *(EXTENSION / "request").glob("*.py"),
         )
         for found in re.findall(
-            r'(?:return |outcome=|cause = |else |Declined\(|_retire\()"(\w+)"', path.read_text()
+            r'(?:return |outcome=|cause = |else |Declined\(|_retire\(|unknown = )"(\w+)"',
+            path.read_text(),
         )
     }
     told = written | {reason.value for reason in Reason}

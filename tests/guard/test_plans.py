@@ -143,6 +143,9 @@ class Planner:
         self.generation = 0
         self.out_of_service: frozenset[PlanId] = frozenset()
 
+    def serves(self, model: str) -> bool:
+        return model == RECEIVER
+
     def put_in_service(self, profile: PairProfile) -> None:
         self.profiles[SENDER, RECEIVER] = profile
         self.generation += 1

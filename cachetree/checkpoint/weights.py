@@ -1,0 +1,106 @@
+"""The tensors that one server runs, by their names in its checkpoint: an update replaces some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cachetree.checkpoint.digests import Digests, digest_of, tensor_digests
+from cachetree.checkpoint.family import ModelIdentity
+from cachetree.checkpoint.safetensors_files import read_tensors, weight_files
+from cachetree.errors import ConfigError
+
+_EMBEDDINGS: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_ROTATIONS: Final = ".rotary_emb."
+"""Tables in old checkpoints, which servers skip."""
+
+Layout = tuple[str, tuple[int, ...]]
+"""Type, as a safetensors header writes it, and shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What is known of a model's tensors."""
+
+    started_as: ModelIdentity
+    """An update changes no field of it except `weights`: a server reads config and tokenizer once.
+    """
+    computing: Mapping[str, Any]
+    """What the config says about the computation."""
+    layouts: Mapping[str, Layout]
+    """Of every tensor of the model."""
+    digests: Digests
+    """Of the tensors whose content is known."""
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """None while the content of a tensor is unknown."""
+        if self.digests.keys() != self.layouts.keys():
+            return None
+        weights = digest_of([loaded(self.digests), self.computing])
+        return msgspec.structs.replace(self.started_as, weights=weights)
+
+    def takes(self, name: str, layout: Layout) -> bool:
+        """Whether a tensor of an update counts; servers skip the others. Raises ConfigError if it
+        is not clear what such a tensor replaces."""
+        if "quantization_config" in self.computing:
+            raise ConfigError("the checkpoint is quantised, and its weights are packed when loaded")
+        known = self.layouts.get(name)
+        is_tied_head = name == _HEAD and known is None
+        if _ROTATIONS in name or is_tied_head:
+            return False
+        if known != layout:
+            dtype, shape = layout
+            of_ours = f"has {known[0]} of shape {list(known[1])}" if known else "has no such tensor"
+            raise ConfigError(
+                f"the update has {name}, {dtype} of shape {list(shape)}; the checkpoint {of_ours}"
+            )
+        return True
+
+    def after(self, digests: Digests) -> Weights:
+        """These tensors are replaced, and the others stay as they were."""
+        return replace(self, digests={**self.digests, **digests})
+
+    def after_folder(self, path: Path, cache_dir: Path | None = None) -> Weights:
+        """The tensors of a checkpoint folder are loaded; raises ConfigError as `takes` does."""
+        files = weight_files(path)
+        tensors = read_tensors(files)
+        names = [name for name, it in tensors.items() if self.takes(name, (it.dtype, it.shape))]
+        digests = tensor_digests(files, cache_dir)
+        return self.after({name: digests[name] for name in names})
+
+    def unknown(self) -> Weights:
+        """Anything may have been written to any tensor."""
+        return replace(self, digests={})
+
+
+def of_folder(
+    path: Path, identity: ModelIdentity, computing: Mapping[str, Any], cache_dir: Path | None
+) -> Weights:
+    """The weights of the checkpoint in folder `path`, whose other fields are known."""
+    files = weight_files(path)
+    digests = tensor_digests(files, cache_dir)
+    if computing.get("tie_word_embeddings"):
+        digests = loaded(digests)
+    digests = {name: it for name, it in digests.items() if _ROTATIONS not in name}
+    layouts = {name: (it.dtype, it.shape) for name, it in read_tensors(files).items()}
+    return Weights(
+        started_as=identity,
+        computing=computing,
+        layouts={name: layouts[name] for name in digests},
+        digests=digests,
+    )
+
+
+def loaded(digests: Digests) -> Digests:
+    """Digests of the tensors that make a model: no tables of rotations, which servers skip, and no
+    head that equals the embeddings, as a tied one does."""
+    made = {name: it for name, it in digests.items() if _ROTATIONS not in name}
+    if made.get(_HEAD) == made.get(_EMBEDDINGS):
+        made.pop(_HEAD, None)
+    return made

@@ -1,0 +1,227 @@
+"""Hooks that follow which weights are served, while updates write them.
+
+write    a new generation begins: no model is known, and requests do full prefills
+load     tensors that SGLang's model loads by their names in the checkpoint are hashed
+end      a folder's files are hashed by a thread, and named tensors replace what they name
+settle   all ranks know the same weights: the model has a name again
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from cachetree import ConfigError, ModelId
+from cachetree.checkpoint import ModelIdentity, Weights, bytes_digest, user_cache
+from sglang_droidspeak.adapters.models import Models, stamp_of
+from sglang_droidspeak.engine import Hooks, HookType, release
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.start.refuse import READ_AS_SAFETENSORS
+
+log = logging.getLogger(__name__)
+
+_TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+"""As safetensors headers write them."""
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(eq=False)
+class WeightUpdates:
+    """Scheduler thread only. SGLang asks all ranks for the same updates, in the same order."""
+
+    _weights: Weights
+    _models: Models
+    _ranks: Ranks
+    _changed: Callable[[], object]
+    """Called when a generation begins, before its first write."""
+    _known: Callable[[ModelIdentity, str], object]
+    """Called with what is served now, and the name of the folder that it came from, if any."""
+    _reading: Future[Weights] | None = field(default=None, init=False)
+    """What the last update has made of the weights. All ranks have one, or none has."""
+    _folder: str = field(default="", init=False)
+    """The name of the folder that is read."""
+    _why: str = field(default="", init=False)
+    """What is not known of the last update."""
+    _loads_folder: bool = field(default=False, init=False)
+    _is_open: bool = field(default=False, init=False)
+    """A session of updates has begun. Until its end others may write from outside."""
+
+    def table(self) -> Hooks:
+        return {
+            release.WEIGHTS_RESTORED: (self.restore, HookType.BEFORE),
+            release.WEIGHTS_RESET: (self.reset, HookType.BEFORE),
+            release.UPDATE_FROM_DISK: (self.from_disk, HookType.AROUND),
+            **dict.fromkeys(release.UPDATES_BY_NAME, (self.by_name, HookType.AROUND)),
+            release.END_UPDATE: (self.end, HookType.AFTER),
+        }
+
+    def restore(self, *_args: object, **_kwargs: object) -> None:
+        """SGLang is about to load a folder, or a session begins."""
+        self._is_open |= not self._loads_folder
+        self._begin()
+
+    def reset(self, *_args: object, **_kwargs: object) -> None:
+        """SGLang is about to write random weights."""
+        self._begin()
+        self._forget("weights were reset")
+
+    def from_disk(self, original: Any, updater: Any, path: str, *args: Any, **rest: Any) -> Any:
+        """Follow a rank that has written, where this one has not. If no rank has, as for a path
+        that does not exist, nothing has changed."""
+        generation, before, stamp = self._models.generation, self._weights, _stamp(path)
+        result: tuple[bool, str] = False, ""
+        self._loads_folder = True
+        try:
+            result = original(updater, path, *args, **rest)
+            return result
+        finally:
+            self._loads_folder = False
+            has_written = self._models.generation != generation
+            if not all(self._ranks.least([not has_written])):
+                if not has_written:
+                    self._begin()
+                self._forget(result[1] or "the update broke off")
+                read: Callable[[], Weights] = before.unknown
+                if result[0] and has_written and "weight_name_filter" not in rest:
+                    load_format, stamps = rest.get("load_format", *args[:1]), (stamp, _stamp(path))
+                    read = partial(_read, before, Path(path), stamps, load_format)
+                self._end(read, Path(path).name)
+
+    def by_name(self, original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+        """What SGLang's model does not load by names is unknown: it is written as the model has it,
+        and the model fuses, cuts and packs tensors."""
+        self._begin()
+        loading = _Loading(updater.get_model(), self._weights, self._models.reader)
+        self._forget("the update broke off")
+        with loading:
+            is_done, message = original(updater, *args, **kwargs)
+        others = {kwargs.get("load_format"), *args[1:2]} - {None, "flattened_bucket"}
+        why = f"load_format {others.pop()}" if others else loading.why
+        if is_done and not why:
+            self._weights = loading.weights
+        else:
+            self._why = why or message
+        if not self._is_open:
+            self._end(lambda: self._weights)
+        return is_done, message
+
+    def end(self, _result: None, _updater: object, *, run_post_load: bool) -> None:
+        """The session is over; `run_post_load` says that nothing was loaded by name in it."""
+        self._begin()
+        self._is_open = False
+        if run_post_load:
+            self._forget("others wrote the weights from outside")
+        self._end(lambda: self._weights)
+
+    def settle(self) -> None:
+        """Give the model its name once all ranks know the same weights; all ranks call it at
+        once."""
+        if self._reading is None or not all(self._ranks.least([self._reading.done()])):
+            return
+        reading, self._reading = self._reading, None
+        try:
+            self._weights = reading.result()
+        except Exception as exc:
+            self._forget(str(exc))
+            if not isinstance(exc, ConfigError | OSError):
+                log.exception("droidspeak: the new weights were not read")
+        identity = self._weights.identity
+        model = None if identity is None else identity.model_id
+        is_agreed = self._ranks.share(model, ModelId | None) == model
+        if all(self._ranks.least([is_agreed and identity is not None])) and identity is not None:
+            self._models.become(identity)
+            self._known(identity, self._folder)
+            return
+        if identity is not None:
+            self._forget("the ranks have other weights")
+        self._models.unknown = "weights_updated"
+        log.warning(
+            "droidspeak: weights were updated, and it is not known what is served: %s; nothing is "
+            "reused until an update names every tensor",
+            self._why or "not every tensor is known",
+        )
+
+    def _begin(self) -> None:
+        self._reading = None
+        self._models.change()
+        self._changed()
+
+    def _forget(self, why: str) -> None:
+        self._weights, self._why = self._weights.unknown(), why
+
+    def _end(self, read: Callable[[], Weights], folder: str = "") -> None:
+        self._models.unknown = "reading_weights"
+        self._folder = folder
+        self._reading = self._models.reader.submit(read)
+
+
+class _Loading:
+    """A model that hashes what it loads by name, inside the `with` block."""
+
+    def __init__(self, model: Any, weights: Weights, threads: Executor) -> None:
+        self.weights = weights
+        """With what was loaded."""
+        self._odd = ""
+        self._has_loaded = False
+        self._model = model
+        self._threads = threads
+        self._load = model.load_weights
+
+    @property
+    def why(self) -> str:
+        """Why it is not known what was loaded; empty if that is known."""
+        return self._odd if self._has_loaded else "nothing was loaded by the checkpoint's names"
+
+    def __enter__(self) -> None:
+        self._model.load_weights = self._load_hashed
+
+    def __exit__(self, *_: object) -> None:
+        del self._model.load_weights
+
+    def _load_hashed(self, tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
+        hashing: dict[str, Future[str]] = {}
+        self._has_loaded = True
+        result = self._load(self._seen(tensors, hashing), *args, **kwargs)
+        # Before the caller has its memory back.
+        self.weights = self.weights.after({name: it.result() for name, it in hashing.items()})
+        return result
+
+    def _seen(self, tensors: Tensors, hashing: dict[str, Future[str]]) -> Iterator[Any]:
+        for name, tensor in tensors:
+            layout = _TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+            try:
+                if self.weights.takes(name, layout):
+                    content = tensor.detach().cpu()
+                    hashing[name] = self._threads.submit(_digest, *layout, content)
+            except ConfigError as exc:
+                self._odd = str(exc)
+            yield name, tensor
+
+
+def _digest(dtype: str, shape: tuple[int, ...], content: torch.Tensor) -> str:
+    flat = content.contiguous().reshape(-1).view(torch.uint8)
+    return bytes_digest(dtype, shape, memoryview(flat.numpy()))
+
+
+def _read(before: Weights, folder: Path, stamps: Iterable[bytes], load_format: str) -> Weights:
+    """The weights after a folder was loaded; raises ConfigError if it is not known what that is."""
+    if load_format not in READ_AS_SAFETENSORS:
+        raise ConfigError(f"load_format {load_format} reads other files than safetensors")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no local folder")
+    weights = before.after_folder(folder, user_cache())
+    if {*stamps} != {stamp_of(folder)}:
+        raise ConfigError(f"files of {folder} changed while they were loaded")
+    return weights
+
+
+def _stamp(path: str) -> bytes:
+    return stamp_of(Path(path)) if Path(path).is_dir() else b""
