@@ -1,4 +1,4 @@
-"""Who has a line of entries read into memory, waits for room there, and keeps it."""
+"""Callers that have a line of entries read into memory: they wait for room there, and keep it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from cachetree.ids import ModelId, PageHash, Part
 from cachetree.tree import CacheTree, Lease
 
 _MAX_ROOM_S: Final = 1.0
-"""Seconds that a line waits for readers who have memory that it needs."""
+"""Seconds that a line waits for readers that still use memory it needs."""
 _LOOK_S: Final = 0.01
 
 LetGo = Callable[[], object]
-"""Lets go of pages that were read; any thread may call it, several times, too."""
+"""Lets go of pages that were read; any thread may call it, also several times."""
 
 
 class Asker:
     """A thread of the tier itself: it waits for no room, and keeps nothing."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """`is_over`: whether the line is no longer wanted; called from any thread."""
+        """`is_over` says if the line is no longer wanted; any thread may call it."""
         self.is_over: Final = is_over
 
     def keep(self, pages: Sequence[PageHash], part: Part) -> None:
-        """Keep these consecutive pages and all before them, in place of those of this part kept so
-        far."""
+        """Keep these consecutive pages and all before them. They replace the pages of this part
+        kept before."""
 
     def let_go(self) -> None:
         """Keep nothing."""
 
     def waits(self) -> bool:
-        """Wait a little for room; False if that is over."""
+        """Wait a little for room; return False if the time for that is over."""
         return False
 
 

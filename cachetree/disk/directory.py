@@ -1,4 +1,5 @@
-"""The directory of one store: whose it is, and that only one process writes it."""
+"""The directory of one store: its family and format, and a lock so that only one process writes
+it."""
 
 from __future__ import annotations
 
@@ -15,32 +16,33 @@ from cachetree.checkpoint import Family
 from cachetree.errors import ConfigError
 
 FORMAT: Final = 8
-"""Of everything in the directory; a release that changes any of it counts up."""
+"""Version of everything in the directory; a release that changes any of it counts up."""
 
 TEMPORARY: Final = ".new"
-"""Ends the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 MEND: Final = "mend that, or name another directory"
-"""Where the system refused something: what is there may be sound."""
+"""Remedy if the system refused an operation; the files may be sound."""
 
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 64 << 10
-"""Of a file that is written; what is larger is written as it is."""
+"""Buffer of a file that is written; larger pieces bypass it."""
 _LOCK: Final = "cachetree.lock"
 _KEY: Final = "[0-9a-f]{32}"
 _ENTRY: Final = "entry-.+-[0-9a-f]{12,32}"
-"""Of any family and release."""
+"""Pattern of the names of entries, of any family and release."""
 
 
 class Directory:
-    """Held by this process until `close`. Raises ConfigError where it is not ours to write."""
+    """A directory that this process holds until `close`. Raises ConfigError if it may not write
+    there."""
 
     def __init__(self, path: Path, family: Family | None) -> None:
-        """One that may be any family's where there is none."""
+        """Open the directory of a family. Without a family, any family's directory will do."""
         self.path: Final = path
         self._prefix: Final = f"entry-{FORMAT}-" + (f"{family.digest[:8]}-" if family else "")
         self._lock = -1
@@ -53,7 +55,7 @@ class Directory:
                     f"{os.geteuid()}; name a directory of this user"
                 )
             if not (path / _LOCK).exists():
-                self._check()  # Before there is a lock, which would make it ours.
+                self._check()  # before a lock makes the directory ours
             self._lock = _lock(path)
             self._check()
             self.num_bytes: Final = (path / _LOCK).stat().st_size
@@ -68,34 +70,34 @@ class Directory:
         return self.path / f"{self._prefix}{key}"
 
     def entries(self) -> list[str]:
-        """The paths of those that are there."""
+        """Paths of all entries in the directory."""
         return self._files(self._prefix + _KEY)
 
     def sweep(self) -> int:
-        """Delete what processes that died had begun to write; how many files those were."""
+        """Delete files that processes had begun when they died; return the number of files."""
         begun = self._files(_ENTRY + re.escape(TEMPORARY))
         for path in begun:
             Path(path).unlink()
         return len(begun)
 
     def _files(self, pattern: str) -> list[str]:
-        """The paths of those whose names match."""
+        """Paths of all files with names that match."""
         name = re.compile(pattern)
-        with os.scandir(self.path) as there:
+        with os.scandir(self.path) as entries:
             return [
                 it.path
-                for it in there
+                for it in entries
                 if name.fullmatch(it.name) and it.is_file(follow_symlinks=False)
             ]
 
     def close(self) -> None:
-        """Let another process have it. Idempotent."""
+        """Let another process have the directory. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def tighten(self) -> None:
-        """Prompts can be read out of KV: what others may read of ours they may not any more."""
+        """Take other users' access to our files away: prompts can be read out of KV."""
         if self.path.stat().st_mode & 0o077:
             for file in self._files(".*"):
                 Path(file).chmod(FILE_MODE)
@@ -118,9 +120,9 @@ class Directory:
 
 
 def try_directory(path: Path) -> None:
-    """Find out whether this process could hold a directory, and leave all as it was.
+    """Check that this process could hold a directory, and leave everything as it was.
 
-    Raises ConfigError, as `Directory`.
+    Raises ConfigError, like `Directory`.
     """
     made = [it for it in (path, *path.parents) if not it.exists()]
     has_lock = (path / _LOCK).exists()
@@ -136,10 +138,11 @@ def try_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that comes to its name at the end of the block, whole.
+    """Write a file that gets its name at the end of the block, complete.
 
-    It is gone where the block raises; while it is written its name ends in `TEMPORARY`. A power cut
-    may lose what the kernel has not written back, and damage what it has in part. Raises OSError.
+    If the block raises, the file is deleted. During the block its name ends in `TEMPORARY`. A power
+    cut may lose data that the kernel has not written back, and damage data written in part. Raises
+    OSError.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     temporary.unlink(missing_ok=True)
@@ -155,8 +158,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def lock_file(path: Path) -> int:
-    """A handle to a file of this user, made where there is none, that keeps other processes out
-    while it is open; raises BlockingIOError where another has it, and OSError."""
+    """Open a file of this user, made if missing, that locks other processes out while it is open.
+    Raises BlockingIOError if another process has it, and OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     handle = os.open(path, flags, FILE_MODE)
     try:

@@ -1,12 +1,12 @@
-"""One entry as a file: what lies where, written whole or not at all, read a layer at a time.
+"""One entry as a file: written completely or not at all, read a layer at a time.
 
     prefix     magic, size and checksum of the header
     header     msgpack: a `Record`
     checksums  XXH3-64 of each page of each step, in the order of the payload
     payload    the steps of its part, one after the other; of each all pages in order
 
-Where a layer lies follows from the layout, counted from the end, and each page of it has a
-checksum, so that any pages of it are read alone.
+The layout gives the place of each layer, counted from the end. Each page of a layer has a checksum,
+so any pages can be read alone.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from cachetree.memory import Layout, checksum, index_of
 from cachetree.tree import Change
 
 Views = Callable[[Step, Span], Sequence[memoryview]]
-"""These pages of a step, in order, in as many runs of whole pages as they lie in; as `Lease.views`.
+"""Returns pages of a step, in order, in as many runs of whole pages as they occupy; like
+`Lease.views`.
 
-It is called for every step, and once more before the entry counts; it raises where the bytes have
-been taken away, and what was written is removed."""
+It is called for every step, and once more before the entry counts. It raises if the bytes have been
+taken away; the written file is then removed.
+"""
 
 MAX_FILE_BYTES: Final = 64 << 20
-"""Entries that are longer are cut."""
+"""Bytes of the longest file; longer entries are cut."""
 _PIECE_BYTES: Final = 256 << 10
-"""Fits the second-level cache, so that bytes are checked where the copy left them."""
+"""Bytes checked at a time. They fit the second-level cache, where the copy left them."""
 
 _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
 _MAX_HEAD_BYTES: Final = MAX_FILE_BYTES
-"""What a damaged file can have allocated."""
+"""Most bytes that a damaged file can make a reader allocate."""
 
 Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=PAGE_HASH_BYTES)]
 
@@ -53,26 +55,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An entry without its payload and checksums."""
 
     family: str
-    """Its digest."""
+    """Digest of the family."""
     model: ModelId
     part: Part
     num_before: Annotated[int, msgspec.Meta(ge=0)]
-    """How many pages stand before the first."""
+    """Number of pages before the first."""
     parent: Page | None
-    """The last of these; None at the root."""
+    """Last of the pages before the first; None at the root."""
     pages: tuple[Page, ...]
 
     @property
     def change(self) -> Change:
-        """Its pages come."""
+        """Return the change that adds the record's pages to a tree."""
         return Change(
             added=True, model=self.model, part=self.part, parent=self.parent, pages=self.pages
         )
 
     @property
     def key(self) -> str:
-        """Names its file: pages that were published twice are one file. A page hash covers all
-        pages before it, so two of them say which pages these are."""
+        """Name of the record's file: pages that were published twice are one file. A page hash
+        covers all pages before it, so first and last hash identify the pages."""
         body = f"{self.model} {self.part} ".encode() + self.pages[0] + self.pages[-1]
         return sha256(body).hexdigest()[:32]
 
@@ -82,12 +84,12 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def page_bytes_of(layout: Layout) -> int:
-    """What each page takes in a file, where its head does not count."""
+    """Bytes that each page takes in a file, without the head."""
     return layout.page_bytes + _CHECKSUM_BYTES * layout.num_steps + PAGE_HASH_BYTES + 2
 
 
 def size_of(record: Record, layout: Layout) -> int:
-    """Bytes of its file."""
+    """Bytes of the record's file."""
     return len(head_of(record)) + _checksums_bytes(layout) + layout.num_bytes
 
 
@@ -95,7 +97,8 @@ def size_of(record: Record, layout: Layout) -> int:
 
 
 def read_record(path: str, family: Family) -> tuple[Record, os.stat_result] | None:
-    """What a file holds; None where it is torn, damaged or another's. Raises OSError."""
+    """Read a file's record; None if the file is torn, damaged or another family's. Raises
+    OSError."""
     with BufferedReader(FileIO(path)) as file:
         stat = os.fstat(file.fileno())
         num_bytes = stat.st_size
@@ -106,9 +109,9 @@ def read_record(path: str, family: Family) -> tuple[Record, os.stat_result] | No
 
 
 def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
-    """The entry of a file of `num_bytes` that begins with `head`, its prefix and its header.
+    """Read the entry of a file of `num_bytes` that begins with `head`, its prefix and its header.
 
-    None where these do not belong together.
+    None if they do not belong together.
     """
     if len(head) < _PREFIX.size or len(head) != _head_bytes(head, num_bytes):
         return None
@@ -123,9 +126,9 @@ def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
 
 
 def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memoryview) -> None:
-    """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
+    """Fill `into` with verified bytes. Raises OSError if it cannot; `into` is then undefined."""
     index, page_bytes = index_of(step), layout.step_bytes
-    found = bytearray()
+    checksums = bytearray()
     with path.open("rb") as file:
         payload = file.seek(0, os.SEEK_END) - layout.num_bytes
         first = payload - _checksums_bytes(layout)
@@ -136,8 +139,8 @@ def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memory
         for piece in _pieces([into], page_bytes):
             if file.readinto(piece) < piece.nbytes:
                 raise OSError("the file ends early")
-            found += _checksums(piece, page_bytes)
-    if found != expected:
+            checksums += _checksums(piece, page_bytes)
+    if checksums != expected:
         raise OSError("the bytes do not have the checksum that they were written with")
 
 
@@ -145,7 +148,7 @@ def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memory
 
 
 def write_record(file: BinaryIO, record: Record, layout: Layout, views: Views, pages: Span) -> None:
-    """Write an entry, whose pages are these of those that there are views of.
+    """Write an entry; `pages` are its pages within the views.
 
     Raises OSError, and whatever `views` raises.
     """
@@ -171,7 +174,7 @@ def write_record(file: BinaryIO, record: Record, layout: Layout, views: Views, p
 
 
 def _pieces(views: Sequence[memoryview], page_bytes: int) -> Iterator[memoryview]:
-    """The views in pieces of whole pages, of which they consist."""
+    """Cut the views, which consist of whole pages, into pieces of whole pages."""
     size = max(1, _PIECE_BYTES // page_bytes) * page_bytes
     for view in views:
         for at in range(0, view.nbytes, size):
@@ -191,13 +194,13 @@ def _checksums_bytes(layout: Layout) -> int:
 
 
 def head_of(record: Record) -> bytes:
-    """Prefix and header."""
+    """Encode prefix and header of a record."""
     header = _encoder.encode(record)
     return _PREFIX.pack(_MAGIC, len(header), checksum(header)) + header
 
 
 def _head_bytes(head: bytes, num_bytes: int) -> int:
-    """Size of prefix and header; 0 where the prefix is no entry's, or says what cannot be."""
+    """Size of prefix and header; 0 if the prefix is no entry's, or states an impossible size."""
     if len(head) < _PREFIX.size:
         return 0
     magic, header_bytes, _ = _PREFIX.unpack_from(head)
@@ -206,7 +209,7 @@ def _head_bytes(head: bytes, num_bytes: int) -> int:
 
 
 def _is_whole(record: Record, family: Family, rest_bytes: int) -> bool:
-    """Whether it is an entry of this family, with so much behind it."""
+    """Return whether the record is of this family, and its payload has this many bytes."""
     layout = Layout.of(family, len(record.pages), record.part)
     return (
         record.family == family.digest

@@ -1,6 +1,6 @@
-"""Which files are on disk: what each stands on, and which was used last.
+"""All files on disk: which file continues which, and which was used last.
 
-Which page is in which file the tree knows: a file is the source of its entries there.
+The tree knows which page is in which file: a file is the source of the tree's entries.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ class DiskFile:
         self.above: Final = above
         """The file with the page before the first, of the same part; None at the root."""
         self.kv: Final = kv
-        """If this is E, the file with the KV of its last page; E goes with it."""
+        """The file with the KV of its last page if this file has E; E goes with it."""
         self.on: Final[set[DiskFile]] = set()
-        """Files that stand on this one. The lock of the files guards it."""
+        """Files that continue this one, and files with its E. The lock of the files guards it."""
 
     @property
     def stop(self) -> int:
-        """How many pages of a prompt end with it."""
+        """Number of a prompt's pages up to the end of the file."""
         return self.record.num_before + self.layout.num_pages
 
     def pages_at(self, depths: Span) -> Span:
-        """Pages of a prompt, counted from the first of the file."""
+        """Convert pages of a prompt to pages of the file, counted from its first."""
         start = self.record.num_before
         return Span(depths.start - start, depths.stop - start)
 
     def line(self) -> Iterator[DiskFile]:
-        """The file and all that it stands on: E before its KV, the first pages of a prompt last."""
+        """Yield the file and all files that it depends on: E before its KV, a prompt's first pages
+        last."""
         for end in (self, self.kv):
             file = end
             while file is not None:
@@ -56,9 +57,9 @@ class DiskFiles:
 
     def __init__(self) -> None:
         self.num_pages = 0
-        """With KV."""
+        """Number of pages with KV."""
         self._lock = threading.Lock()
-        # A use moves the whole line to the end: a file comes before those that it stands on.
+        # A use moves the whole line to the end: a file comes before those it depends on.
         self._order: OrderedDict[DiskFile, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class DiskFiles:
         return file in self._order
 
     def coldest_first(self) -> list[DiskFile]:
-        """Each file comes before those that it stands on."""
+        """Files, each before those that it depends on."""
         with self._lock:
             return list(self._order)
 
@@ -78,7 +79,7 @@ class DiskFiles:
                 self._use(file)
 
     def add(self, file: DiskFile) -> bool:
-        """Take in a file, as used now; False if what it stands on is not here."""
+        """Add a file, as used now. False if a file that it depends on is not here."""
         with self._lock:
             below = [it for it in (file.above, file.kv) if it is not None]
             if not all(it in self._order for it in below):
@@ -90,18 +91,18 @@ class DiskFiles:
             return True
 
     def take(self, file: DiskFile) -> list[DiskFile]:
-        """Take out a file, if it is here, and before it all that stands on it."""
+        """Remove a file, if it is here, after all that depend on it. Return them in this order."""
         with self._lock:
             return self._taken(file)
 
     def take_coldest(self) -> list[DiskFile]:
-        """Take out the least recently used, with its E if it is KV."""
+        """Remove the least recently used file, with its E if it is KV."""
         with self._lock:
             coldest = next(iter(self._order), None)
             return self._taken(coldest) if coldest else []
 
     def take_if(self, is_wanted: Callable[[DiskFile], bool]) -> list[DiskFile]:
-        """Take out the wanted files that are above no other then, each with its E."""
+        """Remove the wanted files that no remaining file depends on, each with its E."""
         with self._lock:
             gone: list[DiskFile] = []
             for file in list(self._order):
@@ -109,7 +110,7 @@ class DiskFiles:
                     gone += self._taken(file)
             return gone
 
-    # With the lock held.
+    # Called with the lock held.
 
     def _use(self, file: DiskFile) -> None:
         for each in file.line():
@@ -119,12 +120,12 @@ class DiskFiles:
     def _taken(self, file: DiskFile) -> list[DiskFile]:
         if file not in self._order:
             return []
-        found, pending = {file}, [file]
+        taken, pending = {file}, [file]
         while pending:
-            new = pending.pop().on - found
-            found |= new
+            new = pending.pop().on - taken
+            taken |= new
             pending += new
-        gone = sorted(found, key=lambda it: (it.record.part == KV, -it.record.num_before))
+        gone = sorted(taken, key=lambda it: (it.record.part == KV, -it.record.num_before))
         for each in gone:
             del self._order[each]
             self.num_pages -= _num_kv_pages(each)

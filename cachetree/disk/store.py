@@ -1,4 +1,4 @@
-"""Entries of one family on disk, within a budget, found again after a restart."""
+"""Entries of one family on disk, within a budget, recovered after a restart."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from cachetree.tree import CacheTree, Change
 log = logging.getLogger(__name__)
 
 _FILES_PER_BUDGET: Final = 8
-"""At least, so that little goes at once."""
+"""Least number of files that a budget holds, so that an eviction removes little at once."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
 
 class DiskCounts(msgspec.Struct, kw_only=True):
-    """What happened since a store was opened; under its lock."""
+    """Events since a store was opened; guarded by its lock."""
 
     num_written_entries: int = 0
     num_written_bytes: int = 0
     num_failed_writes: int = 0
-    """The disk was full or failed, or the budget had no room."""
+    """Writes that failed because the disk was full or failed, or because the budget had no room."""
     num_read_bytes: int = 0
     num_damaged_entries: int = 0
-    """Found damaged or unreadable, when it was opened or read; with what stood on them."""
+    """Entries found damaged or unreadable when opened or read, with those that depend on them."""
     num_torn_writes: int = 0
     """Files that a process had begun when it died."""
     num_evicted_entries: int = 0
@@ -48,35 +48,35 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A disk store in numbers."""
 
     num_bytes: int
-    """Of all files now, the write under way included."""
+    """Bytes of all files now, including the write under way."""
     budget_bytes: int
     num_entries: int
     num_pages: int
     counts: DiskCounts
     num_late_entries: int = 0
-    """Gone from memory before they could be written."""
+    """Entries that left memory before they could be written."""
     is_failing: bool = False
-    """The last write failed, or the one under way hangs."""
+    """True if the last write failed, or the one under way hangs."""
     is_paused: bool = False
-    """A read hangs, and nothing more is read until it returns."""
+    """True if a read hangs; no other read starts until it returns."""
     is_warm: bool = False
-    """What was used last has been read into free memory, as far as it goes."""
+    """True once the most recently used entries fill the free memory."""
 
 
 class DiskStore:
-    """What was written, until it is evicted or found damaged.
+    """Written entries, until they are evicted or found damaged.
 
-    The tree shows it at `DISK`, and knows which file has which page. Thread-safe: reads run beside
-    each other and beside the one write under way; writes, which also evict, wait for each other and
-    block on the disk. Files, the write under way included, never exceed the budget. Opening reads
-    every file's header, not its payload.
+    The tree shows them at `DISK`, and knows which file has which page. Thread-safe: reads run
+    beside each other and beside the one write under way. Writes, which also evict, wait for each
+    other and block on the disk. Files, including the write under way, never exceed the budget.
+    Opening reads every file's header, not its payload.
 
-    Eviction deletes the least recently used file that no other stands on. A read that has opened
-    its file ends with the right bytes; the device has them back when it ends.
+    Eviction deletes the least recently used file that no other file depends on. A read that has
+    opened its file ends with the right bytes; the device has the space back when it ends.
     """
 
     def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:
-        """Raises ConfigError for a directory that is another's, and for a budget too small."""
+        """Raises ConfigError for another family's directory, and for a budget that is too small."""
         family = tree.family
         page_bytes = files.page_bytes_of(Layout.of(family, 1, KV))
         if budget_bytes < _FILES_PER_BUDGET * page_bytes:
@@ -87,15 +87,15 @@ class DiskStore:
         self.family: Final = family
         self.path: Final = path
         self.files: Final = DiskFiles()
-        """What is here."""
+        """All files in the store."""
         self._noted: Final = tree.remote
         self._budget_bytes: Final = budget_bytes
         self._max_file_bytes: Final = min(files.MAX_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET)
         self._directory = Directory(path, family)
         self._counts = DiskCounts()
         self._num_bytes = self._directory.num_bytes
-        # Neither a lock of the tree or of the files nor `_lock`, which guards the numbers, is held
-        # while the disk is waited for.
+        # The lock `_lock` guards the numbers. No thread waits for the disk while it holds it, or a
+        # lock of the tree or of the files.
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = True
@@ -112,26 +112,26 @@ class DiskStore:
     def find(
         self, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[DiskFile, Span]]:
-        """Which files have the longest prefix of `pages`, and which pages of each those are.
+        """Find the files with the longest prefix of `pages`, and the pages of each file in it.
 
-        `pages` may begin anywhere. The files and what they stand on count as used.
+        `pages` may begin anywhere. The files and those that they depend on count as used.
         """
-        found = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
-        if found:
-            self.files.use(found[-1][0])
-        return found
+        sources = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
+        if sources:
+            self.files.use(sources[-1][0])
+        return sources
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[DiskFile]:
-        """The files of one part from the root to the one with `page`; they count as used."""
-        found = self.find(model, [page], part)
-        line = found[0][0].line() if found else ()
+        """Return the files of one part from the root to the one with `page`; they count as used."""
+        sources = self.find(model, [page], part)
+        line = sources[0][0].line() if sources else ()
         return [it for it in line if it.record.part == part][::-1]
 
     def read(self, file: DiskFile, step: Step, pages: Span, into: memoryview) -> None:
-        """Fill `into` with these pages of a file (counted from its first); blocks on the disk.
+        """Fill `into` with these pages of a file, counted from its first; blocks on the disk.
 
-        Raises StaleEntry where the file is gone, or turns out damaged, which drops it and all that
-        stands on it; what is in `into` then must not be used.
+        Raises StaleEntry if the file is gone or damaged. Damage drops it and all files that depend
+        on it. After an error `into` must not be used.
         """
         record, layout = file.record, file.layout
         if pages.stop > layout.num_pages:
@@ -154,16 +154,16 @@ class DiskStore:
     # Writing.
 
     def num_fitting(self, change: Change) -> int:
-        """How many of its pages go into one file."""
+        """Number of the change's pages that fit into one file."""
         page_bytes = files.page_bytes_of(Layout.of(self.family, 1, change.part))
         return max(1, self._max_file_bytes // page_bytes)
 
     def write(self, change: Change, views: Views) -> bool:
-        """Write pages that came into a tree, whose bytes `views` gives; blocks on the disk.
+        """Write pages that were added to a tree; `views` gives their bytes. Blocks on the disk.
 
-        Pages that are there already are skipped. False where what they hang on is not on disk (such
-        pages could never match), where the budget has no room, or where the disk is full or fails.
-        What `views` raises is passed on, and nothing of the piece under way is kept.
+        Pages that are on disk already are skipped. Returns False in three cases. Pages that they
+        continue are not on disk, so they could never match. The budget has no room. The disk is
+        full or fails. What `views` raises is passed on; the unfinished file is then deleted.
         """
         num_pages = len(change.pages)
         with self._writing:
@@ -177,10 +177,10 @@ class DiskStore:
         return start == num_pages
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
-        """Drop what begins with `pages`, and of them what nothing else descends from.
+        """Drop pages that begin with `pages`, and those of `pages` without other descendants.
 
-        Of one model, or of all; everything where `pages` is empty. Returns the bytes of their
-        files.
+        It is for one model, or for all if `model` is None. Drops everything if `pages` is empty.
+        Returns the bytes of the dropped files.
         """
         with self._writing:
             wanted = self._beginning(model, pages) if pages else None
@@ -207,33 +207,34 @@ class DiskStore:
             self._is_open = False
             self._directory.close()
 
-    # Everything below but `_drop_damaged` and what it calls is called with `_writing` held.
+    # Everything below except `_drop_damaged` and its callees is called with `_writing` held.
 
     def _recover(self) -> None:
-        """Find what is there; what died while it was written, and what is damaged, goes."""
+        """Add the files in the directory; delete damaged files, and those that were not
+        completed."""
         self._counts.num_torn_writes = self._directory.sweep()
-        there = [it for path in self._directory.entries() if (it := self._recovered(path))]
-        self._num_bytes += sum(stat.st_size for _, stat in there)
-        found: list[tuple[int, DiskFile]] = []
-        # KV before E, and parents before what stands on them, which may have been written before.
-        for record, stat in sorted(there, key=lambda it: (it[0].part != KV, it[0].num_before)):
+        readable = [it for path in self._directory.entries() if (it := self._recovered(path))]
+        self._num_bytes += sum(stat.st_size for _, stat in readable)
+        numbered: list[tuple[int, DiskFile]] = []
+        # KV before E, and parents before their children. Children may have been written before.
+        for record, stat in sorted(readable, key=lambda it: (it[0].part != KV, it[0].num_before)):
             file = self._file_of(record.change)
             if file is not None and file.record == record and self._is_published(file):
-                found.append((stat.st_mtime_ns, file))
+                numbered.append((stat.st_mtime_ns, file))
             else:
                 self._counts.num_damaged_entries += 1
                 layout = Layout.of(self.family, len(record.pages), record.part)
                 self._delete([DiskFile(record, layout, None, None)])
-        for _, file in sorted(found, key=lambda it: it[0]):
+        for _, file in sorted(numbered, key=lambda it: it[0]):
             self.files.use(file)
         self._make_room(0)
 
     def _recovered(self, path: str) -> tuple[Record, os.stat_result] | None:
-        """What a file holds; one that is damaged is deleted."""
+        """Read a file's record; delete a damaged file."""
         why = "no whole entry"
         try:
-            if found := files.read_record(path, self.family):
-                return found
+            if recovered := files.read_record(path, self.family):
+                return recovered
         except OSError as exc:
             if exc.errno in _SAYS_NOTHING_OF_THE_ENTRY:
                 raise
@@ -244,20 +245,21 @@ class DiskStore:
         return None
 
     def _file_of(self, change: Change) -> DiskFile | None:
-        """A file for these pages; None if what they hang on is not here. That counts as used."""
+        """Make a file for these pages; None if a file that they depend on is not here. It counts as
+        used."""
         above = kv = None
         num_before = 0
         if change.parent is not None:
-            found = self._sources(change.model, [change.parent], change.part)
-            if not found:
+            sources = self._sources(change.model, [change.parent], change.part)
+            if not sources:
                 return None
-            above, num_before = found[0][0], found[0][1].stop
+            above, num_before = sources[0][0], sources[0][1].stop
             self.files.use(above)
         if change.part != KV:
-            found = self._sources(change.model, change.pages[-1:], KV)
-            if not found:
+            sources = self._sources(change.model, change.pages[-1:], KV)
+            if not sources:
                 return None
-            kv = found[0][0]
+            kv = sources[0][0]
             self.files.use(kv)
         record = Record(
             family=self.family.digest,
@@ -270,13 +272,15 @@ class DiskStore:
         return DiskFile(record, Layout.of(self.family, len(change.pages), change.part), above, kv)
 
     def _is_written(self, file: DiskFile, views: Views, pages: Span) -> bool:
-        """False where the budget has no room, the disk is full or fails, or what the file stands on
-        has turned out damaged meanwhile."""
+        """Write a file. Returns False if the budget has no room, if the disk is full or fails, or
+        if a file that it depends on has turned out damaged."""
         path = self._directory.path_of(file.key)
         taken = 0
         try:
-            left = path.stat().st_size if path.exists() else 0  # It could not be deleted.
-            # Nothing is evicted where not even an empty file can be had.
+            left = (
+                path.stat().st_size if path.exists() else 0
+            )  # A damaged file that could not be deleted.
+            # Nothing is evicted if not even an empty file can be made.
             with new_file(path) as stream:
                 self._make_room(file.num_bytes)
                 taken = file.num_bytes
@@ -289,7 +293,7 @@ class DiskStore:
                 self._counts.num_failed_writes += 1
             return False
         else:
-            taken = left  # The new one stays.
+            taken = left  # The new file stays.
         finally:
             with self._lock:
                 self._num_bytes -= taken
@@ -305,15 +309,15 @@ class DiskStore:
         return False
 
     def _is_published(self, file: DiskFile) -> bool:
-        """Take in a file, and have the tree show it; False if a part of its pages is in another, or
-        what it stands on has gone."""
+        """Add a file to the index and to the tree. Returns False if some of its pages are in
+        another file, or if a file that it depends on is gone."""
         record = file.record
         if self._sources(record.model, record.pages[:1], record.part) or not self.files.add(file):
             return False
         num_noted = self._noted.add(
             DISK, record.model, record.parent, record.pages, record.part, file
         )
-        # A reader may have found damaged what it stands on.
+        # A reader may have found a file damaged that it depends on.
         if num_noted == len(record.pages) and file in self.files:
             return True
         self.files.take(file)
@@ -321,7 +325,7 @@ class DiskStore:
         return False
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict until there is room, and count it as taken; raises OSError where there is none."""
+        """Evict until `num_bytes` fit, and count them as taken; raises OSError if they cannot."""
         if num_bytes > self._budget_bytes:
             raise OSError(f"an entry of {num_bytes:,} bytes is more than the disk's budget")
         while True:
@@ -336,7 +340,8 @@ class DiskStore:
                 raise OSError("files that are to make room cannot be deleted")
 
     def _delete(self, dropped: Sequence[DiskFile]) -> bool:
-        """Delete files that were taken out; False where one cannot be, whose bytes stay counted."""
+        """Delete files that were removed from the index. False if one cannot be deleted; its bytes
+        still count."""
         is_done = True
         for file in dropped:
             self._forget(file)
@@ -364,7 +369,7 @@ class DiskStore:
             self._counts.num_damaged_entries += len(dropped)
         self._delete(dropped)
 
-    # Which file has which page.
+    # The tree knows which file has which page.
 
     def _sources(
         self, model: ModelId, pages: Sequence[PageHash], part: Part
@@ -372,26 +377,27 @@ class DiskStore:
         return cast(list[tuple[DiskFile, Span]], self._noted.sources(DISK, model, pages, part))
 
     def _forget(self, file: DiskFile) -> None:
-        """The tree shows a file no more, if it did."""
+        """Remove a file's entries from the tree, if there are any."""
         record = file.record
-        found = self._sources(record.model, record.pages[:1], record.part)
-        if found and found[0][0] is file:
+        sources = self._sources(record.model, record.pages[:1], record.part)
+        if sources and sources[0][0] is file:
             self._noted.drop(DISK, record.model, record.pages[:1], record.part)
 
     def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
-        """KV with pages that begin with these, and KV whose pages all are among these."""
-        there = [it for it in self.files.coldest_first() if it.record.part == KV]
-        found: set[DiskFile] = set()
+        """Return KV files that descend from these pages or contain their end, and KV files with all
+        their pages among these."""
+        kv_files = [it for it in self.files.coldest_first() if it.record.part == KV]
+        beginning: set[DiskFile] = set()
         below: set[tuple[ModelId, PageHash | None]] = set()
-        for each in {it.record.model for it in there if model in (None, it.record.model)}:
+        for each in {it.record.model for it in kv_files if model in (None, it.record.model)}:
             line = self._sources(each, pages, KV)
             if line and (line[0][1].start, line[-1][1].stop) == (0, len(pages)):
-                found.update(it for it, at in line if at.stop in (it.stop, len(pages)))
+                beginning.update(it for it, at in line if at.stop in (it.stop, len(pages)))
                 end = line[-1][0].record
                 below.update((each, page) for page in end.pages[len(pages) - 1 - end.num_before :])
-        for file in reversed(there):
+        for file in reversed(kv_files):
             record = file.record
             if (record.model, record.parent) in below:
-                found.add(file)
+                beginning.add(file)
                 below.update((record.model, page) for page in record.pages)
-        return found
+        return beginning

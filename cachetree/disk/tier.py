@@ -1,4 +1,5 @@
-"""The disk below a tree: what the tree holds is written behind it, and outlives it."""
+"""The disk tier below a tree: it writes the tree's entries in the background, and reads them
+back."""
 
 from __future__ import annotations
 
@@ -38,20 +39,21 @@ log = logging.getLogger(__name__)
 
 _MAX_CLOSE_S: Final = 5.0
 _MAX_STOP_S: Final = 5.0
-"""Seconds after which a write, or an entry that moves, is taken to hang."""
+"""Seconds after which a write, or an entry that moves, counts as hanging."""
 _MAX_PROMOTIONS: Final = 64
 
 
 class DiskTier:
-    """Writes every entry that comes into `tree` to disk, and shows the tree what is there.
+    """Writes every entry that is added to `tree` to disk, and shows the tree the entries on disk.
 
-    Entries are written when they come, not when they are evicted: eviction takes the last pages of
-    a prompt first, which alone would never match after a restart; an entry on its way to the disk
-    would be in no budget; and a process that is killed loses only what waits to be written. In the
-    long run as much is written either way. What is evicted before its turn is not written.
+    Entries are written when they are added, not when they are evicted, for three reasons. Eviction
+    takes the last pages of a prompt first; these alone would never match after a restart. An entry
+    on its way to the disk would be in no budget. And a process that is killed loses only unwritten
+    entries. In the long run both ways write as much. An entry evicted before its turn is not
+    written.
 
-    In the tree the entries are at location `DISK`. When it is opened, a thread fills the tree's
-    free memory with what was used last, so that peers find it again too.
+    In the tree the entries are at location `DISK`. After opening, a thread fills the tree's free
+    memory with the most recently used entries, so that peers find them again, too.
     """
 
     location: Final[Location] = DISK
@@ -60,21 +62,21 @@ class DiskTier:
     def __init__(
         self, tree: CacheTree, path: Path, budget_bytes: int, note_speed: NoteSpeed, clock: Clock
     ) -> None:
-        """Raises ConfigError, as `DiskStore`."""
+        """Raises ConfigError, like `DiskStore`."""
         self.budget_bytes: Final = budget_bytes
         self._tree = tree
         self._note_speed = note_speed
         self._clock = clock
         self._is_warm = False
         self._calls = Calls(clock, STALL_S)
-        """Reads, and files that are deleted by order."""
+        """Reads, and deletions of files that a caller ordered."""
         self._writes = Calls(clock, _MAX_STOP_S)
         self._store: Final = DiskStore(tree, path, budget_bytes)
         with ExitStack() as undo:
             undo.callback(self._store.close)
             self._reads = _threads("cachetree-disk-read", self.num_readers, undo)
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
-            """One line at a time: two that fit one after another need not fit side by side."""
+            """One line at a time: two that fit one after the other need not fit together."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
             """Two threads: one may hang in the deletion of a file."""
             self._behind = WriteBehind(
@@ -85,23 +87,24 @@ class DiskTier:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a read hangs; nothing more is read until it returns."""
+        """Return whether a read hangs; no other read starts until it returns."""
         return self._calls.have_stalled
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        """Fill `staging` from disk in a thread; what goes wrong fails it."""
+        """Fill `staging` from disk in a thread; a failure fails `staging`."""
         if self.is_paused:
             staging.fail(FetchError("the disk does not answer"))
         elif not self._reads.put(partial(self._fetch, model, pages, staging)):
             staging.fail(FetchError("this cache is closed"))
 
     def has(self, model: ModelId, page: PageHash, part: Part = KV) -> bool:
-        """Whether `page` is here, and so all before it; waits for no disk."""
+        """Return whether `page`, and so all pages before it, are here. Does not wait for the
+        disk."""
         return self._tree.remote.has(DISK, model, page, part)
 
     @property
     def num_free_promotions(self) -> int:
-        """Lines that may come to wait beside those that do; any thread."""
+        """Number of lines that may still join the queue; any thread."""
         return _MAX_PROMOTIONS - self._promotions.num_waiting
 
     def promote(
@@ -113,12 +116,12 @@ class DiskTier:
         is_wanted: Callable[[], bool],
         done: Callable[[LetGo], object],
     ) -> None:
-        """Read these parts of `page` and all before it into the tree, in a thread that then calls
-        `done`; at once if too many wait to be read, or the disk hangs.
+        """Read these parts of `page` and of all pages before it into the tree, in a thread that
+        then calls `done`. `done` is called at once if too many lines wait, or if the disk hangs.
 
-        Pages that are not in the tree by then could not be read, have no room there, or are late.
-        Those that are there stay until `done`'s argument is called, or until `deadline`. A line
-        waits a little for room, while `is_wanted`, which any thread may call.
+        Pages that are then missing in the tree could not be read, had no room there, or were late.
+        The others stay until `done`'s argument is called, or until `deadline`. A line waits a
+        little for room while `is_wanted`, which any thread may call, returns True.
         """
         asker = AskingPeer(self._tree, model, deadline, is_wanted)
         read = partial(self._promote_and_keep, model, page, sorted(parts), asker, done)
@@ -126,20 +129,21 @@ class DiskTier:
             done(lambda: None)
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """These pages were read from memory: on disk too they are not the ones to go."""
+        """Count these pages, which were read from memory, as used on disk, too."""
         if self._reads.num_waiting < MAX_WAITING:
             for part in parts:
                 self._reads.put(partial(self._store.find, model, pages, part))
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        """Over: the tree knows of every entry on disk."""
+        """Return a finished search: the tree knows every entry on disk."""
         return Search(Deadline(0.0, self._clock))
 
     def evict(
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """As `CacheTree.evict`, there and here, in a thread that then calls `done` with the bytes
-        of memory and of the disk given up. If the disk hangs, only memory is."""
+        """Evict like `CacheTree.evict`, from memory and disk, in a thread. It then calls `done`
+        with the freed bytes of memory and of the disk. If the disk hangs, only memory is
+        evicted."""
         if not self._orders.put(partial(self._evict, model, pages, done)):
             done(0, 0)
 
@@ -154,9 +158,9 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most; fetches then fail. Idempotent.
+        """Write waiting entries, for a few seconds at most; later fetches fail. Idempotent.
 
-        A disk that does not answer in that time is left as it is; the directory stays locked.
+        A disk that hangs longer is left as it is; the directory stays locked.
         """
         ends = Deadline.after(_MAX_CLOSE_S + GRACE_S)
         is_written = self._behind.close(_MAX_CLOSE_S)
@@ -167,26 +171,26 @@ class DiskTier:
         else:
             log.warning("%s does not answer; it is left as it is", self._store.path)
 
-    # In the writer's thread.
+    # Called in the writer's thread.
 
     def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
-        """A file that has been begun is written, whether or not time is over."""
+        """Write pages to disk. A file that has been begun is completed, even if time is over."""
         with self._writes:
             return self._store.write(change, lease.views)
 
-    # In a reader's thread.
+    # Called in a reader's thread.
 
     def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         begun_at_s = self._clock()
         parts = sorted({part_of(step) for step in staging.steps})
-        found: dict[Part, list[tuple[DiskFile, Span]]] = {}
+        files: dict[Part, list[tuple[DiskFile, Span]]] = {}
         try:
             for part in parts:
-                found[part] = self._store.find(model, pages, part)
-                if sum(len(span) for _, span in found[part]) < len(pages):
+                files[part] = self._store.find(model, pages, part)
+                if sum(len(span) for _, span in files[part]) < len(pages):
                     raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
             for step in staging.steps:
-                self._read_step(step, found[part_of(step)], staging)
+                self._read_step(step, files[part_of(step)], staging)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:
@@ -195,24 +199,24 @@ class DiskTier:
         seconds = self._clock() - begun_at_s
         self._note_speed(staging.num_landed_bytes, seconds, staging.error)
         if staging.is_complete and self._is_warm:
-            # Behind the fetches that wait.
+            # Promote after the waiting fetches.
             line = takewhile(self._has_room, self._line(model, pages[-1], parts))
             asker = Asker(lambda: staging.deadline.has_passed)
             self._reads.put(partial(self._promote, line, asker))
 
     def _line(self, model: ModelId, page: PageHash, parts: Sequence[Part]) -> Iterator[DiskFile]:
-        """The files of these parts from the root to `page`, KV first."""
+        """Yield the files of these parts from the root to `page`, KV first."""
         return chain.from_iterable(self._store.line(model, page, part) for part in parts)
 
     def _promote(self, line: Iterable[DiskFile], asker: Asker) -> None:
-        """Until one cannot be had."""
+        """Promote files until one cannot be."""
         for file in line:
             is_over = asker.is_over() or self._behind.is_over()
             if is_over or not self._promote_file(file, asker):
                 return
 
     def _promote_file(self, file: DiskFile, asker: Asker = NO_PEER) -> bool:
-        """Have a file's pages in memory, whose parent is there; False where that cannot be."""
+        """Read a file's pages into memory; its parent is there already. False if that fails."""
         with self._behind.moves:
             is_here = self._bring(file, asker)
             if is_here:
@@ -238,7 +242,7 @@ class DiskTier:
     def _read_into(
         self, views: Sequence[memoryview], file: DiskFile, step: Step, page: int
     ) -> None:
-        """The file's pages from `page` on; each of the views has whole pages."""
+        """Read the file's pages from `page` on into the views; each view has whole pages."""
         for view in views:
             num_pages = view.nbytes // file.layout.step_bytes
             with self._calls:
@@ -246,10 +250,10 @@ class DiskTier:
             page += num_pages
 
     def _read_step(
-        self, step: Step, found: Sequence[tuple[DiskFile, Span]], staging: Staging
+        self, step: Step, sources: Sequence[tuple[DiskFile, Span]], staging: Staging
     ) -> None:
         offset = 0
-        for file, span in found:
+        for file, span in sources:
             staging.check()
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the read from disk did not end in time")
@@ -261,7 +265,7 @@ class DiskTier:
             offset += size
 
     def _warm_up(self) -> None:
-        """Read into free memory what was used last, as far as it goes."""
+        """Read the most recently used entries into free memory until it is full."""
         try:
             warmest_first = reversed(self._store.files.coldest_first())
             for file in takewhile(self._has_room, warmest_first):
@@ -271,7 +275,7 @@ class DiskTier:
         finally:
             self._is_warm = True
 
-    # In the thread that promotes for peers.
+    # Called in the thread that promotes for peers.
 
     def _promote_and_keep(
         self,
@@ -291,11 +295,11 @@ class DiskTier:
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Bytes of a line that are not in memory; the pages that are stay there for `asker`."""
+        """Bytes of a line that are not in memory. Its pages in memory stay there for `asker`."""
         num_bytes = 0
         for file in line:
             record = file.record
-            # Pages that are there come before those that are not.
+            # Pages in memory come before those that are not.
             num_here = bisect_left(
                 record.pages,
                 True,
@@ -307,8 +311,8 @@ class DiskTier:
         return num_bytes
 
     def _has_room_for(self, num_bytes: int, asker: Asker) -> bool:
-        """Whether so much fits beside all that is held, or soon will: a line that does not fit
-        would evict what others want, and then miss its own end."""
+        """Return whether so many bytes fit beside all held and promised bytes. A line that does not
+        fit would evict others' pages, and then lack its own end."""
         tree = self._tree
         while num_bytes + tree.held_bytes > tree.host_bytes:
             is_futile = num_bytes + tree.num_pinned_bytes > tree.host_bytes
@@ -316,13 +320,14 @@ class DiskTier:
                 return False
         return True
 
-    # In a thread that evicts.
+    # Called in a thread that evicts.
 
     def _evict(
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """Memory first, which waits for no disk; then both, without what moves between them: that
-        would be held in one place, and come back to the other from there."""
+        """Evict from memory first, without waiting for the disk. Then evict from both while nothing
+        moves between them: a moving entry would be held in one place, and return to the other from
+        there."""
         num_bytes = num_disk_bytes = 0
         try:
             num_bytes = self._tree.evict(model, pages)
@@ -337,17 +342,17 @@ class DiskTier:
         finally:
             done(num_bytes, num_disk_bytes)
 
-    # In any thread.
+    # Called in any thread.
 
     def _has_room(self, file: DiskFile) -> bool:
-        """Whether it is in memory, or may be without that anything goes for it."""
+        """Return whether a file is in memory, or fits there without an eviction."""
         record, tree = file.record, self._tree
         is_here = tree.has(record.model, record.pages[-1], record.part)
         return is_here or tree.num_bytes + file.layout.num_bytes <= tree.host_bytes
 
 
 def _threads(name: str, num_threads: int, undo: ExitStack) -> WorkerThread[Callable[[], object]]:
-    """Threads that call what is put; `undo` ends them."""
+    """Start threads that call what is put; `undo` ends them."""
     threads = WorkerThread(name, _call_all, num_threads)
     undo.callback(threads.close, GRACE_S)
     return threads

@@ -1,7 +1,7 @@
-"""Host memory: where pages lie, and where fetched layers arrive.
+"""Host memory for pages and for fetched layers.
 
 Arena    all of it, made at start and known to the device; a `Pool`, which lends runs of bytes
-Loan     what a pool lent: parts, each in one run or a few
+Loan     lent bytes of a pool: parts, each in one run or a few
 Slab     the loan of one reservation: all layers of its pages, given back page by page
 Staging  the loan of one fetch, which fills it step by step
 """

@@ -1,17 +1,16 @@
 """Host memory in a file without a name: made once, registered with the device once, lent in runs.
 
-    [0, 1 page)   a random nonce, by which another process of the host knows the file
-    [1 page, ..)  loans and free runs
+    [0, 1 page)     a random nonce, by which another process of the host recognises the file
+    [1 page, ..)    loans and free runs
 
-It is as long as its budget, so that nothing is allocated later. A loan lies in one run where one is
-long enough, else in as few as may be, so that there is room as long as there are bytes. Small
-blocks lie where no large one fits, so that those find holes too.
+The file is as long as its budget, so nothing is allocated later. A loan is in one run if one is
+long enough, otherwise in as few as possible. So there is room as long as there are bytes. Small
+blocks go where no large block fits, so that large blocks find holes, too.
 
-Seals keep everybody from changing its size under its readers and its owner.
+Seals prevent any process from changing the file's size.
 
-Readers in other processes of the host map the file and copy out of it, for three quarters of what
-`pread` costs. One that is so late that its lease has ended may read what is there then; the
-checksum tells that these are not the bytes.
+Readers in other processes of the host map the file and copy out of it; that costs three quarters of
+`pread`. A reader that is later than its lease may read newer bytes; the checksum shows that.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from cachetree.memory.slab import ArenaFile, Blocks, Loan, NoRoom, Torn
 
 NONCE_BYTES: Final = 16
 _CHUNK_BYTES: Final = 1 << 20
-"""What a reader remembers to have touched."""
+"""Bytes that a reader remembers as touched."""
 _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ, of Linux 5.14."""
 
 Block = NDArray[np.uint8]
 Run = tuple[int, int]
-"""Of bytes, half-open."""
+"""Start and end of bytes, half-open."""
 
 Register = Callable[[memoryview], Callable[[], None]]
-"""Makes memory known to a device, as it stays from now on; returns what ends that. Raises
-ConfigError."""
+"""Makes memory known to a device; it must not change afterwards. Returns a function that ends that.
+Raises ConfigError."""
 
 
 def unregistered(memory: memoryview) -> Callable[[], None]:
-    """Without a device."""
+    """Register nothing; for use without a device."""
     return lambda: None
 
 
 class Arena:
-    """Lends `num_bytes` at most. Thread-safe; nothing blocks.
+    """Lends at most `num_bytes`. Thread-safe; nothing blocks.
 
     It touches each byte when it is first lent, unless `register` has touched all of them. Raises
-    ConfigError where the system does not give so much, or `register` does.
+    ConfigError if the system does not give that many bytes, or if `register` raises it.
     """
 
     def __init__(self, num_bytes: int, register: Register = unregistered) -> None:
@@ -79,11 +78,11 @@ class Arena:
         self.file: Final = ArenaFile(pid=os.getpid(), fd=fd, num_bytes=size, nonce=nonce)
         self._num_bytes = num_bytes
         self._free: list[Run] = [(mmap.PAGESIZE, size)]
-        """From where to where: ascending, and no two touch."""
+        """Free runs, ascending; no two are adjacent."""
         # Filled by finalizers, which may run in any thread at any place and so take no lock.
         self._returned: deque[tuple[Sequence[Span], Block]] = deque()
         self._lock = threading.Lock()
-        # What is registered is so until nobody is left who could have it copied.
+        # Memory stays registered as long as any code could have it copied.
         self._ends = (close, weakref.finalize(self, register(self._all.data)))
 
     @property
@@ -94,7 +93,7 @@ class Arena:
             return self._num_bytes - _num_bytes(self._free)
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
-        """There is no room also while what was given back is still viewed."""
+        """Lend bytes. Bytes given back but still viewed do not count as room."""
         with self._lock:
             self._collect()
             if not self._ends[0].alive:
@@ -105,8 +104,8 @@ class Arena:
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         old, new = loan.memory.obj, self._all[:]
         loan.memory = new.data
-        # Views of the old memory keep the new one too, so that what is given back later waits for
-        # them as well.
+        # Views of the old memory keep the new one alive, so that bytes given back later wait for
+        # them, too.
         finalizer: weakref.finalize[Any, Any] = weakref.finalize(
             old, self._returned.append, (places, new)
         )
@@ -117,14 +116,14 @@ class Arena:
         return place if 0 <= place < self.file.num_bytes else None
 
     def close(self) -> None:
-        """Lend no more, let nobody else read, and let the device go; what is lent stays as long as
-        it is viewed."""
+        """Lend no more, lock other processes out, and release the device. Lent bytes stay as long
+        as they are viewed."""
         with self._lock:
             for end in self._ends:
                 end()
 
     def _collect(self) -> None:
-        """With the lock held."""
+        """Free returned bytes. Called with the lock held."""
         returned: list[Run] = []
         while self._returned:
             returned += [(it.start, it.stop) for it in self._returned.popleft()[0]]
@@ -136,7 +135,7 @@ class ArenaReader:
     """The arena of another process of this host. Used by one thread."""
 
     def __init__(self, file: ArenaFile) -> None:
-        """Raises OSError where the file is not there, or is not the one."""
+        """Raises OSError if the file does not exist, or has another nonce."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         self._memory: Block | None = None
         fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", flags)
@@ -159,7 +158,7 @@ class ArenaReader:
     def copy_in_pieces(self, into: memoryview, places: Sequence[Span]) -> Iterator[memoryview]:
         """Fill `into` from the places in order, and yield its parts as they are filled.
 
-        Raises OSError where there are no such places.
+        Raises OSError if the file has no such places.
         """
         memory = self._memory
         at = 0
@@ -172,11 +171,12 @@ class ArenaReader:
             at += run.nbytes
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmap the file. Idempotent."""
         self._memory = None
 
     def _touch(self, run: Block, place: Span) -> None:
-        """One call for many page faults; where it fails, or comes too rarely, they happen."""
+        """Handle many page faults in one call. If that fails, or is too rare, they happen one by
+        one."""
         chunks = slice(place.start // _CHUNK_BYTES, -(-place.stop // _CHUNK_BYTES))
         if not all(self._touched[chunks]):
             self._touched[chunks] = b"\1" * (chunks.stop - chunks.start)
@@ -184,14 +184,14 @@ class ArenaReader:
 
 
 def joined(runs: list[Run]) -> list[Run]:
-    """The same bytes, ascending; those that follow each other are one run."""
-    found: list[Run] = []
+    """Return the same bytes, ascending; adjacent runs become one."""
+    merged: list[Run] = []
     for start, stop in sorted(runs):
-        if found and found[-1][1] == start:
-            start, _ = found.pop()
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
         if start < stop:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def _num_bytes(runs: Sequence[Run]) -> int:
@@ -199,8 +199,8 @@ def _num_bytes(runs: Sequence[Run]) -> int:
 
 
 def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[Span]], list[Run]]:
-    """For each part, and what is free then: in the shortest free run that takes all of them, else
-    in the longest ones; raises NoRoom, or Torn."""
+    """Return runs for each part, and the runs that stay free. Takes the shortest free run that fits
+    all parts, otherwise the longest ones; raises NoRoom, or Torn."""
     num_bytes = sum(part.num * part.size for part in parts)
     if num_bytes > _num_bytes(free):
         raise NoRoom(f"{num_bytes} bytes where {_num_bytes(free)} are free")
@@ -208,11 +208,11 @@ def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[S
     first = next((at for at, (a, b) in enumerate(by_size) if b - a >= num_bytes), None)
     holes = by_size[::-1] if first is None else [by_size.pop(first)]
     others = [] if first is None else by_size
-    found: list[list[Span]] = [[] for _ in parts]
-    # Large blocks first: what they leave of a hole takes small ones.
+    runs: list[list[Span]] = [[] for _ in parts]
+    # Large blocks first; small ones fit into the rest of a hole.
     sizes = sorted({part.size for part in parts}, reverse=True)
     for size in sizes:
-        if size < sizes[0]:  # First where no large block fits.
+        if size < sizes[0]:  # Small blocks first use holes that fit no large block.
             holes.sort(key=lambda run: run[1] - run[0] >= sizes[0])
         at = 0
         for number, part in enumerate(parts):
@@ -223,15 +223,16 @@ def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[S
                 start, stop = holes[at]
                 num_here = min(num, (stop - start) // size)
                 if num_here:
-                    found[number].append(Span(start, start + num_here * size))
+                    runs[number].append(Span(start, start + num_here * size))
                     holes[at] = (start + num_here * size, stop)
                     num -= num_here
                 at += num > 0
-    return found, sorted([it for it in (*others, *holes) if it[0] < it[1]])
+    return runs, sorted([it for it in (*others, *holes) if it[0] < it[1]])
 
 
 def mapped(fd: int, num_bytes: int, access: int) -> Block:
-    """The whole file as long as anything refers to it. `mmap.mmap` would keep a descriptor too."""
+    """Map the whole file as long as anything refers to it. `mmap.mmap` would keep a descriptor,
+    too."""
     start = libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if start == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of address space cannot be had")

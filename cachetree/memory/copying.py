@@ -1,4 +1,4 @@
-"""Bytes on their way: copied piece by piece, and summed up where they leave memory."""
+"""Copying of bytes in pieces, with checksums of the bytes that leave memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import xxhash
 from cachetree.ids import Span, parts_of
 
 PIECE_BYTES: Final = 256 << 10
-"""What is copied, then read again for its checksum, before the next: far below a core's cache."""
+"""Bytes copied at a time, then read again for their checksum; far less than a core's cache."""
 
 
 def copy(into: memoryview, payload: memoryview) -> None:
-    """As `into[:] = payload`, which would stop every other thread of Python meanwhile."""
+    """Copy like `into[:] = payload`, which would stop every other thread of Python meanwhile."""
     if payload.nbytes:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
 
 
 def scatter(into: Sequence[memoryview], payload: memoryview) -> None:
-    """Fill the views with the payload as if they were one."""
+    """Copy the payload into the views, as if they were one."""
     at = 0
     for view in into:
         copy(view, payload[at : at + view.nbytes])
@@ -29,13 +29,13 @@ def scatter(into: Sequence[memoryview], payload: memoryview) -> None:
 
 
 def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
-    """These bytes of the views as if they were one."""
+    """Return the bytes in `span` of the views, as if they were one."""
     sizes = (view.nbytes for view in views)
     return [views[number][it.start : it.stop] for number, it in parts_of(sizes, span)]
 
 
 def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:
-    """Yields each part of `into` once it is filled, while a core's cache still has it."""
+    """Yield each part of `into` once it is filled, while a core's cache still has it."""
     for at in range(0, payload.nbytes, PIECE_BYTES):
         piece = into[at : at + PIECE_BYTES]
         copy(piece, payload[at : at + PIECE_BYTES])
@@ -43,12 +43,12 @@ def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview
 
 
 def checksum(payload: memoryview | bytes) -> int:
-    """XXH3-64."""
+    """Return the XXH3-64 of the payload."""
     return int(xxhash.xxh3_64_intdigest(payload))
 
 
 def checksum_of_parts(parts: Iterable[memoryview]) -> int:
-    """The checksum of the parts as one run of bytes."""
+    """Return the checksum of the parts as one run of bytes."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

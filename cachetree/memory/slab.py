@@ -1,5 +1,5 @@
-"""What lends host memory, and what it lends: bytes in runs, each part of a loan in its own; of the
-tree one loan per reservation, of which pages are given back."""
+"""Pools that lend host memory in runs, and their loans. A tree has one loan per reservation and
+gives its pages back one by one."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _NO_MEMORY: Final = memoryview(b"")
 
 
 class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What another process of the same host needs to read from a memory."""
+    """Everything that another process of the same host needs to read from a memory."""
 
     pid: int
     fd: int
     num_bytes: int
     nonce: bytes
-    """What its first bytes are."""
+    """The first bytes of the file."""
 
 
 class NoRoom(MemoryError):
-    """Memory within the budget cannot be had now."""
+    """Raised if the budget has not enough free memory now."""
 
 
 class Torn(NoRoom):
-    """There are enough bytes, but no hole takes a block of what needs `num_bytes` more at least."""
+    """Raised if there are enough bytes, but no hole fits a block of a part that needs at least
+    `num_bytes` more."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes} bytes where all that is free is torn")
@@ -38,14 +39,14 @@ class Torn(NoRoom):
 
 
 class Blocks(NamedTuple):
-    """One part of a loan: `num` blocks of `size` bytes. No block is torn apart."""
+    """One part of a loan: `num` blocks of `size` bytes. Each block is in one run."""
 
     num: int
     size: int
 
 
 class Loan:
-    """Bytes of a pool. Whoever has a view of them keeps them from being lent again."""
+    """Lent bytes of a pool. A view of them prevents the pool from lending them again."""
 
     __slots__ = ("memory", "runs")
 
@@ -55,10 +56,10 @@ class Loan:
         self.memory = memory
         """All of the pool's memory, as this loan sees it."""
         self.runs: Final = runs
-        """Of each part, where it lies there; in one run mostly."""
+        """Runs of each part in the memory; mostly one."""
 
     def places(self, part: int, span: Span) -> list[Span]:
-        """Where these bytes of a part lie."""
+        """Return the places of these bytes of a part."""
         runs = self.runs[part]
         return [
             Span(runs[number].start + it.start, runs[number].start + it.stop)
@@ -67,28 +68,29 @@ class Loan:
 
 
 class Pool(Protocol):
-    """Where slabs lie. Thread-safe."""
+    """Memory that slabs are taken from. Thread-safe."""
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
-        """Writable bytes for each part; raises NoRoom, or Torn."""
+        """Lend writable bytes for each part; raises NoRoom, or Torn."""
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
-        """These bytes of the loan are needed no more. They are lent again once nobody has a view
-        that was taken of the loan before."""
+        """Return these bytes of the loan. They are lent again once no view of the loan taken before
+        exists."""
 
     def close(self) -> None:
-        """Lend no more; what is lent stays as long as it is viewed. Idempotent."""
+        """Lend no more. Lent bytes stay as long as they are viewed. Idempotent."""
 
     @property
     def file(self) -> ArenaFile | None:
-        """From where others may read it; None where they cannot."""
+        """File from which other processes may read the memory; None if they cannot."""
 
     def place_of(self, view: memoryview) -> int | None:
-        """Where in `file` these bytes are; None where they are not in it."""
+        """Return the offset of these bytes in `file`; None if they are not in it."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry of `num_pages` pages has: its steps one after the other, all equally large."""
+    """The shape of an entry of `num_pages` pages: its steps one after the other, all equally
+    large."""
 
     num_pages: int
     num_steps: int
@@ -114,26 +116,26 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> list[Blocks]:
-        """A block for each page of each step."""
+        """Return a block for each page of each step."""
         return [Blocks(self.num_pages, self.step_bytes)] * self.num_steps
 
 
 def index_of(step: Step) -> int:
-    """Which step of its entry it is."""
+    """Return the step's place among the steps of its entry."""
     return step.layer if step.kind is Kind.KV else 0
 
 
 @lru_cache(maxsize=16)
 def _page_bytes(family: Family) -> tuple[int, int]:
-    """Of KV and of E at one layer: the same objects for every layout of a family."""
+    """Return bytes of KV and of E at one layer: the same objects for every layout of a family."""
     return family.kv_page_bytes, family.e_page_bytes
 
 
 class Slab:
     """The memory of one reservation, given back page by page.
 
-    Bytes that somebody views are never written again: a reader that still has a view when its
-    pages are dropped keeps reading the same ones.
+    Viewed bytes are never written again: a reader that still has a view when its pages are dropped
+    keeps reading the same bytes.
     """
 
     __slots__ = ("_checksums", "_loan", "_pool", "layout", "num_bytes")
@@ -141,31 +143,32 @@ class Slab:
     def __init__(self, layout: Layout, pool: Pool) -> None:
         self.layout = layout
         self.num_bytes = layout.num_bytes
-        """What it takes now, or will once it is filled."""
+        """Bytes that the slab takes now, or will take once it is filled."""
         self._checksums: dict[tuple[int, int], int] | None = None
         self._pool = pool
         self._loan = Loan()
 
     def fill(self) -> None:
-        """Get the memory; may block, so it is called without the tree's lock. Raises NoRoom, or
+        """Take the memory. It may block, so it is called without the tree's lock. Raises NoRoom, or
         Torn."""
         self._loan = self._pool.take(self.layout.blocks)
 
     @property
     def checksums(self) -> dict[tuple[int, int], int]:
-        """Of parts that were sent, by address and size: pages do not change once they are there."""
+        """Checksums of sent parts, by address and size: pages do not change once they are
+        complete."""
         if self._checksums is None:
             self._checksums = {}
         return self._checksums
 
     def views(self, step: Step, pages: Span) -> list[memoryview]:
-        """The bytes of these pages, in as many runs as they lie in."""
+        """Return the bytes of these pages, in as many runs as they occupy."""
         size, whole = self.layout.step_bytes, self._loan.memory
         places = self._loan.places(index_of(step), Span(pages.start * size, pages.stop * size))
         return [whole[it.start : it.stop] for it in places]
 
     def drop_pages(self, pages: Span) -> int:
-        """These are needed no more; returns the bytes given back."""
+        """Give these pages back; return their bytes."""
         if self._loan.runs:
             size, places = self.layout.step_bytes, list[Span]()
             span = Span(pages.start * size, pages.stop * size)

@@ -16,18 +16,18 @@ from cachetree.memory.copying import copy, cut, scatter
 from cachetree.memory.slab import Blocks, Pool
 
 Views = Mapping[Step, Sequence[memoryview]]
-"""The bytes of each step, in as many runs as they lie in."""
+"""The bytes of each step, in as many runs as they occupy."""
 
 NoteEnd = Callable[["Staging"], None]
 
 
 class Staging:
-    """The steps of one plan in host memory, landing in order while a reader waits for them.
+    """The steps of one plan in host memory. They land in order while a reader waits for them.
 
-    One writer (a transport thread) calls `write` and `fail`; any number of readers call `wait`
-    and `views`. Whatever happens, every wait ends: a step lands, the fetch fails, or the deadline
-    passes. The memory goes back with `release`, leaving the context, or garbage collection, as soon
-    as nobody has a view of it.
+    One writer (a transport thread) calls `write` and `fail`; any number of readers call `wait` and
+    `views`. Every wait ends: a step lands, the fetch fails, or the deadline passes. The memory is
+    given back by `release`, by leaving the context, or by garbage collection, once no view of it
+    exists.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Staging:
         views: Views | None = None,
         note_end: NoteEnd = lambda staging: None,
     ) -> None:
-        """Ordinary memory where there are no `views`. `note_end` hears of the first `release`."""
+        """Without `views` the memory is ordinary. `note_end` is called at the first `release`."""
         self.sizes: Final = dict(sizes)
         """Bytes of each step."""
         self.steps: Final[Sequence[Step]] = tuple(sizes)
@@ -47,34 +47,35 @@ class Staging:
             views = {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
         self._views = views
         self._across: tuple[Sequence[memoryview], memoryview] | None = None
-        """What the writer puts into a buffer of its own, and where it belongs."""
+        """The buffer that the writer fills instead of the steps, and the places of its bytes in
+        them."""
         self._note_end: NoteEnd | None = note_end
         self._missing = dict(sizes)
         self._changed = threading.Condition()
         self.error: FetchError | None = None
-        """What ended the fetch early; None while it goes on, or once it is complete."""
+        """Error that ended the fetch early. None while the fetch runs, and once it is complete."""
         self.num_landed_bytes = 0
         self.started_s: Final = deadline.clock()
         self.completed_s: float | None = None
-        """When the last byte landed, on the deadline's clock."""
+        """Time when the last byte landed, on the deadline's clock."""
         self.traceparent = ""
-        """Of the request that it is for, set before the writer begins; empty where that is not
-        traced."""
+        """Trace id of the request that the fetch is for, set before the writer begins; empty if the
+        request is not traced."""
         self.landed_s: dict[Step, float] = {}
-        """When each step was there, on the same clock; only of one that is traced."""
+        """Time when each step landed, on the same clock; only for a traced request."""
 
     def write(self, step: Step, offset: int, payload: memoryview) -> None:
-        """Copy `payload` into the step at `offset`; each byte must come exactly once.
+        """Copy `payload` into the step at `offset`. Each byte must be written exactly once.
 
-        Raises as `room`.
+        Raises the errors of `room`.
         """
         copy(self.room(step, offset, payload.nbytes), payload)
         self.land(step, payload.nbytes)
 
     def room(self, step: Step, offset: int, size: int) -> memoryview:
-        """Where a writer puts the bytes itself that it then counts by `land`.
+        """Return the memory that a writer fills itself and then counts by `land`.
 
-        Raises ValueError where they would not fit, Cancelled after `cancel` or `release`.
+        Raises ValueError if the bytes would not fit, Cancelled after `cancel` or `release`.
         """
         if offset < 0 or offset + size > self.sizes[step] or size > self._missing[step]:
             raise ValueError(f"{size} bytes at {offset} do not fit {step}")
@@ -104,37 +105,37 @@ class Staging:
                 self._changed.notify_all()
 
     def fail(self, error: FetchError) -> None:
-        """End the fetch early; the first error wins, and one after the last step is ignored."""
+        """End the fetch early. The first error wins; errors after the last step are ignored."""
         with self._changed:
             if self.error is None and not self.is_complete:
                 self.error = without_frames(error)
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises what ended the fetch early, if anything, anew: only who catches it keeps its
-        frames, which may have views of memory."""
+        """Raise the error that ended the fetch early, if any, as a new exception. So no other
+        thread keeps its frames alive, which may have views of memory."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
     def cancel(self) -> None:
-        """The reader gives up; the writer learns of it at its next `write` or `error`."""
+        """Cancel for the reader; the writer learns of it at its next `write` or `error`."""
         self.fail(_cancelled())
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step has landed."""
+        """Return whether every step has landed."""
         return self.num_landed_bytes == self.num_bytes
 
     def has_landed(self, step: Step) -> bool:
-        """Whether all bytes of `step` are there, so that `wait` would not block."""
+        """Return whether all bytes of `step` have landed, so that `wait` would not block."""
         return not self._missing[step]
 
     def views(self, step: Step) -> Sequence[memoryview]:
-        """The bytes of a step, in as many runs as they lie in; meaningful once it has landed."""
+        """Return the bytes of a step, in as many runs as they occupy; valid once it has landed."""
         return self._views[step]
 
     def wait(self, step: Step, deadline: Deadline | None = None) -> None:
-        """Block until `step` has landed; raises what ended the fetch instead.
+        """Block until `step` has landed; raise the error if the fetch fails first.
 
         A `deadline` of the reader's own ends only this wait, not the fetch.
         """
@@ -150,7 +151,7 @@ class Staging:
             self.check()
 
     def release(self) -> None:
-        """The reader reads no more; what has not completed is cancelled. Idempotent."""
+        """Stop reading; an incomplete fetch is cancelled. Idempotent."""
         self.cancel()
         self._views = {}
         note_end, self._note_end = self._note_end, None
@@ -159,7 +160,7 @@ class Staging:
 
     @property
     def is_released(self) -> bool:
-        """Whether its reader has let go of it."""
+        """Return whether the reader has called `release`."""
         return self._note_end is None
 
     def __enter__(self) -> Staging:
@@ -175,7 +176,7 @@ def staged(
     deadline: Deadline,
     note_end: NoteEnd = lambda staging: None,
 ) -> Staging:
-    """In memory of a pool, which has it back at the end. Raises NoRoom."""
+    """Return a staging in memory of a pool, which gets it back at the end. Raises NoRoom."""
     loan = pool.take(list(parts.values()))
     views = {
         step: [loan.memory[run.start : run.stop] for run in runs]
