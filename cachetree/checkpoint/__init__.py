@@ -1,6 +1,6 @@
-"""What a model is: its identity by content, its family, and how its KV and E are kept.
+"""Models: their identity by content, their family, and the encoding of their KV and E.
 
-`cachetree.checkpoint.codecs`, which computes on tensors, is a face of its own and imports torch.
+`cachetree.checkpoint.codecs`, which computes on tensors, is imported on its own: it needs torch.
 """
 
 from cachetree.checkpoint.adapters import (

@@ -1,4 +1,4 @@
-"""What a LoRA adapter changes, layer by layer: where two models on one base begin to differ."""
+"""LoRA adapters layer by layer: from which layer on do two models on one base differ?"""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NOTES = """
     layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
     task_type
 """
-"""What an adapter's config says about where it came from and which tensors it has. Everything else
-in it decides what the tensors do."""
+"""Fields of an adapter's config about its origin and the names of its tensors. All other fields
+decide what the tensors do."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""Keys that change what PEFT computes and that SGLang 0.5.23 does not read."""
+"""Keys that change what PEFT computes, and that SGLang 0.5.23 does not read."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "init_lora_weights": True,
     "lora_alpha": 8,
@@ -35,32 +35,33 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "qalora_group_size": 16,
     "r": 8,
 }
-"""PEFT's, of the other fields that have one: releases differ in which fields they write."""
+"""PEFT's defaults of other fields: releases differ in which fields they write."""
 _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
-"""Targets with which SGLang applies factors of the embeddings."""
+"""Target modules for which SGLang applies factors of the embeddings."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one adapter on a base.
 
-    A tensor in q_proj, o_proj or the MLP counts at its own layer, like one in k_proj or v_proj:
-    the KV of that layer is still the base's, but no later one is. What its config says about
-    targets does not count, nor does a head, also of a base that ties it to its embeddings: SGLang
-    gives it one of its own.
+    A tensor in q_proj, o_proj or the MLP counts at its own layer, like one in k_proj or v_proj. The
+    KV of that layer is still the base's, but no later layer's is. The config's list of targets does
+    not count. A head does not count either, even if the base ties it to its embeddings: SGLang
+    gives the adapter a head of its own.
     """
 
     applied: str
-    """Digest of how the tensors are scaled and applied."""
+    """Digest of the rules that scale and apply the tensors."""
     layers: Mapping[int, str]
-    """Digest of all bytes that belong to a layer, for each layer that it touches."""
+    """Digest of all bytes of a layer, for each layer that the adapter changes."""
     invocation: tuple[int, ...] = ()
-    """Tokens from whose last occurrence on an activated LoRA acts; others act from the start."""
+    """Tokens of an activated LoRA: it acts from their last occurrence on. Empty: the adapter acts
+    from the start."""
 
     def first_difference(self, other: Adapter, num_layers: int) -> int:
-        """First layer at which this adapter and another one make two models of a base of
-        `num_layers`; that many where they do not.
+        """Return the first layer at which this adapter and another make different models of a base.
 
-        It is not asked whether the products are the same: factors of zeros are a difference too.
+        Returns `num_layers` if they do not differ. Tensors are compared, not their products:
+        factors of zeros are a difference, too.
         """
         ours, theirs = self.layers, other.layers
         touched = {*ours, *theirs}
@@ -70,17 +71,17 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_ADAPTER: Final = Adapter(applied="", layers={})
-"""The base itself."""
+"""The base without an adapter."""
 
 
 def read_adapter(path: Path, num_layers: int) -> Adapter:
-    """Read the PEFT folder `path`, every byte of it; raises ConfigError where it is no LoRA on the
+    """Read the PEFT folder `path`, every byte of it. Raises ConfigError if it is not a LoRA on the
     base's own layers."""
     invocation = read_invocation(path)
     layers: dict[int, Digests] = {}
     for name, digest in tensor_digests(_weights(path)).items():
         layer = min(layer_of(name, num_layers), num_layers)
-        if layer < num_layers:  # What follows the layers leaves no trace in KV.
+        if layer < num_layers:  # Tensors behind the layers leave no trace in KV.
             layers.setdefault(layer, {})[name] = digest
     return Adapter(
         applied=_applied(path),
@@ -90,8 +91,8 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
 
 
 def read_invocation(path: Path) -> tuple[int, ...]:
-    """`Adapter.invocation` of the PEFT folder `path`, of whose tensors only the names are read;
-    raises ConfigError as `read_adapter` does."""
+    """Read `Adapter.invocation` from the PEFT folder `path`. Of the tensors it reads only names.
+    Raises ConfigError like `read_adapter`."""
     tokens = _applying(path).get("alora_invocation_tokens", [])
     if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):
         raise ConfigError(
@@ -108,8 +109,8 @@ def read_invocation(path: Path) -> tuple[int, ...]:
 
 
 def acting(path: Path) -> tuple[str, list[str]]:
-    """Where the adapter of the PEFT folder `path` acts, and the keys of its config that SGLang
-    ignores, for a person; raises ConfigError if the config cannot be read."""
+    """Say for people from where on the adapter in the PEFT folder `path` acts, and which keys of
+    its config SGLang ignores. Raises ConfigError if the config cannot be read."""
     config = read_json(path / "adapter_config.json")
     if invocation := config.get("alora_invocation_tokens"):
         where = f"acts from its invocation on, tokens {invocation}"
@@ -119,20 +120,21 @@ def acting(path: Path) -> tuple[str, list[str]]:
 
 
 def targets(path: Path) -> list[str]:
-    """Names of the matrices that the PEFT folder `path` changes, without their layers."""
+    """Return names of the matrices that the PEFT folder `path` changes, without their layers."""
     return sorted({name.split(".lora_")[0].split(".")[-1] for name in read_tensors(_weights(path))})
 
 
 def base_of(path: Path) -> Path | None:
-    """The checkpoint folder that the PEFT folder `path` names as its base, if that is here."""
+    """Return the checkpoint folder that the PEFT folder `path` names as its base, if that exists
+    here."""
     named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
     folders = (path / str(named), Path(str(named)))
     return next((it.resolve() for it in folders if named and (it / "config.json").is_file()), None)
 
 
 def require_base(path: Path, base: Path) -> None:
-    """Raise ConfigError if the PEFT folder `path` cannot be of the checkpoint in folder `base`:
-    a factor fits no matrix there, or an invocation has a token that the vocabulary has not."""
+    """Raise ConfigError if the PEFT folder `path` does not fit the checkpoint in folder `base`: a
+    factor fits no matrix, or the vocabulary lacks a token of the invocation."""
     weights = read_tensors(weight_files(base))
     for name, tensor in read_tensors(_weights(path)).items():
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
@@ -156,8 +158,8 @@ def require_base(path: Path, base: Path) -> None:
 
 
 def adapter_digest(path: Path) -> str:
-    """Digest of all tensors of the PEFT folder `path` and of how they are applied; raises
-    ConfigError as `read_adapter` does."""
+    """Return the digest of all tensors of the PEFT folder `path` and of how they are applied.
+    Raises ConfigError like `read_adapter`."""
     return digest_of(tensor_digests(_weights(path))) + _applied(path)
 
 
@@ -182,7 +184,7 @@ def _applied(path: Path) -> str:
 
 
 def _applying(path: Path) -> dict[str, Any]:
-    """What an adapter's config says about what its tensors do."""
+    """Return the settings of an adapter's config that decide what its tensors do."""
     config = read_json(path / "adapter_config.json")
     if not config.get("peft_type"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which models may exchange caches, how they keep them, and how large a page of each kind is."""
+"""Families of models that may exchange caches, their encodings, and the sizes of their pages."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Codec(StrEnum):
-    """How a family keeps KV and E: as they are, or in fewer bytes. `checkpoint.codecs` computes.
+    """The encoding of a family's KV and E: raw, or in fewer bytes. `checkpoint.codecs` computes it.
 
     Names are in configurations and on the wire, and never change.
     """
 
     NONE = "none"
-    """Bytes as they are."""
+    """Unchanged bytes."""
     INT8 = "int8"
     INT4 = "int4"
 
 
 def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
-    """Bytes that a vector of `length` values takes; ConfigError for a length that cannot be."""
+    """Bytes of a vector of `length` values; ConfigError for an impossible length."""
     if codec is Codec.NONE:
         return length * value_bytes
     if codec is not Codec.INT4:
@@ -49,9 +49,9 @@ def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is, by content. See `identity.read_model_identity`.
+    """The identity of a checkpoint by its content. See `identity.read_model_identity`.
 
-    The fields before `weights` decide the family; all of them together are the model.
+    The fields before `weights` decide the family; all of them together identify the model.
     """
 
     architecture: str
@@ -61,32 +61,33 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     rope: str
-    """Canonical JSON of every config field that changes the rotary embedding. K is stored after
-    the rotation, so two models that rotate differently cannot share it."""
+    """Canonical JSON of every config field that changes the rotary embedding. K is stored after the
+    rotation, so two models that rotate differently cannot share it."""
     tokenizer: str
-    """Hex digest of the ids that it makes of text, see `checkpoint.tokenizer`."""
+    """Hex digest of the token ids that it makes of text, see `checkpoint.tokenizer`."""
     weights: str
-    """Hex digest of all tensors, adapter included, and of what the config says about them."""
+    """Hex digest of all tensors, adapter included, and of the config's fields about them."""
 
     @property
     def model_id(self) -> ModelId:
-        """Of all its fields; equal on every machine."""
+        """Digest of all fields; equal on every machine."""
         return ModelId(hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32])
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The fields of its `Family` that do not depend on how a server runs it."""
+        """Fields of the model's `Family` that do not depend on how a server runs it."""
         return {it: getattr(self, it) for it in Family.__struct_fields__ if hasattr(self, it)}
 
     def with_adapter(self, digest: str) -> ModelIdentity:
-        """What an adapter of this content makes of the model; see `adapters.adapter_digest`."""
+        """Return the identity of the model with an adapter of this content; see
+        `adapters.adapter_digest`."""
         return msgspec.structs.replace(self, weights=digest_of([self.weights, digest]))
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must be equal before one server may read another's KV.
 
-    Two workers compare it field by field in their handshake; `tp_rank` is part of it because each
+    Two workers compare it field by field in their handshake. `tp_rank` is a field because each
     tensor-parallel rank exchanges its own shard of the heads and of E's columns with the same rank
     elsewhere.
     """
@@ -99,18 +100,19 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope: str
     tokenizer: str
     model_dtype: str
-    """What the model computes in, and E's: KV may be kept in another one."""
+    """Dtype in which the model computes, and of E; KV may have another one."""
     kv_dtype: str
     page_size: _Size
     quantization: str = "none"
     codec: Codec = Codec.NONE
-    """How KV and E are kept and sent. All but `none` are lossy: what comes back is not exact."""
+    """Encoding of KV and E in memory and on the wire. All except `none` are lossy: decoded values
+    are not exact."""
     tp_size: _Size = 1
     tp_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def digest(self) -> str:
-        """Of all its fields; equal on every machine."""
+        """Digest of all fields; equal on every machine."""
         return _digest_of(self)
 
     @property
@@ -137,8 +139,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def e_width(self) -> int:
-        """Columns of E on each rank, those of the first rank first; raises ConfigError where
-        there are not as many for each."""
+        """Number of E's columns on each rank; the first rank has the first columns. Raises
+        ConfigError if the ranks cannot have equally many."""
         width, rest = divmod(self.hidden_size, self.tp_size)
         if rest:
             raise ConfigError(

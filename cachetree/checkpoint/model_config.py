@@ -1,4 +1,4 @@
-"""What a config.json says, with the defaults of what it leaves out."""
+"""The fields of a config.json, with the defaults of absent ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cachetree.checkpoint.safetensors_files import read_json
 from cachetree.errors import ConfigError
 
 Config = Mapping[str, Any]
-"""A config.json as `read_config` returns it; which keys it has is up to the model."""
+"""A config.json as `read_config` returns it; its keys depend on the model."""
 
 RENAMED: Final = {"num_local_experts": "num_experts"}
-"""Names that transformers gives one field in different releases, and the one used here."""
+"""Names that transformers gives one field in different releases, and the name used here."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The language model's part of config.json in folder `path`, with `architectures`.
+    """Read the language model's part of config.json in folder `path`, with `architectures`.
 
-    Fields that are absent have the defaults of transformers' class for this `model_type`; of
-    types that the table `config_defaults.json` does not name they stay absent. Raises ConfigError.
+    Absent fields get the defaults of transformers' class for this `model_type`. They stay absent if
+    the table `config_defaults.json` lacks the type. Raises ConfigError.
     """
     whole = read_json(path / "config.json")
     text = whole.get("text_config")

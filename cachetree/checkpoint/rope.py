@@ -1,4 +1,4 @@
-"""One string for one rotary embedding, however a config states it."""
+"""One string for a rotary embedding, in whichever form a config states it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import msgspec
 _DEFAULT_THETA = 10000.0
 _ALIASES = {"su": "longrope", "mrope": "default"}
 _USES_ORIGINAL_LENGTH = frozenset({"dynamic", "llama3", "longrope", "yarn"})
-"""Types whose frequencies depend on the context length that the model was first trained for."""
+"""Types with frequencies that depend on the context length of the model's first training."""
 _USES_LENGTH = frozenset({"dynamic", "longrope"})
-"""Types that rotate a token by more than its position: by how long prompts are, or may be."""
+"""Types that rotate a token not only by its position, but also by how long prompts are, or may
+be."""
 
 
 def canonical_rope(config: Mapping[str, Any]) -> str:
-    """Canonical JSON of all that changes the rotary embedding.
+    """Return canonical JSON of all that changes the rotary embedding.
 
-    Old style: `rope_theta`, `partial_rotary_factor` and `rope_scaling` (with `type` or
-    `rope_type`) at the top. New style: everything in `rope_parameters`, possibly once per type of
-    layer. Equal strings mean equal rotations; head_dim is compared elsewhere.
+    Old style: `rope_theta`, `partial_rotary_factor` and `rope_scaling` (with `type` or `rope_type`)
+    at the top. New style: everything in `rope_parameters`, possibly once per type of layer. Equal
+    strings mean equal rotations; head_dim is compared elsewhere.
     """
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if stated and all(isinstance(value, dict) for value in stated.values()):
@@ -33,14 +34,18 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
 
 
 def varying_rope(rope: str) -> str:
-    """Of what `canonical_rope` gave the type that rotates a token by more than its position; empty
-    where none does. No prompt is long where a model takes no more than it was first trained for."""
+    """Return the type of a `canonical_rope` that rotates a token by more than its position; empty
+    if there is none. It is also empty if the model takes no longer prompts than in its first
+    training."""
     canonical = msgspec.json.decode(rope)
-    for it in (canonical, *canonical.values()):
-        name = it.get("rope_type") if isinstance(it, dict) else None
+    for embedding in (canonical, *canonical.values()):
+        name = embedding.get("rope_type") if isinstance(embedding, dict) else None
         if name not in _USES_LENGTH:
             continue
-        longest, original = it["max_position_embeddings"], it["original_max_position_embeddings"]
+        longest, original = (
+            embedding["max_position_embeddings"],
+            embedding["original_max_position_embeddings"],
+        )
         if name != "longrope" or longest is None or original is None or longest > original:
             return str(name)
     return ""
@@ -65,7 +70,7 @@ def _canonical(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str
 
 
 def plain(value: Any) -> Any:
-    """10000 and 10000.0 are one number."""
+    """Write 10000 and 10000.0 as one number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, list)):
         return value
     return [plain(item) for item in value] if isinstance(value, list) else float(value)

@@ -1,4 +1,4 @@
-"""Reading what a checkpoint contains straight from its safetensors files, without loading it.
+"""Read the content of a checkpoint straight from its safetensors files, without loading it.
 
 A file is an 8-byte little-endian header length, a JSON header (name to dtype, shape and byte
 offsets), and the tensors' bytes.
@@ -17,14 +17,14 @@ import msgspec
 from cachetree.errors import UNREADABLE, ConfigError
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Limit of the format itself."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _AFTER_THE_LAYERS = re.compile(r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """Where one tensor lies. `dtype` and `shape` are as the header states them."""
+    """The place of one tensor's bytes. `dtype` and `shape` are as the header states them."""
 
     path: Path
     dtype: str
@@ -44,7 +44,7 @@ class _Index(msgspec.Struct):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What lies beside them; raises ConfigError."""
+    """Read a JSON file beside the safetensors files; raises ConfigError."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except OSError as exc:
@@ -54,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The model's safetensors files: one, or the shards of an index; raises ConfigError."""
+    """Return the model's safetensors files: one, or the shards of an index; raises ConfigError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         if not single.is_file():
@@ -67,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder} has neither {single.name} nor {index.name}; only safetensors "
                 "checkpoints are supported, so save the model with safe_serialization"
             )
-        # SGLang knows and ignores what Mistral's own format has beside it.
+        # SGLang knows and ignores these files of Mistral's own format.
         consolidated = folder / "consolidated.safetensors"
         return require_no_others([single], {*folder.glob("*.safetensors")} - {consolidated})
     try:
@@ -81,10 +81,10 @@ def weight_files(folder: Path) -> list[Path]:
     return require_no_others([folder / it for it in shards], folder.glob(single.name))
 
 
-def require_no_others(files: list[Path], found: Iterable[Path]) -> list[Path]:
-    """`files`; raises ConfigError where more is found beside them that SGLang, or transformers,
-    would load too or instead."""
-    for other in sorted(set(found).difference(files)):
+def require_no_others(files: list[Path], present: Iterable[Path]) -> list[Path]:
+    """Return `files`. Raises ConfigError if other files are present that SGLang or transformers
+    would load, too, or instead."""
+    for other in sorted(set(present).difference(files)):
         raise ConfigError(
             f"{other} lies beside other weights, and SGLang loads them otherwise than transformers "
             "does; remove what is not the model's"
@@ -93,7 +93,7 @@ def require_no_others(files: list[Path], found: Iterable[Path]) -> list[Path]:
 
 
 def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """All tensors of these files by name; raises ConfigError naming a file that is broken."""
+    """Read all tensors of these files by name; raises ConfigError naming a broken file."""
     return {name: tensor for path in paths for name, tensor in _read_header(path)}
 
 
@@ -127,9 +127,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def layer_of(name: str, num_layers: int) -> int:
-    """The first layer whose KV a tensor touches: its own, `num_layers` for what follows the
-    layers, and 0 for embeddings and everything unknown."""
-    found = _LAYER.search(name)
-    if found:
-        return int(found.group(1))
+    """Return the first layer with KV that depends on a tensor. That is its own layer, `num_layers`
+    for tensors behind the layers, and 0 for embeddings and everything unknown."""
+    match = _LAYER.search(name)
+    if match:
+        return int(match.group(1))
     return num_layers if _AFTER_THE_LAYERS.search(name) else 0

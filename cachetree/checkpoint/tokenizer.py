@@ -1,9 +1,11 @@
-"""What a tokenizer makes of text, as a digest; releases of transformers save one in several forms.
+"""A digest of how a tokenizer turns text into ids; releases of transformers save it in several
+forms.
 
 Caches are found by token ids, and a model's KV depends on nothing else. So ids must mean the same
-text: vocabulary and merges are compared exactly. How text is cut before (normalizer, pre-tokenizer,
-post-processor, options, flags of added tokens) is compared by the ids of fixed texts and of the
-vocabulary written out as text. A difference that those miss costs hits, never a right answer.
+text: vocabulary and merges are compared exactly. The steps that cut text before (normalizer,
+pre-tokenizer, post-processor, options, flags of added tokens) are compared by ids: those of fixed
+texts, and of the vocabulary written as text. A difference that these miss costs hits, never a right
+answer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _TEXTS: Final = (
     "你好,世界。こんにちは世界 カタカナ 안녕하세요 한국어 Xin chào thế giới",
     "👍 \U0001f469\u200d\U0001f469\u200d\U0001f467 🏳\ufe0f\u200d🌈 🇩🇪 ☕\ufe0f ♥ ∑∫√ ≤≥ ← → ░▒ 𝔘𝔫𝔦",
 )
-"""Characters that Unicode had by 2016, so that the release of `tokenizers` does not count."""
+"""Characters that Unicode had by 2016, so that the release of `tokenizers` does not matter."""
 _WRITTEN: Final = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"})
 _TOKENS_PER_TEXT: Final = 32
 _SPACES_OF_2023: Final = {
@@ -59,7 +61,8 @@ _SPACES: Final = {
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Digest of the ids that the tokenizer in folder `path` makes of text; raises ConfigError."""
+    """Return the digest of the ids that the tokenizer in folder `path` makes of text; raises
+    ConfigError."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return _digest_of_files(path)
@@ -71,8 +74,8 @@ def tokenizer_digest(path: Path) -> str:
 
 
 def tokenizer_difference(a: Path, b: Path) -> str:
-    """Words for the first difference of two folders' tokenizers; empty if there is none, or if a
-    folder has no tokenizer.json. Raises ConfigError."""
+    """Describe the first difference between two folders' tokenizers. Empty if there is none, or if
+    a folder has no tokenizer.json. Raises ConfigError."""
     files = a / "tokenizer.json", b / "tokenizer.json"
     if not all(it.is_file() for it in files):
         return ""

@@ -1,4 +1,4 @@
-"""The commands that ask a worker one thing, or tell it one."""
+"""Commands that send a worker one question or one order."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def positive(text: str) -> float:
-    """A number that an argument takes."""
+    """Parse a positive number of an argument."""
     if not 0 < (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
     return number
 
 
 def add_worker(command: argparse.ArgumentParser) -> None:
-    """What every command says of the worker that it talks to."""
+    """Add the arguments that say which worker a command talks to."""
     command.add_argument("address", help="tcp://HOST:PORT")
     command.add_argument("--json", action="store_true", help="print one line of JSON")
     command.add_argument("--timeout", type=positive, default=2.0, help="seconds to wait")
@@ -60,7 +60,7 @@ def add_worker(command: argparse.ArgumentParser) -> None:
 
 
 def credentials(args: argparse.Namespace) -> Credentials:
-    """Raises ConfigError."""
+    """Read the keys that the arguments name; raises ConfigError."""
     if (args.key_file is None) != (args.server_key is None):
         raise ConfigError("give --key-file and --server-key together, or neither")
     return credentials_of(args.key_file, args.server_key)
@@ -88,7 +88,7 @@ def _ping(args: argparse.Namespace) -> None:
         show(f"{args.address} answered in {answer_ms:.1f} ms")
 
 
-# What each command asks, and what answers it.
+# Each command's question, and the type of its answer.
 
 
 def _status(_: argparse.Namespace) -> tuple[verbs.StatusRequest, type[verbs.Status]]:
@@ -117,7 +117,7 @@ def _unpin(args: argparse.Namespace) -> tuple[verbs.Unpin, type[verbs.Unpinned]]
     return verbs.Unpin(model=args.model, pages=_prefix_of(args)), verbs.Unpinned
 
 
-# A prefix is named by page hashes, or by the tokens that they come from.
+# A prefix is named by page hashes, or by the tokens that they are made of.
 
 
 def _add_prefix(command: argparse.ArgumentParser) -> None:
@@ -138,7 +138,7 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
 
 
 def _prefix_of(args: argparse.Namespace) -> bytes:
-    """The pages side by side; raises ConfigError."""
+    """Return the page hashes side by side; raises ConfigError."""
     if (args.pages is None) == (args.tokens is None):
         raise ConfigError("name a prefix, either by --pages, or by --tokens with --page-size")
     if args.pages is not None:

@@ -1,4 +1,4 @@
-"""`cachetree serve`: a worker that runs alone, and its file."""
+"""Command `cachetree serve`: a worker that runs alone, and its configuration file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A family, told by one of its models and how engines run it."""
+    """A family, described by one of its models and the way engines run it."""
 
     model: str
     """Folder of a checkpoint; its weights need not be there."""
     kv_dtype: DType
     model_dtype: DType | None = None
-    """The engines' `dtype`; None: as `kv_dtype`, which is how engines keep KV by default."""
+    """Dtype of the engines; None: same as `kv_dtype`, which is how engines keep KV by default."""
     page_size: int
     codec: Codec = Codec.NONE
     tp_size: int = 1
@@ -51,13 +51,13 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ServedWorker(WorkerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One that runs alone is there to be looked after."""
+    """A worker that runs alone and answers its operator's questions."""
 
     admin: tuple[str, ...] | None = ()
 
 
 class ServedCache(CacheConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """With such a worker."""
+    """A cache with a worker that runs alone."""
 
     worker: ServedWorker = ServedWorker()
 
@@ -66,14 +66,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The file given to `cachetree serve`."""
 
     family: Family
-    """Which models' caches it holds; all servers it talks to must agree. The file may have the
-    fields of a `CheckpointFamily` instead."""
+    """Family of models that share the cache; all servers that it talks to must agree. The file may
+    have the fields of a `CheckpointFamily` instead."""
     cache: ServedCache = ServedCache()
     http: str | int = ""
-    """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
+    """Address `HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for
+    none."""
     traces: str = ""
-    """`HOST:PORT` of a collector that takes spans (OTLP over gRPC, not encrypted): of fetches for
-    requests that their server traces. Empty for none."""
+    """Address `HOST:PORT` of a collector of spans (OTLP over gRPC, not encrypted). Spans are of
+    fetches for requests that their server traces. Empty for none."""
 
     def __post_init__(self) -> None:
         rank, last = self.family.tp_rank, self.family.tp_size - 1
@@ -81,8 +82,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"family.tp_rank is {rank}; give at most {last}, or a larger tp_size")
         known = get_args(DType)
         for field in ("model_dtype", "kv_dtype"):
-            if (given := getattr(self.family, field)) not in known:
-                raise ConfigError(f"family.{field} is {given!r}; give {' or '.join(known)}")
+            if (value := getattr(self.family, field)) not in known:
+                raise ConfigError(f"family.{field} is {value!r}; give {' or '.join(known)}")
         if self.http != "":
             parse_http(self.http)
 
@@ -92,9 +93,9 @@ def read_config(path: Path) -> ServeConfig:
     return parse_config(read_yaml(path, "config"), f"config {path}")
 
 
-def parse_config(given: Any, where: str) -> ServeConfig:
-    """What such a file says; raises ConfigError naming `where` and the field."""
-    config = settings_of(_with_family(given, where), ServeConfig, where)
+def parse_config(content: Any, where: str) -> ServeConfig:
+    """Convert the content of such a file; raises ConfigError naming `where` and the field."""
+    config = settings_of(_with_family(content, where), ServeConfig, where)
     if not config.cache.serves:
         raise ConfigError(f"{where}: cache.serves is false; remove it to serve")
     return config
@@ -121,11 +122,11 @@ def run(config: ServeConfig) -> None:
 
 @contextlib.contextmanager
 def _told_to_end() -> Iterator[Callable[[], object]]:
-    """Waits for Ctrl-C or SIGTERM; one that comes earlier counts, and later ones do nothing. In the
-    main thread alone.
+    """Yield a function that waits for Ctrl-C or SIGTERM. Only for the main thread.
 
-    By no signal mask, which threads that are there already do not have; and by no event, whose lock
-    a handler and who waits for it both take.
+    A signal that arrives before the wait counts; later ones do nothing. A signal mask would not
+    reach threads that exist already. An event would not work either: the handler and the waiting
+    thread would both take its lock.
     """
     heard, said = socket.socketpair()
     with heard, said:
@@ -136,17 +137,17 @@ def _told_to_end() -> Iterator[Callable[[], object]]:
         try:
             yield lambda: heard.recv(1)
         finally:
-            for it, handler in before.items():
-                signal.signal(it, handler or signal.SIG_DFL)
+            for signal_, handler in before.items():
+                signal.signal(signal_, handler or signal.SIG_DFL)
             signal.set_wakeup_fd(woken)
 
 
-def _with_family(given: Any, where: str) -> Any:
-    match given:
+def _with_family(content: Any, where: str) -> Any:
+    match content:
         case {"family": {"model": _, **_rest} as told}:
             named = settings_of(told, CheckpointFamily, f"{where}: family")
             try:
-                return {**given, "family": msgspec.structs.asdict(named.family())}
+                return {**content, "family": msgspec.structs.asdict(named.family())}
             except ConfigError as exc:
                 raise ConfigError(f"{where}: {exc}") from exc
-    return given
+    return content

@@ -1,4 +1,4 @@
-"""What the commands print, for people and for programs."""
+"""Output of the commands, for people and for programs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cachetree.errors import CacheTreeError, printable
 
 
 def escape_output() -> None:
-    """Escape what the terminal's encoding lacks, such as ASCII's, instead of failing."""
+    """Escape characters that the terminal's encoding lacks, such as ASCII's, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def status_of(program: str, run: Callable[[], int | None]) -> int:
-    """The exit status of a command, which tells what is wrong in one line."""
+    """Run a command; return its exit status. An error is printed in one line."""
     try:
         return run() or 0
-    except BrokenPipeError:  # Whoever read this has what they wanted.
+    except BrokenPipeError:  # The reader of this output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -35,7 +35,7 @@ def status_of(program: str, run: Callable[[], int | None]) -> int:
 
 
 def complain(program: str, what: object) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     line = printable(str(what))
     print(f"{program}: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -45,12 +45,12 @@ def show(line: str) -> None:
 
 
 def show_json(value: object) -> None:
-    """One line."""
+    """Print a value as one line of JSON."""
     show(msgspec.json.encode(value).decode())
 
 
 def show_fields(value: msgspec.Struct) -> None:
-    """A line for each field, and a table for what has several parts."""
+    """Print a line for each field, and a table for a field with several parts."""
     for line in _lines(msgspec.to_builtins(value)):
         show(printable(line))
 

@@ -1,8 +1,8 @@
-"""Maps that bring a sender's E closer to the receiver's, and the file that keeps those of a pair.
+"""Maps that bring a sender's E closer to the receiver's, and the file with a pair's maps.
 
-    E of the block's input = E + E · matrix + bias        E: [tokens, hidden], the sender's
+    E of the block's input = E + E · matrix + bias      E: [tokens, hidden], the sender's
 
-A profile names each map by its layer, dtype and digest; the tensors lie in a safetensors file
+A profile names each map by its layer, dtype and digest. The tensors are in a safetensors file
 beside the profile.
 """
 
@@ -36,7 +36,8 @@ class Correction:
     """`[hidden, hidden]`."""
 
     def __call__(self, e: Tensor) -> Tensor:
-        """`[tokens, hidden]`, of the map's dtype and device; products are added up in float32."""
+        """Correct E, `[tokens, hidden]`, of the map's dtype and device; products are added up in
+        float32."""
         return torch.addmm(e, e, self.matrix) + self.bias
 
     @property
@@ -44,7 +45,8 @@ class Correction:
         return self.bias, self.matrix
 
     def named(self, layer: int) -> EMap:
-        """As a profile names it that corrects E of this layer by it; on the host."""
+        """Return the map's name in a profile, if it corrects E of this layer; the tensors are on
+        the host."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -56,15 +58,15 @@ class Correction:
 
 
 def maps_path(profile: Path) -> Path:
-    """Where the maps lie of a profile that lies there."""
+    """Return the file of the maps for a profile's path."""
     return profile.with_name(profile.name.removesuffix(".json") + ".maps.safetensors")
 
 
 def write_corrections(
     profile: PairProfile, corrections: Mapping[str, Correction], path: Path
 ) -> None:
-    """Replace the file beside the profile that is written to `path` by the maps that it names, out
-    of these by digest; remove it where it names none."""
+    """Write the maps that the profile names, taken from these by digest, into the file beside its
+    `path`. Replaces the file, or removes it if the profile names no map."""
     file = maps_path(path)
     if not profile.e_maps:
         file.unlink(missing_ok=True)
@@ -79,18 +81,18 @@ def write_corrections(
 
 
 def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
-    """All maps that the profile read from `path` names, by digest, in host memory.
+    """Read all maps that the profile at `path` names, by digest, into host memory.
 
-    Raises ProfileError naming the field, its value and the remedy for maps that are not there or
-    not of the stated shapes, dtype and content.
+    Raises ProfileError naming the field, its value and the remedy if maps are missing, or have
+    other shapes, dtypes or content.
     """
     if not profile.e_maps:
         return {}
     file, hidden = maps_path(path), profile.receiver.hidden_size
-    for it in profile.blocks:
-        if it.e_map is not None and it.e_map.layer != it.start:
-            block = f"the layer of the map of block {it.start}:{it.stop}"
-            raise _refused(file, block, str(it.e_map.layer), str(it.start))
+    for plan in profile.blocks:
+        if plan.e_map is not None and plan.e_map.layer != plan.start:
+            block = f"the layer of the map of block {plan.start}:{plan.stop}"
+            raise _refused(file, block, str(plan.e_map.layer), str(plan.start))
     try:
         with safe_open(file, "pt") as opened:
             return {it.sha256: _read(file, opened, it, hidden) for it in profile.e_maps}
@@ -103,16 +105,16 @@ def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
         raise _refused(file, "format", str(exc), "safetensors with its maps") from exc
 
 
-def _read(file: Path, opened: Any, it: EMap, hidden: int) -> Correction:
-    names, needed = _names(it), [[hidden], [hidden, hidden]]
+def _read(file: Path, opened: Any, named: EMap, hidden: int) -> Correction:
+    names, needed = _names(named), [[hidden], [hidden, hidden]]
     shapes = [opened.get_slice(name).get_shape() for name in names]
     if shapes != needed:
-        raise _refused(file, f"shape of {it.name}", str(shapes), str(needed))
-    # Copies: what is checked here must not change with the file.
+        raise _refused(file, f"shape of {named.name}", str(shapes), str(needed))
+    # Copies: checked tensors must not change with the file.
     correction = Correction(*(opened.get_tensor(name).clone() for name in names))
-    if (found := correction.named(it.layer)) != it:
-        told = (f"{each.dtype} of sha256 {each.sha256}" for each in (found, it))
-        raise _refused(file, it.name, *told)
+    if (actual := correction.named(named.layer)) != named:
+        texts = (f"{each.dtype} of sha256 {each.sha256}" for each in (actual, named))
+        raise _refused(file, named.name, *texts)
     return correction
 
 
@@ -123,7 +125,7 @@ def _refused(file: Path, field: str, value: str, needed: str) -> ProfileError:
     )
 
 
-def _names(it: EMap) -> tuple[str, str]:
-    """Of its tensors in the file."""
-    name = f"{it.name}, full, {it.sha256[:8]}"  # A layer may have two maps.
+def _names(named: EMap) -> tuple[str, str]:
+    """Return the names of the map's tensors in the file."""
+    name = f"{named.name}, full, {named.sha256[:8]}"  # a layer may have two maps.
     return f"{name}: bias", f"{name}: 0"

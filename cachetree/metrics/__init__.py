@@ -1,4 +1,4 @@
-"""How a cache tells an operator how it does: metrics, health, and the page that serves both."""
+"""Metrics and health of a cache for its operator, and the page that serves both."""
 
 from cachetree.metrics.http import Health, StatusPage, health_of
 from cachetree.metrics.metrics import METRICS, StatusCollector

@@ -1,5 +1,5 @@
-"""The page on which a cache answers monitors: /metrics, and whether it lives, can serve, and is as
-well as it should be, three questions apart, at /health."""
+"""The page for monitors: metrics at /metrics. At /health, three questions: does the cache live, can
+it serve, and is it as well as it should be?"""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from cachetree.transport import Address, open_port
 log = logging.getLogger(__name__)
 
 _STUCK_S: Final = 5.0
-"""A worker's thread turns four times a second also where nothing happens."""
+"""Seconds without a turn after which a worker's thread counts as stuck; it turns four times a
+second even if nothing happens."""
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
-"""For the next of a request to come."""
+"""Seconds to wait for the next bytes of a request."""
 _MOST_S: Final = 10.0
-"""Longest that one connection lasts, however often something of its request comes."""
+"""Longest time in seconds of one connection, however often bytes of its request arrive."""
 _MAX_AT_ONCE: Final = 32
-"""Connections, each with a thread. One more ends the oldest: an honest request takes milliseconds.
+"""Most connections, each with a thread. One more ends the oldest: an honest request takes
+milliseconds.
 """
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/health` says."""
+    """The answer of `/health`."""
 
     live: bool
-    """The worker's thread turns; otherwise only a restart helps."""
+    """True if the worker's thread turns; otherwise only a restart helps."""
     ready: bool
-    """It listens, and has read into memory what it wanted to of its disk."""
+    """True if the worker listens, and has read into memory what it wanted of its disk."""
     degraded: tuple[str, ...]
-    """What is wrong, though it serves; empty where nothing is."""
+    """Problems of a cache that still serves; empty if there are none."""
 
 
 def health_of(status: CacheStatus) -> Health:
@@ -74,16 +76,16 @@ def health_of(status: CacheStatus) -> Health:
 class StatusPage(ThreadingHTTPServer):
     """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own.
 
-    It shows numbers, model ids and addresses, no content, and asks for no key: give it an address
-    that only monitors reach. Raises ConfigError where it cannot be bound.
+    It shows numbers, model ids and addresses, no content, and asks for no key: use an address that
+    only monitors reach. Raises ConfigError if the address cannot be bound.
     """
 
     request_queue_size = 128
-    """Connections that wait in the kernel; for one more a monitor waits a second."""
+    """Connections that wait in the kernel; beyond them a monitor waits a second."""
 
     def __init__(self, address: Address, status: Callable[[], CacheStatus]) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
-        self.socket.close()  # It speaks IPv4 alone.
+        self.socket.close()  # This socket speaks only IPv4.
         self.socket = open_port(address, field="http", backlog=self.request_queue_size)
         self.url: Final = replace(address, port=self.socket.getsockname()[1]).url
         self.status: Final = status
@@ -111,23 +113,24 @@ class StatusPage(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection; its thread ends, or could not be started."""
+        """Close a connection. Its thread has ended, or could not be started."""
         super().shutdown_request(request)
         if self._open.pop(request, None) is not None:
             self._free_threads.release()
 
     def service_actions(self) -> None:
-        """End what is late; twice a second and after each request."""
+        """End late connections; runs twice a second and after each request."""
         self._hang_up([it for it, until in tuple(self._open.items()) if until.has_passed])
 
     def _hang_up(self, connections: Iterable[socket.socket]) -> None:
-        """Wake the threads that read from these or write to them; each closes its own."""
+        """Wake the threads that read from these connections or write to them; each closes its
+        own."""
         for connection in connections:
             with contextlib.suppress(OSError):  # Its thread has closed it.
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
-        """Who goes away early is no error."""
+        """Ignore a client that closes its connection early."""
         is_theirs = isinstance(sys.exc_info()[1], OSError)
         log.log(logging.DEBUG if is_theirs else logging.ERROR, "no answer", exc_info=True)
 
@@ -150,11 +153,11 @@ class _Handler(MetricsHandler):
             self.registry = self.server.registry
             super().do_GET()
             return
-        code, told = self._answer(path)
+        code, body = self._answer(path)
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(told + b"\n")
+        self.wfile.write(body + b"\n")
 
     do_HEAD = do_GET
 

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a cache, read off its status when they are asked for.
+"""Prometheus metrics of a cache, read from its status at each scrape.
 
-Nothing is counted twice and nothing costs anything between two scrapes. Labels are bounded: tiers,
-outcomes that are named here, and the peers of now; who has left is shown no more.
+Nothing is counted twice, and nothing costs anything between two scrapes. Labels are bounded: tiers,
+outcomes that are named here, and the present peers. A peer that has left is no longer shown.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from cachetree.status import CacheStatus, FetchCounts
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name."""
+    """One metric: its name, kind, help text and labels."""
 
     name: str
     kind: Literal["counter", "gauge"]
     text: str
     paths: Mapping[str, str]
-    """Of attributes of the status (`_values`), by the last label; empty where there is none more
-    than the path has."""
+    """Paths of attributes of the status (`_values`), by the last label; the empty label if the path
+    gives all."""
     labels: tuple[str, ...]
 
     @property
     def sample_name(self) -> str:
-        """As it is scraped."""
+        """Name of the metric in a scrape."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
-        """The labels' values to the metric's; nothing of a part that the cache lacks."""
+        """Return the metric's values by the values of its labels; empty for a part that the cache
+        lacks."""
         return {
             (*found, label) if label else found: value
             for label, path in self.paths.items()
@@ -82,8 +83,8 @@ _gauge = partial(_metric, "gauge")
 
 
 def _values(part: Any, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The labels' values and the number: of each of several by where it is, of a dict by its keys,
-    and nothing where there is no such part."""
+    """Yield label values and the number of a path: of a sequence by position, of a dict by key.
+    Yields nothing if a part is missing."""
     name, _, rest = path.partition(".")
     match getattr(part, name):
         case None:

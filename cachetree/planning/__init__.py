@@ -1,4 +1,5 @@
-"""Which of a sender's layers to load and which to recompute. Pure: values in, a value out."""
+"""Decide which of a sender's layers to load and which to recompute. Pure: values in, a value
+out."""
 
 from cachetree.planning.gate import Profiles, index_profiles
 from cachetree.planning.plan import (

@@ -1,9 +1,9 @@
-"""The gate: what a request may have recomputed with a sender's cache. Pure.
+"""The gate: which blocks a request may recompute with a sender's cache. Pure.
 
-own model      nothing: every layer loaded, exact, no profile needed
-another model  without a profile what is lossless: all layers from the first that differs, or
-               from one below it that has E; else only with a profile that passed its gate, one
-               of its proven plans, for prompts of lengths that enough of its contexts reach
+own model      none: every layer loaded, exact, no profile needed
+another model  without a profile only lossless blocks: all layers from the first that differs, or
+             from a layer below it that has E; with a profile that passed its gate also its
+             proven plans, for prompts of lengths that enough of its contexts reach
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from cachetree.planning.plan import Demand, Gate, Match, NoReuse, Reason, Reques
 from cachetree.planning.profile import BlockQuality, PairProfile
 
 Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
-"""By (sender, receiver)."""
+"""Profiles by (sender, receiver)."""
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
-    """Made once at start-up: a model id is a digest of its identity, too dear for each request."""
+    """Index profiles once at start-up: a model id is a digest of its identity, too slow for each
+    request."""
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 
 def allowed_blocks(
     demand: Demand, match: Match, profiles: Profiles
 ) -> list[BlockQuality] | NoReuse:
-    """What the gate lets this request compute anew with this sender."""
+    """Return the blocks that the gate lets this request recompute with this sender."""
     block = demand.requested.block
     if block is not None and block.stop > demand.num_layers:
         too_large = f"layer {block.stop - 1} of a model of {demand.num_layers} layers"
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
-        # The own cache is exact whatever is recomputed; a block only where asked for by name.
+        # The own cache is exact in any case; it gets a block only if the request names one.
         if not block or demand.requested.sender == match.model:
             return [_quality(block or EMPTY_SPAN, 1.0)]
         allowed = _allowed_of_others(demand, profiles)
@@ -73,7 +74,7 @@ def allowed_blocks(
 
 
 def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
-    """What the gate allows with one sender or another, of whom there is no match perhaps."""
+    """Return what the gate allows with some sender, even if that sender has no match."""
     known = {sender for sender, receiver in profiles if receiver == demand.receiver}
     allowed: list[BlockQuality] = []
     for sender in known | demand.first_differences.keys():
@@ -99,7 +100,7 @@ def _ungated(block: Span, allowed: Sequence[BlockQuality]) -> NoReuse:
 
 
 def _named(block: Span) -> str:
-    """As a request names it."""
+    """Write a block as a request names it."""
     return f"{block.start}:{block.stop}" if len(block) else "none"
 
 
@@ -109,7 +110,8 @@ def first_difference(demand: Demand, sender: ModelId, profile: PairProfile | Non
 
 
 def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list[BlockQuality]:
-    """Everything anew from the first layer that differs, or from one below it that has E."""
+    """Allow recomputing all layers from the first that differs, or from a layer below it that has
+    E."""
     differs = first_difference(demand, match.model, profile)
     quality = profile.full_prefill_quality if profile is not None else 1.0
     if differs == demand.num_layers:

@@ -1,4 +1,5 @@
-"""What a request asks, what models have of its prompt, and what it takes of that or why nothing."""
+"""Values of a decision: the demand of a request, the matches of its prompt, and its plan or the
+reason for none."""
 
 from __future__ import annotations
 
@@ -21,38 +22,39 @@ class Strategy(StrEnum):
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):
-    """The longest prefix that one model has at one location.
+    """The longest prefix of the prompt that one model has at one location.
 
-    A struct, as a walk makes one for every model: a frozen dataclass takes several times as long.
+    A struct, because a walk makes one for every model: a frozen dataclass takes several times as
+    long.
     """
 
     model: ModelId
     location: Location
     num_pages: int
     e_pages: Annotated[Mapping[int, int], msgspec.Meta(max_length=MAX_LAYERS)]
-    """For each layer with E: how many pages from the start have it without a gap."""
+    """Number of pages from the start that have E without a gap, for each layer with E."""
 
 
 class PlanId(msgspec.Struct, frozen=True):
-    """A plan of a profile, whichever pages of whichever prompt it is for."""
+    """A plan of a profile, independent of pages and prompt."""
 
     sender: ModelId
     receiver: ModelId
     block: tuple[int, int] | None
-    """Layers recomputed, half-open; None where none are."""
+    """Layers recomputed, half-open; None if no layer is."""
     e_corrected: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """For one request: how the KV of `pages` comes to be.
+    """One request's way to get the KV of `pages`.
 
-        layers [0, block.start)           loaded      sender's KV
-        layers [block.start, block.stop)  recomputed  our KV, from the sender's E at block.start
-        layers [block.stop, num_layers)   loaded      sender's KV
+      layers [0, block.start)           loaded      sender's KV
+      layers [block.start, block.stop)  recomputed  our KV, from the sender's E at block.start
+      layers [block.stop, num_layers)   loaded      sender's KV
 
-    An empty block loads every layer. A block that starts at 0 begins with the receiver's own
-    embeddings and needs no E.
+    With an empty block every layer is loaded. A block that starts at 0 begins with the receiver's
+    own embeddings and needs no E.
     """
 
     sender: ModelId
@@ -65,40 +67,41 @@ class Plan:
     """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
     is E at it. 0 promises nothing."""
     e_map: str = ""
-    """Digest of the map that corrects E before the block begins; empty where none does. What is
-    exact has none."""
+    """Digest of the map that corrects E before the block begins; empty if no map does. An exact
+    plan has none."""
     head: Span = EMPTY_SPAN
-    """Pages right before `pages` that the receiver computes in full, whoever has them."""
+    """Pages directly before `pages` that the receiver computes in full, even if a cache has
+    them."""
     is_lossy: bool = False
-    """What is loaded was encoded: even the receiver's own KV comes back approximate."""
+    """True if loaded entries were encoded: then even the receiver's own KV becomes approximate."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time; the others are there to be compared with."""
+    """How loads and recompute share time; other strategies serve as comparison."""
 
     @property
     def id(self) -> PlanId:
-        """What tells it from other plans, whatever the prompt and wherever the pages are."""
+        """Id of the plan among a profile's plans, for any prompt and pages."""
         block = (self.block.start, self.block.stop) if len(self.block) else None
         return PlanId(self.sender, self.receiver, block, bool(self.e_map))
 
     @property
     def first_page(self) -> int:
-        """The first page that the device has not."""
+        """First page that the device lacks."""
         return self.head.start if self.head else self.pages.start
 
     @property
     def transition_layers(self) -> tuple[int, ...]:
-        """The layer whose E is fetched, where the block begins; none where it needs none."""
+        """Layer with the E to fetch, at which the block begins; empty if the block needs no E."""
         return (self.block.start,) if len(self.block) and self.block.start else ()
 
     @property
     def loaded_layers(self) -> tuple[int, ...]:
-        """The layers whose KV is the sender's, ascending."""
+        """Layers with the sender's KV, ascending."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.block)
 
     @property
     def is_exact(self) -> bool:
-        """True where the result is the receiver's own KV: its own cache, every layer anew, or all
-        layers from the first that differs."""
+        """True if the result is the receiver's own KV: its own cache, every layer recomputed, or
+        all layers from the first that differs."""
         if self.is_lossy or self.sender != self.receiver:
             same = 0 if self.is_lossy else self.first_difference
             is_rest_anew = self.block.start <= same and self.block.stop == self.num_layers
@@ -107,7 +110,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What to fetch, in the order of need: E first, then KV in layer order."""
+        """Steps to fetch, in the order of need: E first, then KV in layer order."""
         e = (Step(Kind.E, layer) for layer in self.transition_layers)
         is_everything = self.strategy is Strategy.EVERYTHING_FIRST
         layers = range(self.num_layers) if is_everything else self.loaded_layers
@@ -115,14 +118,14 @@ class Plan:
 
 
 class Gate(StrEnum):
-    """Whether a pair's profile decides; none is for experiments."""
+    """Whether a pair's profile decides; `none` is for experiments."""
 
     ENFORCE = "enforce"
     NONE = "none"
 
 
 class Reason(StrEnum):
-    """Why a request is not reused, from the least to the most that was found.
+    """Reason why a request is not reused, from the least to the most that was found.
 
     The values are labels in metrics and in `meta_info`; they never change.
     """
@@ -143,7 +146,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What one request asks for itself. A `block` is obeyed without a look at the costs."""
+    """Options that one request states itself. A `block` is obeyed without regard to its costs."""
 
     sender: ModelId | None = None
     block: Span | None = None
@@ -151,48 +154,51 @@ class Requested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What is to be answered: which model, which part of the prompt, how pressing."""
+    """The request to answer: its model, the part of its prompt that counts, and how pressing it
+    is."""
 
     receiver: ModelId
     num_layers: int
     page_size: int
     num_pages: int
-    """Pages of the prompt that may be reused at most, counted from its start."""
+    """Most pages of the prompt that may be reused, counted from its start."""
     first_page: int = 0
-    """Pages that the device has already."""
+    """Number of pages that the device has already."""
     first_approximate: int | None = None
-    """Those that it has as approximate KV, which approximate plans go on from; None: the others."""
+    """Pages that the device holds as approximate KV; approximate plans start behind them. None:
+    plans start behind `first_page`."""
     num_head: int = 0
-    """First pages that approximate plans leave to the receiver."""
+    """Number of first pages that approximate plans leave to the receiver."""
     num_new_tokens: int = 0
     """Tokens after `num_pages`, which are computed in any case."""
     min_pages: int = 1
-    """Fewer new pages than this are not worth a fetch."""
+    """Fewest new pages that are worth a fetch."""
     num_waiting: int = 0
     """Depth of the server's queue."""
     ttft_target_s: float | None = None
     requested: Requested = Requested()
     gate: Gate = Gate.ENFORCE
     is_lossy: bool = False
-    """The family's entries are encoded, wherever they are but in the engine's own pool."""
+    """True if the family's entries are encoded everywhere except in the engine's own pool."""
     max_recompute_tokens: int | None = None
-    """Of longer prefixes only so many tokens are reused where layers are recomputed."""
+    """Most tokens that are reused if layers are recomputed; longer prefixes are cut."""
     max_stall_s: float | None = None
-    """Longest that recompute and copies may take in one step, once they were measured."""
+    """Longest time in seconds that recompute and copies may take in one step, once they were
+    measured."""
     max_fetch_bytes: int | None = None
-    """What comes from elsewhere is staged in so much memory."""
+    """Bytes of the memory in which fetched pages are staged."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
-    """By sender whose content was compared with the receiver's: the first layer that differs. Of
-    others the profile tells."""
+    """First layer that differs, by sender with a content that was compared with the receiver's. For
+    other senders the profile says it."""
 
     @property
     def num_held(self) -> int:
-        """Pages that the device has already, exact or approximate."""
+        """Number of pages that the device has already, exact or approximate."""
         return max(self.first_page, self.first_approximate or 0)
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole prompt."""
+        """Number of tokens of the whole prompt."""
         return self.num_pages * self.page_size + self.num_new_tokens
 
 
@@ -200,4 +206,4 @@ class Demand:
 class NoReuse:
     reason: Reason
     detail: str = ""
-    """For a person: what was missing, of whom."""
+    """Explanation for people: what was missing, and which model lacked it."""

@@ -1,17 +1,20 @@
-"""The decision: reuse whose cache, for which pages, with which block recomputed, or not at all.
+"""The decision about one request: which sender's cache, which pages, which block; or no reuse.
 
-Pure: values in, one value out. Of every match at most one plan is made; the best of them wins.
+Pure: values in, one value out. Each match gives at most one plan; the best plan wins.
 
-What it may have recomputed the gate says (`cachetree.planning.gate`); for as many pages as have E
-where the plan needs it.
+The gate says which blocks are allowed (`cachetree.planning.gate`). If a plan needs E, it covers
+only pages with E.
 
-Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
-fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
-recommended one where there is no target. Without a target the choice is among those that are nearly
-as fast as the fastest: over a slow link more layers may be sooner. A plan that is predicted to be
-no faster than full prefill is not used. A transfer, or a recompute, is taken to last as long as
-nine in ten of late would (`Margin`); not both at once. Costs that are not measured yet count as
-nothing.
+The choice of a block (DroidSpeak, NSDI '26, appendix B) depends on the queue:
+
+    requests wait           the block that recomputes the fewest layers
+    none waits, a target    the block that recomputes the most within the TTFT target
+    none waits, no target   the recommended block
+
+Without a target the choice is among blocks that are nearly as fast as the fastest: over a slow link
+more layers may be faster. A plan predicted to be no faster than full prefill is not used. The
+prediction assumes that a transfer or a recompute is late, as nine in ten of late were not
+(`Margin`), but not both at once. Costs that are not measured yet count as zero.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from cachetree.planning.profile import BlockQuality
 from cachetree.planning.speeds import FREE_LINK
 
 NEARLY: Final = 1.05
-"""Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
+"""Largest factor between the predicted TTFTs of a plan and of the fastest; such plans count as
+equally fast."""
 _GIB: Final = 1 << 30
 _TAKEN: Final = "taken"
 _TOO_LONG: Final = "what may be recomputed at a time is less than the fewest pages worth a fetch"
@@ -51,19 +55,20 @@ class _Option:
     """One block that the gate allows with one match."""
 
     plan: Plan
-    """For as many pages as E and the device's time allow; for all, where these are too few."""
+    """Plan for as many pages as E and the device's time allow; for all pages if those are too
+    few."""
     quality: float
     miss: NoReuse | None = None
-    """Why it cannot be taken, whatever else there is."""
+    """Reason why the option cannot be taken, independent of other options; None if it can."""
     ttft_s: float | None = None
-    """Predicted for the whole prompt; None while the device's speed is unknown."""
+    """TTFT predicted for the whole prompt; None while the device's speed is unknown."""
     saving: float = 0.0
-    """Seconds, or token-layers while the device's speed is unknown."""
+    """Saving in seconds; in token-layers while the device's speed is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """What a decision is made of: the same values decide the same again."""
+    """Everything that a decision depends on: the same values give the same decision."""
 
     demand: Demand
     matches: Sequence[Match]
@@ -71,37 +76,38 @@ class Considered:
 
     @property
     def full_prefill_s(self) -> float | None:
-        """Predicted for what the device has not; None while its speed is unknown."""
+        """Seconds predicted for full prefill of what the device lacks; None while its speed is
+        unknown."""
         start = self.demand.num_held * self.demand.page_size
         return full_prefill_s(Span(start, self.demand.num_tokens), self.costs.prefill)
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way of reuse as a decision saw it, for a person."""
+    """One way of reuse as a decision saw it, for people."""
 
     sender: ModelId
     location: Location
     reason: str
-    """`taken`, `not the best`, `not asked for`, or a `Reason`."""
+    """The value `taken`, `not the best`, `not asked for`, or a `Reason`."""
     detail: str = ""
     pages: tuple[int, int] | None = None
-    """Of the prompt; half-open, as `block` is. None where no block was allowed."""
+    """Pages of the prompt; half-open, like `block`. None if no block was allowed."""
     block: tuple[int, int] | None = None
     quality: float | None = None
-    """As in the profile; 1 for what is exact."""
+    """Quality as in the profile; 1 for an exact plan."""
     exact: bool = False
     bytes: int | None = None
-    """To load, on one rank."""
+    """Bytes to load on one rank."""
     e_corrected: bool = False
-    """Whether a map brings the sender's E closer to the receiver's first."""
+    """True if a map first brings the sender's E closer to the receiver's."""
     ttft_s: float | None = None
-    """Predicted for the whole prompt, as `Considered.full_prefill_s` is. None while unknown, and
-    where there are too few pages."""
+    """TTFT predicted for the whole prompt, like `Considered.full_prefill_s`. None while unknown,
+    and if there are too few pages."""
     saving_s: float | None = None
 
 
 def weigh(considered: Considered, profiles: Profiles) -> list[Weighed]:
-    """All that `choose` chose from, and why each was or was not taken."""
+    """Return all options of `choose`, and why each was or was not taken."""
     demand, matches = considered.demand, considered.matches
     chosen = choose(demand, matches, profiles, considered.costs)
     return [way for it in matches for way in _ways(it, considered, profiles, chosen)]
@@ -119,34 +125,34 @@ def _ways(
     if isinstance(options, NoReuse):
         yield msgspec.structs.replace(way, reason=options.reason.value, detail=options.detail)
         return
-    for it in options:
-        plan, miss = it.plan, it.miss
+    for option in options:
+        plan, miss = option.plan, option.miss
         yield msgspec.structs.replace(
             way,
             reason=miss.reason.value if miss else _TAKEN if plan == chosen else "not the best",
             detail=miss.detail if miss else "",
             pages=(plan.pages.start, plan.pages.stop),
             block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
-            quality=it.quality,
+            quality=option.quality,
             exact=plan.is_exact,
             bytes=sum(bytes_of(plan, considered.costs)),
             e_corrected=bool(plan.e_map),
-            ttft_s=it.ttft_s,
-            saving_s=None if it.ttft_s is None else it.saving,
+            ttft_s=option.ttft_s,
+            saving_s=None if option.ttft_s is None else option.saving,
         )
 
 
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
-    """Seconds that the plan is predicted to save; None while the device's speed is unknown.
+    """Predict the seconds that the plan saves; None while the device's speed is unknown.
 
-    Without it the request reads what the device has more of, exact or approximate.
+    Without the plan the request reads the longer of the device's prefixes, exact or approximate.
     """
-    it = _priced(_Option(plan=plan, quality=1.0), demand, costs)
-    return None if it.ttft_s is None else it.saving
+    option = _priced(_Option(plan=plan, quality=1.0), demand, costs)
+    return None if option.ttft_s is None else option.saving
 
 
 def patience_for(plan: Plan, demand: Demand, costs: Costs) -> Patience | None:
-    """Of a request that is to wait for the plan; None while the device's speed is unknown."""
+    """Return how long a request may wait for the plan; None while the device's speed is unknown."""
     saved_s, times = saving_s(plan, demand, costs), times_of(plan, demand.page_size, costs)
     if saved_s is None or times is None:
         return None
@@ -157,8 +163,8 @@ def patience_for(plan: Plan, demand: Demand, costs: Costs) -> Patience | None:
 def choose(
     demand: Demand, matches: Sequence[Match], profiles: Profiles, costs: Costs
 ) -> Plan | NoReuse:
-    """The plan for one request, or why there is none."""
-    found: list[_Option] = []
+    """Return the plan for one request, or why there is none."""
+    takeable: list[_Option] = []
     misses = [NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")]
     for match in matches:
         if demand.requested.sender not in (None, match.model):
@@ -168,20 +174,27 @@ def choose(
             misses.append(options)
             continue
         missed = [it.miss for it in options if it.miss is not None]
-        # The device answers, whatever another way to the same pages would take.
-        there = [it for it in missed if it.reason is Reason.ON_DEVICE]
-        misses += there or missed
+        # Pages on the device need no plan, however fast another way to them is.
+        on_device = [it for it in missed if it.reason is Reason.ON_DEVICE]
+        misses += on_device or missed
         if possible := [it for it in options if it.miss is None]:
-            found.append(_by_load(demand, match, profiles, possible))
-    if found:
-        return max(found, key=lambda it: _rank(it, demand)).plan
+            takeable.append(_by_load(demand, match, profiles, possible))
+    if takeable:
+        return max(takeable, key=lambda it: _rank(it, demand)).plan
     return max(misses, key=lambda miss: list(Reason).index(miss.reason))
 
 
-def _rank(it: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
-    """Largest saving first; then exact before approximate, near before far, the better one."""
-    meets = _meets(it, demand)
-    return meets, it.saving, it.plan.is_exact, nearness(it.plan.location), it.quality
+def _rank(option: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
+    """Rank the largest saving first; then exact before approximate, near before far, better before
+    worse."""
+    meets = _meets(option, demand)
+    return (
+        meets,
+        option.saving,
+        option.plan.is_exact,
+        nearness(option.plan.location),
+        option.quality,
+    )
 
 
 def _options(
@@ -204,27 +217,27 @@ def _options(
 
 
 def _few_left(demand: Demand, num_on_device: int) -> Reason:
-    """Why too few pages are left to load."""
+    """Say why too few pages are left to load."""
     return Reason.ON_DEVICE if num_on_device >= demand.min_pages else Reason.TOO_SHORT
 
 
-def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference: int) -> Plan:
-    """For all pages that there are, whether or not they have E."""
+def _whole_plan(demand: Demand, match: Match, quality: BlockQuality, first_difference: int) -> Plan:
+    """Make the plan for all pages, whether or not they have E."""
     stop = min(match.num_pages, demand.num_pages)
     plan = Plan(
         sender=match.model,
         receiver=demand.receiver,
         location=match.location,
         pages=Span(demand.first_page, max(demand.first_page, stop)),
-        block=it.block,
+        block=quality.block,
         num_layers=demand.num_layers,
         first_difference=first_difference,
         is_lossy=demand.is_lossy and not is_pool(match.location),
     )
     if plan.is_exact:
         return plan
-    if it.e_map is not None:
-        plan = replace(plan, e_map=it.e_map.sha256)
+    if quality.e_map is not None:
+        plan = replace(plan, e_map=quality.e_map.sha256)
     if demand.first_approximate is None:
         return plan
     first = demand.first_approximate
@@ -234,10 +247,11 @@ def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference
 
 
 def _fitted(
-    it: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
+    option: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
 ) -> _Option:
-    """For as many pages as may be, and its price; all options together begin at `starts`."""
-    plan, start, stop = it.plan, it.plan.pages.start, it.plan.pages.stop
+    """Cut the plan to the allowed pages, and price it. The plan of each option begins at one of
+    `starts`."""
+    plan, start, stop = option.plan, option.plan.pages.start, option.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
     staged = min(with_e, start + _most_staged_pages(demand, plan, costs))
     at_once = min(staged, start + _most_pages_of_a_step(demand, plan, costs))
@@ -252,18 +266,18 @@ def _fitted(
         (at_once, Reason.RECOMPUTE_TOO_LONG, _TOO_LONG),
     ):
         if end - start < demand.min_pages:
-            return replace(it, miss=NoReuse(reason=reason, detail=detail))
-    found = _priced(replace(it, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
-    if demand.requested.block is None and not found.saving > 0:
+            return replace(option, miss=NoReuse(reason=reason, detail=detail))
+    fitted = _priced(replace(option, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
+    if demand.requested.block is None and not fitted.saving > 0:
         where = match.location.removesuffix(":")
         slower = f"{match.model} at {where}: full prefill is faster, or nearly so"
-        return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
-    return found
+        return replace(fitted, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
+    return fitted
 
 
-def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
-    """The forward over the rest of the prompt has its price with the plan, too."""
-    plan, page_size, num_tokens = it.plan, demand.page_size, demand.num_tokens
+def _priced(option: _Option, demand: Demand, costs: Costs) -> _Option:
+    """Price an option: its plan, and the forward over the rest of the prompt."""
+    plan, page_size, num_tokens = option.plan, demand.page_size, demand.num_tokens
     times = times_of(plan, page_size, costs)
     head = Span(plan.head.start * page_size, plan.head.stop * page_size)
     full_s = full_prefill_s(Span(demand.num_held * page_size, num_tokens), costs.prefill)
@@ -271,41 +285,41 @@ def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
     head_s = full_prefill_s(head, costs.prefill) if head else 0.0
     if times is None or full_s is None or rest_s is None or head_s is None:
         in_vain = demand.num_layers * (demand.num_held - plan.first_page)
-        return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))
+        return replace(option, saving=page_size * (_saved_page_layers(plan) - in_vain))
     ttft_s = head_s + times.ttft_s + rest_s
-    return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s)
+    return replace(option, ttft_s=ttft_s, saving=full_s - ttft_s)
 
 
 def _by_load(
     demand: Demand, match: Match, profiles: Profiles, possible: Sequence[_Option]
 ) -> _Option:
-    """One of the blocks of one match, by how pressing the request is."""
+    """Choose one of the blocks of one match, by how pressing the request is."""
     if demand.num_waiting == 0 and demand.ttft_target_s is not None:
         in_time = [it for it in possible if _meets(it, demand)]
         if in_time:
             return max(in_time, key=lambda it: (len(it.plan.block), it.quality))
         return min(possible, key=lambda it: it.ttft_s or 0.0)
-    # All are as fast while the device's speed is unknown.
+    # All are equally fast while the device's speed is unknown.
     fastest_s = min(it.ttft_s or 0.0 for it in possible)
     possible = [it for it in possible if (it.ttft_s or 0.0) <= NEARLY * fastest_s]
     if demand.num_waiting == 0:
         profile = profiles.get((match.model, demand.receiver))
         recommended = profile.recommended if profile else None
         longest = max(len(it.plan.pages) for it in possible)
-        for it in possible:
-            is_recommended = recommended is not None and it.plan.block == recommended.block
-            if is_recommended and len(it.plan.pages) == longest:
-                return it
+        for option in possible:
+            is_recommended = recommended is not None and option.plan.block == recommended.block
+            if is_recommended and len(option.plan.pages) == longest:
+                return option
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
 
 
-def _meets(it: _Option, demand: Demand) -> bool:
+def _meets(option: _Option, demand: Demand) -> bool:
     target_s = demand.ttft_target_s
-    return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
+    return target_s is None or option.ttft_s is None or option.ttft_s <= target_s
 
 
 def _most_staged_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """How many pages fit into the memory for fetches; all of them if nothing is fetched."""
+    """Return how many pages fit into the memory for fetches; all pages if nothing is fetched."""
     is_there = plan.location == LOCAL or is_pool(plan.location)
     if is_there or demand.max_fetch_bytes is None:
         return demand.num_pages
@@ -318,7 +332,7 @@ def _first_pages(plan: Plan, num_pages: int) -> Plan:
 
 
 def _most_pages_of_a_step(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """How many pages one step may recompute and copy; all of them if that costs nothing."""
+    """Return how many pages one step may recompute and copy; all pages if that costs nothing."""
     most = [demand.num_pages]
     if layers_of_work(plan) and demand.max_recompute_tokens is not None:
         most.append(demand.max_recompute_tokens // demand.page_size)

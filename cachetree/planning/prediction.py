@@ -1,4 +1,4 @@
-"""What a plan is predicted to take, from sizes and from what was measured of late. Pure."""
+"""Predict a plan's times from sizes and from recent measurements. Pure."""
 
 from __future__ import annotations
 
@@ -12,53 +12,57 @@ from cachetree.planning.speeds import FREE_LINK, Link, PrefillCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Sizes, and the speeds measured so far; what is not measured is taken to cost nothing."""
+    """Sizes, and the speeds measured so far; unmeasured costs count as zero."""
 
     kv_page_bytes: int
     e_page_bytes: int
     prefill: PrefillCost | None = None
-    """Of all layers."""
+    """Cost of all layers."""
     recompute: PrefillCost | None = None
-    """Of one layer of a block."""
+    """Cost of one layer of a block."""
     links: Mapping[Location, Link] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
     wait_s: float
-    """Until the block may begin: the device has nothing to do for the request."""
+    """Seconds until the block may begin; the device does nothing for the request until then."""
     ttft_s: float
-    """Until the KV of all its pages is there."""
+    """Seconds until the KV of all pages is on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a request waits for its fetch: until that is later than predicted by all that reuse
-    is to save. Whatever comes or does not, no longer than `most_s`, which with what reuse takes
-    after its wait is a full prefill."""
+    """How long a request waits for its fetch.
+
+    It waits until the fetch is later than predicted by all the time that reuse saves. It never
+    waits longer than `most_s`: then reuse, with its work after the wait, takes as long as a full
+    prefill.
+    """
 
     saving_s: float
     wait_s: float = 0.0
-    """Predicted."""
+    """Predicted wait in seconds."""
     link: Link = FREE_LINK
-    """As the fetch found it."""
+    """State of the link when the fetch began."""
 
     @property
     def most_s(self) -> float:
         return self.saving_s + self.wait_s
 
     def limit_s(self, num_landed: int) -> float:
-        """How long it may have waited while so many bytes have come, and not the next frame."""
+        """Longest wait in seconds, if `num_landed` bytes have arrived and the next frame has
+        not."""
         due_s = self.link.fixed_s + self.link.seconds(num_landed + self.link.frame_bytes)
         return self.saving_s + min(self.wait_s, due_s)
 
 
 def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
-    """None while the device's speed is unknown.
+    """Predict the plan's times; None while the device's speed is unknown.
 
-    E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. What has come is copied to the device, KV beside
-    the block. The own forward over new tokens is not included.
+    E is transferred first, then the transfer of KV overlaps the block. A block costs one full layer
+    less than it has: its last layer needs only K and V. Arrived bytes are copied to the device, KV
+    during the block. The own forward over new tokens is not included.
     """
     compute_s = recompute_s(plan, page_size, costs.recompute)
     if compute_s is None or costs.recompute is None:
@@ -66,8 +70,8 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     e_bytes, kv_bytes = bytes_of(plan, costs)
     link = costs.links.get(plan.location, FREE_LINK)
     on_time, margin = replace(link, margin=1.0), costs.recompute.margin
-    # A margin is what one in ten exceeds, and two at once are rare: the transfer is late, or the
-    # recompute is short and hides less of it, or it is long.
+    # One in ten exceeds a margin, and two at once are rare. So one thing is off at a time: a late
+    # transfer, a short recompute that hides less of it, or a long recompute.
     cases = ((link, 1.0), (on_time, 1 / margin), (on_time, margin))
     times = [_times(at, e_bytes, kv_bytes, factor * compute_s) for at, factor in cases]
     return Times(max(it.wait_s for it in times), max(it.ttft_s for it in times))
@@ -80,25 +84,25 @@ def _times(link: Link, e_bytes: int, kv_bytes: int, compute_s: float) -> Times:
 
 
 def bytes_of(plan: Plan, costs: Costs) -> tuple[int, int]:
-    """Of E and of KV that a plan loads, on one rank."""
+    """Return the bytes of E and of KV that a plan loads on one rank."""
     e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
     return e_bytes, len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
 
 
 def copy_s(plan: Plan, costs: Costs) -> float:
-    """Seconds to copy all that a plan loads from host memory to the device."""
+    """Seconds to copy everything that a plan loads from host memory to the device."""
     return costs.links.get(plan.location, FREE_LINK).copy_s(sum(bytes_of(plan, costs)))
 
 
 def full_prefill_s(tokens: Span, cost: PrefillCost | None) -> float | None:
-    """Seconds that the receiver alone takes; None while the device's speed is unknown."""
+    """Seconds of a full prefill by the receiver; None while the device's speed is unknown."""
     if cost is None or not cost.knows(len(tokens)):
         return None
     return cost.seconds(tokens.start, tokens.stop)
 
 
 def recompute_s(plan: Plan, page_size: int, cost: PrefillCost | None) -> float | None:
-    """Predicted time of what a plan recomputes; None while the device's speed is unknown."""
+    """Seconds predicted for a plan's recompute; None while the device's speed is unknown."""
     if cost is None:
         return None
     return layers_of_work(plan) * cost.seconds(
@@ -107,5 +111,5 @@ def recompute_s(plan: Plan, page_size: int, cost: PrefillCost | None) -> float |
 
 
 def layers_of_work(plan: Plan) -> int:
-    """A block's last layer needs K and V alone."""
+    """Count a block's full layers: the last layer needs only K and V."""
     return max(0, len(plan.block) - 1)

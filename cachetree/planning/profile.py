@@ -1,6 +1,6 @@
 """The pair profile: the verdict of an offline run about one (sender, receiver) pair.
 
-A file holds this and the evidence for it (`profiles.evidence`). Servers read this part.
+A file holds the profile and the evidence for it (`profiles.evidence`). Servers read this part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROFILE_VERSION = 6
 
 
 class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A block as a profile writes it: layers `[start, stop)` are computed anew."""
+    """A block as a profile writes it: layers `[start, stop)` are recomputed."""
 
     start: int
     stop: int
@@ -31,13 +31,13 @@ class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EMap(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear map that brings the sender's E closer to the receiver's before a block begins; its
-    tensors lie beside the profile (`cachetree.corrections`)."""
+    """A linear map that brings the sender's E closer to the receiver's before a block begins. Its
+    tensors are in a file beside the profile (`cachetree.corrections`)."""
 
     layer: int
     dtype: str
     sha256: str
-    """Of its tensors."""
+    """Digest of the map's tensors."""
 
     @property
     def name(self) -> str:
@@ -50,16 +50,16 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     quality: float
     """Mean of the profile's metric over its held-out contexts, 0 to 1."""
     e_map: EMap | None = None
-    """What corrects E at its start; None leaves E as the sender's."""
+    """Map that corrects E at the block's start; None leaves E as the sender's."""
     tv_bound: float | None = None
-    """With 99 % confidence the mean distance from full prefill is at most this, along the first
-    tokens of full prefill's greedy answers, as the drift guard measures it along those that were
-    served; None where that was not measured."""
+    """Largest mean distance from full prefill, with 99 % confidence, along the first tokens of full
+    prefill's greedy answers. The drift guard measures the distance along served answers. None if
+    not measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one full layer over a prefix of n tokens: layer_s + n * layer_token_s
-    + n² * layer_token2_s, measured where the profile was made."""
+    """Seconds of one full layer over a prefix of n tokens: layer_s + n * layer_token_s + n² *
+    layer_token2_s, measured on the machine that made the profile."""
 
     layer_s: float
     layer_token_s: float
@@ -67,7 +67,8 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Written by the profiler, read by servers. Unknown fields are ignored, unknown versions not.
+    """A profile as the profiler writes it and servers read it. Servers ignore unknown fields, but
+    refuse unknown versions.
 
     `passed` is the gate: a server reuses a pair only if its profile passed.
     """
@@ -76,7 +77,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelIdentity
     receiver: ModelIdentity
     sender_name: str = ""
-    """Names for a person, as the profiler was given them; empty in old profiles."""
+    """Names for people, as the profiler got them; empty in old profiles."""
     receiver_name: str = ""
     metric: str
     data_sha256: str
@@ -87,30 +88,30 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     """Largest accepted loss, relative to full prefill (0.05 = 5 %)."""
     blocks: tuple[BlockQuality, ...]
-    """What a server may use: all layers, and the plans that were proven to be within the tolerance
-    at every task, one after the other (`profiles.stats.gate`)."""
+    """Blocks that a server may use: all layers, and the plans proven one after the other to be
+    within the tolerance at every task (`profiles.stats.gate`)."""
     recommended: BlockQuality | None
-    """Of those, the one that computes least; None where the pair did not pass."""
+    """Block among these that computes least; None if the pair did not pass."""
     passed: bool
     reason: str
-    """Why the gate passed or failed, in one sentence for a person."""
+    """One sentence for people on why the gate passed or failed."""
     first_difference: int = 0
     """First layer at which the two models' tensors differ; the profiler compares them byte by byte.
-    Below it their KV is bit-identical; 0 says nothing is."""
+    Below it their KV is bit-identical. 0 promises nothing."""
 
     measured_tokens: int | None = None
-    """Length of the longest prompts that servers use it for, in whole pages: at least 20 held-out
-    contexts reach it, or all of them if they are fewer. What reuse loses grows with the length.
-    None if a profile does not say."""
+    """Length in tokens, in whole pages, of the longest prompts that servers use the profile for. At
+    least 20 held-out contexts reach it, or all of them if there are fewer. The loss of reuse grows
+    with the length. None if a profile does not say."""
 
     controls: str = ""
-    """What full prefill keeps without the documents, and with others, in one sentence for a person;
-    empty if that was not measured, as in old profiles."""
+    """One sentence for people on what full prefill keeps without the documents, and with others;
+    empty if not measured, as in old profiles."""
 
     costs: LayerTimes | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError where it names layers that the receiver has not."""
+        """Raises ValueError if the profile names layers that the receiver lacks."""
         named = [it.block for it in (*self.blocks, self.recommended) if it is not None]
         num_layers = self.receiver.num_layers
         for block in (Span(0, self.first_difference), *named):
@@ -119,32 +120,33 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """By model id; without those that it does not say."""
+        """Names by model id; without names that the profile lacks."""
         said = (self.sender, self.sender_name), (self.receiver, self.receiver_name)
         return {model.model_id: name for model, name in said if name}
 
     @property
     def pair(self) -> str:
-        """`name (first eight digits) → name (first eight digits)`, for a person."""
+        """Text `name (first eight digits) → name (first eight digits)` for people."""
         sender = f"{self.sender_name or 'sender'} ({self.sender.model_id[:8]})"
         return f"{sender} → {self.receiver_name or 'receiver'} ({self.receiver.model_id[:8]})"
 
     @property
     def e_maps(self) -> tuple[EMap, ...]:
-        """Those of its plans, each once."""
-        found = {it.e_map.sha256: it.e_map for it in self.blocks if it.e_map is not None}
-        return tuple(found.values())
+        """Maps of the profile's plans, each once."""
+        maps = {it.e_map.sha256: it.e_map for it in self.blocks if it.e_map is not None}
+        return tuple(maps.values())
 
     def uncorrected(self) -> PairProfile:
-        """Without the plans that correct E; it did not pass where no other but all layers is."""
+        """Return the profile without plans that correct E. It did not pass if only the plan of all
+        layers is left."""
         plain = tuple(it for it in self.blocks if it.e_map is None)
         if len(plain) == len(self.blocks):
             return self
         return self.limited_to(plain, "all of its plans correct E; set e_correction to profile")
 
     def limited_to(self, blocks: tuple[BlockQuality, ...], reason: str) -> PairProfile:
-        """With these of its plans only; it did not pass, for that reason, where no other than all
-        layers is left."""
+        """Return the profile with only these plans. It did not pass, for that reason, if only the
+        plan of all layers is left."""
         left = [it for it in blocks if len(it.block) < self.receiver.num_layers]
         return msgspec.structs.replace(
             self,
@@ -155,14 +157,15 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def covers(self, num_tokens: int) -> bool:
-        """Whether what was proven may be taken to hold for prefixes of this length."""
+        """Return whether the proof may be taken to hold for prefixes of this length."""
         return self.measured_tokens is None or num_tokens <= self.measured_tokens
 
     @property
     def lossless(self) -> Span | None:
-        """The block that leaves nothing to judge: from the first layer that differs to the last.
+        """The lossless block: from the first layer that differs to the last.
 
-        Empty where no layer differs, so that everything may be loaded; None where layer 0 does.
+        It is empty if no layer differs, so that everything may be loaded. It is None if layer 0
+        differs.
         """
         if not self.first_difference:
             return None
@@ -172,7 +175,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a server may reuse the pair: it passed its gate, or needs none."""
+        """Return whether a server may reuse the pair: it passed its gate, or needs none."""
         return self.passed or self.lossless is not None
 
     def transition_layers(self) -> frozenset[int]:
@@ -187,17 +190,17 @@ Schema = TypeVar("Schema", bound=PairProfile)
 
 
 def profile_files(path: Path) -> list[Path]:
-    """Of a folder, or the file itself."""
+    """Return the profiles of a folder, or the file itself."""
     return sorted(path.glob("*.json")) if path.is_dir() else [path]
 
 
 def read_profile(path: Path) -> PairProfile:
-    """Read a profile's verdict; raises ProfileError naming the file and what is wrong with it."""
+    """Read a profile's verdict; raises ProfileError naming the file and the problem."""
     return read_profile_as(PairProfile, path)
 
 
 def read_profile_as(schema: type[Schema], path: Path) -> Schema:
-    """Read as much of a profile as `schema` has; raises ProfileError as `read_profile` does."""
+    """Read as much of a profile as `schema` has; raises ProfileError like `read_profile`."""
     try:
         raw = path.read_bytes()
     except OSError as exc:
@@ -217,11 +220,11 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
 
 
 def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
-    """Raise ProfileError where two files have different profiles of one pair: which of them counted
-    would be for their names to say."""
-    found: dict[tuple[ModelIdentity, ModelIdentity], Path] = {}
+    """Raise ProfileError if two files have different profiles of one pair: nothing says which
+    counts."""
+    paths: dict[tuple[ModelIdentity, ModelIdentity], Path] = {}
     for file, profile in profiles.items():
-        other = found.setdefault((profile.sender, profile.receiver), file)
+        other = paths.setdefault((profile.sender, profile.receiver), file)
         if profiles[other] != profile:
             raise ProfileError(
                 f"profiles {other} and {file} are of one pair, {profile.sender.model_id} → "

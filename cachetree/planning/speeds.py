@@ -1,4 +1,4 @@
-"""How fast the device and the links are, as it was measured of late. Pure."""
+"""Recently measured speeds of the device and of links. Pure."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ from math import ceil, inf, log2
 from typing import Final
 
 SECONDS_PER_TOKEN: Final = 1e-4
-"""About what an 8B model takes on one GPU; without knowledge of the machine only ratios count."""
+"""About the time of an 8B model on one GPU. While the machine is unknown only ratios count."""
 _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """`fixed_s + token_s * tokens + context_s * tokens * (tokens before each, on average)`, or
-    `least_s` where that is more, times what passes of about that length took of it."""
+    """Seconds of a prefill: `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before
+    each)`, at least `least_s`. This is multiplied by what recent passes of about that length took
+    of it."""
 
     least_s: float = 0.0
-    """Of any pass, however short: on a GPU its launches, or reading the weights."""
+    """Least seconds of any pass: on a GPU its launches, or reading the weights."""
     fixed_s: float = 0.0
-    """What a pass takes beside its tokens."""
+    """Seconds of a pass that do not depend on its tokens."""
     token_s: float
-    """Of everything but attention to the tokens before."""
+    """Seconds per token of everything except attention to earlier tokens."""
     context_s: float
-    """Of attention to one token before."""
+    """Seconds of attention to one earlier token."""
     margin: float = 1.0
-    """What passes of late took of what was predicted."""
+    """Factor between recent passes and their predictions."""
     most_tokens: float = inf
-    """Of one pass; more take several."""
+    """Most tokens of one pass; more tokens take several passes."""
     known_tokens: float = inf
-    """Of longer passes nothing is known."""
+    """Tokens of the longest pass that was measured."""
     curve: tuple[tuple[float, float], ...] = ()
-    """(log2 of tokens, observed / predicted), ascending; between them linear, beyond them flat."""
+    """Points (log2 of tokens, observed / predicted), ascending; between them linear, beyond them
+    flat."""
 
     @classmethod
     def of_sizes(cls, hidden_size: int) -> PrefillCost:
-        """From the sizes alone. Per layer a token takes about 24 h² operations (12 h² weights) and
-        4 h for every token before it, so that both are equal at 6 h."""
+        """Estimate costs from sizes alone. Per layer a token takes about 24 h² operations (12 h²
+        weights), and 4 h for every earlier token; both are equal at 6 h."""
         attention_tokens = _ATTENTION_TOKENS_PER_HIDDEN * hidden_size
         return cls(token_s=SECONDS_PER_TOKEN, context_s=SECONDS_PER_TOKEN / attention_tokens)
 
     def seconds(self, start: int, stop: int) -> float:
-        """Of tokens `[start, stop)`, with those before them in the cache."""
+        """Seconds for tokens `[start, stop)`, with earlier tokens in the cache."""
         num_tokens = stop - start
         num_passes = max(1, ceil(num_tokens / self.most_tokens))
         each = num_tokens / num_passes
         return num_passes * self.pass_s(each, each * (start + stop) / 2)
 
     def pass_s(self, num_tokens: float, context: float) -> float:
-        """Of one pass; `context` sums up how many tokens are before each."""
+        """Seconds of one pass; `context` is the sum of the numbers of earlier tokens."""
         linear_s = self.fixed_s + self.token_s * num_tokens + self.context_s * context
         return max(self.least_s, linear_s) * self.factor(num_tokens)
 
@@ -60,7 +62,7 @@ class PrefillCost:
         return min(num_tokens, self.most_tokens) <= self.known_tokens
 
     def factor(self, num_tokens: float) -> float:
-        """Of `curve`."""
+        """Factor of `curve` for a pass of that many tokens."""
         if not self.curve or num_tokens <= 0:
             return 1.0
         at = log2(num_tokens)
@@ -73,39 +75,40 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """As it is now. Fetches share it evenly: one ends when it and as much of each other have come.
+    """The current state of a link. Fetches share it evenly: when one ends, each other has got as
+    many bytes, unless it ended before.
 
-    For its bytes B, A bytes ahead of it and a backlog of r1, r2, ...:
-    (B + A + min(r1, B) + min(r2, B) + ...) × byte_s.
+    A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes (B + A +
+    min(r1, B) + min(r2, B) + ...) × byte_s.
     """
 
     byte_s: float
     fixed_s: float = 0.0
-    """Of any fetch, however short: a round trip, and until its end is seen."""
+    """Least seconds of any fetch: a round trip, and the time until its end is seen."""
     margin: float = 1.0
-    """What transfers of late took of what was predicted."""
+    """Factor between recent transfers and their predictions."""
     backlog: Sequence[int] = ()
-    """Bytes that each fetch under way still has to bring."""
+    """Bytes that each running fetch still has to transfer."""
     ahead: int = 0
-    """Bytes that come first, at most: of fetches whose turn is before, or that nobody waits for any
-    more and nobody can stop."""
+    """Most bytes that are transferred first: of fetches with an earlier turn, and of abandoned
+    fetches that nothing can stop."""
     frame_bytes: int = 0
-    """What comes is seen in parts of so many bytes at most."""
+    """Most bytes of a part; arrived bytes are seen in such parts."""
     copy_byte_s: float = 0.0
-    """From host memory into the device's KV slots."""
+    """Seconds per byte from host memory into the device's KV slots."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Until that many bytes of a new fetch have come, beside `fixed_s`."""
+        """Seconds until that many bytes of a new fetch have arrived, without `fixed_s`."""
         return self.margin * self.byte_s * self._carried(num_bytes)
 
     def rest_s(self, elapsed_s: float, num_landed: int, num_bytes: int) -> float:
-        """What the rest of a fetch takes at least, at the rate at which the link carried what has
-        come of it, which is something, and the frame that comes now."""
+        """Least seconds for the rest of a fetch. Assumes the rate at which the link carried its
+        arrived bytes, at least one, and the frame now on its way."""
         carried = self._carried(min(num_landed + self.frame_bytes, num_bytes))
         return elapsed_s * (self._carried(num_bytes) / carried - 1)
 
     def _carried(self, num_bytes: int) -> int:
-        """Of all fetches, until so much of a new one has come."""
+        """Bytes of all fetches until that many of a new one have arrived."""
         if not num_bytes:
             return 0
         return num_bytes + self.ahead + sum(min(rest, num_bytes) for rest in self.backlog)
@@ -115,12 +118,12 @@ class Link:
 
 
 FREE_LINK: Final = Link(byte_s=0.0)
-"""The engine's own pool, and what nothing is known of."""
+"""The link of the engine's own pool, and of places about which nothing is known."""
 
 QUANTILE: Final = 0.9
-"""One in ten of what was seen of late took longer than the prediction times the margin."""
+"""Share of recent observations that took at most their prediction times the margin."""
 MOST: Final = 1.5
-"""No margin is larger: beyond it nothing would be tried that could show that it has changed."""
+"""Largest margin: above it nothing would be tried that could show a change."""
 _NUM_KEPT: Final = 64
 
 
@@ -136,20 +139,20 @@ class Margin:
 
     @property
     def factor(self) -> float:
-        """1 until something was predicted."""
+        """Return the margin; 1 until a prediction was observed."""
         ratios = sorted(self._ratios)
-        found = ratios[int(QUANTILE * (len(ratios) - 1))] if ratios else 1.0
-        return min(max(found, 1.0), MOST)
+        quantile = ratios[int(QUANTILE * (len(ratios) - 1))] if ratios else 1.0
+        return min(max(quantile, 1.0), MOST)
 
 
 def weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
-    """Of (value, weight); 0 of none."""
+    """Return the median of (value, weight) pairs; 0 if there are none."""
     ascending = sorted(pairs)
     until = list(accumulate(weight for _, weight in ascending))
     return ascending[bisect_left(until, until[-1] / 2)][0] if ascending else 0.0
 
 
 def most_of(values: Iterable[float]) -> float | None:
-    """What two in three do not exceed; None of none."""
+    """Return a value that two thirds of the values do not exceed; None if there are none."""
     ascending = sorted(values)
     return ascending[2 * (len(ascending) - 1) // 3] if ascending else None

@@ -1,7 +1,7 @@
 """KV and E in fewer bytes: lossy codecs of fixed size, for the wire and for disk.
 
-A codec works on vectors: one head of one token's K or V, or as long a piece of one token's E. Every
-vector becomes as many bytes as every other, so pages keep known sizes and may be cut anywhere
+A codec works on vectors: one head of one token's K or V, or an equally long piece of one token's E.
+Every vector takes the same number of bytes. So pages keep known sizes and may be cut anywhere
 between two vectors:
 
     bytes [0, payload)            the values
@@ -11,10 +11,10 @@ between two vectors:
     int8    n                     scale × -127 … 127
     int4    n / 2                 scale × -7 … 7, of the vector after a Hadamard rotation
 
-The rotation spreads a large channel over all of them (QuaRot, NeurIPS '24; K has such channels), so
-that one scale serves the vector. It is orthogonal, and undone after decoding.
+The rotation spreads a large channel over all channels (QuaRot, NeurIPS '24; K has such channels).
+So one scale fits the whole vector. The rotation is orthogonal, and undone after decoding.
 
-Values have to be finite: a NaN or an infinity spoils its own vector, no other.
+Values have to be finite: a NaN or an infinity spoils only its own vector.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _INT4_MAX: Final = 7.0
 
 
 def prepare(codec: Codec, length: int, device: torch.device) -> None:
-    """Have there what vectors of that length take; else the first of them make the host wait."""
+    """Make the tensors that vectors of this length need; otherwise the first vectors make the host
+    wait."""
     if codec is Codec.INT4:
         _hadamard(length, device)
 
 
 def encode(codec: Codec, vectors: Tensor) -> Tensor:
-    """`[vectors, length]` of a floating type -> `[vectors, vector_bytes]` uint8."""
+    """Encode `[vectors, length]` of a floating type as `[vectors, vector_bytes]` uint8."""
     length = vectors.shape[1]
     if codec is Codec.NONE:
         return vectors.contiguous().view(torch.uint8)
@@ -54,7 +55,7 @@ def encode(codec: Codec, vectors: Tensor) -> Tensor:
 
 
 def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse of `encode`: `[vectors, vector_bytes]` uint8 -> `[vectors, length]`."""
+    """Decode `[vectors, vector_bytes]` uint8 to `[vectors, length]`: the reverse of `encode`."""
     if codec is Codec.NONE:
         return encoded.view(dtype)
     payload = encoded.shape[1] - SCALE_BYTES
@@ -66,7 +67,7 @@ def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(vectors: Tensor) -> list[Tensor]:
-    """Few enough vectors that what is computed of them stays in a core's cache."""
+    """Split vectors so that results computed from one block stay in a core's cache."""
     num = BLOCK_VECTORS if vectors.device.type == "cpu" else max(1, len(vectors))
     return [vectors[first : first + num] for first in range(0, len(vectors), num)]
 
@@ -98,7 +99,7 @@ def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
 
 
 def _scale(values: Tensor, codec: Codec) -> Tensor:
-    """bfloat16 `[vectors, 1]`: what the largest representable value stands for."""
+    """Return scales, bfloat16 `[vectors, 1]`: the value that the largest code represents."""
     largest = values.abs().amax(1, keepdim=True)
     steps = _INT8_MAX if codec is Codec.INT8 else _INT4_MAX
     return (largest / steps).to(torch.bfloat16)
@@ -106,9 +107,10 @@ def _scale(values: Tensor, codec: Codec) -> Tensor:
 
 @cache
 def _hadamard(length: int, device: torch.device) -> Tensor:
-    """Orthogonal and symmetric, so that it is its own inverse (Sylvester's construction).
+    """Return an orthogonal and symmetric matrix, so that it is its own inverse (Sylvester's
+    construction).
 
-    Made on the host and copied by a copy that is over: any stream may read it, whichever is first.
+    It is made on the host; the copy to the device is finished on return. So any stream may read it.
     """
     matrix = torch.ones(1, 1, device="cpu")
     while matrix.shape[0] < length:
