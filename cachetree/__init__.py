@@ -1,7 +1,6 @@
-"""A cross-model KV cache: what the models of one family have computed, found by prefix.
+"""A cross-model KV cache: the KV and E of the models of one family, found by prefix.
 
-`Cache` is the public face; `store`, `match` and `fetch` are its verbs. Nothing here imports
-SGLang.
+`Cache` is the public face; its verbs are `store`, `match` and `fetch`. Nothing here imports SGLang.
 """
 
 from cachetree.cache import Cache

@@ -1,4 +1,4 @@
-"""The public face: one tree, the worker that serves it, and the peers it reads from."""
+"""The public face: one tree, the worker that serves it, and the peers from which it reads."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""No rate is told from what a tier has read: a disk reads whole steps."""
+"""Bytes below which a tier's reads show no rate: a disk reads whole steps."""
 
 
 class Cache:
-    """Entries of every model of one family, here and on the peers. `store`, `match`, `fetch`.
+    """Entries of every model of one family, here and on the peers. Verbs: `store`, `match`,
+    `fetch`.
 
-    Its memory is made here, all of it, and `register` makes it known to a device.
+    It makes all of its memory at the start, and `register` makes that known to a device.
 
-    Thread-safe. Raises ConfigError for an address that is wrong or taken, a bad key, memory that
-    cannot be had or registered, or a disk directory that is another family's, another process's or
-    cannot be written. A peer that cannot
-    be reached is no error: it is tried again, and its entries appear when it comes up.
+    Thread-safe. Raises ConfigError for an address that is wrong or taken, for a bad key, for memory
+    that cannot be had or registered, and for a disk directory that is another family's, in use, or
+    not writable. An unreachable peer is no error: it is tried again, and its entries appear when it
+    is up.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Cache:
         self._fetch_log = FetchLog(family.page_size, self.tree.names)
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
-        """Where fetches read; some may be over."""
+        """Locations that running fetches read from; some fetches may be over."""
         self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
@@ -96,7 +97,7 @@ class Cache:
             cap = (config.max_pull_mb_s or inf) * 1e6
             keeper = Keeper(self.tree, cap, clock) if config.keeps else None
             self._peers = Peers(self.tree, self._worker, clock, keeper)
-            # A directory may name workers that are listed too, and these stay.
+            # A directory may name workers that are listed, too; listed workers stay.
             for address in map(Location, config.sources):
                 if not is_directory(address):
                     self._peers.add(address, config.peer_at(address))
@@ -108,12 +109,12 @@ class Cache:
 
     @property
     def names(self) -> ModelNames:
-        """What models are called, for a person; any thread."""
+        """Names of models for people; any thread."""
         return self.tree.names
 
     @property
     def address(self) -> Location | None:
-        """Where this cache serves others; None where it does not."""
+        """Address at which this cache serves others; None if it does not."""
         worker = self._worker
         return worker.address if worker else None
 
@@ -127,9 +128,9 @@ class Cache:
     ) -> bool:
         """Copy in the exact KV of `pages` (one buffer per layer) and E of some layers.
 
-        Pages that are already here are skipped. False if the budget has no room, or if the page
-        before these has no such entry. Raises ValueError for a buffer of the wrong size. To fill
-        pages in place use `tree.reserve`.
+        Pages that are already here are skipped. Returns False if the budget has no room, or if the
+        page before these has no such entry. Raises ValueError for a buffer of the wrong size. To
+        fill pages in place use `tree.reserve`.
         """
         family = self.family
         if len(kv) != family.num_layers:
@@ -161,7 +162,7 @@ class Cache:
     ) -> bool:
         """Copy E of a prompt's first pages here, from a tier or a peer that has it; blocks.
 
-        Their KV has to be here. Without this E none of the pages that follow could be kept.
+        Their KV has to be here. Without this E, no E of later pages could be stored.
         """
         step = Step(Kind.E, layer)
         for match in self.match(pages):
@@ -183,32 +184,34 @@ class Cache:
         return False
 
     def knowing(self) -> Callable[[], bool]:
-        """Asks whether all who read from here know by now what is stored at this call."""
-        worker = self._worker  # Which `stop_serving` takes away.
+        """Return a function that says if all readers of this cache know its present entries."""
+        worker = self._worker  # `stop_serving` removes the worker.
         return worker.knowing() if worker is not None else lambda: True
 
     def match(self, pages: Sequence[PageHash]) -> list[Match]:
-        """The longest prefix per model and location: a local walk, also for what peers have.
+        """Return the longest prefix per model and location: a local walk, also for the peers'
+        entries.
 
-        It counts as a use of them.
+        It counts as a use of the matched entries.
         """
         paused = {location for location, tier in self._tiers.items() if tier.is_paused}
-        there = self.tree.match(pages)
-        return [it for it in there if it.location not in paused]
+        matches = self.tree.match(pages)
+        return [it for it in matches if it.location not in paused]
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
-        """Ask the tiers that do not advertise; once all are over, `match` knows what they have."""
+        """Ask the tiers that do not advertise. Once all searches are over, `match` includes their
+        entries."""
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
     def fetch(
         self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline, traceparent: str = ""
     ) -> Staging | None:
-        """Begin to land the steps of `plan` in host memory; returns at once.
+        """Start to land the steps of `plan` in host memory; returns at once.
 
-        `pages` are all pages of the prompt, of which the plan takes `plan.pages`. None where the
-        staging budget is used up: the request does a full prefill. Everything else that goes
-        wrong fails the staging. What is here is read where it lies, and there at once.
+        `pages` are all pages of the prompt; the plan takes `plan.pages`. Returns None if the
+        staging budget is used up: the request then does a full prefill. Any other problem fails the
+        staging. Local pages are read in place, and are complete at once.
         """
         wanted = pages[plan.pages.start : plan.pages.stop]
         parts = {it: Blocks(len(plan.pages), self.family.page_bytes(it.kind)) for it in plan.steps}
@@ -230,7 +233,7 @@ class Cache:
                 return None
             try:
                 staging = staged(self._arriving, parts, deadline, note_end)
-            except NoRoom:  # The writer of a fetch that was released has not let go of it yet.
+            except NoRoom:  # The writer of a released fetch still uses its memory.
                 staging = Staging(sizes, deadline, note_end=note_end)
             self._under_way[staging] = plan.location
         staging.traceparent = traceparent
@@ -242,9 +245,9 @@ class Cache:
         return staging
 
     def _in_place(self, plan: Plan, wanted: Sequence[PageHash], deadline: Deadline) -> Staging:
-        """A lease on pages that are here, as a fetch that is over; raises FetchError.
+        """Lease local pages, as a fetch that is complete; raises FetchError.
 
-        The views keep their bytes until they are released, also where the lease has ended before.
+        The views keep their bytes until they are released, even if the lease ends before.
         """
         if deadline.has_passed:
             raise DeadlineExceeded("the local fetch did not begin in time")
@@ -271,55 +274,57 @@ class Cache:
         return staging
 
     def _bytes_under_way(self) -> int:
-        """That fetches have, in the arena or beside it, until they are released."""
+        """Bytes that fetches have, in the arena or beside it, until they are released."""
         with self._under_way_lock:
             return sum(it.num_bytes for it in self._under_way if not it.is_released)
 
     def link(self, location: Location) -> Link | None:
-        """What a fetch from a location takes beside those under way; None where that is unknown."""
+        """Return the link for a new fetch from a location, beside those under way; None if
+        unknown."""
         source = self._speeds.get(location) or self._peers.now.get(location)
         link = source.link if source else None
         if link is None:
             return None
         with self._under_way_lock:
-            there = [it for it, at in self._under_way.items() if at == location]
-        rests = sorted(it.num_bytes - it.num_landed_bytes for it in there if it.error is None)
+            fetches = [it for it, at in self._under_way.items() if at == location]
+        rests = sorted(it.num_bytes - it.num_landed_bytes for it in fetches if it.error is None)
         backlog = [rest for rest in rests if rest]
         tier = self._tiers.get(location)
         if tier is None:
             return replace(link, backlog=backlog)
         num_ahead = max(0, len(backlog) - tier.num_readers + 1)
         first, longest = sum(backlog[:num_ahead]), backlog[num_ahead:]
-        meanwhile = [min(rest, first) for rest in longest]  # They go on beside all of it.
+        meanwhile = [min(rest, first) for rest in longest]  # These continue beside all of it.
         backlog = [rest - read for rest, read in zip(longest, meanwhile, strict=True)]
         ahead = first + sum(meanwhile)
         return replace(link, ahead=ahead, backlog=backlog, frame_bytes=_UNSEEN_BYTES)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until every peer is ready; False when the time is over or one is refused."""
+        """Block until every peer is ready; False if the time is over or one is refused."""
         return self._peers.wait_ready(Deadline.after(timeout_s, self._clock))
 
     def run(self, model: ModelId) -> None:
-        """Say from now on that this server runs `model`, or none if empty; a peer hears that at its
-        next handshake."""
+        """Announce from now on that this server runs `model`, or none if empty. A peer learns it at
+        its next handshake."""
         if self._worker is not None:
             self._worker.run(model)
 
     def stop_serving(self) -> None:
-        """Let nobody read from here any more; what is stored stays, and is fetched as before.
+        """Stop serving other servers; stored entries stay, and this cache still fetches.
 
-        Fetches by others that are under way fail there.
+        Fetches by others that are under way fail on their side.
         """
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """The peers, and where more are found, in a few words; any thread, without waiting."""
+        """Return the peers and directories with their state in a few words; any thread, without
+        waiting."""
         return self._peers.sources()
 
     def status(self) -> CacheStatus:
-        """All of it in numbers, from any thread; it waits for no more than the tree's lock."""
+        """Return all of it in numbers, from any thread; waits only for the tree's lock."""
         worker, peers = self._worker, self._peers.now
         of_worker = worker.status() if worker else None
         tiers = {location: tier.status() for location, tier in self._tiers.items()}
@@ -343,7 +348,7 @@ class Cache:
     def close(self) -> None:
         """Stop serving and fetching; fetches under way fail. Idempotent.
 
-        What a tier has not written yet still is, for a few seconds at most.
+        Tiers still write their waiting entries, for a few seconds at most.
         """
         self._is_closed = True
         self._peers.close()

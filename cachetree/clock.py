@@ -1,4 +1,4 @@
-"""A point in time after which nobody waits."""
+"""Deadlines: points in time after which no thread waits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Clock = Callable[[], float]
-"""Seconds on a monotonic clock."""
+"""Returns seconds on a monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Absolute time on `clock`; waits take what remains of it."""
+    """Absolute time on `clock`; waits take the time that remains until it."""
 
     at_s: float
     clock: Clock = time.monotonic
 
     @classmethod
     def after(cls, seconds: float, clock: Clock = time.monotonic) -> Deadline:
-        """So many seconds from now."""
+        """Return the deadline that is `seconds` from now."""
         return cls(clock() + seconds, clock)
 
     def remaining_s(self) -> float:
-        """Never negative, nor longer than a thread can wait."""
+        """Seconds left; never negative, nor longer than a thread can wait."""
         return min(max(0.0, self.at_s - self.clock()), threading.TIMEOUT_MAX)
 
     @property

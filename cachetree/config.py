@@ -1,4 +1,4 @@
-"""What an operator may set on a cache, and the files that say it."""
+"""The operator's settings of a cache, and the files that state them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cachetree.transport.address import parse_address, parse_remote
 from cachetree.tree import Retention
 
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
-"""What msgspec says of a key that nobody knows."""
+"""msgspec's message about an unknown key."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -29,34 +29,35 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_bytes: int = 4 << 30
     """Budget of the entries held here."""
     staging_bytes: int = 1 << 30
-    """Budget of the fetches under way and not yet released."""
+    """Budget of fetches that run or that are not yet released."""
     disk_path: str = ""
-    """Directory that keeps the entries also when they leave memory or this process ends; empty
-    for none. It serves one family and one process at a time; each rank of a tensor-parallel server
-    makes one of its own inside. A killed process loses what it had not written yet; a power cut
-    may lose about the last 30 s, and what it damaged is found by checksum and dropped."""
+    """Directory that keeps entries after they leave memory or this process ends; empty for none. It
+    serves one family and one process at a time; each rank of a tensor-parallel server makes its own
+    inside. A killed process loses entries that it had not written. A power cut may lose about the
+    last 30 s; damaged entries are found by checksum and dropped."""
     disk_bytes: int = 0
-    """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""
+    """Budget of all files in `disk_path`; set it above `host_bytes`, because the disk also holds
+    what memory holds."""
     peers: tuple[str, ...] = ()
-    """Addresses of the workers to read from, or where they are found: `dns://NAME:PORT`, all
+    """Addresses of the workers to read from, or where to find them: `dns://NAME:PORT`, all
     addresses of a name. Each is trusted to have computed what it serves, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
-    """Address of a peer to its public key, or to the file that holds it. A peer that is named here
-    is spoken to in cipher, with `peer.key_file` as own key; the others in clear. Those that are
-    found have to prove the key of where they are found."""
+    """Public key of each peer, or the file that holds it, by the peer's address. Traffic with a
+    peer that is named here is encrypted, with `peer.key_file` as own key; other traffic is not.
+    Workers found by a `dns://` address have to prove the key of that address."""
     keeps: tuple[str, ...] = ()
-    """Addresses as in `peers`, in place of these: all that is in the memory of these servers is
-    fetched into this cache as they advertise it, and outlives them here. They have to let this
-    server read, and each is trusted as in `peers`."""
+    """Addresses as in `peers`, in place of these. This cache fetches all that is in the memory of
+    these servers as they advertise it, and keeps it after they have dropped it. They have to let
+    this server read, and each is trusted as in `peers`."""
     max_pull_mb_s: float | None = None
-    """Cap on what `keeps` fetches from all of them together, 10^6 bytes per second; None for no
-    cap."""
+    """Cap on the rate at which `keeps` fetches from all of them together, 10^6 bytes per second;
+    None for no cap."""
     serves: bool = True
     """Whether other servers may read from this one."""
     worker: WorkerConfig = WorkerConfig()
-    """How it serves them."""
+    """Settings for serving other servers."""
     peer: PeerConfig = PeerConfig()
-    """How it reads from each peer."""
+    """Settings for reading from each peer."""
 
     def __post_init__(self) -> None:
         for field in ("host_bytes", "staging_bytes"):
@@ -101,18 +102,18 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.keeps or self.peers
 
     def peer_at(self, address: str) -> PeerConfig:
-        """How it reads from this one."""
+        """Return the settings for reading from this peer."""
         server_key = self.peer_keys.get(address, self.peer.server_key)
         return msgspec.structs.replace(self.peer, server_key=server_key)
 
     def disk_of(self, tp_rank: int, tp_size: int) -> Path:
-        """Where one rank keeps its entries."""
+        """Return the directory of one rank's entries."""
         path = Path(self.disk_path)
         return path if tp_size == 1 else path / f"rank{tp_rank}"
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """What the file says, None where that is nothing; raises ConfigError naming `what` and it."""
+    """Read a YAML file, None if it is empty; raises ConfigError naming `what` and the file."""
     import yaml  # A cache that a program embeds reads none.
 
     try:
@@ -123,14 +124,14 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(exc).split())}") from exc
 
 
-def settings_of(given: Any, kind: type[_T], where: str) -> _T:
-    """What a file or a part of one says, as a `kind`.
+def settings_of(content: Any, kind: type[_T], where: str) -> _T:
+    """Convert the content of a file, or of a part of one, to a `kind`.
 
-    Raises ConfigError that begins with `where`, names the key, and says what an unknown one may
-    have been meant to be.
+    Raises ConfigError that begins with `where`, names the key, and suggests the key that an unknown
+    one may stand for.
     """
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(content, kind)
     except UNREADABLE as exc:
         unknown, problem = _UNKNOWN.fullmatch(str(exc)), str(exc)
         if unknown:
@@ -143,7 +144,8 @@ def settings_of(given: Any, kind: type[_T], where: str) -> _T:
 
 
 def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
-    """What the field may be that an error of msgspec names, where it is one of a few words."""
+    """Return the allowed words of the field that an error of msgspec names; empty if it is no
+    choice."""
     name = problem.rpartition("`$.")[2].rstrip("`")
     types = [it.type for it in msgspec.structs.fields(kind) if it.name == name]
     literals = [get_args(it) for it in types if get_origin(it) is Literal]
@@ -152,7 +154,7 @@ def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
 
 
 def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:
-    """The best of the keys that are alike, those of the same section before others."""
+    """Return the most similar known key; keys of the same section come before others."""
     known = dict(_sections(kind))
     here = known.get(section or "", [])
     names = {f"{at}.{name}" if at else name: name for at in known for name in known[at]}
@@ -166,7 +168,7 @@ def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:
 
 
 def _sections(kind: type[msgspec.Struct], at: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The keys of a struct and of those in it, by where they stand."""
+    """Yield the keys of a struct and of structs in it, by their section."""
     fields = msgspec.structs.fields(kind)
     yield at, [field.encode_name for field in fields]
     for field in fields:

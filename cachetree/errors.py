@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 UNREADABLE: Final = (ValueError, RecursionError)
-"""What decoders raise of a file that is not what it should be: another form (all errors of
-msgspec), text that is not UTF-8, dates that do not exist; nesting too deep, also in a field that
-nobody knows and that is skipped."""
+"""Errors that decoders raise for a malformed file: another form (all errors of msgspec), text that
+is not UTF-8, impossible dates; nesting too deep, even in an unknown field that is skipped."""
 
 
 class CacheTreeError(Exception):
@@ -48,11 +47,11 @@ class ProfileError(CacheTreeError):
 
 
 class PinRefused(CacheTreeError):
-    """Pins may not keep so much. The message says how much they have and how much they may."""
+    """Pins may not keep so much. The message says how much they have and how much they may have."""
 
 
 class OrderDenied(CacheTreeError):
-    """A worker did not do what it was told. The message says why, and what to change."""
+    """A worker did not carry out an order. The message says why, and what to change."""
 
 
 class FetchError(CacheTreeError):
@@ -79,16 +78,17 @@ _Error = TypeVar("_Error", bound=CacheTreeError)
 
 
 def without_frames(error: _Error) -> _Error:
-    """The same error, to be kept: the frames that it came through would keep what they view."""
+    """Return the error without its traceback, to be stored: the traceback's frames would keep the
+    memory that they view."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def printable(text: str) -> str:
-    """What others have said, on one line, and with nothing that a terminal would obey."""
+    """Return a text from others on one line, without anything that a terminal would obey."""
     return "".join(it if it.isprintable() else " " for it in text)
 
 
 def written(path: Path) -> str:
-    """A path as its user wrote it, and where that is looked for; for messages."""
+    """Return a path as its user wrote it, and the absolute path; for messages."""
     return str(path) if path.is_absolute() else f"{path} (relative to {Path.cwd()})"

@@ -1,4 +1,4 @@
-"""Replace the content of a user's file."""
+"""Replacement of a user's file, and locks on files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cachetree.errors import ConfigError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a place to write to, which becomes the file's content at the end of the block.
+    """Yield a path to write to, which becomes the file's content at the end of the block.
 
     A reader sees the old content or the new one, whole. A link stays a link, and its target gets
-    the content. A device or pipe is written itself. Raises OSError.
+    the content. A device or pipe is written directly. Raises OSError.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -16,37 +16,38 @@ ModelId = NewType("ModelId", str)
 """Hex digest of a model's content: config, weights, adapter, tokenizer. Never a name."""
 
 Location = NewType("Location", str)
-"""Where an entry lives: `LOCAL`, `DISK`, the address of a remote worker (`tcp://host:port`), or
-a namespace of the engine's own KV pool (`pool:name`)."""
+"""Place of an entry: `LOCAL`, `DISK`, the address of a remote worker (`tcp://host:port`), or a
+namespace of the engine's own KV pool (`pool:name`)."""
 
 LOCAL: Final = Location("local")
-"""In this process's memory."""
+"""This process's memory."""
 
 DISK: Final = Location("disk")
-"""In the directory that this process keeps."""
+"""The directory that this process keeps."""
 
 POOL_PREFIX: Final = "pool:"
 
 PAGE_HASH_BYTES: Final = 16
 
 MAX_LAYERS: Final = 1024
-"""No model has more: it bounds what others may say of one."""
+"""Most layers of a model; it bounds what others may claim."""
 
 
 def is_pool(location: Location) -> bool:
-    """Whether it is a namespace of the engine's own KV pool."""
+    """Return whether a location is a namespace of the engine's own KV pool."""
     return location.startswith(POOL_PREFIX)
 
 
 def nearness(location: Location) -> int:
-    """Larger is nearer: where nothing is measured, what is near is taken to be faster."""
+    """Return how near a location is; larger is nearer. Without measurements a nearer one counts as
+    faster."""
     return 2 if is_pool(location) else int(location == LOCAL)
 
 
 class Span(msgspec.Struct, frozen=True, order=True, gc=False):
     """Half-open range `[start, stop)` of layers or of pages.
 
-    A struct, as most calls make one: a frozen dataclass takes four times as long.
+    A struct, because most calls make one: a frozen dataclass takes four times as long.
     """
 
     start: int
@@ -70,7 +71,7 @@ EMPTY_SPAN: Final = Span(0, 0)
 
 
 def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
-    """Which of several things of these sizes, side by side, `span` meets, and where in each.
+    """Yield the things, of these sizes and side by side, that `span` meets, and the part of each.
 
     >>> list(parts_of([4, 4], Span(3, 5)))
     [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=1))]
@@ -98,18 +99,19 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
 
 Part = NewType("Part", int)
-"""What an entry has of its pages: KV of all layers (`KV`), or E of the layer of this number."""
+"""The part of its pages' state that an entry has: KV of all layers (`KV`), or E of the layer of
+this number."""
 
 KV: Final = Part(-1)
 
 
 def part_of(step: Step) -> Part:
-    """The part that a step belongs to."""
+    """Return the part to which a step belongs."""
     return KV if step.kind is Kind.KV else Part(step.layer)
 
 
 def steps_of(part: Part, num_layers: int) -> tuple[Step, ...]:
-    """All that a part consists of, in the order in which it is kept."""
+    """Return all steps of a part, in the order in which they are stored."""
     if part == KV:
         return tuple(Step(Kind.KV, layer) for layer in range(num_layers))
     return (Step(Kind.E, part),)

@@ -1,4 +1,4 @@
-"""Names of models for a person, beside their ids by content."""
+"""Names of models for people, beside their ids by content."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ MAX_HEARD: Final = 1024
 
 _ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _ODD: Final = re.compile(r"[^\w./:@+-]")
-"""What a terminal, a log line or a reader could take for something else."""
+"""Characters that a terminal, a log line or a reader could misread."""
 
 
 class ModelNames:
-    """The table of names of one process: its own models', and those that peers say. Any thread."""
+    """The table of names of one process: its own models', and names from peers. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_heard = 0
         self._supposed = set[str]()
         self.now: Mapping[str, str] = {}
-        """By model id. Replaced and never changed, so that a reader needs no lock."""
+        """Names by model id. The mapping is replaced and never changed, so a reader needs no
+        lock."""
 
     def call(self, model: ModelId, name: str) -> None:
-        """Name a model of this server, in place of what a peer has said."""
+        """Name a model of this server; replaces a peer's name for it."""
         with self._lock:
             self.now = {**self.now, model: _tidy(name)}
 
     def suppose(self, names: Mapping[str, str]) -> None:
-        """Take names by model id, each until this server or a peer says another."""
+        """Take names by model id, each until this server or a peer gives another."""
         with self._lock:
             new = {it: _tidy(name) for it, name in names.items() if it not in self.now}
             self._supposed |= new.keys()
             self.now = {**self.now, **new}
 
     def hear(self, model: ModelId, name: str) -> None:
-        """Take what a peer says. The first name stays: no peer renames another's model."""
+        """Take a peer's name for a model. The first name stays: no peer renames another's model."""
         with self._lock:
             is_free = model not in self.now or model in self._supposed
             if name and is_free and self._num_heard < MAX_HEARD:
@@ -52,15 +53,15 @@ class ModelNames:
 
 
 def with_names(text: str, names: Mapping[str, str]) -> str:
-    """A text, with `name (first eight digits)` for each model id that has a name.
+    """Write `name (first eight digits)` for each model id in a text that has a name.
 
     >>> with_names("of " + 32 * "a", {32 * "a": "base"})
     'of base (aaaaaaaa)'
     """
 
-    def named(it: re.Match[str]) -> str:
-        name = names.get(it[0])
-        return f"{name} ({it[0][:8]})" if name else it[0]
+    def named(match: re.Match[str]) -> str:
+        name = names.get(match[0])
+        return f"{name} ({match[0][:8]})" if name else match[0]
 
     return _ID.sub(named, text)
 

@@ -1,4 +1,4 @@
-"""What a cache says of itself: all of it in numbers, and one log line for each fetch."""
+"""The state of a cache in numbers, and one log line for each fetch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetches from one location since it is there, once their reader let go of them."""
+    """Fetches from one location since it exists, counted when their reader releases them."""
 
     location: Location
     num_bytes: int
     outcomes: dict[str, int]
-    """`ok`, or the error's name, to how many."""
+    """Number of fetches by outcome: `ok`, or the error's name."""
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,30 +39,31 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     host_bytes: int
     held_bytes: int
-    """Of `num_bytes`, what cannot be evicted now."""
+    """Bytes, part of `num_bytes`, that cannot be evicted now."""
     num_pages: int
-    """In memory, counted once per model."""
+    """Number of pages in memory, counted once per model."""
     num_evictions: int
-    """Entries that left memory for others, or were told to."""
+    """Number of entries that left memory, for room or by order."""
     staging_bytes_in_use: int
     staging_bytes: int
     fetches: tuple[FetchCounts, ...]
-    """By this process, from here, its tiers and its peers."""
+    """Fetches by this process, from here, its tiers and its peers."""
     peers: tuple[PeerStatus, ...]
     worker: Status | None
-    """None where this cache does not serve."""
+    """State of the worker; None if this cache does not serve."""
     worker_turn_age_s: float
-    """Since the worker's thread last turned, which it does several times a second."""
+    """Seconds since the worker's thread last turned; it does so several times a second."""
     disk: DiskStatus | None
-    """None where nothing is kept on disk."""
+    """State of the disk; None without a disk."""
     tiers: Mapping[Location, msgspec.Struct]
-    """What each tier says of itself, the disk included."""
+    """State of each tier, the disk included."""
     paused_tiers: Mapping[Location, bool]
-    """Whether each tier fails or hangs, and is not read for now."""
+    """True for each tier that fails or hangs, and is not read for now."""
 
 
 class FetchLog:
-    """Thread-safe. Lines go to the logger `cachetree.fetch` at INFO, as key=value."""
+    """Counts and logs fetches. Thread-safe. Lines go to the logger `cachetree.fetch` at INFO, as
+    key=value."""
 
     def __init__(self, page_tokens: int, names: ModelNames) -> None:
         self._page_tokens = page_tokens
@@ -72,7 +73,7 @@ class FetchLog:
         self._num_bytes: Counter[Location] = Counter()
 
     def note(self, plan: Plan, staging: Staging) -> None:
-        """The reader has let go of `staging`."""
+        """Count and log a fetch that its reader has released."""
         error = staging.error
         outcome = type(error).__name__ if error else OK
         with self._lock:
@@ -81,10 +82,10 @@ class FetchLog:
         if log.isEnabledFor(logging.INFO):
             log.info("%s", printable(self._line(plan, staging, outcome)))
 
-    def counts(self, there: Collection[Location]) -> tuple[FetchCounts, ...]:
-        """Of the locations that are there now; what was counted of others is forgotten."""
+    def counts(self, present: Collection[Location]) -> tuple[FetchCounts, ...]:
+        """Return the counts of the present locations; counts of others are deleted."""
         with self._lock:
-            for gone in self._outcomes.keys() - there:
+            for gone in self._outcomes.keys() - present:
                 del self._outcomes[gone], self._num_bytes[gone]
             return tuple(
                 FetchCounts(

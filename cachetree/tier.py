@@ -1,5 +1,5 @@
-"""What a cache asks of a further place that keeps entries, a disk or a store of the cluster, and
-what these are made of: worker threads, and one of them that writes behind a tree."""
+"""Tiers: further places that keep a cache's entries, such as a disk or a store of the cluster. Also
+their parts: worker threads, and a writer that stores a tree's entries in the background."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 _NICENESS: Final = 10
 MAX_WAITING: Final = 4096
-"""Entries that wait to be written; they hold page hashes, no pages."""
+"""Most entries that wait to be written; they hold page hashes, no pages."""
 _MAX_WRITE_S: Final = 60.0
 GRACE_S: Final = 1.0
-"""For the call that is under way when it is time to end."""
+"""Seconds that a running call has left when it is time to end."""
 
 STALL_S: Final = 2.0
-"""Seconds after which a call that has not returned is taken to hang."""
+"""Seconds after which a call that has not returned counts as hanging."""
 
 NoteSpeed = Callable[[int, float, FetchError | None], None]
-"""Of each fetch that has ended: takes the bytes that it read, the seconds that they took, and what
+"""Called for each fetch that has ended, with the bytes read, the seconds taken, and the error that
 ended it early."""
 
 
 class Search:
-    """A question to a tier: over when what it found is in the tree, or at its deadline."""
+    """A question to a tier; over once its results are in the tree, or at its deadline."""
 
     def __init__(self, deadline: Deadline) -> None:
         self.deadline: Final = deadline
@@ -48,57 +48,58 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody need wait for it any more."""
+        """Return whether no thread needs to wait for it any more."""
         return self._answered.is_set() or self.deadline.has_passed
 
     def end(self) -> None:
-        """The tier has answered; from any thread."""
+        """End the search: the tier has answered; from any thread."""
         self._answered.set()
 
 
 class Tier(Protocol):
-    """Keeps entries at a location of its own, and shows the tree which.
+    """Keeps entries at a location of its own, and shows them to the tree.
 
     It learns of new entries from the tree. `fetch`, `note_use` and `search` return at once and
-    raise nothing; whatever goes wrong is a miss.
+    raise nothing; any problem is a miss.
     """
 
     @property
     def location(self) -> Location:
-        """Of its entries, in the tree and in plans; it never changes."""
+        """Location of its entries, in the tree and in plans; it never changes."""
 
     @property
     def num_readers(self) -> int:
-        """Fetches that it reads at once; others wait for their turn."""
+        """Number of fetches that it reads at once; others wait for their turn."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing can be read now, so that `match` leaves it out; any thread."""
+        """Return whether nothing can be read now, so that `match` leaves the tier out; any
+        thread."""
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        """Fill `staging` in a thread of its own; what goes wrong fails it."""
+        """Fill `staging` in a thread of its own; a problem fails `staging`."""
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """These pages were read from memory: here too they are not the ones to go."""
+        """Count these pages, which were read from memory, as used in the tier, too."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        """Find out how much of a prompt is here; over at once where the tree knows already."""
+        """Find out how much of a prompt the tier has; over at once if the tree knows it already."""
 
     def status(self) -> msgspec.Struct:
-        """What an operator is shown; from any thread."""
+        """Return the state for the operator; from any thread."""
 
     def close(self) -> None:
-        """Idempotent; takes seconds at most."""
+        """End the tier. Idempotent; takes seconds at most."""
 
 
 MakeTier = Callable[[CacheTree, NoteSpeed], Tier]
-"""Raises ConfigError where the tier cannot work."""
+"""Makes a tier; raises ConfigError if it cannot work."""
 
 
 def lower_priority() -> None:
     """Have the calling thread run after others, if the system can tell threads apart.
 
-    Nor does it take a processor from whoever computes there when it wakes (`SCHED_BATCH`).
+    When it wakes, it does not take a processor from a computing thread either (`SCHED_BATCH`).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -106,12 +107,12 @@ def lower_priority() -> None:
 
 
 def _ignore(_item: object, _error: Exception) -> None:
-    """If no thread waits for an item."""
+    """Ignore an error; for items that no thread waits for."""
 
 
 class WorkerThread(Generic[T]):
-    """A daemon thread, or several, that take what is put, in order: their calls may hang, and the
-    end of the process does not wait for them."""
+    """One or several daemon threads that take items in order. Their calls may hang; the end of the
+    process does not wait for them."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class WorkerThread(Generic[T]):
         num_threads: int = 1,
         fail: Callable[[T, Exception], None] = _ignore,
     ) -> None:
-        """`take` goes through what is put, in each thread. If it raises, the thread gives the item
-        under way to `fail`, and all that it takes later. `fail` must not raise."""
+        """Run `take` over the items in each thread. If it raises, the thread gives the current item
+        and all later ones to `fail`, which must not raise."""
         self._name: Final = name
         self._take: Final = take
         self._fail: Final = fail
@@ -141,19 +142,19 @@ class WorkerThread(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """Put, and not taken yet."""
+        """Number of items put and not yet taken."""
         return self._waiting.qsize()
 
     def put(self, item: T) -> bool:
-        """False where it is closed."""
+        """Add an item; False if closed."""
         with self._putting:
             if not self._is_closed:
                 self._waiting.put(item)
             return not self._is_closed
 
     def close(self, timeout_s: float) -> bool:
-        """Have what was put taken; whether the threads have ended by then. One that hangs is left
-        behind."""
+        """Wait until all items are taken; return whether the threads have ended by then. A hanging
+        thread is left behind."""
         with self._putting:
             self._is_closed = True
             for _ in self._threads:
@@ -169,7 +170,7 @@ class WorkerThread(Generic[T]):
         def items() -> Iterator[T]:
             for item in iter(self._waiting.get, None):
                 under_way.append(item)
-                del item  # While this waits for the next one, nothing keeps the last.
+                del item  # While this waits for the next item, nothing keeps the last one.
                 yield under_way[0]
                 under_way.clear()
 
@@ -186,14 +187,14 @@ class WorkerThread(Generic[T]):
 
 
 class Calls:
-    """Calls under way to a disk or a storage, which may hang. Entered around each; thread-safe."""
+    """Running calls to a disk or a storage, which may hang. Entered around each; thread-safe."""
 
     def __init__(self, clock: Clock, stall_s: float) -> None:
         self._clock: Final = clock
         self._stall_s: Final = stall_s
         self._lock = threading.Lock()
         self._begun_at_s: dict[int, float] = {}
-        """Begin of each call, by thread."""
+        """Start of each call, by thread."""
 
     def __enter__(self) -> None:
         with self._lock:
@@ -205,14 +206,15 @@ class Calls:
 
     @property
     def have_stalled(self) -> bool:
-        """Whether the oldest call takes longer than `stall_s`."""
+        """Return whether the oldest call takes longer than `stall_s`."""
         now_s = self._clock()
         with self._lock:
             return now_s - min(self._begun_at_s.values(), default=now_s) > self._stall_s
 
 
 class MoveBarrier:
-    """Threads enter it around each move of an entry, several at once; `stopped` keeps them out."""
+    """A barrier for moves of entries. Threads enter it around each move, several at once; `stopped`
+    keeps them out."""
 
     def __init__(self) -> None:
         self._may_begin = threading.Lock()
@@ -230,8 +232,8 @@ class MoveBarrier:
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[bool]:
-        """Wait until the moves under way have ended, and let none begin inside the block; False if
-        one has not ended by then, or another thread still stops them."""
+        """Wait until running moves have ended, and let none start inside the block. Yields False if
+        one has not ended in time, or if another thread still stops them."""
         deadline = Deadline.after(timeout_s)
         if not self._may_begin.acquire(timeout=timeout_s):
             yield False
@@ -247,20 +249,20 @@ class MoveBarrier:
 
 
 IsOver = Callable[[], bool]
-"""Whether the time to write is over: nothing more should be begun."""
+"""Returns whether the time to write is over, so that nothing more should be started."""
 
 Write = Callable[[Change, Lease, IsOver], bool]
-"""Whether pages of an entry were written in time; called in a thread, perhaps before whoever made
-it has.
+"""Returns whether pages of an entry were written in time. Called in a thread, perhaps before the
+thread that made the entry continues.
 
-Raises StaleEntry where its bytes were taken away meanwhile.
+Raises StaleEntry if the bytes were taken away meanwhile.
 """
 
 
 class WriteBehind:
-    """Has every entry that comes into a tree written by a thread of its own, leased meanwhile.
+    """Has a thread write every entry that is added to a tree, leased meanwhile.
 
-    What is evicted before its turn, or comes while too many wait, is late and not written.
+    An entry that is evicted before its turn, or added while too many wait, is late and not written.
     """
 
     def __init__(
@@ -272,11 +274,12 @@ class WriteBehind:
         clock: Clock,
         num_at_once: Callable[[Change], int],
     ) -> None:
-        """`write` takes entries to `location`, `num_at_once` pages in a call; what it raises is
-        logged."""
+        """Start the thread. `write` stores entries at `location`, `num_at_once` pages in a call;
+        its exceptions are logged."""
         self.num_late = 0
         self.moves: Final = MoveBarrier()
-        """What one call writes, from before it is leased until it is no more."""
+        """Barrier around each call's entries, from before they are leased until they are
+        released."""
         self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
@@ -286,23 +289,24 @@ class WriteBehind:
         self._num_at_once: Final = num_at_once
         self._clock: Final = clock
         self._thread: WorkerThread[Change] = WorkerThread(name, self._write_all, fail=self._lose)
-        there, self._unsubscribe = tree.subscribe(self._note)
-        for change in there:
+        present, self._unsubscribe = tree.subscribe(self._note)
+        for change in present:
             self._note(change)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits until then; whether the thread has ended soon after. Idempotent."""
+        """Write waiting entries until then; return whether the thread has ended soon after.
+        Idempotent."""
         self._unsubscribe()
         self._closes_at_s = min(self._closes_at_s, self._clock() + timeout_s)
         return self._thread.close(timeout_s + GRACE_S)
 
     def is_over(self) -> bool:
-        """As `IsOver`; any thread."""
+        """Return whether time is over, like `IsOver`; any thread."""
         return self._clock() >= self._closes_at_s
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """What this thread commits meanwhile is written already."""
+        """Leave out entries that this thread commits inside the block: they are already written."""
         self._unheard.add(threading.get_ident())
         try:
             yield
@@ -310,7 +314,7 @@ class WriteBehind:
             self._unheard.discard(threading.get_ident())
 
     def _note(self, change: Change) -> None:
-        """Called under the tree's lock."""
+        """Queue a change. Called with the tree's lock held."""
         if not change.added or threading.get_ident() in self._unheard:
             return
         if self._thread.num_waiting >= MAX_WAITING or not self._thread.put(change):
@@ -324,13 +328,13 @@ class WriteBehind:
         for change in changes:
             try:
                 is_late = not self._is_written(change)
-                self.num_late += is_late  # Without a call meanwhile: other threads add to it, too.
+                self.num_late += is_late  # No call in between: other threads add to it, too.
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
-        """Before it what it hangs on, where that could not be written in its time or has been lost
-        since: without it nothing that comes later would ever be found."""
+        """Write an entry. Its parents are written first if they were late or have been lost:
+        without them no later entry would ever be found."""
         tree, model, part, parent = self._tree, change.model, change.part, change.parent
         line = [change]
         if parent is not None and not tree.remote.has(self._location, model, parent, part):

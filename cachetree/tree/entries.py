@@ -1,7 +1,6 @@
-"""What the tree consists of: nodes, and the entries in them: the KV of a model, or E of one layer.
+"""Nodes of the tree, and their entries: the KV of a model, or E of one layer.
 
-E is an entry like KV, under a key of its own, and as KV it is in a node only with all that is above
-it. So the last node with an entry says how far that part of the model reaches.
+E is an entry like KV, under a key of its own. The package's docstring states what must hold.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ RemoteKey = tuple[Location, ModelId, Part]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Local pages that came or went; what a worker advertises.
+    """Local pages that were added or removed; a worker advertises it.
 
-    Additions name the parent before its children do, removals children before their parent, so
-    a reader that applies them in order always sees whole prefixes.
+    Additions name the parent before its children do, removals children before their parent. So a
+    reader that applies them in order always sees whole prefixes.
     """
 
     added: bool
     model: ModelId
     part: Part = KV
     parent: PageHash | None
-    """The page before the first of `pages`; None at the root."""
+    """Page before the first of `pages`; None at the root."""
     pages: tuple[PageHash, ...]
 
     def slice(self, pages: Span) -> Change:
-        """Of some of the pages, counted from the first."""
+        """Return the change for some of the pages, counted from the first."""
         if len(pages) == len(self.pages):
             return self
-        return Change(  # In a fifth of the time that `replace` takes.
+        return Change(  # five times as fast as `replace`
             added=self.added,
             model=self.model,
             part=self.part,
@@ -47,16 +46,17 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def slices(self, num_pages: int) -> Iterator[Change]:
-        """One after the other, each of so many of the pages, the last one of those that remain."""
+        """Yield the change in parts of `num_pages` pages; the last part has the remaining ones."""
         for start in range(0, len(self.pages), num_pages):
             yield self.slice(Span(start, min(start + num_pages, len(self.pages))))
 
 
 class Hold:
-    """Keeps the local entries of a run of pages; a lease, a reservation or a pin owns each one.
+    """Keeps the local entries of a run of pages; a lease, a reservation or a pin owns each hold.
 
-    Page `stop`, counted from the root, is the first one after the run: where a held node is split
-    there, the tail goes free. What stands before the run stays anyway, as eviction is leaf first.
+    Page `stop`, counted from the root, is the first one after the run. If a held node is split
+    there, the tail is no longer held. Pages before the run stay in any case: eviction is leaf
+    first.
     """
 
     __slots__ = ("entries", "stop", "until_s")
@@ -64,7 +64,7 @@ class Hold:
     def __init__(self, stop: int, until_s: float = inf) -> None:
         self.stop: Final = stop
         self.until_s: Final = until_s
-        """When it ends by itself."""
+        """Time at which it ends by itself."""
         self.entries: set[LocalEntry] = set()
 
     def add(self, entry: LocalEntry) -> None:
@@ -76,7 +76,7 @@ _NOBODY: Final[frozenset[Hold]] = frozenset()
 
 
 class RemoteEntry:
-    """What is said to be elsewhere of all pages of one node."""
+    """The claim that a location has all pages of one node."""
 
     __slots__ = ("key", "node", "num_children", "order", "source")
 
@@ -90,11 +90,12 @@ class RemoteEntry:
         self.node: Final = node
         self.key: Final = key
         self.source: Final = source
-        """What has the pages there; only the location knows it."""
+        """The location's own object that has the pages there; only the location knows its type."""
         self.order: Final = order
-        """Of one location, the coldest first; those with children need not be in it."""
+        """Entries of one location, the coldest first; entries with children may be missing in
+        it."""
         self.num_children = 0
-        """Child nodes that have an entry of the same key."""
+        """Number of child nodes that have an entry of the same key."""
 
     @property
     def parent(self) -> RemoteEntry | None:
@@ -102,7 +103,7 @@ class RemoteEntry:
         return above.remote.get(self.key) if above else None
 
     def change(self, *, added: bool) -> Change:
-        """Its pages come, or go."""
+        """Return the change that adds or removes the entry's pages."""
         return _change(self.node, *self.key[1:], added=added)
 
     def use(self) -> None:
@@ -110,7 +111,7 @@ class RemoteEntry:
         self.order.move_to_end(self)
 
     def split(self, tail: Node) -> RemoteEntry:
-        """That of the node which is cut off this one's."""
+        """Split off the entry of the node that is cut off this entry's node."""
         entry = RemoteEntry(tail, self.key, self.order, self.source)
         entry.num_children, self.num_children = self.num_children, 1
         if self in self.order:
@@ -122,7 +123,7 @@ class LocalEntry:
     """KV or E of one node in this process's memory: pages `[first, first + node.num_pages)` of the
     slab.
 
-    E hangs on two: on E of the node above, and on the KV beside it, which leaves after it.
+    E has two parents: E of the node above, and the KV beside it, which leaves after it.
     """
 
     __slots__ = ("first", "holds", "key", "last_use", "node", "num_children", "slab", "used_at_s")
@@ -133,30 +134,30 @@ class LocalEntry:
         self.slab: Final = slab
         self.first: Final = first
         self.num_children = 0
-        """Entries that hang on it."""
+        """Number of entries that have this one as a parent."""
         self.holds: frozenset[Hold] = _NOBODY
-        # The eviction's: the number of the last walk that ended here, or below in what has since
-        # been evicted; and when, where there is a time to live.
+        # Numbers of the eviction. The last walk that ended here, or below in entries that have
+        # since been evicted; and its time if there is a time to live.
         self.last_use = 0
         self.used_at_s = 0.0
 
     @property
     def parents(self) -> list[LocalEntry]:
-        """What it hangs on, the KV beside it first."""
+        """Entries that must leave after this one, the KV beside it first."""
         model, part = self.key
         above = self.node.parent
-        found = [] if part == KV else [self.node.local[model, KV]]
+        parents = [] if part == KV else [self.node.local[model, KV]]
         if above is not None and self.key in above.local:
-            found.append(above.local[self.key])
-        return found
+            parents.append(above.local[self.key])
+        return parents
 
     def change(self, *, added: bool) -> Change:
-        """Its pages come, or go."""
+        """Return the change that adds or removes the entry's pages."""
         return _change(self.node, *self.key, added=added)
 
     @property
     def pages(self) -> Span:
-        """Which pages of the slab they are."""
+        """Pages of the slab that the entry has."""
         return Span(self.first, self.first + self.node.num_pages)
 
     @property
@@ -173,11 +174,7 @@ def _change(node: Node, model: ModelId, part: Part, *, added: bool) -> Change:
 
 
 class Node:
-    """Consecutive pages, and who has them.
-
-    Every entry covers all of them. The keys in a child are a subset of its parent's: a match is
-    prefix-closed for each key, so a node without entries has no children.
-    """
+    """Consecutive pages, and the entries that cover all of them."""
 
     __slots__ = ("children", "local", "num_pages", "pages", "parent", "remote", "start")
 
@@ -186,7 +183,7 @@ class Node:
         self.pages = pages
         self.num_pages = len(pages)
         self.start: int = parent.stop if parent else 0
-        """How many pages stand before this node."""
+        """Number of pages before this node."""
         self.children: dict[PageHash, Node] = {}
         self.local: dict[LocalKey, LocalEntry] = {}
         self.remote: dict[RemoteKey, RemoteEntry] = {}
@@ -200,7 +197,8 @@ class Node:
         return self.parent.pages[-1] if self.parent and self.parent.pages else None
 
     def num_common(self, index: int, pages: tuple[PageHash, ...], offset: int) -> int:
-        """How many leading pages this node from page `index` on and `pages[offset:]` share."""
+        """Return how many pages of this node, from page `index` on, equal the first of
+        `pages[offset:]`."""
         theirs = pages[offset : offset + self.num_pages - index]
         ours = self.pages[index : index + len(theirs)]
         if ours == theirs:
@@ -208,7 +206,8 @@ class Node:
         return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
 
     def walk(self) -> Iterator[Node]:
-        """The nodes below this one, parents before children; any of them may be taken out."""
+        """Yield the nodes below this one, parents before children. The caller may remove any of
+        them."""
         pending = list(self.children.values())
         while pending:
             node = pending.pop()
@@ -216,14 +215,15 @@ class Node:
             yield node
 
     def bottom_up(self, goes_below: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-        """This node and those below it, children before parents.
+        """Yield this node and those below it, children before parents.
 
-        As it goes on, any of them may be taken out or split.
+        The caller may remove or split any of them meanwhile.
         """
         pending = [(self, -1)]
         while pending:
             node, num_pages = pending.pop()
-            # Its children came before it, and none was cut off; or they are not asked for.
+            # Its children were yielded before it, and none was cut off; or the caller does not want
+            # them.
             if num_pages == node.num_pages or not goes_below(node):
                 yield node
             else:
@@ -231,14 +231,14 @@ class Node:
                 pending += [(it, -1) for it in node.children.values()]
 
     def cut(self, num_pages: int) -> None:
-        """Keep the first pages only."""
+        """Keep only the first pages."""
         self.pages, self.num_pages = self.pages[:num_pages], num_pages
 
     def split(self, index: int) -> Node:
         """Cut before page `index`; this node keeps the head, the tail is returned.
 
-        Storage is divided by arithmetic, nothing is copied. The caller tells the index and the
-        eviction policy.
+        Storage is divided by arithmetic; nothing is copied. The caller updates the index and the
+        eviction.
         """
         children = self.children
         tail_pages = self.pages[index:]

@@ -1,7 +1,7 @@
-"""The local entry that goes next: the least recently used. With a time to live, the unused go too.
+"""The order in which local entries are evicted: the least recently used first. With a time to live,
+unused entries are evicted, too.
 
-The disk store below the tree keeps to LRU: what it moves between its files follows the order of
-use, whatever memory does.
+The disk store below the tree always uses LRU: its moves between files follow the order of use.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Item = tuple[int, int, LocalEntry]
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What leaves memory unasked, and how much may be kept in it by force."""
+    """Settings for what leaves memory by itself, and for how much pins may keep in it."""
 
     ttl_s: float | None = None
-    """Entries in memory that nobody has used for so long go at the next sweep, which comes with
-    every new entry; None keeps them until room is needed."""
+    """Seconds after which an unused entry leaves memory, at the next sweep; every new entry starts
+    one. None keeps entries until room is needed."""
     max_pinned_share: float = 0.5
-    """Of the budget of memory, how much pins may keep at once."""
+    """Share of the memory's budget that pins may keep at once."""
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.ttl_s > 0:
@@ -41,19 +41,20 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Eviction:
-    """Local entries that may go, least recently used first. The tree calls it under its lock.
+    """Local entries that may be evicted, least recently used first. The tree calls it with its lock
+    held.
 
-    A walk is noted at the entry where it ended only, and counts for all above that one too. It need
-    not be noted there: eviction is leaf first, so an entry's turn comes when the last one below it
-    has gone, which leaves it its last use.
+    A walk is noted only at the entry where it ended, and counts for all entries above that one,
+    too. Eviction is leaf first: an entry's turn comes after the last one below it, which passes its
+    last use on.
 
-    A use only ever raises a number, and costs nothing here: an entry that comes first with a number
-    that is no longer its own goes back under the right one. One that comes first while it has
-    children or is held is left out, until it is put in again. So no search meets the same obstacle
+    A use only raises a number, and costs nothing more. An entry that reaches the front with an
+    outdated number goes back under its right one. An entry that reaches the front while it has
+    children or is held is left out, until it is added again. So no search meets the same obstacle
     twice.
 
-    Most come with the largest number so far, and wait in a line. With all in one heap, whose depth
-    is walked for each that leaves it, an eviction takes a fifth longer.
+    Most new items have the largest number so far, and wait in a line. With all items in one heap,
+    which costs a walk through its depth for each item, an eviction takes a fifth longer.
     """
 
     def __init__(self, ttl_s: float | None, clock: Clock) -> None:
@@ -61,18 +62,18 @@ class Eviction:
         self._clock = clock
         self._num_uses = 0
         self._queued: dict[LocalEntry, int] = {}
-        """The use under which each one lies below; what lies there under another is void."""
+        """Use under which each entry is queued; items of it with another use are void."""
         self._line: deque[_Item] = deque()
         self._heap: list[_Item] = []
         self._num_put = 0
 
     def add(self, last: LocalEntry) -> None:
-        """The last of new entries of one path; it has been used."""
+        """Add the last of new entries of one path; it has been used."""
         self.use((last,))
         self.free(last)
 
     def use(self, entries: Iterable[LocalEntry]) -> None:
-        """Walks ended at these, all at once."""
+        """Note that walks ended at these entries, all at once."""
         now_s = 0.0 if self.ttl_s is None else self._clock()
         for entry in entries:
             self._num_uses += 1
@@ -80,15 +81,17 @@ class Eviction:
             entry.used_at_s = now_s
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        """`head` has been cut in two; `tail` is new and has its children, and takes its last use.
+        """Pass the last use of `head`, which was cut in two, to `tail`, which is new and has its
+        children.
 
-        If `tail` may go, `free` says so next.
+        If `tail` may be evicted, the caller calls `free` next.
         """
         tail.last_use, head.last_use = head.last_use, 0
         tail.used_at_s = head.used_at_s
 
     def free(self, entry: LocalEntry) -> None:
-        """This one may go now: nobody holds it any more, or it was cut off one that is held."""
+        """Queue an entry that may be evicted now: its last hold ended, or it was cut off a held
+        entry."""
         last_use = entry.last_use
         if self._queued.get(entry, last_use + 1) > last_use:
             self._queued[entry] = last_use
@@ -100,7 +103,7 @@ class Eviction:
                 heappush(self._heap, item)
 
     def remove(self, entry: LocalEntry, parents: Iterable[LocalEntry]) -> None:
-        """An entry without children goes, and leaves its last use to what it hung on, which may be
+        """Remove an entry without children, and pass its last use to its parents, which may be
         next."""
         queued = self._queued
         queued.pop(entry, None)
@@ -116,7 +119,7 @@ class Eviction:
                 self.free(parent)
 
     def victims(self) -> Iterator[LocalEntry]:
-        """Evictable entries, those to go first first; each is removed before the next is asked."""
+        """Yield evictable entries in order. The caller removes each before it asks for the next."""
         while self._line or self._heap:
             line, heap = self._line, self._heap
             is_in_line = bool(line) and (not heap or line[0] < heap[0])
@@ -135,9 +138,10 @@ class Eviction:
                     self.free(entry)
 
     def expired(self) -> Iterator[LocalEntry]:
-        """As `victims`, but only those that have not been used for the time to live; with one.
+        """Yield entries like `victims`, but only those unused for the time to live, if there is
+        one.
 
-        Entries come in the order of their last uses, so the first young one ends the search.
+        Entries are ordered by their last uses, so the first young one ends the search.
         """
         assert self.ttl_s is not None
         before_s = self._clock() - self.ttl_s

@@ -1,4 +1,4 @@
-"""Page hashes: the keys of the tree, computed as SGLang computes them."""
+"""Page hashes: the keys of the tree, computed like SGLang's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TOKEN_BYTES = 4
 
 
 def page_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
-    """One SHA-256 digest per whole page of `tokens`; a last page that is not full has none.
+    """Return one SHA-256 digest per whole page of `tokens`; an incomplete last page has none.
 
     Each covers the previous page's digest (`seed` before the first) and the page's token ids as
-    32-bit little-endian integers, so it covers every token before it. `seed` is the tenant's: 32
-    bytes, or empty where there is none.
+    32-bit little-endian integers. So it covers every token before it. `seed` is the tenant's: 32
+    bytes, or empty without a tenant.
     """
     ids = _little_endian(tokens)
     page_bytes = page_size * _TOKEN_BYTES
@@ -32,10 +32,10 @@ def page_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> li
 
 
 def _little_endian(tokens: Sequence[int]) -> bytes:
-    """All token ids as 32-bit integers; raises OverflowError for one that is not of that size."""
+    """Encode all token ids as 32-bit integers; raises OverflowError for a larger or negative id."""
     if not isinstance(tokens, array) or tokens.typecode != "q":
         return np.array(array("I", tokens), "<u4").tobytes()
-    # As SGLang keeps them; the constructor of another array would go through Python's integers.
+    # SGLang keeps tokens so; the constructor of another array would make Python integers.
     ids = np.frombuffer(tokens, np.int64)
     if (ids >> 32).any():
         raise OverflowError("a token id is negative or has more than 32 bits")
@@ -43,12 +43,12 @@ def _little_endian(tokens: Sequence[int]) -> bytes:
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[PageHash]:
-    """The keys of the whole pages of `tokens`: the start of each page's digest."""
+    """Return the keys of the whole pages of `tokens`: the start of each page's digest."""
     return [PageHash(it[:PAGE_HASH_BYTES]) for it in page_digests(tokens, page_size, seed)]
 
 
 def join_hashes(pages: Sequence[PageHash]) -> bytes:
-    """The pages side by side; raises ValueError for a hash that is not of the right size."""
+    """Join the hashes of pages; raises ValueError for a hash of the wrong size."""
     hashes = b"".join(pages)
     if len(hashes) != len(pages) * PAGE_HASH_BYTES:
         raise ValueError(f"a page hash has {PAGE_HASH_BYTES} bytes")
@@ -56,10 +56,10 @@ def join_hashes(pages: Sequence[PageHash]) -> bytes:
 
 
 def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
-    """The pages that lie side by side; raises ValueError unless they are whole."""
+    """Split joined hashes; raises ValueError if one is incomplete."""
     size = PAGE_HASH_BYTES
     if len(hashes) % size:
         raise ValueError(f"{len(hashes)} bytes are not a whole number of page hashes")
-    # Naming the type of each would take longer than all the rest.
+    # Naming the type of each page would take longer than all the rest.
     pages = [hashes[at : at + size] for at in range(0, len(hashes), size)]
     return tuple(cast("list[PageHash]", pages))

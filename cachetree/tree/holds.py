@@ -1,7 +1,7 @@
-"""Handles on the tree's storage, and all that keeps local pages from eviction.
+"""Handles on the tree's storage, and everything that keeps local pages from eviction.
 
-A lease reads pages that exist, and a reservation writes new ones. Pins keep prefixes that an
-operator wants in memory.
+A lease reads existing pages, and a reservation writes new ones. Pins keep prefixes that an operator
+wants in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cachetree.tree.eviction import Eviction
 from cachetree.tree.trie import PageTrie, depth_of, upwards
 
 PagesOfSlab = tuple[Slab, Span]
-"""Consecutive ones."""
+"""Consecutive pages of a slab."""
 
 PinName = tuple[ModelId | None, PageHash]
 """The model, None for all of them, and the last page of the prefix."""
@@ -28,8 +28,8 @@ PinName = tuple[ModelId | None, PageHash]
 class Lease(Hold):
     """Keeps pages of one local model from eviction while `owner` reads them.
 
-    It ends by `release`, or when the tree sweeps it after its deadline; from then on `views` raises
-    StaleEntry. Views taken before stay readable. Safe to use from one thread at a time.
+    It ends by `release`, or when the tree sweeps it after its deadline. From then on `views` raises
+    StaleEntry. Views taken before stay readable. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -47,31 +47,31 @@ class Lease(Hold):
         self._slabs = {part: _joined(of_part) for part, of_part in slabs.items()}
         self._end = end
         self.is_over = False
-        """Set by the tree."""
+        """True once the lease has ended; set by the tree."""
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
-        """KV or E of `pages` (counted from the lease's first; all by default), a view of each run:
-        `family.page_bytes(step.kind)` for each page.
+        """Return KV or E of `pages` (counted from the lease's first; all by default), a view of
+        each run: `family.page_bytes(step.kind)` for each page.
 
         Raises ValueError for a part that was not leased.
         """
         return [view for _, view in self.runs(step, pages)]
 
     def runs(self, step: Step, pages: Span | None = None) -> list[tuple[Slab, memoryview]]:
-        """`views`, each with the slab that it lies in."""
+        """Return `views`, each with its slab."""
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
         if (slabs := self._slabs.get(part_of(step))) is None:
             raise ValueError(f"the lease of {self.owner} is not of {step}")
-        found: list[tuple[Slab, memoryview]] = []
+        runs: list[tuple[Slab, memoryview]] = []
         for number, span in parts_of((len(pages) for _, pages in slabs), wanted):
             slab, all_pages = slabs[number]
             span = Span(all_pages.start + span.start, all_pages.start + span.stop)
-            found += [(slab, view) for view in slab.views(step, span)]
-        if self.is_over:  # Last: until then others may have got what it kept.
+            runs += [(slab, view) for view in slab.views(step, span)]
+        if self.is_over:  # checked last: until then its memory may have been lent again
             raise StaleEntry(f"the lease of {self.owner} has ended")
-        return found
+        return runs
 
     def release(self) -> None:
         """End the lease; a second call does nothing."""
@@ -88,8 +88,8 @@ class Reservation(Hold):
     """Room for KV or E of new pages of one model, invisible to `match` until `commit`.
 
     The owner fills the views of every step, then calls `commit`; `release` gives the room back.
-    Leaving the context without a commit releases. While it is open what it will hang on stays in
-    the tree. Safe to use from one thread at a time.
+    Leaving the context without a commit releases it. While it is open, the pages that it continues
+    stay in the tree. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -102,25 +102,26 @@ class Reservation(Hold):
     ) -> None:
         super().__init__(stop)
         self.change: Final = change
-        """What a commit publishes, unless others do so before."""
+        """Change that a commit publishes; other reservations may publish some of its pages
+        first."""
         self.pages: Final = change.pages
-        """The pages that are really new; empty where the model has all of them."""
+        """Pages that are really new; empty if the model has all of them."""
         self.skipped: Final = skipped
-        """How many leading pages the model already had."""
+        """Number of leading pages that the model had already."""
         self.slab: Final = slab
         self.steps: Final = steps_of(change.part, slab.layout.num_steps) if self.pages else ()
-        """What is to be filled; nothing where no page is new."""
+        """Steps to fill; empty if no page is new."""
         self._end = end
         self._is_open = True
 
     def views(self, step: Step) -> list[memoryview]:
-        """Writable: `len(pages) * family.page_bytes(step.kind)` bytes, mostly in one run, each of
-        which has whole pages."""
+        """Return writable memory: `len(pages) * family.page_bytes(step.kind)` bytes, mostly in one
+        run; each run has whole pages."""
         self._require_open()
         return self.slab.views(step, Span(0, len(self.pages)))
 
     def commit(self) -> None:
-        """Publish the pages. Those that another reservation published meanwhile are dropped."""
+        """Publish the pages. Pages that another reservation has published meanwhile are dropped."""
         self._require_open()
         self._is_open = False
         self._end(self, True)
@@ -143,23 +144,24 @@ class Reservation(Hold):
 
 
 class Holds:
-    """All of them in one tree, and what they keep together. Takes no lock."""
+    """All holds of one tree, and the bytes that they keep together. Takes no lock."""
 
     def __init__(self, trie: PageTrie, eviction: Eviction, max_pinned_bytes: int) -> None:
         self.open: set[Reservation] = set()
         self.leases: set[Lease] = set()
         self.num_pinned_bytes = 0
-        """That all pins keep together."""
+        """Bytes that all pins keep together."""
         self._trie: Final = trie
         self._eviction: Final = eviction
         self._max_pinned_bytes: Final = max_pinned_bytes
         self._pins: dict[PinName, Hold] = {}
-        """What stays in memory though nobody reads it, as an operator wants it."""
+        """Prefixes that stay in memory even if no request reads them, because an operator wants
+        it."""
         self._next_s = inf
-        """When the next pin ends."""
+        """Time at which the next pin ends."""
 
     def let_go(self, hold: Hold) -> None:
-        """What it kept may go, unless others keep it."""
+        """End a hold: its entries may be evicted, unless other holds keep them."""
         for entry in hold.entries:
             entry.holds -= {hold}
             if entry.is_evictable:
@@ -172,7 +174,7 @@ class Holds:
         self.let_go(lease)
 
     def end_late(self, now_s: float) -> None:
-        """Ends the leases and pins whose time is over."""
+        """End the leases and pins that are over."""
         for lease in [it for it in self.leases if it.until_s <= now_s]:
             self.end(lease)
         if now_s >= self._next_s:
@@ -182,12 +184,13 @@ class Holds:
 
     @property
     def num_bytes(self) -> int:
-        """What open reservations take, and pages that are held or above a held one."""
+        """Bytes of open reservations, of held pages, and of pages above held ones."""
         return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
-        """Whether they keep no more than so much."""
-        # Pins are many and seldom change: looked at one by one only where their sum is too much.
+        """Return whether all holds together keep at most `num_bytes`."""
+        # Pins are many and seldom change: they are summed one by one only if their quick sum is too
+        # much.
         return self.num_pinned_bytes + self._bytes_with(()) <= num_bytes or (
             self.num_bytes <= num_bytes
         )
@@ -195,9 +198,9 @@ class Holds:
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
     ) -> dict[ModelId, int]:
-        """As `CacheTree.pin`."""
+        """Pin as described in `CacheTree.pin`."""
         depths: dict[LocalKey, int] = {}
-        # Upwards, and every page compared: whoever asks may have sent what is no prompt.
+        # Upwards, comparing every page: the caller may have sent pages that are no prompt.
         for place in upwards(self._trie.compared_prefix(pages), 0):
             for key in place.node.local:
                 if model in (None, key[0]):
@@ -208,7 +211,7 @@ class Holds:
         for key, depth in depths.items():
             end = self._trie.find_local(key, pages[depth - 1])
             assert end is not None
-            self._trie.split(end.node, end.stop)  # What follows is not kept.
+            self._trie.split(end.node, end.stop)  # Pages behind the prefix are not kept.
             hold.add(end.node.local[key])
         name = model, pages[-1]
         others = [pin for it, pin in self._pins.items() if it != name]
@@ -226,7 +229,7 @@ class Holds:
         return {each: depth for (each, part), depth in depths.items() if part == KV}
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
-        """False where there is no such pin."""
+        """Remove a pin; False if it does not exist."""
         pin = self._pins.pop((model, pages[-1]), None) if pages else None
         if pin is None:
             return False
@@ -235,33 +238,33 @@ class Holds:
         return True
 
     def count_pinned(self) -> None:
-        """Look anew at the memory that pins keep."""
+        """Recompute the bytes that pins keep."""
         self.num_pinned_bytes = _kept_bytes(self._pins.values())
         self._next_s = min((pin.until_s for pin in self._pins.values()), default=inf)
 
     def _bytes_with(self, pinned: Iterable[Hold]) -> int:
-        """Of open reservations, leases and these, and all that stands above."""
+        """Bytes of open reservations, of leases, of these pins, and of all pages above."""
         new_bytes = sum([it.slab.num_bytes for it in self.open])
         return new_bytes + _kept_bytes((*self.leases, *self.open, *pinned))
 
 
 def _joined(parts: Sequence[PagesOfSlab]) -> list[PagesOfSlab]:
-    """The same pages in as few parts as may be; those of a split node become one again."""
-    found: list[PagesOfSlab] = []
+    """Return the same pages in as few parts as possible; parts of a split node are joined again."""
+    joined: list[PagesOfSlab] = []
     for slab, pages in parts:
-        if found and found[-1][0] is slab and found[-1][1].stop == pages.start:
-            pages = Span(found.pop()[1].start, pages.stop)
-        found.append((slab, pages))
-    return found
+        if joined and joined[-1][0] is slab and joined[-1][1].stop == pages.start:
+            pages = Span(joined.pop()[1].start, pages.stop)
+        joined.append((slab, pages))
+    return joined
 
 
 def _kept_bytes(holds: Iterable[Hold]) -> int:
-    """Of what they hold, and what has to stay above it."""
-    found: set[LocalEntry] = set()
+    """Bytes of held entries, and of entries that have to stay above them."""
+    kept_entries: set[LocalEntry] = set()
     pending = [entry for hold in holds for entry in hold.entries]
     while pending:
         entry = pending.pop()
-        if entry not in found:
-            found.add(entry)
+        if entry not in kept_entries:
+            kept_entries.add(entry)
             pending += entry.parents
-    return sum([entry.num_bytes for entry in found])
+    return sum([entry.num_bytes for entry in kept_entries])

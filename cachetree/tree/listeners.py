@@ -1,4 +1,4 @@
-"""Who hears of what comes into a tree and goes."""
+"""Listeners of additions to a tree and removals from it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Listener = Callable[[Change], None]
 
 
 class ChangeListeners:
-    """Two kinds of listeners. Everything is called with the tree's lock held.
+    """Two kinds of listeners. All are called with the tree's lock held.
 
-    Those of memory hear of each local entry. Those of what is kept hear of entries that are in
-    memory or on disk: that they came, perhaps twice, and that they went from both.
+    Listeners of memory get a change for each local entry. Listeners of kept entries, in memory or
+    on disk, get an addition, perhaps twice, and a removal once an entry has left both.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ChangeListeners:
             listener(change)
 
     def evicted(self, entry: LocalEntry) -> None:
-        """Called while it is still in its node."""
+        """Report an eviction. Called while the entry is still in its node."""
         if not (self.of_memory or self.of_kept):
             return
         change = entry.change(added=False)
@@ -48,7 +48,8 @@ class ChangeListeners:
                 listener(change)
 
     def noted(self, entry: RemoteEntry, *, added: bool) -> None:
-        """It came, after what is above it, or goes and is still there, after what was below."""
+        """Report a remote entry. It is called after it was added, parents first, and before it is
+        removed, children first."""
         if self.of_kept and _is_on_disk_alone(entry):
             for listener in self.of_kept:
                 listener(entry.change(added=added))

@@ -1,4 +1,4 @@
-"""Entries that are elsewhere: what workers and tiers have said that they hold."""
+"""Remote entries: pages that workers and tiers claim to have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from cachetree.tree.trie import PageTrie, Place, depth_of, nodes_to
 
 
 class RemoteEntries:
-    """Puts them into the nodes of a tree and takes them out. Thread-safe, by the tree's lock."""
+    """Puts remote entries into the nodes of a tree and removes them. Thread-safe, by the tree's
+    lock."""
 
     def __init__(self, trie: PageTrie, listeners: ChangeListeners, lock: threading.Lock) -> None:
         self._trie: Final = trie
@@ -26,18 +27,19 @@ class RemoteEntries:
         self._max_pages: dict[Location, float] = {}
         self._max_models: dict[Location, float] = {}
         self._models: defaultdict[Location, Counter[ModelId]] = defaultdict(Counter)
-        """Those that have entries, with how many first pages of prompts."""
+        """Models that have entries at a location, with the number of their prompts' first pages."""
         self.num_pages: Counter[Location] = Counter()
-        """Counted once per model and part."""
+        """Number of noted pages at each location, counted once per model and part."""
         self.num_dropped: Counter[Location] = Counter()
-        """Pages that were forgotten or left out because there were more than `limit`."""
+        """Number of pages forgotten or left out because of `limit`."""
 
     def limit(self, location: Location, max_pages: int, max_models: float = inf) -> None:
-        """Note no more pages at `location`, counted once per model and part, and no more models."""
+        """Limit the pages noted at `location`, counted once per model and part, and its models."""
         self._max_pages[location], self._max_models[location] = max_pages, max_models
 
     def leave(self, location: Location) -> None:
-        """After `forget`: its limit, and what was counted of it; nothing while it has entries."""
+        """Delete the limit and counts of `location` after `forget`; does nothing while it has
+        entries."""
         with self._lock:
             if not self.num_pages[location]:
                 for known in (self._orders, self._max_pages, self._max_models, self._models):
@@ -54,12 +56,12 @@ class RemoteEntries:
         part: Part = KV,
         source: object = None,
     ) -> int:
-        """Note that `location` has these consecutive pages after `parent`; returns how many are
-        new.
+        """Note that `location` has these consecutive pages after `parent`; return how many are new.
 
-        Pages whose parent it has not advertised, or that it has advertised at another place, could
-        never match and are left out, as are those of more models than its limit. Beyond its limit
-        of pages the coldest go, in slices. `sources` says which `source` has the new ones.
+        Two kinds of pages are left out because they could never match: pages with a parent that
+        `location` has not advertised, and pages that it has advertised at another place. Pages of
+        models beyond its limit are left out, too. Beyond its limit of pages the coldest are
+        dropped, in slices. `sources` returns the `source` of the new pages.
         """
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
@@ -78,14 +80,14 @@ class RemoteEntries:
         return num_new
 
     def has(self, location: Location, model: ModelId, page: PageHash, part: Part = KV) -> bool:
-        """Whether this page is noted there."""
+        """Return whether this page is noted at `location`."""
         with self._lock:
             return self._find((location, model, part), page) is not None
 
     def line(
         self, location: Location, model: ModelId, page: PageHash, part: Part = KV
     ) -> list[Change]:
-        """What is noted there from the root to the entry with `page`, as additions in order."""
+        """Return the noted entries from the root to the one with `page`, as additions in order."""
         key = (location, model, part)
         with self._lock:
             return [it.remote[key].change(added=True) for it in nodes_to(self._find(key, page))]
@@ -99,7 +101,7 @@ class RemoteEntries:
         *,
         is_use: bool = False,
     ) -> int:
-        """How many leading `pages` are noted at `location`."""
+        """Return how many leading `pages` are noted at `location`."""
         key = (location, model, part)
         with self._lock:
             place = self._trie.longest_prefix(pages, lambda node: key in node.remote)
@@ -110,44 +112,47 @@ class RemoteEntries:
     def sources(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[object, Span]]:
-        """What has the leading `pages` at `location`, and which of a prompt's pages those are.
-        `pages` may start anywhere."""
+        """Return the source of the leading `pages` at `location`, with the place of its pages in
+        the prompt. `pages` may start anywhere."""
         key = (location, model, part)
-        found: list[tuple[object, Span]] = []
+        sources: list[tuple[object, Span]] = []
         with self._lock:
             for node, start, stop in self._trie.path_anywhere(pages, lambda it: key in it.remote):
                 source, begin = node.remote[key].source, node.start + start
-                if found and found[-1][0] is source:
-                    begin = found.pop()[1].start
-                found.append((source, Span(begin, node.start + stop)))
-        return found
+                if sources and sources[-1][0] is source:
+                    begin = sources.pop()[1].start
+                sources.append((source, Span(begin, node.start + stop)))
+        return sources
 
     def drop(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> None:
-        """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
+        """Forget these pages at `location` and all after them, so that matches stay prefixes."""
         with self._lock:
             deque(self._dropping((location, model, part), pages), maxlen=0)
 
     def drop_in_slices(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> None:
-        """As `drop`, slower, but others have the lock between: for pages with much after them."""
+        """Drop like `drop`, more slowly, but other threads get the lock in between. Use it for
+        pages with many others after them."""
         run_in_slices(self._lock, self._dropping((location, model, part), pages))
-        self.drop(location, model, pages, part)  # What came meanwhile, and they with it.
+        self.drop(
+            location, model, pages, part
+        )  # Pages that were added meanwhile, and these pages with them.
 
     def forget(self, location: Location) -> None:
-        """Forget everything at `location`, in slices; what is added meanwhile may stay."""
+        """Forget everything at `location`, in slices; pages added meanwhile may stay."""
         run_in_slices(self._lock, self._shrinking(location, 0))
 
-    # With the lock held.
+    # Called with the lock held.
 
     def _find(self, key: RemoteKey, page: PageHash) -> Place | None:
         return self._trie.find(page, lambda node: key in node.remote)
 
     def _dropping(self, key: RemoteKey, pages: Sequence[PageHash]) -> Iterator[None]:
-        """What is noted from the first of `pages` on, node by node, children before parents; what
-        has more below it that came meanwhile stays."""
+        """Remove noted pages from the first of `pages` on, node by node, children before parents. A
+        node stays if pages below it were added meanwhile."""
 
         def has_below(node: Node) -> bool:
             entry = node.remote.get(key)
@@ -168,16 +173,18 @@ class RemoteEntries:
             yield
 
     def _shrinking(self, location: Location, max_pages: float) -> Iterator[int]:
-        """The coldest go until no more pages are noted than these; how many each of them had."""
+        """Drop the coldest entries until at most `max_pages` are noted; yield the pages of each."""
         while self.num_pages[location] > max_pages:
             entry, _ = self._orders[location].popitem(last=False)
-            is_leaf = not entry.num_children  # Others come back with the last of their children.
+            is_leaf = (
+                not entry.num_children
+            )  # Others are queued again with the last of their children.
             if is_leaf:
                 self._remove(entry)
             yield entry.node.num_pages * is_leaf
 
     def _put(self, node: Node, key: RemoteKey, source: object) -> bool:
-        """Whether it was not there."""
+        """Put an entry into a node; return whether it is new."""
         entry = node.remote.get(key)
         is_new = entry is None
         if entry is None:
@@ -194,7 +201,7 @@ class RemoteEntries:
         return is_new
 
     def _remove(self, entry: RemoteEntry) -> None:
-        """It has no children."""
+        """Remove an entry without children."""
         self._listeners.noted(entry, added=False)
         above = entry.parent
         del entry.node.remote[entry.key]

@@ -1,4 +1,4 @@
-"""Long work on a tree, in slices between which others have its lock."""
+"""Long work on a tree in slices; other threads get its lock in between."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 SLICE: Final = 16
-"""Steps, most of which look at one node, before others may have the lock."""
+"""Steps of one slice; most steps look at one node."""
 _PAUSE_S: Final = 50e-6
-"""Between two slices. A lock is not fair: whoever waits for it gets it while nobody wants it."""
+"""Seconds between two slices. A lock is not fair: a waiting thread gets it only while no other
+takes it."""
 
 
 def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE) -> Iterator[T]:
-    """What the steps say, which are done with the lock held, so many at once, as that is asked."""
+    """Yield the steps' results. Steps run with the lock held, `num_at_once` of them, when the
+    caller asks."""
     while True:
         with lock:
             some = list(islice(steps, num_at_once))
@@ -28,6 +30,6 @@ def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE
 
 
 def run_in_slices(lock: threading.Lock, steps: Iterator[object], num_at_once: int = SLICE) -> None:
-    """Do all of them."""
+    """Run all steps."""
     for _ in in_slices(lock, steps, num_at_once):
         pass

@@ -25,20 +25,16 @@ from cachetree.tree.trie import PageTrie, depth_of, find_matches, nodes_to
 
 _RETENTION: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
-"""At once: each takes twice as long as a look at a node."""
+"""Evictions in one slice: each takes twice as long as a look at a node."""
 _MOST_SWEPT: Final = 512
-"""Entries past their time to live that one sweep evicts: some 30 ms."""
+"""Most entries past their time to live that one sweep evicts: some 30 ms."""
 
 
 class CacheTree:
-    """Radix tree over page hashes, with the entries of all models of one family in its nodes.
+    """The prefix tree of one family, with the entries of all models in its nodes.
 
-    Thread-safe: one lock, held for walks and bookkeeping, never while memory is allocated or
-    copied. Local bytes, reservations in flight included, never exceed `host_bytes`. KV of a model
-    and E of each layer are entries of their own. Eviction is leaf first, the least recently used
-    first, and takes whole nodes of one key, E before its KV; leased and pinned pages and those
-    under an open reservation stay. Remote entries hold no bytes; where they are limited, the
-    coldest go, the last pages of a prompt first.
+    Thread-safe. The package's docstring states what always holds. Eviction takes the least recently
+    used first, whole nodes of one key, E before its KV.
     """
 
     def __init__(
@@ -50,8 +46,8 @@ class CacheTree:
         clock: Clock = time.monotonic,
         retention: Retention = _RETENTION,
     ) -> None:
-        """An arena of its own where there is no `memory`. Raises ConfigError."""
-        Layout.of(family, 1, KV)  # Raises ConfigError where the codec does not fit the model.
+        """Without `memory` it makes an arena of its own. Raises ConfigError."""
+        Layout.of(family, 1, KV)  # Raises ConfigError if the codec does not fit the model.
         self.family: Final = family
         self.host_bytes: Final = host_bytes
         self.memory: Final[Pool] = Arena(host_bytes) if memory is None else memory
@@ -60,19 +56,20 @@ class CacheTree:
         self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
-        """By the first page of each prompt; the root is never split, so it stays the same dict."""
+        """Nodes by the first page of each prompt. The root is never split, so it stays the same
+        dict."""
         max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
         self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
         self.remote: Final = RemoteEntries(self._trie, self._listeners, self._lock)
-        """What workers and tiers have said that they hold."""
+        """Entries that workers and tiers claim to have."""
         self.names: Final = ModelNames()
         self.num_bytes = 0
         """Bytes held now, reservations in flight included; never above the budget."""
         self.num_evictions = 0
-        """Entries that left for others, or were told to."""
+        """Number of entries that were evicted, for room or by order."""
         self._num_pages: Counter[ModelId] = Counter()
-        """Local pages with KV."""
+        """Number of local pages with KV, by model."""
 
     @property
     def num_pages(self) -> int:
@@ -81,22 +78,23 @@ class CacheTree:
 
     @property
     def num_pinned_bytes(self) -> int:
-        """Of `num_bytes`, what pins keep."""
+        """Bytes, part of `num_bytes`, that pins keep."""
         return self._holds.num_pinned_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Of `num_bytes`, what cannot be evicted now: leased, pinned or being written."""
+        """Bytes, part of `num_bytes`, that cannot be evicted now: leased, pinned or being
+        written."""
         self.sweep()
         with self._lock:
             return self._holds.num_bytes
 
     def pages_by_model(self) -> dict[str, int]:
-        """How many local pages each model has."""
+        """Number of local pages of each model."""
         with self._lock:
             return {str(model): num for model, num in self._num_pages.items() if num}
 
-    # Local entries: always the exact KV of their model.
+    # Local entries are always the exact KV of their model.
 
     def reserve(
         self,
@@ -105,11 +103,11 @@ class CacheTree:
         pages: Sequence[PageHash],
         part: Part = KV,
     ) -> Reservation | None:
-        """Room for KV of all layers, or E of one, of consecutive pages after `parent`.
+        """Reserve room for KV of all layers, or E of one, for consecutive pages after `parent`.
 
-        Leading pages that are already here are skipped. None where the budget cannot take the rest
-        even after eviction, or where the model has no such entry at `parent` (None is the root):
-        such pages could never match. Of E the pages end where KV does.
+        Leading pages that are already here are skipped. Returns None if the budget cannot take the
+        rest even after eviction. Also returns None if the model has no such entry at `parent` (None
+        is the root): such pages could never match. Pages for E end where KV does.
         """
         if not KV <= part < self.family.num_layers:
             raise ValueError(f"E at layer {part} of a model of {self.family.num_layers}")
@@ -150,7 +148,8 @@ class CacheTree:
         return reservation
 
     def _fill(self, slab: Slab) -> None:
-        """Evicts more where what is free is torn, as long as anything can go; raises NoRoom."""
+        """Take memory for a slab. Evicts more while the free memory is too fragmented; raises
+        NoRoom."""
         while True:
             try:
                 return slab.fill()
@@ -169,11 +168,11 @@ class CacheTree:
         *,
         is_use: bool = True,
     ) -> Lease | None:
-        """Keep these parts of consecutive local pages of `model` for a reader; None when any of
-        them is gone.
+        """Keep these parts of consecutive local pages of `model` for a reader; None if any of them
+        is gone.
 
-        `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. It is no
-        use of its own where `match` noted one, or where nobody needs the pages now.
+        `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. Set
+        `is_use` to False if `match` noted the use, or if no request needs the pages now.
         """
         keys = [(model, part) for part in parts]
         with self._lock:
@@ -199,12 +198,12 @@ class CacheTree:
             return lease
 
     def has(self, model: ModelId, page: PageHash, part: Part = KV) -> bool:
-        """Whether the model has this page here."""
+        """Return whether the model has this page in memory."""
         with self._lock:
             return self._trie.find_local((model, part), page) is not None
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[Change]:
-        """What is here from the root to the entry with `page`, as additions in order."""
+        """Return the local entries from the root to the one with `page`, as additions in order."""
         key = (model, part)
         with self._lock:
             nodes = nodes_to(self._trie.find_local(key, page))
@@ -213,24 +212,24 @@ class CacheTree:
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
     ) -> dict[ModelId, int]:
-        """Keep what `model`, None for all of them, has here of the prefix `pages`.
+        """Keep the local pages of the prefix `pages` that `model` has; of all models if it is None.
 
-        Until `unpin` or `deadline`; the same pin once more takes the place of the first. Returns
-        how many pages of each model those are, none where it has none; what comes later is not
-        pinned. Raises PinRefused where pins would keep more than their share of the budget.
+        The pin lasts until `unpin` or `deadline`; a second pin of the same prefix replaces the
+        first. Returns how many pages of each model are pinned; pages added later are not. Raises
+        PinRefused if pins would keep more than their share of the budget.
         """
         self.sweep()
         with self._lock:
             return self._holds.pin(model, pages, deadline)
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
-        """End the pin made with the same model and pages; False where there is none."""
+        """End the pin made with the same model and pages; False if there is none."""
         with self._lock:
             return self._holds.unpin(model, pages)
 
     def sweep(self) -> None:
-        """Drop leases and pins past their deadline, and entries past their time to live: of these
-        so many that no caller waits for long."""
+        """Drop leases and pins past their deadline, and some entries past their time to live: so
+        few that no caller waits for long."""
         with self._lock:
             self._holds.end_late(self._clock())
         if self._eviction.ttl_s is not None:
@@ -238,18 +237,20 @@ class CacheTree:
             run_in_slices(self._lock, islice(gone, _MOST_SWEPT), _EVICTIONS)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
-        """Drop the local entries that begin with `pages`, but what others descend from.
+        """Drop the local entries that begin with `pages`, and those of `pages` without other
+        descendants.
 
-        Of one model, or of all; everything where `pages` is empty; in slices, so that what comes
-        meanwhile may stay. What a lease, a pin or an open reservation keeps stays. Returns the
-        bytes freed.
+        It is for one model, or for all if `model` is None. Drops everything if `pages` is empty. It
+        works in slices, so entries added meanwhile may stay. Leased and pinned entries stay, and
+        those that an open reservation continues. Returns the freed bytes.
         """
         return sum(self.evicting(model, pages))
 
     def evicting(
         self, model: ModelId | None = None, pages: Sequence[PageHash] = ()
     ) -> Iterator[int]:
-        """Do as `evict` does, node by node as the caller asks; gives the bytes that each freed."""
+        """Evict like `evict`, node by node as the caller asks; yield the bytes that each node
+        freed."""
         self.sweep()
         steps = (
             sum(
@@ -261,44 +262,46 @@ class CacheTree:
         )
         return in_slices(self._lock, steps, _EVICTIONS)
 
-    # All entries.
+    # Local and remote entries.
 
     def match(self, pages: Sequence[PageHash], is_use: bool = True) -> list[Match]:
-        """The longest prefix of `pages` per (model, location), found in one walk.
+        """Return the longest prefix of `pages` per (model, location), found in one walk.
 
-        A page hash covers all pages before it, so one that is found speaks for those. It is a use
-        of what is found, unless nobody means to read that.
+        A page hash covers all pages before it, so a page that matches proves those. It counts as a
+        use of the matched entries, unless `is_use` is False.
         """
         if not pages or pages[0] not in self._first:
-            return []  # A miss waits for nobody; one look into a dict is atomic.
+            return []  # A miss needs no lock; one look into a dict is atomic.
         with self._lock:
-            found, used, noted = find_matches(self._trie, pages)
+            matches, used, noted = find_matches(self._trie, pages)
             if is_use:
                 self._eviction.use(used)
                 for entry in noted:
                     entry.use()
-        return found
+        return matches
 
     def num_there(self, pages: Sequence[PageHash]) -> int:
-        """How many leading `pages` anybody has. Each is compared: they need not be a prompt's."""
+        """Return how many leading `pages` any model has at any location. Each page is compared, so
+        `pages` need not be a prompt's."""
         with self._lock:
             return depth_of(self._trie.compared_prefix(pages))
 
     # Changes of local entries, for the advertiser.
 
     def subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
-        """What is there, as additions, and a function that ends the subscription.
+        """Return the present entries, as additions, and a function that ends the subscription.
 
-        `listener` gets every change from now on. What is there is looked up in slices as it is
-        asked for, so that nobody waits for long: an entry that comes meanwhile may be in both, and
-        one that goes meanwhile in neither but for its removal; whoever applies first what is there
-        and then the changes in their order has what the tree has. `listener` is called under the
-        tree's lock by whichever thread made the change: it must not block, raise or call the tree.
+        `listener` gets every change from now on. Present entries are looked up in slices, when the
+        caller asks, so that no thread waits for long. So an entry added meanwhile may appear in
+        both. An entry removed meanwhile may appear only as its removal. A caller that applies the
+        additions first, and then the changes in their order, has the tree's content. `listener` is
+        called with the tree's lock held, in the thread that made the change: it must not block,
+        raise or call the tree.
         """
         return self._subscribed(listener, self._listeners.of_memory, self._listeners.in_memory)
 
     def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
-        """As `subscribe`, of pages that are in memory or on disk."""
+        """Subscribe like `subscribe`, to pages that are in memory or on disk."""
         return self._subscribed(listener, self._listeners.of_kept, self._listeners.kept)
 
     def _subscribed(
@@ -320,7 +323,7 @@ class CacheTree:
     # Called by a handle that ends.
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
-        """Publish what it holds, or nothing of it, and give back the rest."""
+        """Publish the reservation's pages, or none of them, and give back the rest."""
         if not reservation.pages:
             return
         with self._lock:
@@ -340,10 +343,11 @@ class CacheTree:
         with self._lock:
             self._holds.end(lease)
 
-    # With the lock held: how local entries come in, within the budget, and how they go.
+    # Called with the lock held: how local entries are added within the budget, and removed.
 
     def _begin(self, reservation: Reservation) -> bool:
-        """Evict until its slab fits. False if that cannot be: nothing goes, and it has ended."""
+        """Evict until the reservation's slab fits. If it cannot fit, evict nothing, end it and
+        return False."""
         self._holds.open.add(reservation)
         too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
         if too_many > 0:
@@ -356,7 +360,7 @@ class CacheTree:
         return True
 
     def _evict_bytes(self, num_bytes: int) -> int:
-        """Evict so many at least, or all that can go; returns how many were freed."""
+        """Evict at least `num_bytes`, or everything evictable; return the freed bytes."""
         num_freed = 0
         for entry in self._eviction.victims():
             num_freed += self._take_out(entry)
@@ -365,7 +369,7 @@ class CacheTree:
         return num_freed
 
     def _take_out(self, entry: LocalEntry) -> int:
-        """Evict it; returns the bytes freed."""
+        """Evict an entry; return the freed bytes."""
         self._listeners.evicted(entry)
         node, parents = entry.node, entry.parents
         for parent in parents:
@@ -380,7 +384,7 @@ class CacheTree:
         return num_freed
 
     def _publish(self, reservation: Reservation) -> Span:
-        """Give nodes the reserved pages that are not here by now; returns which those are."""
+        """Put the reserved pages that are still missing into nodes; return their places."""
         change, trie = reservation.change, self._trie
         key, pages = (change.model, change.part), change.pages
         place = None if change.parent is None else trie.find_local(key, change.parent)

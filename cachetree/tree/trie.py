@@ -1,5 +1,5 @@
-"""The structure of the tree: nodes, the index of their pages, how they split and go, and the walk
-that says for all models and locations at once who has the longest prefix of a prompt."""
+"""The structure of the tree: nodes, the index of their pages, splits and removals, and the walk of
+a match. The walk finds the longest prefix of a prompt for all models and locations at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cachetree.tree.eviction import Eviction
 from cachetree.tree.hashing import join_hashes
 
 Has = Callable[[Node], bool]
-"""Whether a node has an entry of the kind that is looked for."""
+"""Returns whether a node has an entry of the wanted kind."""
 
 
 class Place(NamedTuple):
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     stop: int
 
     def in_slab(self, key: LocalKey) -> tuple[Slab, Span]:
-        """Where these pages lie of the local entry of that key."""
+        """Return slab and place of these pages for the local entry of that key."""
         entry = self.node.local[key]
         return entry.slab, Span(entry.first + self.start, entry.first + self.stop)
 
@@ -35,20 +35,20 @@ class Place(NamedTuple):
 class PageIndex:
     """Finds the nodes that have a page. Takes no lock.
 
-    A page costs its key, 8 bytes in its node, and a place in one flat dict, from it to the number
-    of the node; neither refers to anything that garbage collection would follow, however many pages
-    there are. Adverts that contradict each other give a page several nodes; only those cost more.
+    A page costs its key, 8 bytes in its node, and one place in a flat dict from key to node number.
+    Garbage collection follows neither, however many pages there are. Adverts that contradict each
+    other give a page several nodes; only such pages cost more.
     """
 
     def __init__(self) -> None:
         self._ids: dict[PageHash, int] = {}
         self._more: dict[PageHash, list[int]] = {}
-        """Further nodes of pages that have several; never an empty list."""
+        """Other nodes of pages that have several; never an empty list."""
         self._nodes: dict[int, Node] = {}
         self._new_ids = count(1)
 
     def find(self, page: PageHash, has: Has | None = None) -> Node | None:
-        """The first node with `page` that `has` is true of, if it is given."""
+        """Return the first node with `page` for which `has`, if given, is true."""
         id = self._ids.get(page)
         if id is None:
             return None
@@ -58,8 +58,8 @@ class PageIndex:
         return next(filter(has, self._others(page)), None)
 
     def find_at(self, page: PageHash, depth: int, has: Has | None = None) -> Node | None:
-        """As `find`, if the node has `page` after `depth` others."""
-        id = self._ids.get(page)  # Not by `find`, which makes it dearer by a third.
+        """Find like `find`, but only a node that has `page` after `depth` others."""
+        id = self._ids.get(page)  # Without `find`, which would take a third longer.
         if id is None:
             return None
         node = self._nodes[id]
@@ -69,7 +69,8 @@ class PageIndex:
         return next(filter(has, others), None)
 
     def put_new(self, node: Node) -> None:
-        """Raises ValueError for a hash of a wrong size. No page comes twice in `node`."""
+        """Add a node's pages. Raises ValueError for a hash of a wrong size. No page is twice in
+        `node`."""
         join_hashes(node.pages)
         id = next(self._new_ids)
         self._nodes[id] = node
@@ -81,7 +82,7 @@ class PageIndex:
         self._ids.update(new)
 
     def split(self, head: Node, tail: Node) -> None:
-        """`tail` was cut off `head`: the shorter of the two takes a new number."""
+        """Note that `tail` was cut off `head`: the shorter of the two gets a new number."""
         id, new_id = self._id_of(head), next(self._new_ids)
         long, short = (head, tail) if head.num_pages > tail.num_pages else (tail, head)
         self._nodes[id], self._nodes[new_id] = long, short
@@ -93,7 +94,7 @@ class PageIndex:
         self._ids.update(dict.fromkeys(pages, new_id))
 
     def remove(self, node: Node) -> None:
-        """Forget its pages."""
+        """Forget the node's pages."""
         id = self._id_of(node)
         del self._nodes[id]
         for page in node.pages:
@@ -106,8 +107,8 @@ class PageIndex:
                 self._more[page] = ids[1:]
 
     def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
-        """How many leading `pages`, which are those of `node` or new, are in no other node of which
-        `is_own` is true."""
+        """Return how many leading `pages` are in no other node for which `is_own` is true. Each
+        page is one of `node`, or new."""
         known = self._ids if node is None else self._more
         if not known.keys().isdisjoint(pages):
             for at, page in enumerate(pages):
@@ -133,9 +134,8 @@ class PageTrie:
     """A path-compressed trie over page hashes. It knows nothing of budgets and takes no lock.
 
     A page hash covers every page before it, so a page has one true place, and an index finds it
-    without a walk. A wrong advert may give it another place beside that one. What `has` says of the
-    nodes there tells them apart: a model's local pages, and those of one model at one location,
-    have one place each.
+    without a walk. A wrong advert may give it a second place. `has` tells the places apart: a
+    model's local pages have one place each, and so have the pages of one model at one location.
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -144,11 +144,11 @@ class PageTrie:
         self._index = PageIndex()
 
     def find(self, page: PageHash, has: Has) -> Place | None:
-        """The place of `page` in the node that `has` is true of."""
+        """Return the place of `page` in the node for which `has` is true."""
         node = self._index.find(page, has)
         if node is None:
             return None
-        # Mostly the last one, after which others come.
+        # Mostly it is the last page, after which others follow.
         index = node.num_pages - 1 if node.pages[-1] == page else node.pages.index(page)
         return Place(node, index, index + 1)
 
@@ -158,14 +158,16 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """The end of the longest prefix of `pages`, right after `parent`; `parent` if it is empty.
+        """Return the end of the longest prefix of `pages`, directly after `parent`; `parent` if it
+        is empty.
 
-        Only nodes count that `has` is true of, if it is given; then it is of all above them, too.
-        With a `parent` it has to be given, and to be true of what is local alone.
+        Only nodes for which `has` is true count, if it is given; it is then true for all nodes
+        above, too. With a `parent`, `has` must be given and be true only for nodes with local
+        entries.
 
-        `pages` are trusted to be a chain, so a page that is in its place says that all before it
-        are, and the last such page is found by halving, whatever nodes they are in. What was
-        advertised is not trusted: a page that lies below others than `pages` does not count.
+        `pages` are trusted to be a chain. So a page in its place proves all before it, and the last
+        such page is found by halving, whichever nodes the pages are in. Adverts are not trusted: a
+        page below other pages than `pages` does not count.
         """
         node: Node | None = None
         first, num_found, stop = depth_of(parent), 0, len(pages)
@@ -185,13 +187,14 @@ class PageTrie:
         return Place(node, max(0, stop - num_found), stop)
 
     def _is_after(self, node: Node, pages: Sequence[PageHash]) -> bool:
-        """Whether the nodes from the root to `node`, in which one of `pages` was found, have at
-        both of their ends what belongs there.
+        """Return whether the nodes from the root to `node`, which has one of `pages`, have the
+        right pages.
 
-        What is in a node here was computed here or stored as the exact KV of its pages, and so is
-        all above it: one page of it that is right says that all before are. Of what was only
-        advertised, who has the first page of a node has no other node in its place; who has the
-        last one, where it is right, has all of the node right.
+        It looks at both ends of each node. If a node has a local entry, it was computed here or
+        stored as the exact KV of its pages, and so was everything above it. So one right page
+        proves all before it. Other nodes were only advertised. A location that has the first page
+        of such a node has no other node in its place. If its last page is right, the location has
+        the whole node right.
         """
         while not node.local and (above := node.parent) is not None:
             at = node.start
@@ -206,7 +209,7 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """As `longest_prefix`, for pages that need not be a chain: each is compared."""
+        """Find like `longest_prefix`, for pages that need not be a chain: each is compared."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         pages, num = tuple(pages), 0
         while num < len(pages):
@@ -223,8 +226,8 @@ class PageTrie:
         return Place(node, max(0, index - num), index) if num else parent
 
     def path_anywhere(self, pages: Sequence[PageHash], has: Has) -> list[Place]:
-        """The places that hold the longest prefix of `pages`, wherever the first of them is in a
-        node that `has` is true of, as it is of all of them."""
+        """Return the places of the longest prefix of `pages`, wherever its first page is. `has`
+        must be true for all of their nodes."""
         first = self.find(pages[0], has) if pages else None
         if first is None:
             return []
@@ -235,9 +238,9 @@ class PageTrie:
         return self.find(page, lambda node: key in node.local)
 
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
-        """The nodes of all prompts that begin with `pages`, then those above; children first.
+        """Yield the nodes of all prompts that begin with `pages`, then those above; children first.
 
-        As it goes on, any of them may be taken out or split.
+        The caller may remove or split any of them meanwhile.
         """
         last = self.compared_prefix(pages)
         if depth_of(last) < len(pages):
@@ -249,10 +252,10 @@ class PageTrie:
             yield top
 
     def cover(self, parent: Place | None, pages: Sequence[PageHash], is_own: Has) -> list[Node]:
-        """Nodes that hold exactly `pages` after `parent`, split off or made as needed.
+        """Return nodes with exactly `pages` after `parent`, split off or made as needed.
 
-        Ends early before a page that comes twice, or that is elsewhere in a node of which `is_own`
-        is true. Other nodes may have it there.
+        It ends early before a page that is repeated, or that another node has for which `is_own` is
+        true. Nodes for which it is false may have the page.
         """
         if not pages:
             return []
@@ -284,7 +287,7 @@ class PageTrie:
         return nodes
 
     def split(self, node: Node, index: int) -> Node:
-        """The node that starts at page `index` of `node`, which is cut there where it must be."""
+        """Return the node that starts at page `index` of `node`, which is cut there if needed."""
         if index in (0, node.num_pages):
             return node
         tail = node.split(index)
@@ -296,7 +299,7 @@ class PageTrie:
         return tail
 
     def prune(self, node: Node) -> None:
-        """It has lost an entry, and goes with the last one."""
+        """Remove a node that has lost an entry, if that was its last one."""
         if not (node.local or node.remote):
             assert node.parent is not None
             del node.parent.children[node.pages[0]]
@@ -304,29 +307,30 @@ class PageTrie:
 
 
 def _without_repeats(pages: Sequence[PageHash]) -> tuple[PageHash, ...]:
-    """The pages before the first that comes twice."""
+    """Return the pages before the first repeated one."""
     return tuple(
         page for page, new in zip(pages, dict.fromkeys(pages), strict=False) if page == new
     )
 
 
 def depth_of(place: Place | None) -> int:
-    """How many pages there are from the root to the end of `place`."""
+    """Return how many pages there are from the root to the end of `place`."""
     return 0 if place is None else place.node.start + place.stop
 
 
 def nodes_to(place: Place | None) -> list[Node]:
-    """The nodes with pages from the root to that of `place`, in order."""
-    found: list[Node] = []
+    """Return the nodes with pages from the root to that of `place`, in order."""
+    nodes: list[Node] = []
     node = place.node if place else None
     while node is not None and node.parent is not None:
-        found.append(node)
+        nodes.append(node)
         node = node.parent
-    return found[::-1]
+    return nodes[::-1]
 
 
 def upwards(place: Place | None, depth: int) -> Iterator[Place]:
-    """All pages from the root to the end of `place` but the first `depth`, node by node."""
+    """Yield all pages from the root to the end of `place` except the first `depth`, node by
+    node."""
     while place is not None and place.node.start > depth:
         yield place
         above = place.node.parent
@@ -338,7 +342,8 @@ def upwards(place: Place | None, depth: int) -> Iterator[Place]:
 def find_matches(
     trie: PageTrie, pages: Sequence[PageHash]
 ) -> tuple[list[Match], Collection[LocalEntry], Collection[RemoteEntry]]:
-    """The longest prefix of `pages` per (model, location), and the entries where they end."""
+    """Return the longest prefix of `pages` per (model, location), and the entries where they
+    end."""
     used: dict[LocalKey, LocalEntry] = {}
     known: dict[RemoteKey, RemoteEntry] = {}
     place = trie.longest_prefix(pages)
@@ -349,7 +354,7 @@ def find_matches(
     num_known: dict[RemoteKey, int] = {}
     top = trie.root.children[pages[0]]
     node, num_pages = place.node, depth_of(place)
-    # Upwards: what is in a node is in every node above it.
+    # Upwards: an entry in a node is in every node above it.
     while node.parent is not None:
         if len(node.local) > len(used):
             for key, entry in node.local.items():
@@ -366,17 +371,17 @@ def find_matches(
         if len(used) == len(top.local) and len(known) == len(top.remote):
             break
         node, num_pages = node.parent, node.start
-    found = [
+    matches = [
         Match(model=model, location=LOCAL, num_pages=num, e_pages=num_e.get(model, {}))
         for model, num in num_kv.items()
     ]
     if num_known:
-        found += _remote_matches(num_known)
-    return found, used.values(), known.values()
+        matches += _remote_matches(num_known)
+    return matches, used.values(), known.values()
 
 
 def _remote_matches(num_known: Mapping[RemoteKey, int]) -> Iterator[Match]:
-    """E counts as far as KV does."""
+    """Yield the matches of locations. E counts as far as KV does."""
     e_pages: defaultdict[tuple[Location, ModelId], dict[int, int]] = defaultdict(dict)
     for (location, model, part), num_pages in num_known.items():
         if part != KV:
