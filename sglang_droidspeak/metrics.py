@@ -45,6 +45,8 @@ class Metrics:
 
     def __init__(self, *, enabled: bool) -> None:
         self._are_off = False
+        self._usable: set[tuple[ModelId, ModelId]] = set()
+        """Pairs that could be reused at some time."""
         registry = REGISTRY if enabled else None
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
@@ -77,9 +79,9 @@ class Metrics:
         of_pair = partial(Gauge, labelnames=pair, registry=registry, multiprocess_mode="livemax")
         self.pair_usable: Final[Gauge] = of_pair(
             "droidspeak:pair_usable",
-            "1 where what a sender has computed may be reused for a receiver, 0 where its profile "
-            "did not pass, the drift guard took all of its plans out of service, an update of "
-            "weights is not known, or the loader failed",
+            "1 where what a sender has computed may be reused for a receiver, 0 where the drift "
+            "guard took all of its plans out of service, an update of weights is not known, or the "
+            "loader failed; no sample where its profile did not pass",
         )
         self.reused_tokens: Final[Counter] = counter(
             "droidspeak:reused_tokens",
@@ -174,12 +176,14 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Which of them may be reused; none while they are off. None: as before."""
+        """Which of them may be reused; none while they are off. None: as before. A pair that never
+        could be reused has no sample, so that it raises no alert."""
         if are_off is not None:
             self._are_off = are_off
         self._in_pairs = {**self._in_pairs, **{str(it): it[:8] for pair in profiles for it in pair}}
-        for (sender, receiver), profile in profiles.items():
-            self.pair_usable.labels(sender, receiver).set(profile.is_usable and not self._are_off)
+        self._usable |= {it for it, profile in profiles.items() if profile.is_usable}
+        for pair in self._usable & profiles.keys():
+            self.pair_usable.labels(*pair).set(profiles[pair].is_usable and not self._are_off)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
         """Names by model id, as they are now; from one thread."""

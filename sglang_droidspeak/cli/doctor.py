@@ -53,6 +53,7 @@ _WOULD_SHARE: Final = (
     "this one has to recompute"
 )
 _START: Final = "start it, or mend its address or keys"
+_NOT_USED: Final = "not used, as it did not pass its gate"
 _CLOCKS_S: Final = 2.0
 
 
@@ -229,7 +230,8 @@ def configuration(path: Path) -> Iterator[Check]:
     for it in server.profiles:
         pair = with_names(f"{it.sender.model_id} to {it.receiver.model_id}", names)
         said = f"{it.reason}; {it.controls or 'no controls were measured'}"
-        yield _check(f"profile {pair}", it.is_usable, said, "see `droidspeak profile show`")
+        # A failed one that is named ends the start. One of a folder is only not used.
+        yield _check(f"profile {pair}", True, said if it.is_usable else f"{_NOT_USED}: {said}")
     settings = server.settings
     yield from _room(settings, server.identity.model_id, own_of(flags).tp)
     for address in settings.peers:
@@ -338,9 +340,12 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     if not told["pairs"]:
         none = "none: only caches of this very model are read; `droidspeak profile` makes one"
         yield _check("profiles", True, none)
+    read = {it["model"] for it in told["peers"]}
     for pair in told["pairs"]:
         name = with_names(f"profile {pair['sender']} to {pair['receiver']}", names)
-        yield _check(name, pair["usable"], pair["reason"], "see `droidspeak profile show`")
+        is_note = pair["failed"] and pair["sender"] not in read
+        said = f"{_NOT_USED}: {pair['reason']}" if pair["failed"] else pair["reason"]
+        yield _check(name, pair["usable"] or is_note, said, "see `droidspeak profile show`")
     prices = [it["price"] for it in told["pairs"] if it["usable"] and it["price"]]
     if told["peers"]:
         yield from _links(told["links"], prices)

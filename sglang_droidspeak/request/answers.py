@@ -99,6 +99,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelId
     receiver: ModelId
     usable: bool
+    failed: bool
+    """The profile itself did not pass; the drift guard may also take a pair out of service."""
     reason: str
     block: tuple[int, int] | None
     """The recommended one."""
@@ -173,6 +175,7 @@ class Answers:
             sender=sender,
             receiver=receiver,
             usable=profile.is_usable and not off,
+            failed=(sender, receiver) in self._planner.failed,
             reason=off or profile.reason,
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),

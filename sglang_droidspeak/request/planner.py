@@ -128,6 +128,8 @@ class Planner:
     _activated: ActivatedAdapters
     _pool: PoolIndex
     profiles: dict[tuple[ModelId, ModelId], PairProfile] = field(init=False)
+    failed: frozenset[tuple[ModelId, ModelId]] = field(init=False)
+    """Pairs with a profile that did not pass its gate."""
     _generation: int = field(default=0, init=False)
     """How often what is in service of a pair has changed."""
     out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
@@ -139,6 +141,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.profiles = dict(index_profiles(self._server.profiles))
+        self.failed = frozenset(it for it, of in self.profiles.items() if not of.is_usable)
         self._min_pages = -(-self._server.settings.min_tokens // self._server.page_size)
 
     def put_in_service(self, profile: PairProfile) -> None:

@@ -84,7 +84,9 @@ class ThisServer:
             return ()
         if self.settings.capture_layers is not None:
             return self.settings.capture_layers
-        sends = (p.transition_layers() for p in self._profiles_of("sender"))
+        # An adapter of this server may read a pair's KV, and others by an address or a storage.
+        is_read = self.adapters is not None or self.settings.listen or self.settings.hicache_backend
+        sends = (p.transition_layers() for p in self._profiles_of("sender") if is_read)
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 
     @property

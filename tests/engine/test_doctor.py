@@ -278,6 +278,7 @@ def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any
     """What a server says, of this cache."""
     asked, _ = planned(**planner)
     asked.profiles, asked.off = profiles, off
+    asked.failed = frozenset(pair for pair, it in profiles.items() if not it.is_usable)
     output = SimpleNamespace(internal_state={"model_path": "m"})
     labels: Any = Labels(Metrics(enabled=False), cache.names)
     answers = Answers(cache, asked, labels, {}, PAGE, None)  # type: ignore[arg-type]
@@ -362,7 +363,15 @@ def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) 
     extra = {"listen": "tcp://0.0.0.0:1", "insecure": True}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
     found = by_name(checks.running(info.url, None))
-    assert [name.split()[0] for name, it in found.items() if not it.ok] == ["keys", "profile"]
+    assert [name.split()[0] for name, it in found.items() if not it.ok] == ["keys"]
+    (noted,) = [it for name, it in found.items() if name.startswith("profile")]
+    assert "not used, as it did not pass its gate" in noted.found
+    (pair,) = info.internal_state[KEY]["pairs"]
+    peer = {"address": "tcp://x:1", "state": "ready", "model": pair["sender"], "reason": ""}
+    info.internal_state[KEY]["peers"] = [peer]
+    found = by_name(checks.running(info.url, None))
+    wrong = [name.split()[0] for name, it in found.items() if not it.ok]
+    assert wrong == ["keys", "profile"], "a peer has the sender of the pair"
     info.internal_state[KEY]["pairs"] = []
     assert by_name(checks.running(info.url, None))["profiles"].ok
     (nobody,) = checks.running(f"http://127.0.0.1:{free_port()}", None)

@@ -733,8 +733,11 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         folder = tmp_path / f"{passed}"
         folder.mkdir()
         write_profile(profile_of(own, other, passed=passed), folder / "pair.json")
-        server = load_this_server(server_args(model, {"profiles": [str(folder)]}))
+        extra = {"profiles": [str(folder)], "listen": HERE}
+        server = load_this_server(server_args(model, extra))
         assert server.transition_layers == layers
+        server = load_this_server(server_args(model, {"profiles": [str(folder)]}))
+        assert server.transition_layers == (), "no other server can read from this one"
 
 
 def test_senders_are_those_of_usable_profiles_and_the_model_itself(
