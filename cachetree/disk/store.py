@@ -277,9 +277,8 @@ class DiskStore:
         path = self._directory.path_of(file.key)
         taken = 0
         try:
-            left = (
-                path.stat().st_size if path.exists() else 0
-            )  # A damaged file that could not be deleted.
+            # A damaged file that could not be deleted.
+            left = path.stat().st_size if path.exists() else 0
             # Nothing is evicted if not even an empty file can be made.
             with new_file(path) as stream:
                 self._make_room(file.num_bytes)

@@ -1,20 +1,73 @@
 """Moves pages between servers: a worker serves a tree, a peer fetches from it.
 
-Two processes hold one session: one TCP connection (`channel`, `send_queue`) with the messages of
-`wire` and payloads in one order, which `frames` guards. Over ZMQ goes what needs no session: the
-hello that begins one, and what an operator asks (`verbs`, `admin`). Where pages lie in memory that
-both can read, the messages say where, and no payload goes over TCP. The ways of a fetch and of
-a copy through these files are drawn in `cachetree/README.md`.
+Rules of a session
 
-    peer             one worker: one thread, one `connection` at a time
-    pending_fetches  what is asked of it, and asked again; `pace`, how fast it is
-    pulls            what it has, copied as it advertises it
-    peers            all that a cache has, and whom `directory` finds
-    worker           the other side: one thread for all that come in over `data_port`
-    session          what one of them is owed; `advertise`, what it is told
-    sender, receiver pages on their way out and in
-    handshake, keys  who may do what; `backoff`, how long who fails has to wait
-    status, tracing  what became of it all
+    - A session is one TCP connection between one peer and one life of a worker (its epoch). When
+      the connection ends, everything in the session ends: streams, adverts, ids of fetches.
+    - The connection delivers everything whole and in order, or it ends. The n-th header or piece of
+      a direction is sealed, or summed, as the n-th (`frames`). So no message needs a number, and no
+      code looks for lost ones.
+    - The worker advertises all that it keeps: a snapshot (Reset, Entries, Synced), then every
+      change. The peer answers each Entries with Learned once its tree shows it. At most
+      `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new snapshot begins. So
+      the peer's view may be late, but never wrong.
+    - Additions name parents before children; removals name children before parents.
+    - A fetch has an id that rises within the session. The worker answers with frames in the order
+      of the requested steps, or with Located on the same host. Ended stops a fetch early.
+    - The peer cancels a fetch that its reader gives up, and then ignores its frames. It also
+      cancels a located fetch when it has copied all bytes, so that the worker ends the lease.
+    - The worker holds a lease on the pages until the kernel has the last frame, or until the peer
+      has copied them.
+    - `timeout_ms` is what is left of a fetch's deadline: the two clocks are not compared.
+    - Both sides notice silence. The peer pings every `heartbeat_s`; each side ends the session
+      after its `silence_s`.
+    - Messages may have unknown fields; these are ignored. Unknown messages end the session.
+    - Everything that the other side may send is bounded: sizes, counts and waiting fetches.
+
+How it works
+
+    hello      The peer greets over ZMQ, encrypted by CURVE if keys are set. Both compare version
+               and family. The worker's hello has a ticket for one connection to its `bulk_port`.
+    loss       The peer first forgets all entries of the worker. Interrupted fetches wait for the
+               next session and ask for the rest: `max_retries` times, within `resume_s`. Landed
+               bytes were verified and stay.
+    failures   Errors that come too fast open a breaker: the peer leaves the worker alone for a
+               cooldown, then one fetch tries it.
+    fairness   The worker sends the next frame to the peer, and in its streams to the one, that got
+               the fewest bytes.
+    threads    One for all sessions of a worker, one for each peer, and one that writes to each
+               connection. A worker's thread never waits for a disk or for one peer.
+
+The ways of a fetch and of a copy through these files are drawn in `cachetree/README.md`, the
+messages in `wire`, and the opening of a connection in `frames`.
+
+    peer              one worker: one thread, one `connection` at a time
+    pending_fetches   the fetches of one peer, repeated after faults; `pace` measures the link
+    pulls             copies of a peer's entries, made as it advertises them
+    peers             all peers of a cache; `directory` finds some
+    worker            the other side: one thread for all connections to its `data_port`
+    session           one peer's streams; `advertise`, the changes it still has to get
+    channel           one connection; `send_queue`, its outgoing frames
+    sender, receiver  pages on their way out and in
+    handshake, keys   proofs of identity; `backoff`, the pauses after failures
+    verbs, admin      an operator's questions and orders, over ZMQ without a session
+    status, tracing   numbers and spans
+
+Why not otherwise
+
+    - Payloads over ZMQ cost a copy and two threads (`benchmarks/README.md`).
+    - TLS on the data connection would need certificates beside the CURVE keys. The ticket's key
+      comes over CURVE instead.
+    - A session that survives its connection would need numbers, acknowledgements and a replay. A
+      new snapshot is simple, and a fetch continues at its first missing byte anyway.
+    - A peer could ask at each match instead of hearing adverts. That costs each request a round
+      trip; a match is now a local walk.
+
+What could be better
+
+    - A new session sends the whole snapshot again, even if little changed.
+    - One thread serves all sessions of a worker, so it bounds the rate of small fetches.
+    - libzmq does not bound the connections of strangers, so `crowd` has to.
 """
 
 from cachetree.transport.address import Address, open_port, parse_http, without_password

@@ -1,4 +1,4 @@
-"""Addresses of workers: parsed once, refused loudly."""
+"""Addresses of workers: parsed once, with errors for everything unclear."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Address:
 
     @property
     def is_everywhere(self) -> bool:
-        """Every interface of a machine, and so no address for others."""
+        """Return whether it means every interface of a machine; others cannot connect to it."""
         return self.host in ("*", "0.0.0.0", "::")
 
     @property
@@ -44,24 +44,25 @@ class Address:
 
 
 def without_password(text: str) -> str:
-    """What is to be shown of a URL, or of a text that has one."""
+    """Return a URL, or a text with one, without its password."""
     return re.sub("(?s)(/+).*@", r"\1", text)
 
 
 def resolved(address: Address) -> Address:
-    """With what its name stands for now; blocks to look that up. Raises FetchError."""
+    """Return the address with the IP address that its name has now; blocks for the look-up. Raises
+    FetchError."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, socket.AF_UNSPEC, socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(address.host, address.port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as exc:
         raise FetchError(f"{address.url} cannot be reached: {exc.strerror}") from exc
-    # A worker that listens at 0.0.0.0 has no other addresses.
-    *_, (host, *_) = min(found, key=lambda it: it[0] != socket.AF_INET)
+    # A worker that listens at 0.0.0.0 has only IPv4 addresses.
+    *_, (host, *_) = min(infos, key=lambda it: it[0] != socket.AF_INET)
     return Address(str(host), address.port)
 
 
 def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens there, at `[::]` for IPv4 too, as ZMQ does; raises ConfigError where it
-    cannot be bound."""
+    """Open a socket that listens there, at `[::]` for IPv4, too, as ZMQ does; raises ConfigError if
+    it cannot be bound."""
     at = "" if address.host == "*" else address.host, address.port
     family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
     is_both = address.host == "::" and socket.has_dualstack_ipv6()
@@ -79,15 +80,15 @@ def cannot_bind(field: str, address: Address, why: str | None) -> ConfigError:
 
 
 def parse_address(value: str, *, field: str) -> Address:
-    """An address as a user wrote it; raises ConfigError naming field, value and remedy."""
+    """Parse a user's address; raises ConfigError naming field, value and remedy."""
     is_tcp = value.startswith("tcp:")
     shown = value if is_tcp else without_password(value)
     try:
         parts = urlsplit(value)
         host, port = parts.hostname, parts.port
-        (host or "").encode("idna")  # As who looks it up does.
+        (host or "").encode("idna")  # as the look-up does
     except ValueError as exc:
-        # Of other URLs urlsplit may tell a part of a password.
+        # For other URLs the error of urlsplit may show a part of a password.
         why = f": {exc}" if is_tcp else ", which is not an address"
         raise ConfigError(f"{field} is {shown!r}{why}; {_EXAMPLE}") from None
     has_more = parts.path or parts.query or parts.fragment or "@" in parts.netloc
@@ -97,7 +98,7 @@ def parse_address(value: str, *, field: str) -> Address:
 
 
 def parse_remote(value: str, *, field: str) -> Address:
-    """The address of a worker to connect to."""
+    """Parse the address of a worker to connect to."""
     address = parse_address(value, field=field)
     if address.port == 0 or address.host == "*":
         raise ConfigError(f"{field} is {value!r}, which names no single worker; {_EXAMPLE}")
@@ -105,9 +106,9 @@ def parse_remote(value: str, *, field: str) -> Address:
 
 
 def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None = None) -> Address:
-    """The address to bind. Port 0 takes a free one.
+    """Parse the address to bind. Port 0 takes a free one.
 
-    What other machines can reach needs a key, or has to be asked for.
+    An address that other machines can reach needs a key, or `insecure`.
     """
     address = parse_address(value, field=field)
     if not (address.is_loopback or key_file or insecure):
@@ -121,7 +122,8 @@ def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None
 
 
 def parse_http(value: str | int) -> Address:
-    """The setting `http`: `HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
+    """Parse the setting `http`: `HOST:PORT`, or `PORT` for this machine alone; raises
+    ConfigError."""
     host, _, port = str(value).rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What an operator asks of a worker, or orders: how it is asked, and how it is answered."""
+"""Questions and orders of an operator to a worker: the asking side and the answering side."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def ask(
     timeout_s: float,
     credentials: Credentials | None = None,
 ) -> _Answer:
-    """Ask the worker at `address`, until one comes up or the time is over.
+    """Ask the worker at `address`, until one answers or the time is over.
 
-    Raises ConfigError, FetchError where its name stands for nothing, AuthenticationError,
+    Raises ConfigError, FetchError if the name has no address, AuthenticationError,
     DeadlineExceeded, ProtocolError, or OrderDenied.
     """
     remote = resolved(parse_remote(address, field="address"))
@@ -50,7 +50,7 @@ def ask(
 
 
 Answer = Callable[[verbs.ToPeer], None]
-"""Called once, from whichever thread has the answer."""
+"""Called once, from the thread that has the answer."""
 
 
 _NODES: Final = 128
@@ -59,8 +59,8 @@ _NODES: Final = 128
 
 @dataclass(eq=False)
 class AdminService:
-    """Used by the worker's thread; never blocks. Evictions are answered later: without a disk after
-    some turns of `go_on`, otherwise by the disk's threads."""
+    """Answers questions and orders in the worker's thread; never blocks. Evictions are answered
+    later: without a disk after some turns of `go_on`, otherwise by the disk's threads."""
 
     _tree: CacheTree
     _disk: DiskTier | None
@@ -68,11 +68,11 @@ class AdminService:
     _clock: Clock
     _evictions: deque[Iterator[int]] = field(default_factory=deque, init=False)
     _told: verbs.Status | None = field(default=None, init=False)
-    """The worker in numbers, for all who ask in one turn: anybody may, without a limit."""
+    """State of the worker, for all who ask in one turn: questions need no key and have no limit."""
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do in `go_on`."""
+        """Return whether `go_on` has something to do."""
         return bool(self._evictions)
 
     def go_on(self) -> None:
@@ -101,8 +101,8 @@ class AdminService:
                 answer(self._told)
             case verbs.Find():
                 pages = pages_of(asked.pages)
-                found = self._tree.match(pages[: self._tree.num_there(pages)], is_use=False)
-                answer(verbs.Found(holdings=tuple(found)))
+                matches = self._tree.match(pages[: self._tree.num_there(pages)], is_use=False)
+                answer(verbs.Found(holdings=tuple(matches)))
             case verbs.Evict():
                 self._evict(_model(asked.model), pages_of(asked.pages), answer)
             case verbs.Pin():

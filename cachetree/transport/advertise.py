@@ -1,4 +1,4 @@
-"""What a worker holds, as its peers learn it: a snapshot, then changes."""
+"""Adverts of a worker's entries to its peers: a snapshot, then changes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from cachetree.tree import CacheTree, Change, join_hashes
 
 
 class ChangeQueue:
-    """Bounded: when more than `max_changes` wait, all of them are dropped until `restart`.
+    """Changes that wait for a reader, bounded: if more than `max_changes` wait, all are dropped
+    until `restart`.
 
-    Changes come under the tree's lock from any thread; the rest belongs to the reader's thread.
+    Changes are added with the tree's lock held, from any thread; the rest is for the reader's
+    thread.
     """
 
     def __init__(self, tree: CacheTree, max_changes: int, wake: Callable[[], None]) -> None:
@@ -29,22 +31,22 @@ class ChangeQueue:
         self._lock = threading.Lock()
         self._changes: deque[Change] = deque()
         self.num_noted = 0
-        """Changes that ever came; may be read from any thread."""
+        """Number of changes ever added; any thread may read it."""
         self.num_taken = 0
-        """Of these, how many the reader knows: taken, or in what `restart` gave."""
+        """Number of changes that the reader knows: taken, or in the result of `restart`."""
         self.has_overflowed = False
-        """Something was dropped: begin again."""
+        """True if changes were dropped: the reader has to begin again."""
         self.close: Callable[[], None] = lambda: None
-        """Take in nothing that is new. Idempotent; `restart` opens it again."""
+        """Take no new changes. Idempotent; `restart` opens the queue again."""
 
     def restart(self) -> Iterator[Change]:
-        """What is in the tree now; what comes later is taken in from here on."""
+        """Return the tree's present entries; later changes are queued from here on."""
         self.close()
         with self._lock:
             self.num_taken = self.num_noted
             self.has_overflowed = False
-        there, self.close = self._tree.subscribe_kept(self._note)
-        return there
+        present, self.close = self._tree.subscribe_kept(self._note)
+        return present
 
     def take(self) -> list[Change]:
         with self._lock:
@@ -68,13 +70,13 @@ ENTRY_PAGES: Final = 2048
 """Pages per `Entries` message: 32 KiB of hashes, so that adverts never delay a frame for long."""
 
 _ENTRY_WEIGHT: Final = 8
-"""What an entry costs besides its pages, in page hashes."""
+"""Size of an entry without its pages, in page hashes."""
 
 
 def entries_of(change: Change) -> Iterator[Entry]:
-    """One change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
+    """Yield one change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
 
-    Removals come last part first, so that a page is never left without its parent.
+    Removals are yielded last part first, so that no page is ever left without its parent.
     """
     starts = range(0, len(change.pages), ENTRY_PAGES)
     for start in starts if change.added else reversed(starts):
@@ -106,18 +108,18 @@ def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
 Advert = Reset | Entries | Synced
 
 _NOTHING: Final = -1
-"""In place of a number of changes."""
+"""Stands for no number of changes."""
 MAX_UNANSWERED: Final = 256
-"""`Entries` that are under way to one peer; more wait until it answers."""
+"""Most `Entries` that one peer has not answered; more wait until it answers."""
 MUTE_S: Final = 5.0
-"""Seconds without an answer after which nobody waits for what a peer knows."""
+"""Seconds without an answer after which no thread waits for the peer to learn."""
 
 
 class Advertiser:
     """A bounded queue between the tree's writers and one peer.
 
-    Used by the worker's thread, but for `knowing`. When the peer is too slow for the queue, the
-    queue is dropped and a new snapshot begins: what the peer knows may be late, never wrong.
+    Used by the worker's thread, except `knowing`. If the peer is too slow, the queue is dropped and
+    a new snapshot begins: the peer's knowledge may be late, never wrong.
     """
 
     def __init__(
@@ -126,19 +128,19 @@ class Advertiser:
         self._changes = ChangeQueue(tree, max_pending, wake)
         self._clock = clock
         self._mute_since_s = math.inf
-        """When the peer last answered, or was asked first since; infinite if it has nothing to
-        answer."""
+        """Time of the peer's last answer, or of the first question since; infinity if nothing is
+        unanswered."""
         self._num_learned: float = _NOTHING
-        """Changes that the peer has told it knows."""
+        """Number of changes that the peer has answered."""
         self._told: deque[int] = deque()
-        """Of each `Entries` that the peer has not answered, how many it knows with it."""
+        """Numbers of changes that the peer knows with each unanswered `Entries`."""
         self._names = tree.names
         self._named: set[str] = set()
-        """Models that the peer was told the names of."""
+        """Models with names that the peer has got."""
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
-        """What is to be told now; None where nothing is, or too much is unanswered."""
+        """Return the next message to send; None if there is none, or if too many are unanswered."""
         if len(self._told) >= MAX_UNANSWERED:
             return None
         if self._changes.has_overflowed:
@@ -150,22 +152,22 @@ class Advertiser:
         return advert
 
     def knowing(self) -> Callable[[], bool]:
-        """Asks whether the peer knows by now what was in the tree at this call, is gone, or has
-        answered nothing for `MUTE_S`. Any thread."""
+        """Return a function that says if the peer knows the tree as it is at this call. It also
+        says True if the peer is gone, or has not answered for `MUTE_S`. Any thread."""
         num_changes = self._changes.num_noted
         return lambda: (
             self._num_learned >= num_changes or self._clock() - self._mute_since_s > MUTE_S
         )
 
     def learned(self) -> None:
-        """The peer knows one more of the `Entries`; raises ProtocolError for one too many."""
+        """Count one more `Entries` as learned; raises ProtocolError for one too many."""
         if not self._told:
             raise ProtocolError("a peer has learned what it was not told")
         self._num_learned = max(self._num_learned, self._told.popleft())
         self._mute_since_s = self._clock() if self._told else math.inf
 
     def close(self) -> None:
-        """The peer is gone: nobody waits for what it knows."""
+        """Stop: the peer is gone, and no thread waits for it to learn."""
         self._changes.close()
         self._num_learned = math.inf
 
@@ -176,7 +178,7 @@ class Advertiser:
         yield Synced()
 
     def _entries(self, changes: Iterable[Change]) -> Iterator[Advert]:
-        """All of them are known with the last one."""
+        """Yield messages; with the last one the peer knows all of the changes."""
         num_taken = self._changes.num_taken
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
             self._told.append(_NOTHING)
@@ -192,29 +194,31 @@ class Advertiser:
 
 
 _MOST_PAGES: Final = 1_000_000
-"""Of one peer, each counted once per model: some 130 MB, 1 GB if each were a node alone."""
+"""Most pages of one peer, each counted once per model: some 130 MB, 1 GB if each has a node
+alone."""
 
 _MOST_MODELS: Final = 512
-"""Of one peer. A match looks at each model that has a page, under the tree's lock: some 2 ms."""
+"""Most models of one peer. A match looks at each model that has a page, with the tree's lock held:
+some 2 ms."""
 
 
 class RemoteView:
-    """The part of `tree` that belongs to one worker. Used by the peer's thread only."""
+    """The part of `tree` that belongs to one worker. Used only by the peer's thread."""
 
     def __init__(self, tree: CacheTree, location: Location) -> None:
         self._tree = tree
         self._location = location
 
     def limit(self, budget_bytes: int) -> None:
-        """Note as many pages as fit in what the worker keeps; for more, those go that were matched
-        least recently."""
+        """Note as many pages as fit into the worker's budget. Beyond that, pages that were matched
+        least recently are dropped."""
         family = self._tree.family
         page_bytes = min(family.num_layers * family.page_bytes(Kind.KV), family.page_bytes(Kind.E))
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
         self._tree.remote.limit(self._location, max_pages, _MOST_MODELS)
 
     def apply(self, message: Advert) -> None:
-        """Raises ProtocolError for entries that cannot exist."""
+        """Apply an advert to the tree; raises ProtocolError for impossible entries."""
         match message:
             case Reset():
                 self.forget()

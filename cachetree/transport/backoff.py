@@ -1,4 +1,4 @@
-"""What becomes of those who fail: longer pauses, a rest, and few lines in the log."""
+"""Pauses after failures: longer each time, a rest after many, and few lines in the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cachetree.transport.config import PeerConfig
 
 
 class Backoff:
-    """Twice as long each time, up to ten times the first."""
+    """A pause that doubles each time, up to ten times the first."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = self._next_s = first_s
@@ -24,23 +24,24 @@ class Backoff:
         return pause_s
 
     def drawn_s(self) -> float:
-        """Between 0 and the next one, so that not all who lost a worker come back at once."""
+        """Return a random pause between 0 and the next one, so that peers of a lost worker do not
+        all return at once."""
         return random.uniform(0.0, self.next_s())
 
     def reset(self) -> None:
-        """It went well."""
+        """Start again with the first pause, after a success."""
         self._next_s = self._first_s
 
 
 class Breaker:
-    """Opens when errors come too fast; tries again by one probe at a time.
+    """Opens if errors come too fast; then tries again, one fetch (the probe) at a time.
 
         closed ── breaker_errors within breaker_window_s ──► open
         open ── the cooldown is over ──► half open: `admits` one fetch, the probe
         half open ── `succeeded` ──► closed, the cooldown is cooldown_s again
-        half open ── `failed` ──► open, the cooldown doubled up to ten of cooldown_s
+        half open ── `failed` ──► open, the cooldown doubled up to ten times cooldown_s
 
-    Used by one thread; the properties may be read from any.
+    Used by one thread; any thread may read the properties.
     """
 
     def __init__(self, config: PeerConfig, clock: Clock) -> None:
@@ -49,14 +50,14 @@ class Breaker:
         self._errors_at_s: deque[float] = deque(maxlen=config.breaker_errors)
         self._cooldowns = Backoff(config.cooldown_s)
         self._probe_at_s: float | None = None
-        """When the cooldown ends or ended; None while closed."""
+        """Time at which the cooldown ends or ended; None while closed."""
         self._is_probing = False
         self.error: CacheTreeError | None = None
-        """The last one counted."""
+        """The last counted error."""
 
     @property
     def probe_in_s(self) -> float | None:
-        """Seconds until a probe may go: 0 while half open, None while closed."""
+        """Seconds until a probe may start: 0 while half open, None while closed."""
         probe_at_s = self._probe_at_s
         return None if probe_at_s is None else max(0.0, probe_at_s - self._clock())
 
@@ -65,14 +66,15 @@ class Breaker:
         return bool(self.probe_in_s)
 
     def admits(self) -> bool:
-        """Whether a fetch may go now; while half open the first one may, until it has ended."""
+        """Return whether a fetch may start now; while half open the first one may, until it has
+        ended."""
         if self.is_open or self._is_probing:
             return False
         self._is_probing = self._probe_at_s is not None
         return True
 
     def failed(self, error: CacheTreeError) -> None:
-        """Count an error of the worker or of the link. While open it is an old story."""
+        """Count an error of the worker or of the link. It does not count while open."""
         if self.is_open:
             return
         self.error = without_frames(error)
@@ -92,7 +94,7 @@ class Breaker:
             self._cooldowns.reset()
 
     def released(self) -> None:
-        """A fetch ended in a way that says nothing about the worker; another may be the probe."""
+        """End a fetch that says nothing about the worker; another fetch may be the probe."""
         self._is_probing = False
 
     def _open(self, now_s: float) -> None:
@@ -102,7 +104,8 @@ class Breaker:
 
 
 class LogLimiter:
-    """Says whether a line about someone may be logged: one a minute each, and not of too many."""
+    """Limits log lines about others: one line a minute about each, and about only so many of
+    them."""
 
     EVERY_S: Final = 60.0
     MAX_NAMES: Final = 256

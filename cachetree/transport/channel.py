@@ -1,6 +1,7 @@
-"""A data connection: payloads out of memory and into it without a copy, and messages in between.
+"""A data connection: payloads out of memory and into memory without a copy, with messages in
+between.
 
-What comes over it comes whole and in order, or the connection is over.
+Everything arrives whole and in order, or the connection ends.
 """
 
 from __future__ import annotations
@@ -22,50 +23,50 @@ from cachetree.transport.receiver import FrameReceiver
 from cachetree.transport.send_queue import SendQueue
 
 _MAX_READS: Final = 64
-"""In one turn."""
+"""Most reads in one turn."""
 _WAKE_BYTES: Final = 1 << 20
-"""Within a frame the receiver is woken for no less: a wakeup costs both sides."""
+"""Least bytes within a frame that wake the receiver: a wakeup costs both sides."""
 _UNSENT_BYTES: Final = 256 << 10
-"""The kernel takes so much that it cannot send yet: more would leave the processor's caches."""
+"""Most unsent bytes that the kernel takes: more would leave the processor's caches."""
 _KEEPALIVE_PROBES: Final = 3
 
 
 ReceiverOf = Callable[[Frame], FrameReceiver | None]
-"""Who takes the payload of a frame that is no message; None for nobody. Raises ProtocolError for
-one that ends the connection."""
+"""Returns the receiver of a frame that is no message; None if there is none. Raises ProtocolError
+for a frame that ends the connection."""
 
 
 class Channel:
     """One TCP connection between the two sides of a session. Used by one thread; never blocks.
 
-    Once there is an `error` nothing goes in or out any more.
+    Once it has an `error`, nothing is sent or received any more.
     """
 
     def __init__(
         self, connection: socket.socket, seals: Unsealed, wake: Callable[[], None]
     ) -> None:
-        """Owns `connection`; the rest is as in `SendQueue`."""
+        """It owns `connection`; the other arguments are as in `SendQueue`."""
         self._socket = connection
         self._seals = seals
         self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self.served_bytes = 0
-        """The scheduler's: as in `Stream`, of all streams of this channel."""
+        """Bytes of all streams of this channel, as in `Stream`; kept by the scheduler."""
         self._error: FetchError | None = None
         self._frame: Frame | None = None
-        """The one that comes now; None where a header is next."""
+        """Frame that is being received; None if a header is next."""
         self._into: memoryview | None = None
-        """Where it goes; None for nowhere."""
+        """Memory for its payload; None if the payload is discarded."""
         self._receiver: FrameReceiver | None = None
-        """Whose that is; None where it is nowhere, and of a message."""
+        """Receiver of the payload; None if it is discarded or a message."""
         self._at = 0
-        """How many of its bytes have come."""
+        """Number of bytes of the payload received so far."""
         self._digest = xxhash.xxh3_64()
         self._header = memoryview(bytearray(frames.HEADER_BYTES + seals.header_tag_bytes))
         self._sealed = np.empty(frames.PIECE_BYTES + seals.piece_tag_bytes, np.uint8).data
-        """For pieces that are sealed; no memory before one comes."""
+        """Memory for sealed pieces; it is touched only once one arrives."""
         self._unit = self._piece = self._header
-        """What is received next as a whole, and where it is to be read then."""
+        """Memory that is to be filled next as a whole, and the place in it for the next bytes."""
         self._unit_at = 0
         self._wake_bytes = 1
 
@@ -83,19 +84,19 @@ class Channel:
         return self.send_queue.has_room and self.error is None
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
-        """Send it soon; its parts must stay as they are until the queue has written them."""
+        """Queue a frame. Its parts must not change until the queue has written them."""
         self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
-        """Send it behind what was put before; the connection ends where the other side does not
-        read."""
+        """Queue a message behind everything queued before. The connection ends if the other side
+        does not read."""
         frame = Frame(id=frames.MESSAGE, offset=0, size=len(message), checksum=checksum(message))
         if not self.send_queue.put_message(frame, message):
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 
     def receive(self, receiver_of: ReceiverOf) -> Iterator[memoryview]:
-        """Take what has come, some MiB at most, and yield the messages in it; raises
-        ProtocolError, and then it has to close."""
+        """Receive what has arrived, at most some MiB, and yield the messages in it. After a
+        ProtocolError the caller has to close the channel."""
         frame, receiver = self._frame, self._receiver
         if frame is not None and receiver is not None and not receiver.is_pending(frame):
             self._divert()
@@ -155,7 +156,7 @@ class Channel:
         self._unit_at = 0
 
     def _divert(self) -> None:
-        """The rest of the frame under way goes nowhere."""
+        """Discard the rest of the current frame."""
         self._into = self._receiver = None
         scrap = memoryview(bytearray(self._piece.nbytes))
         if self._unit is self._piece:
@@ -163,7 +164,8 @@ class Channel:
         self._piece = scrap
 
     def _read(self) -> bool:
-        """Whether something came; where nothing did, it is waited for."""
+        """Read bytes; return whether some had arrived. If not, have the socket report the next
+        ones."""
         if self.error is not None:
             return False
         try:
@@ -181,7 +183,7 @@ class Channel:
         return bool(num_bytes)
 
     def _sleep(self) -> None:
-        """Have the socket found ready when it is worth it."""
+        """Report the socket as ready only once enough bytes are there."""
         rest = 1 if self._frame is None else self._frame.size - self._at - self._unit_at
         num_bytes = max(1, min(rest, _WAKE_BYTES))
         if num_bytes != self._wake_bytes:
@@ -193,14 +195,14 @@ class Channel:
         self._drop()
 
     def _drop(self) -> None:
-        """Write into the memory of others no more."""
+        """Stop writing into receivers' memory."""
         self._into = self._receiver = None
         self._unit = self._piece = self._header
 
 
 def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]) -> Channel:
-    """Open the data connection of a session, to an address and no name; it may still fail, as
-    `error` says."""
+    """Open the data connection of a session, to an IP address. It may still fail, as `error`
+    says."""
     to = Address(host, ticket.port)
     connection = socket.socket(socket.AF_INET6 if to.is_ipv6 else socket.AF_INET)
     connection.setblocking(False)
@@ -215,13 +217,13 @@ def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]
 
 
 def tune(connection: socket.socket) -> None:
-    """Before anything is sent."""
+    """Set the options of a connection, before anything is sent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def bound_silence(connection: socket.socket, silence_s: float) -> None:
-    """Have the kernel end a connection whose other end does not acknowledge any more."""
+    """Have the kernel end a connection if the other end no longer acknowledges."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
     for option, value in zip(options, silence_limits(silence_s), strict=True):
@@ -229,10 +231,10 @@ def bound_silence(connection: socket.socket, silence_s: float) -> None:
 
 
 def silence_limits(silence_s: float) -> tuple[int, int, int, int]:
-    """When the kernel is to end a TCP connection whose other end does not acknowledge any more.
+    """Return times after which the kernel ends a TCP connection without acknowledgements.
 
-    With something to send: after so many ms. Without, it asks: after so many seconds, then each so
-    many seconds, so many times.
+    With unsent data: after the first number, in ms. Without, the kernel asks: after the second
+    number of seconds, then each third number of seconds, as often as the fourth says.
     """
     probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
     return round(silence_s * 1000), max(1, round(silence_s / 2)), probe_s, _KEEPALIVE_PROBES

@@ -1,4 +1,4 @@
-"""What an operator may set on a worker and on its peers."""
+"""The operator's settings of a worker and of its peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.wire import Model
 
 _MAX_SILENCE_S: Final = 65_534
-"""Half of it, which `channel` tells the kernel, is Linux's MAX_TCP_KEEPIDLE."""
+"""Half of it, which `channel` gives to the kernel, is Linux's MAX_TCP_KEEPIDLE."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,36 +22,37 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Address to bind; port 0 takes a free one."""
     key_file: str | None = None
     """Secret key file made by `cachetree keygen`: traffic is encrypted, and only `allowed_peers`
-    may read. None encrypts nothing and lets in everyone who can connect."""
+    may read. None: nothing is encrypted, and everyone who can connect may read."""
     allowed_peers: tuple[str, ...] = ()
-    """Public keys, files of them, or folders of `.pub` files. They are read at start. Whoever is
-    let in is trusted with the pages of all tenants: there are no lists per namespace."""
+    """Public keys, files of them, or folders of `.pub` files. They are read at start. A peer with
+    one of these keys may read the pages of all tenants: there are no lists per namespace."""
     admin: tuple[str, ...] | None = None
-    """Who may evict and pin: public keys as in `allowed_peers`, who are let in too. Without a key
-    of this server it is empty, and means everyone on this machine where `listen` is a loopback
-    address. None: nobody."""
+    """Public keys, as in `allowed_peers`, of those who may evict and pin; they may read, too. If
+    this server has no key, use an empty list: everyone on this machine may evict and pin if
+    `listen` is a loopback address. None: no one may."""
     bulk_port: int = 0
-    """Where sessions go, over a connection that each peer opens after its hello, on the host of
-    `listen`; 0 takes a free one."""
+    """Port of sessions, on the host of `listen`. Each peer opens a connection to it after its
+    hello. 0 takes a free port."""
     insecure: bool = False
-    """Allow an address that other machines can reach without a key. Nothing is encrypted or
-    authenticated then."""
+    """Allow an address that other machines can reach without a key. Nothing is then encrypted or
+    authenticated."""
     model: Model = ""
-    """Id of the model this server runs; empty where it runs none."""
+    """Id of the model that this server runs; empty if it runs none."""
     max_bytes_per_s: float | None = None
     """Cap on what all streams together send; None for no cap."""
     max_streams: int = 256
-    """Fetches served at once; more are refused. One peer has three times as many as stay free, at
-    most."""
+    """Most fetches served at once; more are refused. One peer may have three times as many as stay
+    free."""
     max_peers: int = 256
-    """Sessions held at once; more are turned away."""
+    """Most sessions at once; more are turned away."""
     max_pending_changes: int = 4096
-    """Changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
+    """Most changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
     shared_memory: bool = True
-    """Let peers on this host copy pages from this process's memory themselves, and tell them only
-    where they are. Others get frames."""
+    """Tell peers on this host only the places of pages, and let them copy from this process's
+    memory. Other peers get frames."""
     silence_s: float = 10.0
-    """A peer that says nothing for this long is gone. A closed connection is noticed at once."""
+    """Seconds without a word after which a peer counts as gone. A closed connection is noticed at
+    once."""
 
     def __post_init__(self) -> None:
         if self.key_file is None and self.allowed_peers:
@@ -84,39 +85,43 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How this server talks to one remote worker."""
+    """Settings for reading from one remote worker."""
 
     key_file: str | None = None
-    """Secret key file made by `cachetree keygen`; its public key stands in the worker's
+    """Secret key file made by `cachetree keygen`; its public key has to be in the worker's
     `allowed_peers`."""
     server_key: str | None = None
-    """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
-    else there is none. None encrypts nothing and believes whoever answers."""
+    """Public key of the worker, or the file that holds it: traffic is encrypted, and only with the
+    holder of that key. None: nothing is encrypted, and any worker that answers is trusted."""
     frame_bytes: int = 4 << 20
-    """Largest payload that it is to send in one frame."""
+    """Largest payload that the worker may send in one frame."""
     connect_s: float = 2.0
     """Time for connection and handshake together."""
     reconnect_s: float = 0.1
-    """Longest first pause before another attempt; it doubles up to ten times this. Each pause is
-    drawn anew between 0 and that, so that many peers of one worker do not come at once."""
+    """Longest first pause before another attempt; it doubles up to ten times this. Each pause is a
+    random share of that, so that many peers of one worker do not return at once."""
     max_retries: int = 2
-    """How often a fetch asks for the rest, after a lost connection or a damaged frame."""
+    """Number of times that a fetch asks for the rest, after a lost connection or a damaged
+    frame."""
     resume_s: float = 1.0
-    """A fetch that lost its worker is given up when there is no connection for so long: where the
-    worker is gone, a full prefill should not wait for the whole deadline. A look-up of the
-    worker's name is not broken off by it."""
+    """Seconds without a connection after which a fetch that lost its worker is given up. If the
+    worker is gone, a full prefill should not wait for the whole deadline. A look-up of the worker's
+    name is not broken off by it."""
     breaker_errors: int = 3
-    """So many errors within `breaker_window_s`, and the worker is left alone for `cooldown_s`: its
-    entries are forgotten, and then one fetch tries whether it is well again."""
+    """Number of errors within `breaker_window_s` after which the worker is left alone for
+    `cooldown_s`. Its entries are forgotten; afterwards one fetch tries whether it works again."""
     breaker_window_s: float = 10.0
     cooldown_s: float = 30.0
-    """It doubles, up to ten times this, each time that fetch fails."""
+    """Seconds that the worker is left alone. They double, up to ten times this, each time that one
+    fetch fails."""
     heartbeat_s: float = 1.0
-    """A ping is sent this often."""
+    """Seconds between two pings."""
     shared_memory: bool = True
-    """Copy pages from the memory of a worker on this host, if it lets and this process can."""
+    """Copy pages from the memory of a worker on this host, if it allows that and this process
+    can."""
     silence_s: float = 5.0
-    """A worker that says nothing for this long is lost. A closed connection is noticed at once."""
+    """Seconds without a word after which a worker counts as lost. A closed connection is noticed at
+    once."""
 
     def __post_init__(self) -> None:
         if not MIN_FRAME_BYTES <= self.frame_bytes <= MAX_FRAME_BYTES:

@@ -1,4 +1,5 @@
-"""The peer's side of a connection: a question over ZMQ, and a session, over TCP, that it opens."""
+"""The peer's side of a connection: one question over ZMQ, and one session over a TCP connection
+that it opens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from cachetree.transport.verbs import Order
 from cachetree.transport.wakeup import Wakeup
 
 _MOST_S: Final = 3600.0
-"""What a poll takes is bounded; whoever waits for longer looks again."""
+"""Longest single poll in seconds; a longer wait polls again."""
 
 
 def poll(poller: zmq.Poller, most_s: float) -> None:
@@ -37,10 +38,11 @@ def answer_of(
     until_up: bool,
     wait: Callable[[zmq.Poller, float], None] = poll,
 ) -> wire.ToPeer:
-    """What the worker that listens there says; `until_up` waits for one to come up.
+    """Ask the worker that listens at `to`, and return its answer; `until_up` waits for a worker to
+    come up.
 
     Blocks in `wait`, again and again. Raises DeadlineExceeded, ProtocolError, AuthenticationError,
-    where not `until_up` FetchError, and what `wait` does.
+    the errors of `wait`, and FetchError unless `until_up`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     who = f"worker {to.url}"
@@ -54,7 +56,7 @@ def answer_of(
         ends = 0 if until_up else zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         monitor = socket.get_monitor_socket(FAILURES | ends)
         socket.connect(to.url)
-        with suppress(zmq.Again):  # A handshake that has failed already; the monitor says why.
+        with suppress(zmq.Again):  # The handshake has failed already; the monitor says why.
             socket.send(wire.encode(question), zmq.NOBLOCK)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -77,14 +79,15 @@ def answer_of(
 class Connection:
     """One session, over one channel. Used by one thread; blocks only in `wait`.
 
-    It does not reconnect: one that is down stays down, so that nothing of a worker's former life
-    can be taken for the next one's.
+    It does not reconnect: one that is down stays down, so that nothing of a worker's former life is
+    taken for the next one's.
     """
 
     def __init__(
         self, to: Address, credentials: Credentials, ticket: Ticket, wakeup: Wakeup, clock: Clock
     ) -> None:
-        """To the host that gave the ticket: an address, not a name that may stand for several."""
+        """Connect to the host that gave the ticket: an IP address, because a name may have
+        several."""
         self._who: Final = f"worker {to.url}"
         self._bulk_url: Final = f"bulk_port {ticket.port} of {to.host}"
         self._wakeup = wakeup
@@ -96,15 +99,15 @@ class Connection:
         self.last_id = NOT_ASKED
         """Id of the newest fetch."""
         self.owed: Final[dict[int, int]] = {}
-        """By fetch that ended early, the most bytes that may still come in its frames."""
+        """Most bytes that may still arrive in frames, by fetch that ended early."""
         self.arena: ArenaReader | None = None
-        """The worker's memory, where it is to be read."""
+        """The worker's memory, if this peer reads it."""
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._poller.register(self.channel.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something arrives or ends, the wakeup is woken, or the time is over."""
+        """Block until something arrives or ends, the wakeup is woken, or the time is over."""
         poll(self._poller, timeout_s)
         self._wakeup.drain()
 
@@ -113,12 +116,13 @@ class Connection:
         return self.last_id
 
     def send(self, message: wire.ToWorker) -> None:
-        """Raises ProtocolError for one that is too large; no other error is seen before `beat`."""
+        """Send a message. Raises ProtocolError for one that is too large; `beat` raises all other
+        errors."""
         self.channel.put_message(wire.encode(message))
 
     def beat(self, every_s: float, patience_s: float) -> None:
-        """Ping now and then; raises FetchError where the worker was silent for longer, or the
-        channel has ended. Read what has arrived first."""
+        """Ping now and then. Raises FetchError if the worker was silent for longer than
+        `patience_s`, or if the channel has ended. Read what has arrived first."""
         if self.channel.error is not None:
             raise FetchError(
                 f"{self._who} closed the connection to its {self._bulk_url}, or it cannot be "

@@ -1,4 +1,4 @@
-"""Connections that strangers may hold: how many, of which source, and within which limit."""
+"""Connections that strangers may hold: how many in all, and from each source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _WANTED_DESCRIPTORS: Final = 65_536
 
 
 def crowding(sources: Mapping[int, str]) -> int:
-    """The connection that makes room: the oldest of the source that has the most.
+    """Return the connection to end to make room: the oldest of the source with the most
+    connections.
 
     So a crowd from one address keeps no other address out. `sources` are by descriptor, oldest
     first.
@@ -32,7 +33,7 @@ def crowding(sources: Mapping[int, str]) -> int:
 
 
 def source_of(host: str) -> str:
-    """The part of an IP address that its owner cannot choose: of IPv6 the first half."""
+    """Return the part of an IP address that its owner cannot choose; for IPv6 the first half."""
     address = ip_address(host)
     if not isinstance(address, IPv6Address):
         return host
@@ -42,29 +43,29 @@ def source_of(host: str) -> str:
 class Connections:
     """The TCP connections of a ZMQ socket that listens, as its monitor reports them.
 
-    libzmq bounds neither their number nor a source's. Here at most `most` may stay that never sent
-    a message, and as many that did.
+    libzmq bounds neither their number nor that of one source. Here at most `most` connections may
+    stay that never sent a message, and as many that did.
     """
 
     def __init__(self, most: int) -> None:
         self._most: Final = most
         self._ends: dict[int, tuple[Any, Any]] = {}
-        """Both addresses of each connection, by libzmq's descriptor: the number may be another
-        socket's by now."""
+        """Both addresses of each connection, by libzmq's descriptor; by now the number may be
+        another socket's."""
         self._silent: dict[int, str] = {}
-        """Sources, oldest first."""
+        """Sources of connections that never sent a message, oldest first."""
         self._heard: dict[int, str] = {}
         self._ending: set[int] = set()
-        """Ended here, and not yet reported as closed."""
+        """Connections ended here, and not yet reported as closed."""
 
     @property
     def are_ending(self) -> bool:
-        """Whether libzmq has yet to report the end of a connection that was ended here."""
+        """Return whether libzmq has yet to report the end of a connection that was ended here."""
         return bool(self._ending)
 
     def came(self, descriptor: int, port: int) -> str:
-        """libzmq accepted a connection at `port`. Returns the source of a silent connection that
-        was ended to make room, or nothing."""
+        """Note that libzmq accepted a connection at `port`. Return the source of a silent
+        connection that was ended to make room, or ""."""
         self.went(descriptor)
         with contextlib.suppress(OSError), _copy(descriptor) as copy:
             own, other = copy.getsockname(), copy.getpeername()
@@ -75,19 +76,19 @@ class Connections:
         return ""
 
     def heard(self, descriptor: int) -> None:
-        """A message has come over this connection."""
+        """Note that a message has arrived over this connection."""
         if (source := self._silent.pop(descriptor, None)) is not None:
             self._heard[descriptor] = source
             self._bound(self._heard)
 
     def went(self, descriptor: int) -> None:
-        """libzmq has closed this connection."""
+        """Note that libzmq has closed this connection."""
         self._ending.discard(descriptor)
         for known in (self._ends, self._silent, self._heard):
             known.pop(descriptor, None)
 
     def _bound(self, sources: dict[int, str]) -> str:
-        """End one connection if there are too many; returns its source."""
+        """End one connection if there are too many; return its source."""
         if len(sources) <= self._most:
             return ""
         source = sources[descriptor := crowding(sources)]
@@ -100,7 +101,7 @@ class Connections:
 
 
 def _copy(descriptor: int) -> socket.socket:
-    """Raises OSError. The family is one that has room for every address.
+    """Copy a descriptor as a socket; raises OSError. The family is one with room for every address.
 
     `socket.fromfd` would leave its copy open if the number is no socket's by now.
     """
@@ -113,8 +114,8 @@ def _copy(descriptor: int) -> socket.socket:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open more files, as far as its hard limit permits. Logs the change, and
-    warns if a worker needs more."""
+    """Let this process open more files, up to its hard limit. Logs the change, and warns if a
+    worker needs more."""
     _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (inf if it == resource.RLIM_INFINITY else it for it in limits)
     if soft < (target := min(_WANTED_DESCRIPTORS, most)):

@@ -1,4 +1,5 @@
-"""Where peers open the data connections of their sessions: whoever brings a ticket is let in."""
+"""The port at which peers open the data connections of their sessions; a connection needs a
+ticket."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
-"""Connections that wait in the kernel; it keeps those that have said nothing for itself, and shows
-the others first. In a crowd of so many it shows all of them."""
+"""Connections that wait in the kernel. It hides those that have said nothing, and shows the others
+first. In a crowd of this size it shows all of them."""
 _MAX_TICKETS: Final = 1024
-"""Given out and not used yet; for one more the oldest goes."""
+"""Most unused tickets; beyond them the oldest is void."""
 _MAX_SILENT: Final = 256
-"""Connections that were shown and have said nothing."""
+"""Most connections that the kernel has shown and that have said nothing."""
 _SILENT_S: Final = 2
-"""A connection that has said nothing by then is closed."""
+"""Seconds after which a connection that has said nothing is closed."""
 
 
 class DataPort:
@@ -42,31 +43,34 @@ class DataPort:
         config: WorkerConfig,
         clock: Clock,
     ) -> None:
-        """`seals` makes those of a key; `wake` is called from other threads, as in `SendQueue`.
+        """`seals` makes the seals for a key; `wake` is called from other threads, as in
+        `SendQueue`.
 
-        Raises ConfigError where the address cannot be bound."""
+        Raises ConfigError if the address cannot be bound.
+        """
         self._seals = seals
         self._wake = wake
         self._config = config
         self._clock = clock
         self._epoll = select.epoll()
-        """Of its own: in a crowd ZMQ's poller would take longer than all the rest."""
+        """An epoll of its own: in a crowd ZMQ's poller would take longer than everything else."""
         self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
-        # Who brings a ticket is met with it in hand, however many come with none.
+        # The kernel reports a connection once its ticket has arrived, however many send none.
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         self._port: Final[int] = self._listener.getsockname()[1]
         self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
-        """Given out and not used yet, by whom they were given to; oldest first."""
+        """Unused tickets by the name of their owner, oldest first."""
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
-        """By descriptor; oldest first."""
+        """Connections that have said nothing, by descriptor, oldest first."""
         self._sources: dict[int, str] = {}
-        """Of the same."""
+        """Sources of these connections."""
         self._epoll.register(self._listener, select.EPOLLIN)
         poller.register(self._epoll.fileno(), zmq.POLLIN)
 
     def issue_ticket(self, who: str) -> Ticket:
-        """For one connection of theirs within `silence_s`; they have no other ticket then."""
+        """Issue a ticket for one connection by `who` within `silence_s`. It replaces their earlier
+        ticket."""
         if len(self._tickets) == _MAX_TICKETS:
             del self._tickets[next(iter(self._tickets))]
         ticket = new_ticket(self._port)
@@ -75,7 +79,8 @@ class DataPort:
         return ticket
 
     def arrivals(self, ready: Container[object]) -> Iterator[tuple[str, Channel] | Refusal]:
-        """The connections whose ticket was good, with whose it was, and those that were closed.
+        """Yield connections with a good ticket, with their owners, and refusals of those that were
+        closed.
 
         `ready` are the descriptors that a poll found ready.
         """
@@ -101,7 +106,7 @@ class DataPort:
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # There are no descriptors: not again before another turn.
+            except OSError:  # There are no descriptors left; the next turn tries again.
                 self._epoll.modify(self._listener, 0)
                 return
             if len(self._silent) == _MAX_SILENT:
@@ -114,14 +119,14 @@ class DataPort:
             yield connection.fileno()
 
     def _hear(self, descriptor: int) -> Iterator[tuple[str, Channel] | Refusal]:
-        """What that connection says, if anything: a ticket comes whole, or it is none."""
+        """Read a connection's ticket, if it has arrived. A ticket arrives whole, or it is none."""
         connection, _ = self._silent[descriptor]
         token, host = b"", ""
         try:
             token, (host, *_) = connection.recv(TOKEN_BYTES), connection.getpeername()
         except BlockingIOError:
             return
-        except OSError:  # Nobody is there any more.
+        except OSError:  # The connection is closed.
             pass
         who = self._owner(token)
         if who is None:
@@ -141,7 +146,7 @@ class DataPort:
         connection.close()
 
     def _owner(self, token: bytes) -> str | None:
-        """Of a ticket whose time is not over; takes the same time for every token."""
+        """Return the owner of a valid ticket; takes the same time for every token."""
         owner = None
         for who, (ticket, deadline) in self._tickets.items():
             if hmac.compare_digest(ticket.token, token) and not deadline.has_passed:

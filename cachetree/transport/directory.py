@@ -1,7 +1,8 @@
-"""Workers that no file lists, by a name in DNS: `dns://NAME:PORT` is each of its addresses.
+"""Workers that no file lists, found by a name in DNS: `dns://NAME:PORT` stands for all its
+addresses.
 
-Nobody is believed for standing in a directory: it says whom to try, and who is found there has to
-prove the same as one that is listed.
+A directory only says which workers to try. A worker found there has to prove the same as a listed
+one.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ log = logging.getLogger("cachetree.directory")
 
 ASK_EVERY_S: Final = 3.0
 MAX_FOUND: Final = 256
-"""Workers taken from one directory: as many as have sessions with one."""
+"""Most workers taken from one directory: as many as may have sessions with one worker."""
 
 _EXAMPLE: Final = "write dns://NAME:PORT"
 
 Look = Callable[[], Sequence[Location]]
-"""Who is in a directory, at most `MAX_FOUND`. Blocks, where a server is silent for seconds; raises
-OSError or ValueError where there is no answer."""
+"""Returns the workers of a directory, at most `MAX_FOUND`. Blocks for seconds if a server is
+silent. Raises OSError or ValueError if there is no answer."""
 
 
 class PeriodicTask:
-    """A task that a thread of its own does every few seconds; others never wait for that thread.
+    """A task that a thread of its own repeats every few seconds; no other thread waits for it.
 
-    Its failures are logged, each minute one; `has_gone_well` is set once there was none.
+    Failures are logged, at most one a minute; `has_gone_well` is set after a success.
     """
 
     def __init__(self, name: str, step: Callable[[], object]) -> None:
         """`name` is a URL."""
         self.name: Final = without_password(name)
         self.error = ""
-        """Empty where the last one went well."""
+        """Error of the last run; empty if it went well."""
         self.has_gone_well: Final = threading.Event()
         self._limiter = LogLimiter()
         self._closing = threading.Event()
@@ -52,7 +53,7 @@ class PeriodicTask:
         self._thread.start()
 
     def close(self, most_s: float = CLOSE_S) -> None:
-        """Waits for its thread so long. Idempotent."""
+        """Stop, and wait at most `most_s` for the thread. Idempotent."""
         self._closing.set()
         self._thread.join(most_s)
 
@@ -79,28 +80,28 @@ class PeriodicTask:
 
 
 def is_directory(peer: str) -> bool:
-    """Whether an entry of `peers` names workers, in place of one."""
+    """Return whether an entry of `peers` names a directory instead of one worker."""
     return peer.startswith("dns://")
 
 
 def addresses_of(
     name: Address, resolve: Callable[..., Sequence[Any]] = socket.getaddrinfo
 ) -> Sequence[Location]:
-    """All addresses that the name resolves to now."""
+    """Return all addresses that the name resolves to now."""
     answers = resolve(name.host, name.port, type=socket.SOCK_STREAM)
     urls = {Address(answer[4][0], name.port).url for answer in answers}
     return [Location(url) for url in sorted(urls)[:MAX_FOUND]]
 
 
 def parse_directory(url: str) -> Address:
-    """The name to resolve, and the port; raises ConfigError."""
+    """Parse a directory URL into a DNS name and port; raises ConfigError."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        # Without what it says, which may have a part of a password.
+        # The error's text is left out: it may have a part of a password.
         raise ConfigError(f"peers names no directory; {_EXAMPLE}") from None
     if not parts.hostname or not port or parts.path or parts.query or parts.fragment:
-        # Without what it says, which may have a password.
+        # The URL is left out: it may have a password.
         raise ConfigError(f"peers names no directory at {parts.hostname}; {_EXAMPLE}")
     return Address(parts.hostname, port)

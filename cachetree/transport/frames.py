@@ -1,26 +1,26 @@
-"""What goes over a data connection: how it is opened, its frames, and how these are sealed.
+"""A data connection: how it is opened, its frames, and how they are sealed.
 
 Frames are headers of one size, each followed by its payload.
 
-    bytes [0, 8)      id of the fetch; 0 where the payload is a message of `wire`
-    bytes [8, 16)     where it begins, in all steps of that side by side
-    bytes [16, 24)    XXH3-64 of the payload
-    bytes [24, 28)    size of the payload
+    bytes [0, 8)    id of the fetch; 0 if the payload is a message of `wire`
+    bytes [8, 16)   offset of the payload in all steps of the fetch, side by side
+    bytes [16, 24)  XXH3-64 of the payload
+    bytes [24, 28)  size of the payload
 
 All numbers are little-endian. No frame has bytes of two steps.
 
-    peer                              worker, `listen`: CURVE where there are keys
-    Hello                     ──►
-                              ◄──     Hello with a Ticket: port, token and key of the session
-                                      worker, `bulk_port`: TCP in clear
-    token                     ──►     let in once, and only with one that was given out
-    Frame, payload            ◄─►     sealed with the key, header and payload; where there are no
-                                      keys in clear, and each header with a checksum
+    peer                            worker, `listen`: CURVE if there are keys
+    Hello                   ──►
+                            ◄──     Hello with a Ticket: port, token and key of the session
+                                    worker, `bulk_port`: TCP in clear
+    token                   ──►     let in once, and only if the token was issued
+    Frame, payload          ◄─►     header and payload sealed with the key; without keys in
+                                    clear, and each header with a checksum
 
-The n-th thing of a direction, a header or a piece of a payload, is sealed as the n-th, so that one
-that was changed, lost, repeated or put elsewhere cannot be opened; what is behind it cannot either,
-and the connection is over. The checksum of the n-th header in clear is that of the n-th likewise:
-nothing above has to look for what got lost. A key serves one connection, and no number twice.
+A direction's n-th header or piece of a payload is sealed as the n-th. So a part that was changed,
+lost, repeated or moved cannot be opened, nor can any part behind it; then the connection ends. In
+clear the checksum of the n-th header counts in the same way: no code above has to look for losses.
+A key serves one connection, and no number is used twice.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cachetree.errors import ProtocolError
 
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Largest payload that may be asked for, and that is taken."""
+"""Largest payload that may be requested, and that is accepted."""
 
 MIN_FRAME_BYTES: Final = 4096
-"""Smallest that a peer may ask a worker to keep to."""
+"""Smallest frame size that a peer may request."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest message that either side takes, however it comes; a fetch may name 60,000 pages."""
+"""Largest message that either side accepts, over ZMQ or TCP; a fetch may name 60,000 pages."""
 
 MESSAGE: Final = 0
-"""In place of a request's id, where the payload is a message."""
+"""Id of a frame with a message as payload."""
 
 _FIELDS: Final = struct.Struct("<QQQI")
 HEADER_BYTES: Final = _FIELDS.size
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
-"""What a seal adds."""
+"""Bytes that a seal adds."""
 
 TOKEN_BYTES: Final = 32
 
 PIECE_BYTES: Final = 256 << 10
-"""Payloads are sealed, received and read again for their checksum in pieces of this size: far
-below a core's cache."""
+"""Bytes of the pieces in which payloads are sealed, received and read again for their checksum: far
+less than a core's cache."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     offset: int
-    """Of all bytes of all steps, how many come before it."""
+    """Number of bytes before it, of all bytes of all steps."""
     size: int
     checksum: int
     """XXH3-64 of the payload."""
@@ -79,7 +79,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(header: memoryview | bytes) -> Frame:
-    """Raises ProtocolError."""
+    """Parse a header; raises ProtocolError."""
     if len(header) != HEADER_BYTES:
         raise ProtocolError(f"a header of a frame has {len(header)} bytes, not {HEADER_BYTES}")
     id, offset, digest, size = _FIELDS.unpack_from(header)
@@ -90,11 +90,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Lets its holder in at the worker's `bulk_port`. Neither `str` nor `repr` shows the key."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    """On the host of the worker's address."""
+    """Port on the host of the worker's address."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """Anyone on the way sees it: it opens a door, once, and no message."""
+    """Token of one use. Anyone on the way can see it: it opens a connection, once, and decrypts
+    nothing."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    """Of the seals, where both sides have proved who they are; of no use where they have not."""
+    """Key of the seals, if both sides have proved their identity; otherwise unused."""
 
     def __repr__(self) -> str:
         return f"Ticket(port={self.port})"
@@ -106,8 +107,8 @@ def new_ticket(port: int) -> Ticket:
 
 
 class Unsealed:
-    """Headers with a checksum, payloads as they are: against accidents alone. For one connection:
-    make them once on each side."""
+    """Headers with a checksum, payloads in clear: protects only against accidents. Each side makes
+    one for each connection."""
 
     header_tag_bytes = 8
     piece_tag_bytes = 0
@@ -120,11 +121,13 @@ class Unsealed:
         return header + xxhash.xxh3_64_digest(header, self._num_sealed)
 
     def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
-        """Of the header sealed last; what is yielded may be the parts of `payload` themselves."""
+        """Yield the payload of the header sealed last; these may be the parts of `payload`
+        themselves."""
         yield from payload
 
     def open(self, header: memoryview) -> memoryview | bytes:
-        """Raises ProtocolError, as does `open_piece`; then the connection has to end."""
+        """Open a header. Raises ProtocolError, like `open_piece`; the connection then has to
+        end."""
         self._num_opened += 1
         clear, tag = header[: -self.header_tag_bytes], header[-self.header_tag_bytes :]
         if xxhash.xxh3_64_digest(clear, self._num_opened) != tag:
@@ -135,7 +138,8 @@ class Unsealed:
         return clear
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
-        """The next piece of a payload; where pieces have no tags both are the same memory."""
+        """Open the next piece of a payload. Without tags `sealed` and `into` are the same
+        memory."""
 
 
 class Seals(Unsealed):
@@ -176,5 +180,5 @@ class Seals(Unsealed):
 
 
 def _nonce(number: int, *, by_worker: bool) -> bytes:
-    """12 bytes, never the same twice under one key."""
+    """Return 12 bytes, never the same twice under one key."""
     return struct.pack(">?xxxQ", by_worker, number)

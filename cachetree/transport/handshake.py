@@ -1,15 +1,15 @@
-"""Proving who is who: CURVE on both ends of a connection, and what a failed handshake means.
+"""Proofs of identity: CURVE on both ends of a connection, and the meaning of a failed handshake.
 
-    peer: Credentials                       worker: AccessControl
-    own key pair, the worker's key          own key pair, the peers' keys
-    greeting                          ◄─►   greeting     both use CURVE, or neither does
-    hello, with a key of the moment   ──►                unreadable to a worker with another key
-                                      ◄──   welcome
-    initiate: this is my key          ──►   on the list? otherwise ──► 400
-                                      ◄──   ready        now messages pass
+    peer: Credentials                         worker: AccessControl
+    own key pair, the worker's key            own key pair, the peers' keys
+    greeting                          ◄─►     greeting      both use CURVE, or neither does
+    hello, with a key of the moment   ──►                   unreadable with another worker's key
+                                      ◄──     welcome
+    initiate: this is my key          ──►     on the list? otherwise ──► 400
+                                      ◄──     ready         now messages pass
 
-Nothing that a peer sends is seen by a worker's decoders before `ready`. Its data connection needs
-no keys: the ticket that `frames` tells of comes over this one.
+A worker decodes nothing from a peer before `ready`. The peer's data connection needs no key pair:
+its ticket (`frames`) is sent over this connection.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ FAILURES: Final = (
 """Events of a socket's monitor."""
 
 _CIPHER_BYTES: Final = 33
-"""What CURVE adds to a message on the wire (RFC 26), and so to the cap on its size."""
+"""Bytes that CURVE adds to a message on the wire (RFC 26), and so to the cap on its size."""
 
 _RECEIVED: Final = 64
-"""Messages of one other side that wait to be read; it then has to wait itself."""
+"""Messages from one other side that wait to be read; beyond that the other side has to wait."""
 _SENT: Final = 256
-"""Messages that wait for one other side to take them; until it does no more can be sent."""
+"""Messages that wait for one other side to read them; beyond that no more can be sent."""
 
 _HANDSHAKE_MS: Final = 5000
-"""A connection that has not proved itself by then is closed."""
+"""Time in ms after which a connection without a completed handshake is closed."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = b"cachetree"
 _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
-"""What libzmq is told of whom it lets in, and notes on each of their messages."""
+"""User id that libzmq attaches to each message of a reader."""
 _MAX_EVENTS: Final = 256
-"""Handshakes decided in one turn, and events of connections seen."""
+"""Most handshakes decided, and most events of connections seen, in one turn."""
 _MAX_CONNECTIONS: Final = 256
-"""Those that have not said a word, and as many that have. A peer's question takes milliseconds."""
-_EVENTS: Final = (  # Without those that AccessControl refuses, which it reports itself.
+"""Most connections that have never sent a message, and most that have. A peer's question takes
+milliseconds."""
+_EVENTS: Final = (  # Without the events that AccessControl causes, which it reports itself.
     FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 )
 _EVENTS_ENDPOINT: Final = "inproc://cachetree.connections"
@@ -71,16 +72,16 @@ class Refusal:
     """A handshake that failed at a worker."""
 
     who: str
-    """As much as is known of the other side; the same for each of its attempts."""
+    """Name of the other side, as far as known; the same for each of its attempts."""
     why: str
 
 
 class AccessControl:
-    """Lets in everyone who can reach a worker's socket or, where it has a key, the holders of some.
-    Used by the worker's thread after construction.
+    """Lets in everyone who can reach a worker's socket or, if the worker has a key, the holders of
+    listed keys. Used by the worker's thread after construction.
 
-    libzmq asks over ZAP, at an address that is one per context; each worker has a context of its
-    own, and answers in its own thread. Where no answer comes, nobody gets in.
+    libzmq asks over ZAP, at an address that exists once per context. So each worker has a context
+    of its own, and answers in its own thread. Without an answer no connection gets in.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class AccessControl:
         *,
         obeys: bool = False,
     ) -> None:
-        """Without a key it `obeys` everyone or nobody, and with one its `admins`."""
+        """Without a key it `obeys` everyone or no one; with a key only its `admins`."""
         self._own = own
         self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
@@ -101,8 +102,8 @@ class AccessControl:
     def guard(
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
     ) -> None:
-        """Prepare a socket that is not bound yet, and have the poller wake up for `refusals`;
-        sockets made for it go with the context. Messages above the cap close their connection."""
+        """Prepare a socket that is not bound yet, and wake the poller for `refusals`. Its helper
+        sockets are closed with the context. A message above the cap closes its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)
@@ -110,12 +111,13 @@ class AccessControl:
         self._asked.bind(_ZAP_ENDPOINT)
         socket.monitor(_EVENTS_ENDPOINT, _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
-        # libzmq accepts no more while 1,000 events wait to be read, and as many as this sets.
+        # libzmq accepts no more connections while 1,000 events wait to be read, and as many as this
+        # sets.
         self._monitor.set(zmq.RCVHWM, 1)
         self._monitor.connect(_EVENTS_ENDPOINT)
         for source in (self._asked, self._monitor):
             poller.register(source, zmq.POLLIN)
-        # Without these two, libzmq lets everyone in when it finds nobody to ask.
+        # Without these two, libzmq lets everyone in if it finds no authenticator.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if self._own:
@@ -123,8 +125,8 @@ class AccessControl:
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def refusals(self, ready: Container[object]) -> Iterator[Refusal]:
-        """Decide the handshakes that wait, and tell of those that failed; never blocks. `ready` is
-        what a poll found ready."""
+        """Decide the waiting handshakes, and yield those that failed; never blocks. `ready` is what
+        a poll found ready."""
         for source, taken in ((self._asked, self._decided), (self._monitor, self._seen)):
             for _ in range(_MAX_EVENTS if source in ready else 0):
                 if not source.poll(0):
@@ -133,15 +135,15 @@ class AccessControl:
                     yield refusal
 
     def note_message(self, message: zmq.Frame) -> None:
-        """The connection over which it came is not silent."""
+        """Note that the connection of this message is not silent."""
         self._connections.heard(int(message.get(zmq.SRCFD)))
 
     def is_admin(self, message: zmq.Frame) -> bool:
-        """Whether whoever sent it may give orders."""
+        """Return whether the message's sender may give orders."""
         return message.get("User-Id") == _ADMIN.decode()
 
     def seals(self, key: bytes) -> Unsealed:
-        """What protects a data connection whose two sides drew that key."""
+        """Return the seals of a data connection with this key."""
         return Seals(key, is_worker=True) if self._own else Unsealed()
 
     def _decided(self) -> Refusal | None:
@@ -153,7 +155,7 @@ class AccessControl:
         return refusal
 
     def _judged(self, frames: list[bytes]) -> tuple[Refusal | None, bytes]:
-        """Why somebody is not let in, if so, and as what otherwise."""
+        """Return a refusal, or the user id of a peer that is let in."""
         is_ours = frames[:1] == [_ZAP_VERSION] and frames[2:3] == [_DOMAIN]
         match frames[3:] if is_ours else []:
             case [_, _, b"NULL"] if self._own is None:
@@ -180,8 +182,8 @@ class AccessControl:
                 self._connections.went(event["value"])
                 return None
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._connections.are_ending:
-                return None  # Told already. That it is gone is the next event of it.
-        # Of which connection, libzmq does not say.
+                return None  # It was reported already. Its next event is its end.
+        # libzmq does not say which connection it was.
         if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             return Refusal("another key", "someone expected this worker to have another key")
         return Refusal(
@@ -192,17 +194,18 @@ class AccessControl:
 
 
 class Credentials:
-    """How a peer proves itself, and whom it expects: encrypted, to the holder of one key, or
-    without any; then it proves nothing and believes everything.
+    """A peer's proof of identity, and the worker it expects: encrypted, with the holder of one key.
+    Without keys it proves nothing and trusts any worker.
     """
 
     def __init__(self, own: KeyPair | None = None, server: PublicKey | None = None) -> None:
-        """Both, or neither."""
+        """Both keys, or neither."""
         self._own = own
         self._server = server
 
     def secure(self, socket: Socket, max_message_bytes: int) -> None:
-        """Prepare a socket that is not connected yet; messages above the cap end its connection."""
+        """Prepare a socket that is not connected yet; a message above the cap ends its
+        connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         if self._own and self._server:
             socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
@@ -210,13 +213,13 @@ class Credentials:
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def seals(self, key: bytes) -> Unsealed:
-        """What protects the data connection that the worker gave a ticket with that key for."""
+        """Return the seals of the data connection with the ticket of this key."""
         return Seals(key, is_worker=False) if self._own else Unsealed()
 
     def failure(self, event: int, who: str) -> CacheTreeError:
-        """What a monitor's event says about a connection that was not made, or ended.
+        """Return the error for a monitor's event about a connection that failed or ended.
 
-        Of two sides that differ, the one that sees it first hangs up, and the other sees no more.
+        If two sides differ, the side that sees it first hangs up, and the other sees no more.
         """
         if not event & FAILURES:
             return FetchError(f"{who} closed the connection or cannot be reached")
@@ -238,7 +241,7 @@ class Credentials:
 
 
 def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
-    """Reads the key files; raises ConfigError."""
+    """Read the key files; raises ConfigError."""
     if server_key is None:
         return Credentials()
     server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
@@ -246,8 +249,8 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
 
 
 def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
-    """Where a worker will listen and whom it lets in; raises ConfigError where it could not start,
-    but for binding its address."""
+    """Return a worker's address and access control. Raises ConfigError for everything that would
+    prevent its start, except an address that cannot be bound."""
     listen = parse_listen(
         config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
     )
@@ -268,7 +271,7 @@ def bind_ports(config: WorkerConfig, held: ExitStack) -> None:
 
 
 def _bound(socket: Socket, max_message_bytes: int) -> None:
-    """How much of another side's words is held here."""
+    """Bound the messages of the other side that are held here."""
     socket.set(zmq.MAXMSGSIZE, max_message_bytes)
     socket.set(zmq.RCVHWM, _RECEIVED)
     socket.set(zmq.SNDHWM, _SENT)

@@ -1,12 +1,13 @@
-"""CURVE keys: how they are written, which files hold them, and what reads those files.
+"""CURVE keys: how they are written, the files that hold them, and the functions that read these
+files.
 
-    NAME.key   # a comment                      a server's own key pair; mode 0600
+    NAME.key   # a comment                        a server's own key pair; mode 0600
                ctsec-<64 hexadecimal digits>
     NAME.pub   ctpub-<64 hexadecimal digits> NAME
 
-A file of public keys may hold many lines like the one in NAME.pub; what follows a key is a remark.
-The prefix tells a secret key from a public one before anything is done with it, and neither needs
-quotes in YAML or a shell, as Z85 does. Errors name files and lines, and show no secret key.
+A file of public keys may have many lines like the one in NAME.pub; text behind a key is a remark.
+The prefix tells a secret key from a public one before any use. Unlike Z85, neither needs quotes in
+YAML or a shell. Errors name files and lines, and show no secret key.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _MAKE_KEYS: Final = "make a pair with `cachetree keygen --out DIR`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """What a server proves itself with. Neither `str` nor `repr` shows the secret."""
+    """A server's key pair, its proof of identity. Neither `str` nor `repr` shows the secret."""
 
     public: PublicKey
     secret: bytes = field(repr=False)
-    """32 bytes."""
+    """Secret key of 32 bytes."""
 
 
 def to_bytes(key: PublicKey) -> bytes:
@@ -54,9 +55,9 @@ def to_public(raw: bytes) -> PublicKey:
 
 
 def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
-    """A new pair in `folder`, as (pair, secret file, public file).
+    """Write a new pair into `folder`; return (pair, secret file, public file).
 
-    Overwrites nothing; raises ConfigError where one of the files is there or cannot be written.
+    Overwrites nothing; raises ConfigError if one of the files exists or cannot be written.
     """
     if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(f"name is {name!r}; use letters, digits, '_', '-' and '.'")
@@ -87,7 +88,7 @@ def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
 
 
 def _write_new(file: Path, text: str, mode: int) -> None:
-    """Readable by others at no time, whatever the umask, unless `mode` says so."""
+    """Write a new file. Whatever the umask, others can never read it unless `mode` says so."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w") as writer:
         os.fchmod(descriptor, mode)
@@ -97,10 +98,10 @@ def _write_new(file: Path, text: str, mode: int) -> None:
 
 
 def read_key_pair(path: str) -> KeyPair:
-    """The pair of a secret key file; raises ConfigError.
+    """Read the pair of a secret key file; raises ConfigError.
 
-    The file must be readable by its owner alone; one that belongs to root may be readable by a
-    group, which is how secrets are mounted into containers.
+    Only the file's owner may be able to read it. If root owns it, a group may, too: this is how
+    secrets are mounted into containers.
     """
     lines = tuple(_lines(Path(path), field="key_file", is_secret=True))
     if len(lines) != 1 or not _SECRET_PATTERN.fullmatch(lines[0][1]):
@@ -115,7 +116,7 @@ def read_key_pair(path: str) -> KeyPair:
 
 
 def read_public_key(value: str, *, field: str) -> PublicKey:
-    """A public key, or the one in a file; raises ConfigError."""
+    """Return a public key, or read the one in a file; raises ConfigError."""
     keys = list(_public_keys(value, field=field))
     if len(keys) != 1:
         raise ConfigError(f"{field} names {value}, which holds {len(keys)} keys instead of one")
@@ -123,14 +124,14 @@ def read_public_key(value: str, *, field: str) -> PublicKey:
 
 
 def read_public_keys(values: Iterable[str], *, field: str) -> frozenset[PublicKey]:
-    """Public keys, files of them, and folders of `.pub` files; raises ConfigError."""
-    found: set[PublicKey] = set()
+    """Read public keys, files of them, and folders of `.pub` files; raises ConfigError."""
+    collected: set[PublicKey] = set()
     for value in values:
         keys = list(_public_keys(value, field=field))
         if not keys:
             raise ConfigError(f"{field} names {value}, which holds no public key; {_MAKE_KEYS}")
-        found.update(keys)
-    return frozenset(found)
+        collected.update(keys)
+    return frozenset(collected)
 
 
 def _public_keys(value: str, *, field: str) -> Iterator[PublicKey]:
@@ -159,7 +160,7 @@ def _public(text: str, *, where: str) -> PublicKey:
 
 
 def _lines(path: Path, *, field: str, is_secret: bool) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a small text file without comments."""
+    """Yield numbered lines of a small text file, without comments."""
     try:
         # A pipe is refused, not waited for.
         with open(path, "rb", opener=lambda it, how: os.open(it, how | os.O_NONBLOCK)) as file:

@@ -1,4 +1,4 @@
-"""Rates: the cap a worker keeps, and the bandwidth a peer measures."""
+"""Rates: a worker's cap, and the bandwidth that a peer measures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from cachetree.planning import FREE_LINK, Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
-"""How far a busy link may catch up after its thread was not scheduled."""
+"""Seconds that a busy link may catch up after its thread was not scheduled."""
 
 FRAME_S = 0.01
-"""Under a cap a frame takes at most this long, so that a slow link stays smooth."""
+"""Longest time of a frame in seconds under a cap, so that a slow link stays smooth."""
 
 
 class Cap:
-    """When the next frame may go, and how large it may be: at most `bytes_per_s`, evenly."""
+    """Decides when the next frame may be sent and how large it may be: at most `bytes_per_s`,
+    evenly."""
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
-        """Infinity for no cap."""
+        """Infinity means no cap."""
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_at_s = clock()
@@ -31,7 +32,7 @@ class Cap:
         return max(0.0, self._free_at_s - self._clock())
 
     def limit(self, frame_bytes: int) -> int:
-        """The largest frame of at most `frame_bytes`."""
+        """Largest frame of at most `frame_bytes`."""
         return int(min(frame_bytes, max(MIN_FRAME_BYTES, self._bytes_per_s * FRAME_S)))
 
     def spend(self, num_bytes: int) -> None:
@@ -39,52 +40,54 @@ class Cap:
         self._free_at_s = start_s + num_bytes / self._bytes_per_s
 
     def idle(self) -> None:
-        """Nothing waits to be sent: unused time is not saved up."""
+        """Note that nothing waits to be sent: unused time is not saved up."""
         self._free_at_s = max(self._free_at_s, self._clock())
 
 
 class Bandwidth:
-    """What recent fetches took on one link: a time of any, however short, and one per byte.
+    """Measures one link from recent fetches: a fixed time per fetch, and a time per byte.
 
-    One fetch that stalled moves neither, unless it came to its end and no other was short. Where
-    two in a row were much slower or much faster than predicted, the link has changed, and what
-    came before is forgotten. The fixed time is what two in three short fetches did not exceed
-    beside their bytes; of the rate, a median, each fetch tells as much as its bytes are of its
-    time. A plan that avoids a slow link would never learn that it recovered: it is taken to be
-    twice as fast for every `MAX_AGE_S` beyond the first without a sample, up to a million times.
-    One thread samples at a time, any may read.
+    One stalled fetch changes neither, unless it completed and no other was short. If two in a row
+    were much slower or much faster than predicted, the link has changed, and older samples are
+    dropped. The fixed time is what two thirds of short fetches did not exceed beside their bytes.
+    The rate is a median, in which a fetch weighs as much as its bytes are of its time.
+
+    A plan that avoids a slow link would never learn that it recovered. So the link counts as twice
+    as fast for every `MAX_AGE_S` without a sample after the first, up to a million times. One
+    thread samples at a time; any thread may read.
     """
 
     MAX_AGE_S = 60.0
     MIN_SAMPLE_BYTES = 256 << 10
     _NUM_KEPT = 16
     _CHANGED = 1.5
-    """Times as long as predicted, or as short."""
+    """Factor between time and prediction, either way, that shows a change of the link."""
     _SHORT_S = 0.01
-    """By its bytes. What one of these takes longer is the fixed time; of others it is noise."""
+    """Seconds that a short fetch takes for its bytes. Its other time is the fixed time; that of
+    longer ones is noise."""
     _TRIP_S = 0.0005
-    """In one rack: taken where no short fetch showed another."""
+    """Seconds of a round trip in one rack; used until a short fetch shows another."""
     _LONG = 4.0
-    """Times the fixed time, by its bytes."""
+    """Least time for its bytes, in fixed times, of a fetch that measures the rate."""
     _ROUNDS = 4
     _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1
     _MIN_GIVEN_UP_S = 0.01
-    """A deadline missed by a fetch shorter than this, or a shorter one that its reader gave up,
-    says nothing about the link."""
+    """Least seconds of a fetch that missed its deadline, or that its reader gave up, to count. A
+    shorter one says nothing about the link."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._samples: deque[tuple[int, float]] = deque(maxlen=self._NUM_KEPT)
         self._margin = Margin()
         self._off = 0
-        """1 after a sample that was much slower than predicted, -1 after one that was faster."""
+        """1 after a sample much slower than predicted, -1 after one much faster, otherwise 0."""
         self._known: tuple[Link, float] | None = None
-        """And when it was sampled."""
+        """The measured link, and the time of its last sample."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None where there was no sample for `MAX_AGE_S`."""
+        """Bytes per second; None if there was no sample for `MAX_AGE_S`."""
         known = self._known
         if known is None or self._clock() - known[1] > self.MAX_AGE_S:
             return None
@@ -92,7 +95,7 @@ class Bandwidth:
 
     @property
     def link(self) -> Link | None:
-        """With nothing under way; None where nothing was measured yet."""
+        """Return the link without running fetches; None until something was measured."""
         if self._known is None:
             return None
         known, sampled_at_s = self._known
@@ -102,7 +105,8 @@ class Bandwidth:
         return replace(known, byte_s=known.byte_s / faster, fixed_s=fixed_s)
 
     def note(self, num_bytes: int, seconds: float, error: FetchError | None) -> None:
-        """Sample a fetch that has ended, with that error or none, where it says something."""
+        """Sample a fetch that has ended, with this error or None, if it says something about the
+        link."""
         is_late = isinstance(error, DeadlineExceeded) and seconds >= self._MIN_LATE_S
         is_given_up = isinstance(error, Cancelled) and seconds >= self._MIN_GIVEN_UP_S
         link = self.link or FREE_LINK
@@ -111,16 +115,17 @@ class Bandwidth:
             self.sample(num_bytes, seconds)
 
     def sample(self, num_bytes: int, seconds: float) -> None:
-        """Bytes that the link carried while one fetch lived.
+        """Sample the bytes that the link carried during one fetch.
 
-        Less than `MIN_SAMPLE_BYTES` measures the round trip: leave it out, or where a fetch was
-        given up, it says that these had not come, and not what a fetch that ends well takes.
+        Fewer than `MIN_SAMPLE_BYTES` measure the round trip, so leave them out. If a fetch was
+        given up, few bytes only say that the others had not arrived, not how long a complete fetch
+        takes.
         """
         num_bytes, seconds = max(num_bytes, self.MIN_SAMPLE_BYTES), max(seconds, 1e-9)
         if self._known is not None:
             known, _ = self._known
             bytes_s = num_bytes * known.byte_s
-            if bytes_s >= self._LONG * known.fixed_s:  # Else it tells how trips vary.
+            if bytes_s >= self._LONG * known.fixed_s:  # Otherwise it shows how round trips vary.
                 self._margin.add(seconds, known.fixed_s + bytes_s)
             self._forget_another_link(seconds / (known.fixed_s + bytes_s))
         self._samples.append((num_bytes, seconds))
@@ -140,7 +145,7 @@ class Bandwidth:
             short = (it for it in self._samples if it[0] * byte_s <= self._SHORT_S)
             trips_s = (s - n * byte_s for n, s in short if n > self.MIN_SAMPLE_BYTES)
             fixed_s = max(0.0, most_of(trips_s) or 0.0)
-            # Where all of it were fixed time, a fetch would tell nothing of its bytes.
+            # If all of it were fixed time, a fetch would say nothing about its bytes.
             byte_s = weighted_median(
                 (max(s - fixed_s, s / 2) / n, n * byte_s / (fixed_s + n * byte_s))
                 for n, s in self._samples

@@ -1,4 +1,4 @@
-"""One remote worker as seen from here: one thread and one session."""
+"""One remote worker as this server sees it: one thread and one session."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
-"""For a server to mark as its own."""
+"""A logger that a server may mark as its own."""
 
 NO_WORKER: Final = 0
-"""In place of an epoch."""
+"""Stands for no epoch."""
 _REFUSED_S: Final = 60.0
-"""Until a worker that refused is tried again: another may have its address by then."""
+"""Seconds until a worker that refused is tried again: another worker may have its address by
+then."""
 
 
 class Peer:
-    """One remote worker as seen from here.
+    """One remote worker as this server sees it.
 
-    While `ready`, `tree` holds what the worker advertises at location `address`; when the worker
-    is lost, all of it is forgotten before anything else happens. Every staging given to `fetch`
-    completes or fails, by its deadline at the latest. With a `keeper` all that the worker
+    While `ready`, `tree` has the worker's advertised entries at location `address`. If the worker
+    is lost, all of them are forgotten before anything else happens. Every staging given to `fetch`
+    completes or fails, by its deadline at the latest. With a `keeper` everything that the worker
     advertises is fetched into `tree`. Raises ConfigError for a bad address or key.
     """
 
@@ -67,7 +68,7 @@ class Peer:
         keeper: Keeper | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`own_epoch` is that of this server's own worker, which is nobody's peer here."""
+        """`own_epoch` is the epoch of this server's own worker, which cannot be a peer."""
         self.address: Final = address
         self._own_epoch = own_epoch
         self._tree = tree
@@ -83,10 +84,10 @@ class Peer:
         self.config: Final = config
         self._clock = clock
         self.state = PeerState.CONNECTING
-        """From any thread."""
+        """State of the peer; any thread may read it."""
         self._changed = threading.Condition()
         self.error: CacheTreeError | None = None
-        """Why the peer is not ready, or why it last was not."""
+        """Error because of which the peer is not ready, or last was not."""
         self._view = RemoteView(tree, address)
         self._log_limiter = LogLimiter(clock)
         self._has_warned = False
@@ -112,12 +113,12 @@ class Peer:
 
     @property
     def link(self) -> Link | None:
-        """What a fetch takes while there is no other; None before the first. From any thread."""
+        """Return the link for a fetch without others; None before the first. From any thread."""
         return self._fetches.free_link
 
     @property
     def status(self) -> PeerStatus:
-        """The worker in numbers; from any thread."""
+        """Return the worker's state in numbers; from any thread."""
         connection = self._fetches.connection
         return msgspec.structs.replace(
             self._counts,
@@ -132,7 +133,7 @@ class Peer:
         )
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until the peer is ready, or cannot become it; whether it is."""
+        """Block until the peer is ready, or cannot become ready; return whether it is."""
         with self._changed:
             self._changed.wait_for(lambda: self.state is not PeerState.CONNECTING, timeout_s)
             return self.state is PeerState.READY
@@ -140,8 +141,8 @@ class Peer:
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Have the steps of `staging` land in order, each for all of `pages`. Returns at once.
 
-        `staging` fails where the worker is not connected, lost, no longer has the pages, breaks
-        the protocol or is late; `staging.cancel` stops the stream.
+        `staging` fails if the worker is not connected, is lost, no longer has the pages, breaks the
+        protocol or is late; `staging.cancel` stops the stream.
         """
         with self._changed:
             if not self._is_closing:
@@ -151,7 +152,8 @@ class Peer:
         staging.fail(self._absence)
 
     def close(self, most_s: float = CLOSE_S) -> None:
-        """Fail what is fetched, forget the worker's entries; waits for it so long. Idempotent."""
+        """Fail running fetches, forget the worker's entries, and wait at most `most_s` for the
+        thread. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._wakeup.wake()
@@ -159,7 +161,7 @@ class Peer:
 
     @property
     def _absence(self) -> FetchError:
-        """Why nothing can be fetched."""
+        """The reason why nothing can be fetched."""
         if self.state is PeerState.READY:
             return FetchError(f"{self._who} is closed here")
         because = f": {self.error}" if self.error else ""
@@ -200,7 +202,8 @@ class Peer:
             self._look_after_fetches()
 
     def _live(self) -> None:
-        """One connection, from the pause before it on; ends by an error, or as the peer does."""
+        """Run one connection, including the pause before it; ends by an error, or when the peer
+        closes."""
         while (pause_s := self._attempt_at_s - self._clock()) > 0:
             self._wait(zmq.Poller(), pause_s)
         if self.state is PeerState.RESTING:
@@ -214,7 +217,7 @@ class Peer:
             self._turn(connection)
 
     def _wait(self, poller: zmq.Poller, most_s: float) -> None:
-        """While there is no session; raises FetchError where the peer is to end."""
+        """Wait while there is no session; raises FetchError if the peer is to end."""
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
         poll(poller, min(most_s, self._fetches.timeout_s()))
         self._wakeup.drain()
@@ -223,7 +226,7 @@ class Peer:
             raise FetchError(f"{self._who} is closed here")
 
     def _greeted(self, to: Address, hello: wire.ToPeer) -> Connection:
-        """The session that the worker's answer opens there; raises what it says instead."""
+        """Open the session that the worker's hello offers; raise its refusal instead."""
         match hello:
             case wire.Bye():
                 raise FetchError(f"{self._who} ended the session: {wire.said(hello)}")
@@ -240,7 +243,7 @@ class Peer:
         self._view.limit(hello.budget_bytes)
         connection = Connection(to, self._credentials, hello.ticket, self._wakeup, self._clock)
         if self.config.shared_memory and hello.arena is not None:
-            with suppress(OSError):  # It comes in frames where that cannot be read.
+            with suppress(OSError):  # Payloads arrive in frames if the arena cannot be read.
                 connection.arena = ArenaReader(hello.arena)
         return connection
 
@@ -266,7 +269,7 @@ class Peer:
         match message:
             case wire.Bye():
                 error = FetchError(f"{self._who} ended the session: {wire.said(message)}")
-                self._fetches.interrupt(error)  # So that the loss breaks nothing off.
+                self._fetches.interrupt(error)  # So that the loss breaks no fetch off.
                 raise error
             case wire.Located():
                 self._fetches.read(message)
@@ -275,7 +278,7 @@ class Peer:
             case wire.Reset() | wire.Entries() | wire.Synced():
                 self._learn(connection, message)
             case wire.Pong():
-                pass  # It was heard.
+                pass  # It shows that the worker is there.
             case _:
                 raise ProtocolError(f"{self._who} sent a {type(message).__name__} in a session")
 
@@ -294,7 +297,7 @@ class Peer:
             self._has_warned = False
 
     def _look_after_fetches(self) -> None:
-        """End those whose time is over, and begin what was asked for, or fail it at once."""
+        """End late fetches. Begin requested fetches, or fail them at once."""
         self._fetches.check()
         if self._is_closing:
             self._fetches.end(FetchError(f"{self._who} is closed here"))
@@ -306,7 +309,8 @@ class Peer:
                 self._fetches.begin(model, pages, staging)
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
-        """Forget all that the worker said, then fail all that it owed, or will ask for again."""
+        """Forget everything that the worker advertised. Then fail its fetches, or keep them to ask
+        again."""
         if isinstance(error, ProtocolError) or self._fetches.is_under_way:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:

@@ -1,4 +1,4 @@
-"""All the workers that a cache reads from: those of its settings, and those that are found."""
+"""All workers that a cache reads from: those of its settings, and those found by directories."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from cachetree.tree import CacheTree
 log = logging.getLogger("cachetree.directory")
 
 GONE_S: Final = 10.0
-"""A worker that for so long nobody names and nobody can read is forgotten."""
+"""Seconds after which a worker that no directory names and no peer can read is forgotten."""
 
 
 class Peers:
-    """`now` is what there is at this moment, by address: replaced and never changed, so that a
-    request reads it without waiting.
+    """All peers of a cache. `now` has the present ones, by address: it is replaced and never
+    changed, so a request reads it without waiting.
 
-    Each directory has a thread, which alone waits for it. What it said last holds until it says
-    something else, and a worker that it no longer names is read for as long as that answers.
+    Each directory has a thread; only that thread waits for it. A directory's last answer holds
+    until the next. A worker that it no longer names is read as long as it answers.
     """
 
     def __init__(
         self, tree: CacheTree, own: Worker | None, clock: Clock, keeper: Keeper | None = None
     ) -> None:
-        """`own` is this server's worker, which is no peer here. With a `keeper` each peer's
+        """`own` is this server's worker, which cannot be a peer. With a `keeper` each peer's
         entries are copied."""
         self._tree = tree
         self._clock = clock
@@ -60,18 +60,18 @@ class Peers:
         self._keeper = keeper
         self._own_epoch: Final = own.epoch if own else NO_WORKER
         self._lock = threading.Lock()
-        """Held by the thread of a directory that changes anything of this."""
+        """Held by the thread of a directory that changes any of these fields."""
         self._named: dict[str, Mapping[Location, PeerConfig]] = {}
-        """By directory: whom it named last, and how they are read."""
+        """Workers that each directory named last, with the settings for reading them."""
         self._gone_at_s: dict[Location, float] = {}
-        """Of those of `now` that are in no settings, since when; infinity while they are there."""
+        """Time since when each peer outside the settings is gone; infinity while it is there."""
         self._tasks: list[PeriodicTask] = []
         self._limiter = LogLimiter(clock)
         self._is_closed = False
         self.now: Mapping[Location, Peer] = {}
 
     def add(self, address: Location, config: PeerConfig) -> None:
-        """A worker that stays; before any `watch`. Raises ConfigError."""
+        """Add a worker that stays; before any `watch`. Raises ConfigError."""
         peer = Peer(
             self._tree,
             address,
@@ -83,22 +83,25 @@ class Peers:
         self.now = {**self.now, address: peer}
 
     def watch(self, url: str, config: PeerConfig) -> None:
-        """From now on add whom a directory names, and take out who is gone; raises ConfigError."""
+        """Add the workers that a directory names, and remove those that are gone, from now on;
+        raises ConfigError."""
         config = check_found(url, config)
         look = partial(addresses_of, parse_directory(url))
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Peers and directories in a few words; from any thread, without waiting."""
+        """Return peers and directories with their state in a few words; from any thread, without
+        waiting."""
         return (*(it.status.source for it in self.now.values()), *map(_source, self._tasks))
 
     def wait_ready(self, deadline: Deadline) -> bool:
-        """Block until every directory has answered and every peer is ready; whether they did."""
+        """Block until every directory has answered and every peer is ready; return whether they
+        did."""
         have = [it.has_gone_well.wait(deadline.remaining_s()) for it in self._tasks]
         return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
 
     def close(self) -> None:
-        """Idempotent. All end at once; who does not in `CLOSE_S` is left to itself."""
+        """Close all at once. A thread that does not end in `CLOSE_S` is left behind. Idempotent."""
         self._is_closed = True
         for task in self._tasks:
             task.close(0.0)
@@ -107,12 +110,12 @@ class Peers:
         until = Deadline.after(CLOSE_S)
         for task in self._tasks:
             task.close(until.remaining_s())
-        for peer in self.now.values():  # With those that a directory found meanwhile.
+        for peer in self.now.values():  # This includes peers that a directory has added meanwhile.
             peer.close(until.remaining_s())
 
     def look(self, url: str, look: Look, config: PeerConfig) -> None:
-        """Ask a directory, and do what follows; raises as `look`. `config` is how whom it names is
-        read."""
+        """Ask a directory, and add and remove peers. Raises the errors of `look`. `config` is for
+        reading the workers that it names."""
         try:
             self._named[url] = dict.fromkeys(look(), config)
         finally:
@@ -144,8 +147,9 @@ class Peers:
                 self._skip(address, str(exc))
 
     def _is_own(self, address: Location) -> bool:
-        """Raises ConfigError for what is no address, or not written in the one way that workers
-        write it: each way would be one more session with the same worker."""
+        """Return whether an address is this machine's own worker. Raises ConfigError for an
+        address not written as workers write it: each form would be one more session with the
+        same worker."""
         remote = parse_remote(address, field="a directory")
         if remote.url != address or not _is_plain(remote.host):
             raise ConfigError(f"a directory is {address!r}, not tcp://IP:PORT as workers write it")
@@ -160,7 +164,7 @@ class Peers:
 
 
 def check_peer(address: str, config: PeerConfig) -> None:
-    """Whether a peer, or what finds some, could start; raises ConfigError."""
+    """Check that a peer, or a directory of peers, could start; raises ConfigError."""
     if is_directory(address):
         check_found(address, config)
         return
@@ -169,8 +173,8 @@ def check_peer(address: str, config: PeerConfig) -> None:
 
 
 def check_found(url: str, config: PeerConfig) -> PeerConfig:
-    """How those that are found there are read, with the key that they have to prove; raises
-    ConfigError."""
+    """Return the settings for reading workers found by a directory, with the key that they have to
+    prove; raises ConfigError."""
     parse_directory(url)
     if config.server_key is None:
         return config
@@ -191,7 +195,7 @@ def _source(task: PeriodicTask) -> verbs.Source:
 
 
 def _is_plain(host: str) -> bool:
-    """Whether it is an IP address as it is usually written, and no name of one."""
+    """Return whether it is an IP address in its usual form; a name is not."""
     try:
         return "%" not in host and str(ipaddress.ip_address(host)) == host
     except ValueError:
@@ -199,7 +203,7 @@ def _is_plain(host: str) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Whether an address is one of this machine's."""
+    """Return whether an address is one of this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

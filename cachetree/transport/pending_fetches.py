@@ -1,4 +1,4 @@
-"""All that one peer fetches: begun, asked for again where something broke, ended in time."""
+"""All fetches of one peer: started, repeated after faults, ended in time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from cachetree.transport.status import PeerStatus
 from cachetree.tree import join_hashes
 
 _TICK_S: Final = 0.01
-"""How often cancelled fetches are looked for."""
+"""Seconds between two looks for cancelled fetches."""
 
 
 class PendingFetches:
-    """The fetches of one peer. Used by the peer's thread only.
+    """The fetches of one peer. Used only by the peer's thread.
 
-    One whose connection ends, or whose frames are damaged or missing, waits until `resume` asks
-    for the rest of it, on this connection or the next: `max_retries` times, within `resume_s`, and
-    never longer than its deadline. `breaker` is told once of each error of the worker or the link;
-    a worker that is busy, and what the reader gives up, are none.
+    A fetch waits for `resume` if its connection ends, or if its frames are damaged or missing.
+    `resume` asks for the rest, on this connection or the next. That happens `max_retries` times,
+    within `resume_s`, and never after the deadline. `breaker` counts each error of the worker or
+    the link once. A busy worker is no error, nor is a fetch that its reader gives up.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class PendingFetches:
         self._counts = counts
         self._clock = clock
         self.connection: Connection | None = None
-        """While there is one: its owner sets it."""
+        """The present connection, set by the owner; None without one."""
         self.as_copies = False
-        """As in a `Fetch`, of all of them: its owner sets it."""
+        """True if fetches are copies, as in a `Fetch`; set by the owner."""
         self._asked: dict[int, FrameReceiver] = {}
-        """By the request that is under way for it."""
+        """Fetches with a running request, by its id."""
         self._broken: list[FrameReceiver] = []
-        """Those that no request is under way for."""
+        """Fetches without a running request."""
 
     @property
     def _connection(self) -> Connection:
@@ -69,8 +69,8 @@ class PendingFetches:
 
     @property
     def _carried_bytes(self) -> int:
-        """By this connection, whether somebody still waited for it or not; of what is read in the
-        worker's memory, what was."""
+        """Bytes that this connection has carried, wanted or not. Of a located payload, the copied
+        bytes."""
         connection = self._connection
         return (
             connection.channel.received_bytes
@@ -84,24 +84,25 @@ class PendingFetches:
 
     @property
     def free_link(self) -> Link | None:
-        """What a fetch takes beside what has ended and may still come; from any thread."""
+        """Return the link for a new fetch beside ended ones that may still send bytes; from any
+        thread."""
         link, connection = self.bandwidth.link, self.connection
         if link is None or connection is None:
             return link
         asked = tuple(self._asked.items())
         given_up = [(id, it) for id, it in asked if it.staging.error is not None]
-        # In this order none is missed, and none counted twice, that the peer's thread ends now.
+        # In this order no fetch is missed or counted twice that the peer's thread ends now.
         owed = {id: self._owed_to(it, connection) for id, it in given_up} | connection.owed
         frame_bytes = self._config.frame_bytes
         return replace(link, ahead=sum(owed.values()), frame_bytes=frame_bytes)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the worker owes something."""
+        """Return whether the worker still has to send something."""
         return bool(self._asked)
 
     def timeout_s(self) -> float:
-        """How long nobody has to look at deadlines."""
+        """Seconds until the next look at deadlines."""
         remaining_s = [it.staging.deadline.remaining_s() for it in self._all]
         return min(_TICK_S, *remaining_s) if remaining_s else math.inf
 
@@ -120,12 +121,13 @@ class PendingFetches:
             self._ask(FrameReceiver(model, pages, staging, self._landed, self._broke))
 
     def refuse(self, staging: Staging, error: FetchError) -> None:
-        """Fail one that was not begun."""
+        """Fail a fetch that was not started."""
         self._counts.num_failed_fetches += 1
         staging.fail(error)
 
     def receiver_of(self, frame: Frame) -> FrameReceiver | None:
-        """None where it crossed with our Cancel; raises ProtocolError."""
+        """Return the receiver of a frame; None if the frame crossed with our Cancel. Raises
+        ProtocolError."""
         if frame.id > self._connection.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
         receiver = self._asked.get(frame.id)
@@ -134,7 +136,7 @@ class PendingFetches:
         return receiver
 
     def read(self, located: wire.Located) -> None:
-        """Copy what lies in the worker's memory."""
+        """Copy a payload out of the worker's memory."""
         receiver, arena = self.receiver_of(located.frame), self._connection.arena
         if receiver is None:
             return
@@ -143,17 +145,17 @@ class PendingFetches:
             self._broke(receiver, ProtocolError(why))
             return
         receiver.read(located, arena)
-        if receiver.staging.is_complete:  # The worker waits for it.
+        if receiver.staging.is_complete:  # the worker waits for it
             self._connection.send(wire.Cancel(id=located.frame.id))
 
     def ended(self, message: wire.Ended) -> None:
-        """The worker sends nothing more for it."""
+        """End a fetch for which the worker sends nothing more."""
         if (receiver := self._asked.get(message.id)) is not None:
             self._broke(receiver, wire.error_of(message, self._who))
         self._connection.owed.pop(message.id, None)
 
     def check(self) -> None:
-        """Give up what its reader gave up, or what is late."""
+        """Give up fetches that are late, or that their readers gave up."""
         for receiver in self._all:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:
@@ -167,18 +169,18 @@ class PendingFetches:
                 self._end(receiver, error)
 
     def resume(self) -> None:
-        """Ask for the rest of what was interrupted."""
+        """Ask for the rest of interrupted fetches."""
         while self._broken:
             self._counts.num_retries += 1
             self._ask(self._broken.pop(0))
 
     def interrupt(self, error: FetchError) -> None:
-        """The connection is gone, and all requests with it."""
+        """Interrupt all fetches: the connection is gone, and all requests with it."""
         for receiver in tuple(self._asked.values()):
             self._suspend(receiver, error)
 
     def end(self, error: FetchError) -> None:
-        """All of them, for good."""
+        """End all fetches for good."""
         for receiver in self._all:
             self._end(receiver, type(error)(str(error)))
 
@@ -202,7 +204,7 @@ class PendingFetches:
                 traceparent=staging.traceparent,
             )
             connection.send(fetch)
-        except ProtocolError as exc:  # More pages than a header takes.
+        except ProtocolError as exc:  # A header cannot name so many pages.
             receiver.id = NOT_ASKED
             self._end(receiver, exc)
         except Exception as exc:
@@ -220,7 +222,8 @@ class PendingFetches:
             self._breaker.succeeded()
 
     def _broke(self, receiver: FrameReceiver, error: FetchError) -> None:
-        """It cannot go on; where what came was wrong, or did not come, it is asked for again."""
+        """Handle a fetch that cannot continue. If bytes were wrong or missing, it is asked for
+        again."""
         if not isinstance(error, ProtocolError):
             self._end(receiver, error)
             return
@@ -238,20 +241,20 @@ class PendingFetches:
             self._broken.append(receiver)
 
     def _owed_to(self, receiver: FrameReceiver, connection: Connection) -> int:
-        """The most that the worker can have sent for it and that has not come."""
+        """Most bytes that the worker can have sent for a fetch and that have not arrived."""
         staging = receiver.staging
         rest_bytes = staging.num_bytes - staging.num_landed_bytes
         return 0 if connection.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)
 
     def _withdraw(self, receiver: FrameReceiver) -> None:
-        """No request is under way for it any more."""
+        """Note that a fetch has no running request any more."""
         if self.connection is not None and (owed_bytes := self._owed_to(receiver, self.connection)):
             self.connection.owed[receiver.id] = owed_bytes
         del self._asked[receiver.id]
         receiver.id = NOT_ASKED
 
     def _end(self, receiver: FrameReceiver, error: FetchError) -> None:
-        """It fails."""
+        """Fail a fetch."""
         error = receiver.staging.error or error
         if receiver.id != NOT_ASKED:
             if self.connection is not None:
@@ -263,7 +266,7 @@ class PendingFetches:
         self._breaker.released()
         if receiver in self._broken:
             self._broken.remove(receiver)
-        # Who reads it finds it measured.
+        # Its reader finds it measured.
         self._counts.num_failed_fetches += not isinstance(error, Cancelled)
         receiver.staging.fail(error)
 

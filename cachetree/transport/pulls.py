@@ -1,14 +1,14 @@
 """Copies of peers' entries: each entry that a peer advertises is fetched, parents first.
 
-    hear   an advert names entries, which wait, oldest first
-    turn   takes the oldest one, and the entries above it that are missing here:
-           tree.remote       says that the peer still has it
-           tree.reserve      makes room here for the pages that are new
-           pending_fetches   fetches into that room, as any fetch
-           commit            makes the pages readable here, and advertises them
+    hear      an advert names entries, which wait, oldest first
+    turn      takes the oldest one, and the entries above it that are missing here:
+              tree.remote       says that the peer still has it
+              tree.reserve      makes room here for the pages that are new
+              pending_fetches   fetches into that room, like any fetch
+              commit            makes the pages readable here, and advertises them
 
-A snapshot names old entries too. It brings no entry back that this cache has evicted; an advert
-outside of a snapshot does. A copy never has the peer read its disk.
+A snapshot names old entries, too. It brings no entry back that this cache has evicted; an advert
+outside of a snapshot does. A copy never makes the peer read its disk.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ log = logging.getLogger("cachetree.peer")
 
 _Key = tuple[ModelId, PageHash, Part]
 _Steps = Generator[float, None, None]
-"""Yields the seconds until it has to go on at the latest."""
+"""Yields the seconds until it has to continue at the latest."""
 
 _MAX_WAITING: Final = 1 << 16
-"""Entries of one peer that wait."""
+"""Most waiting entries of one peer."""
 _MAX_GIVEN_UP: Final = 1 << 13
-"""Evicted entries that are remembered."""
+"""Most evicted entries that are remembered."""
 _PART_BYTES: Final = 64 << 20
-"""Larger entries take several fetches, each of which can be read when it is there."""
+"""Bytes of the largest fetch. Larger entries take several, each of which can be read once
+complete."""
 _PART_S: Final = 0.25
-"""Time that a fetch takes under a cap at most, unless one page takes longer."""
+"""Longest time of a fetch in seconds under a cap, unless one page takes longer."""
 _MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
-"""Pages of one fetch, which names them in one message."""
+"""Most pages of one fetch, which names them in one message."""
 _FETCH_S: Final = MAX_REQUEST_S
-"""A link that brings a part in less time is fast enough."""
+"""Seconds for one part; a link that needs less is fast enough."""
 _PAUSE_S: Final = 0.5
 """Pause after a fetch that failed. It doubles up to ten times this."""
 _CLAIMED_S: Final = 0.01
@@ -62,13 +63,13 @@ _BURST: Final = 64
 
 
 class Keeper:
-    """State that all peers share of a cache that keeps copies. Used by their threads."""
+    """State that all peers of a cache with copies share. Used by their threads."""
 
     def __init__(self, tree: CacheTree, max_bytes_per_s: float, clock: Clock) -> None:
         self.tree: Final = tree
         self.part_bytes: Final = min(_PART_BYTES, max_bytes_per_s * _PART_S)
         self._lock = threading.Lock()
-        """Taken under the tree's lock, and not the other way round."""
+        """Taken inside the tree's lock, and never the other way round."""
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}
@@ -79,7 +80,7 @@ class Keeper:
         return key in self._given_up
 
     def claim(self, key: _Key) -> bool:
-        """Whether the caller may fetch pages from this one on; False if another thread does."""
+        """Claim pages from this one on for the caller; False if another thread fetches them."""
         with self._lock:
             is_free = key not in self._claimed
             self._claimed.add(key)
@@ -108,11 +109,11 @@ class Keeper:
 
 
 class Pulls:
-    """Fetches what one peer advertises, one entry after another. Used by the peer's thread, but
-    for `status`.
+    """Fetches a peer's advertised entries, one after another. Used by the peer's thread, except
+    `status`.
 
-    An entry that cannot be fetched is left out. When the session ends, all that waits is
-    forgotten: the snapshot of the next session names what the peer has then.
+    An entry that cannot be fetched is left out. When the session ends, all waiting entries are
+    forgotten: the snapshot of the next session names the peer's entries then.
     """
 
     def __init__(
@@ -128,11 +129,11 @@ class Pulls:
         self._log_limiter = LogLimiter(clock)
         self._backoff = Backoff(_PAUSE_S)
         self._waiting: dict[_Key, None] = {}
-        """The last page of each entry, oldest first."""
+        """The last page of each waiting entry, oldest first."""
         self._is_snapshot = True
         self._work: _Steps | None = None
         self._look_at_s = inf
-        """Time at which `_work` has to go on at the latest."""
+        """Time at which `_work` has to continue at the latest."""
 
     @property
     def status(self) -> PullStatus | None:
@@ -148,7 +149,7 @@ class Pulls:
         return max(0.0, self._look_at_s - self._clock())
 
     def hear(self, message: Advert) -> None:
-        """Note what the peer has; `tree.remote` knows it already."""
+        """Queue the entries of an advert; `tree.remote` has them already."""
         match message:
             case Reset():
                 self._is_snapshot = True
@@ -159,7 +160,7 @@ class Pulls:
                     self._hear(entry, self._keeper)
 
     def turn(self) -> None:
-        """Go on as far as that needs no waiting."""
+        """Continue as far as possible without waiting."""
         for _ in range(_BURST):
             if self._work is None:
                 if self._keeper is None or not self._waiting:
@@ -174,7 +175,7 @@ class Pulls:
             self._work = None
 
     def interrupt(self) -> None:
-        """The session is over."""
+        """Forget all waiting entries: the session is over."""
         self._waiting.clear()
         if self._work is not None:
             self._work.close()
@@ -191,7 +192,7 @@ class Pulls:
             self._failed(f"more than {_MAX_WAITING} entries wait to be copied; the oldest go")
 
     def _pull(self, keeper: Keeper, key: _Key) -> _Steps:
-        """Fetch an entry, with what is missing here above it."""
+        """Fetch an entry, with the entries above it that are missing here."""
         model, page, part = key
         tree = keeper.tree
         line = tree.remote.line(self._address, *key)
@@ -219,7 +220,8 @@ class Pulls:
         return change.slices(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
 
     def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
-        """Fetch what is missing here of some pages; raises NoRoom, or what ended the fetch."""
+        """Fetch the missing ones of some pages; raises NoRoom, or the error that ended the
+        fetch."""
         tree = keeper.tree
         while not keeper.claim(claim := _first_new(tree, piece)):
             yield _CLAIMED_S
@@ -259,6 +261,6 @@ class Pulls:
 
 
 def _first_new(tree: CacheTree, piece: Change) -> _Key:
-    """The first page that is missing here; if none is, the first."""
+    """Return the first page that is missing here; if none is, the first."""
     new = (it for it in piece.pages if not tree.has(piece.model, it, piece.part))
     return piece.model, next(new, piece.pages[0]), piece.part

@@ -1,4 +1,4 @@
-"""Receiving pages: frames checked and placed straight where they stay."""
+"""Receives pages: frames are checked and placed directly into the memory where they stay."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cachetree.transport.frames import Frame
 from cachetree.transport.wire import Located
 
 NOT_ASKED: Final = 0
-"""In place of a request's id."""
+"""Stands for no request id."""
 
 
 class FrameReceiver:
-    """Places the frames of one fetch, over one request or several. Used by one thread, which alone
-    lands anything in `staging`.
+    """Places the frames of one fetch, over one request or several. Used by one thread; no other
+    lands bytes in `staging`.
 
-    What has landed was verified and stays; the next request begins behind it.
+    Landed bytes were verified and stay; the next request begins behind them.
     """
 
     def __init__(
@@ -32,27 +32,28 @@ class FrameReceiver:
         landed: Callable[[FrameReceiver, int], None],
         broke: Callable[[FrameReceiver, FetchError], None],
     ) -> None:
-        """`landed` hears of so many bytes that are there and right, `broke` of a frame that is
-        wrong, or that nobody wants any more."""
+        """`landed` is called with the number of verified bytes, `broke` for a frame that is wrong,
+        or that no reader wants any more."""
         self.model: Final = model
         self.pages: Final = pages
         self.staging: Final = staging
         self.id = NOT_ASKED
-        """Of the request under way."""
+        """Id of the running request."""
         self.num_requests = 0
         self.since_s = 0.0
-        """When it was sent; where none is under way, when the last one broke off."""
+        """Time at which it was sent; without a running request, time at which the last one broke
+        off."""
         self.asked_at_bytes = 0
-        """What the link had carried when the request was sent."""
+        """Bytes that the link had carried when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
-        """Of all bytes of all steps, where each step ends."""
+        """End of each step in all bytes of all steps."""
         self._landed = landed
         self._broke = broke
 
     def read(self, located: Located, arena: ArenaReader) -> None:
-        """Copy and verify.
+        """Copy and verify located bytes.
 
-        The lease keeps the worker's memory until it hears that all of it was copied.
+        The worker's lease protects its memory until the worker hears that everything was copied.
         """
         frame = located.frame
         try:
@@ -69,7 +70,7 @@ class FrameReceiver:
             self.mark_received(frame, is_sound=digest == frame.checksum)
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
-        """Where the next frame goes; None where it has no place."""
+        """Return the memory for the next frame; None if the frame does not fit in."""
         try:
             return self._room(frame)
         except FetchError as exc:
@@ -77,12 +78,12 @@ class FrameReceiver:
             return None
 
     def is_pending(self, frame: Frame) -> bool:
-        """Whether what `buffer_for` gave may still be written."""
+        """Return whether the memory from `buffer_for` may still be written."""
         return frame.id == self.id and self.staging.error is None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """Take a frame that came whole into what `buffer_for` gave. If its request ended meanwhile,
-        `is_pending` was false, and the frame went nowhere."""
+        """Count a frame whose payload is complete in the memory from `buffer_for`. If its request
+        ended meanwhile, `is_pending` was false, and the payload was discarded."""
         if is_sound:
             self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
             self._landed(self, frame.size)
@@ -94,7 +95,8 @@ class FrameReceiver:
             self._broke(self, ProtocolError(why))
 
     def _room(self, frame: Frame) -> memoryview:
-        """Raises ProtocolError, or what ended the staging."""
+        """Return a frame's place in the staging. Raises ProtocolError, or the error that ended the
+        staging."""
         staging = self.staging
         if staging.is_complete or frame.offset != staging.num_landed_bytes:
             raise ProtocolError(
@@ -111,5 +113,5 @@ class FrameReceiver:
         return staging.room(step, staging.sizes[step] - rest, frame.size)
 
     def _step_at(self, offset: int) -> int:
-        """The number of the step that has the byte there."""
+        """Return the number of the step with the byte at this offset."""
         return bisect_right(self._stops, offset)

@@ -1,4 +1,4 @@
-"""What goes out over a data connection, given to the kernel by a thread that may wait."""
+"""The outgoing frames of a data connection. A thread that may wait gives them to the kernel."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ _LEAST_BATCH_BYTES: Final = 1 << 20
 MOST_BATCH_BYTES: Final = 32 << 20
 _FIRST_BATCH_BYTES: Final = 4 << 20
 _BATCH_S: Final = 0.02
-"""A batch takes about so long: what is put meanwhile waits for it."""
+"""Seconds of one batch; frames queued meanwhile wait for it."""
 _MAX_BUFFERS: Final = 1024
-"""The kernel takes no more in one call."""
+"""Most buffers that the kernel takes in one call."""
 _MANY_MESSAGES: Final = 64
-"""Whoever can wait puts no more while so many wait."""
+"""Number of waiting messages at which senders that can wait do so."""
 _MAX_MESSAGES: Final = 1024
-"""With so many nobody reads on the other side."""
+"""Number of waiting messages that shows that the other side does not read."""
 _MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
-"""Sealed pieces that wait for the kernel."""
+"""Most sealed pieces that wait for the kernel."""
 
 
 class _Part(NamedTuple):
     frame: Frame | None
-    """None where the payload goes as it is, without a header and in clear."""
+    """None if the payload is sent as it is, without a header and in clear."""
     payload: Sequence[memoryview]
-    """Its parts, of bytes."""
+    """Parts of the payload, as bytes."""
     size: int
-    """In clear."""
+    """Size in clear."""
 
 
 class SendQueue:
-    """Frames in the order they were put. Used by one thread, which also closes the connection.
+    """Frames in the order in which they were queued. Used by one thread, which also closes the
+    connection.
 
-    The kernel gets a batch of them in one call that blocks: after each call of the system the
-    interpreter's lock is taken anew, which whoever computes in this process then waits for.
-    Payloads must stay as they are until `has_written` what was put so far.
+    The kernel gets a batch in one call that blocks. After each system call the thread takes the
+    interpreter's lock again, and delays the threads that compute. Payloads must not change until
+    `has_written` is true for everything queued so far.
     """
 
     def __init__(
@@ -60,31 +61,32 @@ class SendQueue:
         seals: Unsealed,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called from another thread: when all is written, when there is room for who
-        found none, and at the end."""
+        """`wake` is called from another thread: when everything is written, when there is room
+        after `has_room` was false, and at the end."""
         self.queued_bytes = 0
-        """Put so far: headers and payloads, in clear."""
+        """Bytes queued so far: headers and payloads, in clear."""
         self.error: OSError | None = None
         self._connection = connection
         self._seals = seals
         self._wake = wake
         self._written_bytes = 0
         self._num_messages = self._num_written_messages = 0
-        """Put so far, and of these those that the kernel has."""
+        """Messages queued so far, and messages that the kernel has."""
         self._is_awaited = False
-        """Whether somebody waits for room."""
+        """Whether a sender waits for room."""
         self._is_over = False
-        """Nothing goes out any more."""
+        """True if nothing is sent any more."""
         self._dropped: dict[int, int] = {}
-        """Requests whose frames go nowhere, and what was queued when that was said."""
+        """Requests with frames to discard, and `queued_bytes` at the time of each `drop`."""
         self._batch_bytes = _FIRST_BATCH_BYTES
         self._parts: SimpleQueue[_Part | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
     def has_room(self) -> bool:
-        """While a batch is on its way the next one is put together. If not, `wake` will tell."""
-        self._is_awaited = True  # Before looking, so that no wake is missed.
+        """Return whether another batch may be queued while one is being sent. If not, `wake` is
+        called later."""
+        self._is_awaited = True  # before the look, so that no wake is missed
         waiting_bytes = self.queued_bytes - self._written_bytes
         num_messages = self._num_messages - self._num_written_messages
         is_full = waiting_bytes >= 2 * self._batch_bytes or num_messages >= _MANY_MESSAGES
@@ -92,21 +94,23 @@ class SendQueue:
         return not self._is_awaited and not self._is_over
 
     def has_written(self, num_bytes: int) -> bool:
-        """Whether the kernel has what was put until `queued_bytes` was that, or nobody sends it."""
+        """Return whether the kernel has everything queued up to this value of `queued_bytes`, or
+        nothing is sent any more."""
         return self._is_over or self._written_bytes >= num_bytes
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
         self._put(_Part(frame, payload, frames.HEADER_BYTES + frame.size))
 
     def put_message(self, frame: Frame, payload: bytes) -> bool:
-        """As `put`, but at once where nothing waits: an answer then needs no other thread.
+        """Queue a message like `put`. If nothing waits, send it at once: an answer then needs no
+        other thread.
 
-        False where too many wait.
+        Returns False if too many messages wait.
         """
         part = _Part(frame, [memoryview(payload)], frames.HEADER_BYTES + frame.size)
         if self._written_bytes == self.queued_bytes and not self._is_over:
             sealed = memoryview(b"".join(self._sealed(part)))  # The thread waits for a part.
-            with suppress(OSError):  # It meets whoever writes next; or the kernel is full.
+            with suppress(OSError):  # The next writer meets the error; or the kernel is full.
                 sealed = sealed[self._connection.send(sealed, socket.MSG_DONTWAIT) :]
             if sealed:
                 self.put_raw(bytes(sealed))
@@ -116,20 +120,20 @@ class SendQueue:
         return self._num_messages - self._num_written_messages <= _MAX_MESSAGES
 
     def put_raw(self, payload: bytes) -> None:
-        """As it is."""
+        """Queue bytes that are sent as they are."""
         self._put(_Part(None, [memoryview(payload)], len(payload)))
 
     def drop(self, id: int) -> None:
-        """Send no more frames of a request for which nothing is put any more."""
+        """Discard the frames of a request that queues no more."""
         written_bytes = self._written_bytes
         waiting = {it: until for it, until in self._dropped.items() if until > written_bytes}
         self._dropped = waiting | {id: self.queued_bytes}
 
     def close(self) -> None:
-        """Drop what waits. No memory of others is read any more. Idempotent."""
+        """Discard what waits. No memory of others is read any more. Idempotent."""
         self._is_over = True
         if self._thread is not None:
-            with suppress(OSError):  # Nobody is connected; else a call under way ends.
+            with suppress(OSError):  # There is no connection; otherwise a running call ends.
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._parts.put(None)
             self._thread.join(CLOSE_S)
@@ -163,7 +167,7 @@ class SendQueue:
                     self._is_awaited = False
                     self._wake()
         except OSError as exc:
-            self.error = exc.with_traceback(None)  # Which knows the last batch.
+            self.error = exc.with_traceback(None)  # Its frames have the last batch.
         except Exception:
             log.exception("a data connection ends here")
             self.error = OSError(errno.EIO, "an internal error of this side")
@@ -175,14 +179,14 @@ class SendQueue:
             self._wake()
 
     def _connect(self) -> None:
-        """Wait until the connection is there, and block from then on."""
+        """Wait until the connection is open; from then on the socket blocks."""
         poller = select.poll()
         poller.register(self._connection, select.POLLOUT)
         poller.poll()
         self._connection.setblocking(True)
 
     def _more(self, num_bytes: int) -> Iterator[_Part]:
-        """What waits, as far as a batch of which there are `num_bytes` takes it."""
+        """Yield waiting parts that fit into a batch that already has `num_bytes`."""
         with suppress(Empty):
             while num_bytes < self._batch_bytes:
                 part = self._parts.get_nowait()
@@ -192,7 +196,7 @@ class SendQueue:
                 num_bytes += part.size
 
     def _send(self, batch: list[_Part]) -> None:
-        """In one call; what is sealed, in several: it is a copy until it is sent."""
+        """Send a batch in one call; sealed parts in several, because they are copies until sent."""
         buffers: deque[memoryview] = deque()
         for part in batch:
             for buffer in self._sealed(part):
@@ -210,7 +214,7 @@ class SendQueue:
                 yield memoryview(piece)
 
     def _give(self, buffers: deque[memoryview]) -> None:
-        """All of them to the kernel; none is left."""
+        """Give all buffers to the kernel, and empty the queue of them."""
         while buffers:
             num_bytes = self._connection.sendmsg(list(islice(buffers, _MAX_BUFFERS)))
             while buffers and num_bytes >= len(buffers[0]):

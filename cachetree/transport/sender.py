@@ -1,4 +1,4 @@
-"""Sending pages: one stream per fetch, and who sends next."""
+"""Sends pages: one stream per fetch, and a scheduler that picks the next stream."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _JOIN_BYTES: Final = 64 << 10
 """Views shorter than this are joined into one frame: a frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
-"""Most that one header locates."""
+"""Most bytes that one header locates."""
 _REMEMBERED_BYTES: Final = 128 << 10
-"""A slab keeps a checksum for so many of its bytes; each takes about 250."""
+"""Bytes of a slab for each checksum that it keeps; a checksum takes about 250 bytes."""
 _LEAST_REMEMBERED: Final = 256
 
 
 class Payload(NamedTuple):
-    """Of one frame."""
+    """The payload of one frame."""
 
     offset: int
     slab: Slab
-    """In which the first of its parts lies."""
+    """Slab of the first part."""
     parts: list[memoryview]
 
 
@@ -45,10 +45,10 @@ def payloads_of(
     *,
     first_byte: int = 0,
 ) -> Iterator[Payload]:
-    """All that a stream sends of a lease from `first_byte` on: a long view alone, at most
-    `most_bytes` of it, or as many short ones as make a long one.
+    """Yield everything that a stream sends of a lease from `first_byte` on. A long view is sent
+    alone, at most `most_bytes` at a time; short views are joined to the size of a long one.
 
-    Raises ProtocolError where nothing begins there.
+    Raises ProtocolError if nothing begins there.
     """
     runs = [lease.runs(step) for step in steps]
     num_bytes = sum(view.nbytes for run in runs for _, view in run)
@@ -60,7 +60,7 @@ def payloads_of(
 def _payloads(
     runs: Sequence[Sequence[tuple[Slab, memoryview]]], most_bytes: int, first_byte: int
 ) -> Iterator[Payload]:
-    """None has bytes of two steps."""
+    """Yield payloads; none has bytes of two steps."""
     offset = skipped = first_byte
     most_joined = min(most_bytes, _JOIN_BYTES)
     for of_step in runs:
@@ -86,9 +86,9 @@ def _payloads(
 class Stream:
     """Sends payloads of one lease in order. Used by one thread.
 
-    The lease is held until the kernel has the last frame, and until a receiver that reads the
-    arena has copied all of it: `end` stops the stream, and `is_drained` then says when
-    `lease.release` is due.
+    The lease is held until the kernel has the last frame, and until a receiver that reads the arena
+    has copied everything. `end` stops the stream; `is_drained` then says when to call
+    `lease.release`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stream:
         deadline: Deadline,
         arena: Pool | None = None,
     ) -> None:
-        """The receiver reads what lies in `arena` there, if one is given."""
+        """The receiver reads payloads in `arena` directly, if an arena is given."""
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
@@ -109,14 +109,14 @@ class Stream:
         self.channel: Final = channel
         self._arena = arena
         self.served_bytes = 0
-        """Sent, on top of what its neighbours had been sent when it came."""
+        """Bytes sent, plus the bytes that its neighbours had been sent when it was added."""
         self.sent_bytes = 0
         self.is_cut = False
-        """It ended before all was sent."""
+        """True if it ended before everything was sent."""
         self._is_read = False
-        """Whether something was located since the receiver last said that it reads nothing."""
+        """True if bytes were located since the receiver last said that it reads nothing."""
         self._queued_bytes = 0
-        """What the channel's queue had with its last payload; 0 where none went that way."""
+        """Bytes in the channel's queue at its last payload; 0 if none was queued."""
 
     @property
     def is_over(self) -> bool:
@@ -124,11 +124,12 @@ class Stream:
 
     @property
     def can_send(self) -> bool:
-        """Whether `put` may be called now."""
+        """Return whether `put` may be called now."""
         return not self.is_over and self.channel.has_room
 
     def put(self) -> int:
-        """Send the next bytes, or where the receiver can read them; how many those were."""
+        """Send the next bytes, or their place if the receiver can read them; return their
+        number."""
         assert self._next is not None
         offset, slab, parts = self._next
         frame = Frame(
@@ -149,7 +150,7 @@ class Stream:
         return frame.size
 
     def end(self) -> None:
-        """Send no more, of what waits for the kernel neither; the receiver reads nothing."""
+        """Send no more, not even queued frames. The receiver reads nothing any more."""
         self.is_cut |= not self.is_over
         self._next, self._payloads = None, iter(())
         self._is_read = False
@@ -158,12 +159,12 @@ class Stream:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nobody reads the pages any more."""
+        """Return whether the pages are no longer read."""
         is_read = self._is_read and not self.deadline.has_passed
         return not is_read and self.channel.send_queue.has_written(self._queued_bytes)
 
     def _places(self, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-        """From where to where in the arena; none where some of it is not in there."""
+        """Return start and stop of each part in the arena; empty if some part is not in it."""
         if self._arena is None:
             return ()
         starts = [(self._arena.place_of(part), part.nbytes) for part in parts]
@@ -172,34 +173,35 @@ class Stream:
 
 
 def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
-    """Of a long view it is remembered: what is cached is mostly sent more than once."""
+    """Return the checksum. That of a long view is remembered: cached pages are mostly sent several
+    times."""
     if len(parts) > 1:
         return checksum_of_parts(parts)
     known = slab.checksums
     key = (np.frombuffer(parts[0], np.uint8).__array_interface__["data"][0], parts[0].nbytes)
-    found = known.get(key)
-    if found is None:
+    known_sum = known.get(key)
+    if known_sum is None:
         if len(known) >= max(_LEAST_REMEMBERED, slab.num_bytes // _REMEMBERED_BYTES):
             known.clear()
-        found = known[key] = checksum(parts[0])
-    return found
+        known_sum = known[key] = checksum(parts[0])
+    return known_sum
 
 
 BURST: Final = 16
-"""Frames sent before incoming messages are looked at again."""
+"""Frames sent before the thread looks at incoming messages again."""
 
 
 class SendScheduler:
-    """Streams of all peers get equal bytes, whatever their frames.
+    """Gives streams of all peers equal bytes, whatever their frame sizes.
 
-    Used by the worker's thread only, but for `len`.
+    Used only by the worker's thread, except `len`.
     """
 
     def __init__(self, counts: verbs.Status, max_bytes_per_s: float | None, clock: Clock) -> None:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
         self._streams: dict[Stream, Callable[[Stream], object]] = {}
-        """Those that are over too, while their pages may be read."""
+        """Streams, including those that are over while their pages may still be read."""
 
     @property
     def _sending(self) -> list[Stream]:
@@ -210,15 +212,15 @@ class SendScheduler:
 
     @property
     def num_held(self) -> int:
-        """Those too that are over, and whose pages may still be read."""
+        """Number of streams, including ended ones with pages that may still be read."""
         return len(self._streams)
 
     def limit(self, frame_bytes: int) -> int:
-        """The largest payload of at most `frame_bytes` that keeps a slow link smooth."""
+        """Largest payload of at most `frame_bytes` that keeps a slow link smooth."""
         return self._cap.limit(frame_bytes)
 
     def timeout_s(self) -> float:
-        """How long nobody has to look."""
+        """Seconds until the next look."""
         sending = self._sending
         timeout_s = min((it.deadline.remaining_s() for it in sending), default=math.inf)
         if any(it.can_send for it in sending):
@@ -226,7 +228,7 @@ class SendScheduler:
         return timeout_s
 
     def add(self, stream: Stream, on_drained: Callable[[Stream], object]) -> None:
-        """Send it; call `on_drained` once its pages are given back."""
+        """Send a stream; call `on_drained` once its pages are given back."""
         sending = self._sending
         if not sending:
             self._cap.idle()
@@ -238,8 +240,8 @@ class SendScheduler:
         self._streams[stream] = on_drained
 
     def send(self) -> None:
-        """Up to `BURST` frames, each of the channel, and there of the stream, that got the fewest
-        bytes among those that are ready."""
+        """Send up to `BURST` frames. Each is from the ready channel with the fewest bytes sent, and
+        in it from the ready stream with the fewest."""
         ready = [stream for stream in self._sending if stream.can_send]
         for _ in range(BURST):
             if not ready or self._cap.delay_s():
@@ -255,13 +257,13 @@ class SendScheduler:
                 ready.remove(stream)
 
     def retire(self) -> None:
-        """Give back the pages of streams that are over, once nobody reads them any more."""
+        """Give back the pages of streams that are over, once they are no longer read."""
         for stream in [it for it in self._streams if it.is_over and it.is_drained]:
             self._streams.pop(stream)(stream)
             stream.lease.release()
 
     def close(self) -> None:
-        """Nobody is served any more."""
+        """End all streams."""
         self.retire()
         for stream in self._streams:
             stream.lease.release()

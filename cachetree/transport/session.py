@@ -1,4 +1,4 @@
-"""One peer that has greeted a worker: its fetches, and the adverts that it gets."""
+"""One peer with a session at a worker: its fetches, and the adverts for it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from cachetree.transport.wire import Fetch, Why
 from cachetree.tree import CacheTree
 
 _DRAIN_S: Final = 5.0
-"""A lease outlives its stream's deadline by this, for frames that the kernel does not take yet.
-Later the tree may count the bytes as free; the memory itself stays until they are gone."""
+"""Seconds by which a lease outlives its stream's deadline, for frames that the kernel has not taken
+yet. Later the tree may count the bytes as free; the memory itself stays until they are gone."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Service:
-    """What all sessions of one worker serve from, and count in."""
+    """Everything that the sessions of one worker share, and their counters."""
 
     tree: CacheTree
     disk: DiskTier | None
@@ -46,7 +46,7 @@ class Service:
 
 
 class Session:
-    """One peer's streams and subscription. Used by the worker's thread only."""
+    """One peer's streams and adverts. Used only by the worker's thread."""
 
     def __init__(
         self, name: str, channel: Channel, service: Service, wake: Callable[[], None]
@@ -61,23 +61,23 @@ class Session:
         max_changes = service.config.max_pending_changes
         self.advertiser: Final = Advertiser(service.tree, max_changes, wake, service.clock)
         self._waiting: dict[Fetch, float] = {}
-        """Those that wait for pages to be read from disk, and since when."""
+        """Fetches that wait for pages to be read from disk, and the time since when."""
         self._read: deque[tuple[Fetch, Callable[[], None], LetGo]] = deque()
-        """Those for which that is over, how each goes on, and what then lets go of its pages;
-        filled by any thread."""
+        """Fetches whose wait is over, how each continues, and the function that lets go of its
+        pages; filled by any thread."""
         self._num_promotions = 0
-        """Lines that the disk has not answered for, those of cancelled requests too."""
+        """Lines that the disk has not answered yet, including those of cancelled requests."""
         self._wake = wake
         self._last_id = 0
 
     def take(self) -> None:
-        """Do what the peer has said; raises ProtocolError where that ends the session."""
+        """Handle the peer's messages; raises ProtocolError if it ends the session."""
         self._heard_at_s = self._clock()
         for message in self.channel.receive(_no_receiver):
             self._handle(wire.decode_to_worker(message))
 
     def go_on(self) -> None:
-        """With what no longer waits; raises as `take`."""
+        """Continue fetches that no longer wait; raises the errors of `take`."""
         while self._read:
             request, begin, let_go = self._read.popleft()
             self._num_promotions -= 1
@@ -88,18 +88,18 @@ class Session:
                 let_go()
 
     def tell(self, message: wire.ToPeer) -> None:
-        """Dropped where the channel is over."""
+        """Send a message; it is dropped if the channel has ended."""
         self.channel.put_message(wire.encode(message))
 
     def advertise(self) -> None:
-        """Tell the peer what is new in the tree, in at most `BURST` messages."""
+        """Send the tree's changes to the peer, in at most `BURST` messages."""
         for _ in range(BURST):
             if not self.channel.has_room or (advert := self.advertiser.next()) is None:
                 return
             self.tell(advert)
 
     def expire(self) -> str:
-        """End what is late; why the session has to end, empty where it goes on."""
+        """End what is late. Return why the session has to end; empty if it continues."""
         for id, stream in tuple(self._streams.items()):
             if stream.deadline.has_passed and not stream.is_over:
                 self._fail(id, DeadlineExceeded("the worker stopped at the deadline"))
@@ -137,7 +137,7 @@ class Session:
                 raise ProtocolError(f"a {type(message).__name__} has no place in a session")
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Open a fetch, after its pages have been read from disk where that is needed."""
+        """Open a fetch, after its pages were read from disk if needed."""
         if fetch.id <= self._last_id:
             why = f"fetch {fetch.id} comes after fetch {self._last_id}"
             self._fail(fetch.id, ProtocolError(why))
@@ -168,7 +168,7 @@ class Session:
             self._when_read(fetch, deadline, go_on)
 
     def _stream(self, fetch: Fetch, deadline: Deadline) -> Stream:
-        """Lease what a fetch names; raises FetchError where it cannot be served."""
+        """Lease the pages that a fetch names; raises FetchError if it cannot be served."""
         service, num_held = self._service, self._service.scheduler.num_held
         if not _has_share(len(self._streams), service.config.max_streams - num_held):
             raise FetchError(
@@ -201,8 +201,9 @@ class Session:
     def _when_read(self, fetch: Fetch, deadline: Deadline, go_on: Callable[[], None]) -> None:
         """Call `go_on` when its pages are in memory, or will not be; never after a cancel.
 
-        At once where they are there, or on no disk, or this peer has its share of what waits for
-        the disk. Fetches are counted by where their pages were.
+        It is called at once in three cases: the pages are in memory, they are on no disk, or this
+        peer has its share of the lines that wait for the disk. Fetches are counted by where their
+        pages were.
         """
         service, disk = self._service, self._service.disk
         model, last = ModelId(fetch.model), PageHash(fetch.pages[-PAGE_HASH_BYTES:])
@@ -237,7 +238,7 @@ class Session:
             self._service.note_served(fetch, waited_s, 0, why)
 
     def _cancel(self, id: int) -> None:
-        """The peer gives up what has that id, or has copied all of it."""
+        """Cancel a fetch that the peer gives up, or has copied completely."""
         self._stop_waiting([it for it in self._waiting if it.id == id], "cancelled")
         if (stream := self._streams.get(id)) is not None:
             self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over
@@ -245,7 +246,8 @@ class Session:
         self.tell(wire.Ended(id=id, error=Why.CANCELLED.value))
 
     def _fail(self, id: int, error: FetchError) -> None:
-        """Also ends the stream of that id: of one that was asked for twice, neither goes on."""
+        """Fail a fetch, and end the stream with its id. If an id was used twice, both fetches
+        end."""
         if (stream := self._streams.get(id)) is not None:
             stream.end()
         counts = self._service.counts
@@ -256,7 +258,8 @@ class Session:
 
 
 def _has_share(num_own: int, num_free: int) -> bool:
-    """Whether a peer that has `num_own` places, while `num_free` are free, may have one more.
+    """Return whether a peer that has `num_own` places, while `num_free` are free, may have one
+    more.
 
     It may have three times as many as stay free: one greedy peer has 3/4 of all, each of n has
     3/(3n + 1). So there is a place for a peer that has none.
@@ -265,5 +268,5 @@ def _has_share(num_own: int, num_free: int) -> bool:
 
 
 def _no_receiver(frame: Frame) -> None:
-    """Raises ProtocolError: a peer sends no payloads."""
+    """Raise ProtocolError: a peer sends no payloads."""
     raise ProtocolError(f"a peer sent a frame of {frame.size} bytes")

@@ -1,4 +1,4 @@
-"""How a peer is doing, in numbers."""
+"""State of a peer in numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class PeerState(StrEnum):
     """Whether a worker can be read from, and if not, why."""
 
     CONNECTING = "connecting"
-    """No connection, or its snapshot is not complete; attempts go on."""
+    """No connection, or an incomplete snapshot; attempts continue."""
     READY = "ready"
     REFUSED = "refused"
     """The worker serves another family, speaks another version, or is this server's own; it is
     tried again each minute."""
     UNTRUSTED = "untrusted"
-    """The handshake broke off, as where keys do not agree; attempts go on, and the error says what
+    """The handshake broke off, as if keys do not agree; attempts continue, and the error says what
     to change."""
     RESTING = "resting"
     """Its errors came too fast: no attempt is made before its cooldown is over."""
@@ -28,28 +28,28 @@ class PeerState(StrEnum):
 
 
 class PullStatus(msgspec.Struct, kw_only=True):
-    """Copies of what one peer has, in numbers; in one of them the peer's own thread counts."""
+    """Copies of one peer's entries, in numbers; the peer's own thread counts in one of these."""
 
     num_fetched: int = 0
-    """Fetches that ended well; one entry may take several."""
+    """Fetches that completed; one entry may take several."""
     num_bytes: int = 0
     """Payload of these fetches."""
     num_gone: int = 0
     """Entries that had left the peer's memory before their turn."""
     num_failed: int = 0
-    """Entries that were left out: for want of room, after a fault, or because too many waited."""
+    """Entries that were left out: there was no room, a fetch failed, or too many waited."""
     num_waiting: int = 0
-    """Entries that wait, with the one that is being fetched."""
+    """Waiting entries, including the one that is being fetched."""
     error: str = ""
-    """Why the last entry was left out; empty once another one is here."""
+    """Error because of which the last entry was left out; empty once another one is here."""
 
 
 class PeerStatus(msgspec.Struct, kw_only=True):
-    """A peer in numbers; in one of them its own thread counts."""
+    """A peer in numbers; its own thread counts in one of these."""
 
     num_failed_fetches: int = 0
     num_retries: int = 0
-    """Requests for the rest of a fetch that was interrupted."""
+    """Requests for the rest of an interrupted fetch."""
     num_landed_bytes: int = 0
     num_losses: int = 0
     num_resyncs: int = 0
@@ -57,41 +57,42 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     address: str
     state: PeerState = PeerState.CONNECTING
     error: str = ""
-    """Why it is not ready, or why it last was not; empty if it always was."""
+    """Error because of which it is not ready, or last was not; empty if it always was."""
     probe_in_s: float | None = None
     """Seconds until one fetch may try a worker that failed too often; 0 from then on until that
-    fetch has landed. None where all fetches may go."""
+    fetch has landed. None if all fetches may start."""
     unreachable_since: float | None = None
-    """Seconds since 1970 at which its connection was lost; None while there is one, and before the
+    """Seconds since 1970 at which its connection was lost; None while connected, and before the
     first."""
     epoch: int = 0
-    """The life of the worker that was last connected; 0 before the first."""
+    """Epoch of the last connected worker; 0 before the first."""
     model: str = ""
     shares_memory: bool = False
-    """Whether pages are copied from the worker's memory; else they come in frames."""
+    """True if pages are copied from the worker's memory; otherwise they arrive in frames."""
     bytes_per_s: float | None = None
-    """Measured by recent fetches; None where there were none for a while."""
+    """Rate measured by recent fetches; None if there were none for a while."""
     num_pages: int = 0
-    """That it has and that are noted here, counted once per model."""
+    """Pages of the worker that are noted here, counted once per model."""
     num_dropped_pages: int = 0
-    """That were given up or not noted: it has more, or of more models, than is noted of one worker.
+    """Pages that were dropped or not noted: the worker has more, or of more models, than are noted
+    of one worker.
     """
     pulls: PullStatus | None = None
-    """None unless this cache keeps copies of what it has."""
+    """Copies of its entries; None unless this cache keeps copies."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be read from."""
+        """Return whether it can be read from."""
         return self.state is PeerState.READY
 
     @property
     def is_resting(self) -> bool:
-        """Whether it is left alone for a while."""
+        """Return whether it is left alone for a while."""
         return self.state is PeerState.RESTING
 
     @property
     def source(self) -> verbs.Source:
-        """In a few words."""
+        """Describe it in a few words."""
         reason = "" if self.is_ready else self.error
         if self.is_ready and self.pulls is not None:
             reason = self.pulls.error

@@ -1,6 +1,6 @@
-"""Spans of what a worker serves, each in the trace of the request that the fetch is for.
+"""Spans of fetches that a worker serves, each in the trace of the request that the fetch is for.
 
-OpenTelemetry is loaded where tracing was turned on, and nowhere else.
+OpenTelemetry is imported only if tracing was turned on.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 _MAX_MODEL_CHARS: Final = 64
 _EXPORT_S: Final = 5
-"""The longest that a collector is waited for."""
+"""Longest wait for a collector, in seconds."""
 
 
 NoteServed = Callable[[wire.Fetch, float, int, str], None]
-"""Of a fetch that is over: its seconds, from when it was asked for until nobody read its pages any
-more, the bytes sent, and why it was not served to its end, empty where it was. Called in the
-worker's thread, after the fact; must not block or raise."""
+"""Called for a fetch that is over. Takes its seconds, from the request until its pages were no
+longer read, the bytes sent, and the reason if it was not fully served. Called in the worker's
+thread; must not block or raise."""
 
 
 def untraced(*_: object) -> None:
-    """Where tracing is off."""
+    """Note nothing; for use while tracing is off."""
 
 
 def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
-    """Makes them with this provider, or else with the process's own."""
+    """Return a function that makes spans with this provider, or else with the process's own."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -43,7 +43,7 @@ def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
     def note(fetch: wire.Fetch, seconds: float, num_bytes: int, error: str) -> None:
         parent = propagator.extract({"traceparent": fetch.traceparent})
         if not trace.get_current_span(parent).get_span_context().is_valid:
-            return  # What a peer says may be anything.
+            return  # A peer may send any text.
         stop_ns = time.time_ns()
         span = tracer.start_span(
             "cachetree.serve",
@@ -66,8 +66,8 @@ def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
 
 @contextmanager
 def exported(endpoint: str) -> Iterator[NoteServed]:
-    """Spans for a collector at `HOST:PORT`, by OTLP over gRPC; none where that is empty. Raises
-    ConfigError where OpenTelemetry is not installed."""
+    """Yield a function that sends spans to a collector at `HOST:PORT`, by OTLP over gRPC; none if
+    that is empty. Raises ConfigError if OpenTelemetry is not installed."""
     if not endpoint:
         yield untraced
         return

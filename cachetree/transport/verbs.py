@@ -22,22 +22,22 @@ ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that the asked one's server reads from."""
+    """A worker that the asked worker's server reads from."""
 
     address: str
     state: str
     reason: str
-    """Why it is not ready, or why a copy of what it has failed; empty where all is well."""
+    """Reason why it is not ready, or why a copy of its entries failed; empty if all is well."""
     model: str = ""
-    """Model id of the worker's own; empty if it has none, or was never reached."""
+    """Id of the worker's own model; empty if it has none, or was never reached."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
-    """Allowed without a session."""
+    """Ask for the worker's numbers; needs no session."""
 
 
 class Status(msgspec.Struct, kw_only=True, tag="status"):
-    """A worker in numbers; in one of them its own thread counts."""
+    """A worker in numbers; its own thread counts in one of these."""
 
     version: int
     epoch: int
@@ -45,9 +45,9 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     num_bytes: int = 0
     host_bytes: int = 0
     held_bytes: int = 0
-    """Of `num_bytes`, what cannot be evicted now, by pins or readers."""
+    """Bytes, part of `num_bytes`, that cannot be evicted now because of pins or readers."""
     num_pinned_bytes: int = 0
-    """Of those, what pins keep."""
+    """Bytes, part of `held_bytes`, that pins keep."""
     num_pages: int = 0
     pages_by_model: ByModel = {}
     num_peers: int = 0
@@ -56,21 +56,22 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     num_protocol_errors: int = 0
     num_refused_peers: int = 0
     num_failed_handshakes: int = 0
-    """Connections that ended before a message passed: no key, an unknown key, another server's."""
+    """Connections that ended before a message passed: no key, an unknown key, another server's
+    key."""
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
-    """Those that ended: `ok`, a value of `wire.Why`, or `lost` with their peer."""
+    """Ended fetches by outcome: `ok`, a value of `wire.Why`, or `lost` with their peer."""
     hits: ByName = msgspec.field(default_factory=Counter)
-    """Fetches whose pages were all there, by tier."""
+    """Fetches with all pages there, by tier."""
     misses: ByName = msgspec.field(default_factory=Counter)
     family: Family | None = None
     disk: DiskStatus | None = None
-    """None where nothing is kept on disk."""
+    """State of the disk; None without a disk."""
     reads_from: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
     """The peers of this server."""
 
 
 class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find"):
-    """Who has how much of a prompt?"""
+    """Ask which models have how much of a prompt."""
 
     pages: bytes
 
@@ -80,29 +81,30 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
-    """Drop what begins with `pages`, everything where it is empty; of one model, or of all."""
+    """Drop entries that begin with `pages`, or everything if it is empty; of one model, or of
+    all."""
 
     model: str
-    """Empty for all."""
+    """Id of the model; empty for all."""
     pages: bytes
 
 
 class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag="evicted"):
-    """What is leased or pinned has stayed."""
+    """Answer to Evict; leased and pinned entries have stayed."""
 
     num_bytes: int
-    """Of memory, freed."""
+    """Bytes of memory that were freed."""
     num_disk_bytes: int
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
-    """Keep in memory what is there of a prefix; of one model, or of all."""
+    """Keep the present pages of a prefix in memory; of one model, or of all."""
 
     model: str
-    """Empty for all."""
+    """Id of the model; empty for all."""
     pages: bytes
     ttl_s: float | None
-    """None until Unpin."""
+    """Seconds that the pin lasts; None until Unpin."""
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True, tag="pinned"):
@@ -121,13 +123,13 @@ class Unpinned(msgspec.Struct, frozen=True, kw_only=True, tag="unpinned"):
 
 
 class Denied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
-    """It was not done."""
+    """Answer to an order that was not carried out."""
 
     reason: ReasonText
 
 
 Order = Evict | Pin | Unpin
-"""What only an administrator may say."""
+"""Orders that only an administrator may give."""
 
 ToWorker = StatusRequest | Find | Evict | Pin | Unpin
 ToPeer = Status | Found | Evicted | Pinned | Unpinned | Denied

@@ -7,11 +7,12 @@ import threading
 from typing import Final
 
 CLOSE_S: Final = 5.0
-"""How long a thread that was woken to end may take."""
+"""Most seconds for the end of a thread that was woken to end."""
 
 
 class Wakeup:
-    """`wake` is called from any thread and never blocks; `drain` by the thread that was woken."""
+    """Wakes a poller. `wake` is called from any thread and never blocks; `drain` by the woken
+    thread."""
 
     def __init__(self) -> None:
         self._counter = os.eventfd(0, os.EFD_NONBLOCK)
@@ -29,7 +30,7 @@ class Wakeup:
                 os.eventfd_write(self._counter, 1)
 
     def drain(self) -> None:
-        """Call before looking at what was queued, so that no later wake is lost."""
+        """Reset the wakeup. Call it before looking at the queue, so that no later wake is lost."""
         with self._lock:
             if self._is_pending:
                 self._is_pending = False

@@ -1,30 +1,28 @@
-"""The messages of the transport: msgpack, and what bounds their sizes.
+"""The messages of the transport: msgpack, with bounds on their sizes.
 
 A message ends with a checksum: without it a flipped bit could name another layer.
 
-    peer                                  worker
-    one of `verbs.ToWorker`   ──►                                     an operator's, no session
-                              ◄──         one of `verbs.ToPeer`
-    Hello                     ──►
-                              ◄──         Hello                       both compare version, family
-                              ◄══         Reset, Entries..., Synced   snapshot
-                              ◄══         Entries...                  what changes
-    Learned                   ══►                                     of each Entries, applied
-    Fetch                     ══►
-                              ◄══         frame + payload ...
-                              ◄══         or Located ...              on the same host
-                              ◄══         or Ended                    early
-    Cancel                    ══►                                     of a fetch; and where all
-                              ◄══         Ended                       was copied
-    Ping                      ══►                                     both notice silence, and what
-                              ◄══         Pong                        was lost at the very end
-    Bye                       ◄══►        Bye                         the session is over
+    peer                                    worker
+    one of `verbs.ToWorker`     ──►                                     an operator's, no session
+                                ◄──         one of `verbs.ToPeer`
+    Hello                       ──►
+                                ◄──         Hello                       both compare version, family
+                                ◄══         Reset, Entries..., Synced   snapshot
+                                ◄══         Entries...                  changes
+    Learned                     ══►                                     answer to each Entries
+    Fetch                       ══►
+                                ◄══         frame + payload ...
+                                ◄══         or Located ...              on the same host
+                                ◄══         or Ended                    early
+    Cancel                      ══►                                     of a fetch; also once all
+                                ◄══         Ended                       located bytes were copied
+    Ping                        ══►                                     both notice silence, and a
+                                ◄══         Pong                        loss at the very end
+    Bye                         ◄══►        Bye                         the session is over
 
     ── ZMQ     ══ the connection that a Hello's ticket opens, among the frames of `frames`
 
-Over that connection all comes in order, or it ends (`frames`), and what was asked for is asked for
-again over the next one. Unknown fields are ignored, unknown tags are refused. Nothing here opens a
-socket.
+The rules of a session are in the package's docstring. Nothing here opens a socket.
 """
 
 from __future__ import annotations
@@ -55,20 +53,20 @@ from cachetree.tree import split_hashes
 PROTOCOL_VERSION: Final = 12
 
 MAX_REQUEST_S: Final = 60.0
-"""Longest that a worker serves one fetch."""
+"""Longest time in seconds that a worker serves one fetch."""
 
 MAX_ENTRIES: Final = 256
-"""In one `Entries`."""
+"""Most entries in one `Entries`."""
 
 MAX_PLACES: Final = 256
-"""In one `Located`."""
+"""Most places in one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
-"""A model's id. A worker that advertises it tells all its peers."""
+"""Id of a model. A worker that advertises it tells all its peers."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""Of a model, for a person."""
+"""Name of a model, for people."""
 PartOf = Annotated[int, msgspec.Meta(ge=KV, lt=MAX_LAYERS)]
-"""A `Part`."""
+"""A `Part`, within its bounds."""
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
@@ -80,15 +78,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     family: msgspec.Raw
     model: Model = ""
-    """The model this server runs; empty where it serves none itself, and from a peer."""
+    """The model that this server runs; empty if it serves none itself, and from a peer."""
     epoch: int = 0
     """Random id of a worker's life; 0 from a peer."""
     arena: ArenaFile | None = None
-    """From where a peer on the worker's host may copy; None from a peer."""
+    """File from which a peer on the worker's host may copy; None from a peer."""
     ticket: Ticket | None = None
-    """For the data connection; None from a peer, and to one that is refused."""
+    """Ticket for the data connection; None from a peer, and to a peer that is refused."""
     budget_bytes: int = 0
-    """What a worker keeps at most, in memory and on disk; 0 from a peer."""
+    """Bytes that a worker keeps at most, in memory and on disk; 0 from a peer."""
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -96,7 +94,7 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Pages, one after the other, that appeared or went. `parent` is empty at the root."""
+    """Consecutive pages that were added or removed. `parent` is empty at the root."""
 
     added: bool
     model: Model
@@ -106,11 +104,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
-    """A part of the snapshot, or of what changed since."""
+    """A part of the snapshot, or of the changes since."""
 
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
     names: Annotated[dict[Model, Name], msgspec.Meta(max_length=MAX_ENTRIES)] = {}
-    """Names of models that this session has not told yet."""
+    """Names of models that this session has not sent yet."""
 
 
 class Synced(msgspec.Struct, frozen=True, tag="synced"):
@@ -118,53 +116,54 @@ class Synced(msgspec.Struct, frozen=True, tag="synced"):
 
 
 class Learned(msgspec.Struct, frozen=True, tag="learned"):
-    """The peer's own tree shows the next `Entries`; each is answered so."""
+    """The peer's own tree shows the next `Entries`; each `Entries` is answered so."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Stream these steps of these pages, in this order."""
 
     id: int
-    """Rises with every fetch of one session."""
+    """Id that rises with every fetch of one session."""
     model: Model
     pages: bytes
     steps: Steps
-    """(kind, layer) in the order of need."""
+    """Steps (kind, layer) in the order of need."""
     first_byte: int = 0
-    """Of all steps side by side; those before it have landed already."""
+    """First byte to send, of all steps side by side; earlier bytes have landed already."""
     frame_bytes: int
     """Largest payload of a frame."""
     reads_arena: bool = False
-    """Whether the peer copies from the worker's arena itself."""
+    """True if the peer copies from the worker's arena itself."""
     timeout_ms: int
-    """What was left of the deadline when this was sent; clocks are not compared."""
+    """Time in ms left of the deadline when this was sent; clocks are not compared."""
     as_copy: bool = False
-    """Whether a cache fetches copies to keep: then it is no use of the pages, and none is read from
-    disk."""
+    """True if a cache fetches a copy to keep. The fetch then counts as no use of the pages, and
+    none is read from disk."""
     traceparent: Traceparent = ""
-    """As in W3C's Trace Context, of the request that it is for; empty where that is not traced."""
+    """Trace id as in W3C's Trace Context, of the request that it is for; empty if that is not
+    traced."""
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """In place of a frame: its payload lies in the arena, and stays until there is a `Cancel`.
+    """Replaces a frame: its payload is in the arena, and stays there until a `Cancel`.
 
-    Memory that was used anew meanwhile is noticed by the checksum.
+    A checksum shows if the memory was reused meanwhile.
     """
 
     frame: Frame
     places: Places
-    """(start, stop) in the arena of each part of the payload."""
+    """Start and stop in the arena of each part of the payload."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Nothing more is wanted of it, and nothing is read that was located for it; frames under way
-    are ignored."""
+    """The peer wants nothing more of a fetch and reads nothing located for it; it ignores frames
+    under way."""
 
     id: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """A fetch is over."""
+    """The worker sends nothing more for a fetch."""
 
     id: int
     error: str
@@ -173,15 +172,15 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Answer with a Pong."""
+    """Ask for a Pong."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Here I am."""
+    """Answer to a Ping."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
-    """There is no session, or no longer: greet again."""
+    """There is no session, or no longer: the peer has to greet again."""
 
     reason: ReasonText
 
@@ -191,7 +190,7 @@ ToPeer = Hello | Reset | Entries | Synced | Located | Ended | Pong | Bye | verbs
 
 
 class Why(StrEnum):
-    """Why a fetch ended."""
+    """Reason why a fetch ended."""
 
     CANCELLED = "cancelled"
     STALE = "stale"
@@ -219,7 +218,7 @@ _Message = TypeVar("_Message")
 
 
 def encode(message: ToWorker | ToPeer) -> bytes:
-    """The header frame of a message; raises ProtocolError where it exceeds the cap."""
+    """Encode a message as the payload of a frame; raises ProtocolError if it exceeds the cap."""
     header = with_checksum(_encoder.encode(message))
     if len(header) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
@@ -229,17 +228,17 @@ def encode(message: ToWorker | ToPeer) -> bytes:
 
 
 def with_checksum(body: bytes) -> bytes:
-    """A header of an encoded message: the body, then its checksum."""
+    """Return an encoded message: the body, then its checksum."""
     return body + checksum(body).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def decode_to_worker(header: memoryview) -> ToWorker:
-    """What a peer said; raises ProtocolError."""
+    """Decode a peer's message; raises ProtocolError."""
     return _decode(_to_worker, header)
 
 
 def decode_to_peer(header: memoryview) -> ToPeer:
-    """What a worker said; raises ProtocolError."""
+    """Decode a worker's message; raises ProtocolError."""
     return _decode(_to_peer, header)
 
 
@@ -275,7 +274,8 @@ def hello(
 
 
 def family_of(message: Hello) -> Family:
-    """The family in a Hello; raises ProtocolError where versions differ or it cannot be read."""
+    """Return the family in a Hello; raises ProtocolError if versions differ or it cannot be
+    read."""
     if message.version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"version is {message.version} there and {PROTOCOL_VERSION} here; "
@@ -288,7 +288,8 @@ def family_of(message: Hello) -> Family:
 
 
 def require_family(message: Hello, ours: Family, *, who: str) -> None:
-    """Raises FamilyMismatch where `who` said a Hello that `ours` cannot exchange caches with."""
+    """Raise FamilyMismatch if the Hello of `who` shows a family that cannot exchange caches with
+    `ours`."""
     try:
         ours.require_equal(family_of(message), who=who)
     except ProtocolError as exc:
@@ -301,26 +302,26 @@ def ended_by(id: int, error: FetchError) -> Ended:
 
 
 def error_of(message: Ended, who: str) -> FetchError:
-    """What `who` ended a fetch by; also where a newer one has other words."""
+    """Return the error with which `who` ended a fetch; also if a newer `who` uses other words."""
     kinds = {why.value: kind for why, kind in _ERRORS.items()}
     return kinds.get(message.error, FetchError)(f"{who}: {said(message)}")
 
 
 def reason(error: Exception) -> str:
-    """An error's text, short enough for a header."""
+    """Return an error's text, short enough for a header."""
     return printable(str(error)[:MAX_REASON_CHARS])
 
 
 def said(message: Ended | Bye | verbs.Denied) -> str:
-    """The reason that a worker gives."""
+    """Return the reason that a worker states."""
     return printable(message.reason)
 
 
-# What messages ask for, checked before anything is done with it; all raise ProtocolError.
+# Checks of messages before any use; all raise ProtocolError.
 
 
 def pages_of(named: bytes) -> tuple[PageHash, ...]:
-    """The pages that a message names."""
+    """Return the pages that a message names."""
     try:
         return split_hashes(named)
     except ValueError as exc:
@@ -328,12 +329,12 @@ def pages_of(named: bytes) -> tuple[PageHash, ...]:
 
 
 def deadline_of(message: Fetch, clock: Clock) -> Deadline:
-    """When it is over, by this side's clock."""
+    """Return the fetch's deadline on this side's clock."""
     return Deadline.after(min(max(message.timeout_ms, 0) / 1000, MAX_REQUEST_S), clock)
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
-    """The steps a Fetch names: each once, and of a layer that exists."""
+    """Return the steps that a Fetch names: each once, and of a layer that exists."""
     steps = tuple(Step(kind, layer) for kind, layer in message.steps)
     if len(set(steps)) != len(steps):
         raise ProtocolError("a fetch names a step twice")

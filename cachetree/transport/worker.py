@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
 _MAX_RECEIVED: Final = 64
-"""Messages taken in one turn."""
+"""Most messages taken in one turn."""
 
 
 class Worker:
-    """Serves the local entries of `tree` to peers, those on `disk` too, and tells them which.
+    """Serves the local entries of `tree`, and those on `disk`, to peers, and advertises them.
 
-    The tree stays its owner's. Raises ConfigError where the address cannot be bound or a key file
-    not be read.
+    The tree stays its owner's. Raises ConfigError if the address cannot be bound or a key file
+    cannot be read.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Worker:
         clock: Clock = time.monotonic,
         note_served: NoteServed = untraced,
     ) -> None:
-        """`sources` tells what this server reads from, and is called from any thread."""
+        """`sources` returns the peers that this server reads from, and is called from any
+        thread."""
         self.epoch: Final = secrets.randbits(62) + 1
         """Random id of this worker's life."""
         self._tree = tree
@@ -79,12 +80,12 @@ class Worker:
         self._admin = AdminService(tree, disk, self.status, clock)
         self._sessions: list[Session] = []
         self._callbacks: deque[Callable[[], object]] = deque()
-        """What other threads want done in the worker's."""
+        """Calls that other threads want the worker's thread to make."""
         self._turned_at_s = clock()
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         self._stranger_limiter = LogLimiter(clock)
-        """Of those who are not let in: whatever they make up, no other line is missed."""
+        """Limits lines about refused strangers: whatever they invent, no other line is lost."""
         listen, self._gate = check_worker(config)
         raise_descriptor_limit()
         self._wakeup = Wakeup()
@@ -104,7 +105,7 @@ class Worker:
             )
             undo.callback(self._data_port.close)
             self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
-            """The address bound, with the real port."""
+            """The bound address, with the real port."""
             for source in (self._wakeup.fileno(), self._socket):
                 self._poller.register(source, zmq.POLLIN)
             self._thread = threading.Thread(
@@ -114,29 +115,29 @@ class Worker:
             undo.pop_all()  # The thread closes all of it at its end.
 
     def knowing(self) -> Callable[[], bool]:
-        """Asks whether all peers know by now what was in the tree at this call, but for those who
-        have left. Any thread."""
+        """Return a function that says if all peers know the tree as it is at this call, except
+        peers that have left. Any thread."""
         each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
 
     def close(self) -> None:
-        """Stop serving; streams under way end on the other side at once. Idempotent."""
+        """Stop serving; running streams end on the other side at once. Idempotent."""
         self._closing.set()
         self._wakeup.wake()
         self._thread.join(CLOSE_S)
 
     def run(self, model: ModelId) -> None:
-        """Name the model that this server runs, for peers to come; any thread."""
+        """Name the model that this server runs, for future peers; any thread."""
         self._service.counts.model = model
 
     def status(self) -> verbs.Status:
-        """The worker in numbers; from any thread, not an atomic picture."""
-        it = self._service
-        fields = msgspec.structs.asdict(it.counts).items()
+        """Return the worker's numbers; from any thread, not an atomic picture."""
+        service = self._service
+        fields = msgspec.structs.asdict(service.counts).items()
         return msgspec.structs.replace(
-            it.counts,
+            service.counts,
             num_peers=len(self._sessions),
-            num_streams=len(it.scheduler),
+            num_streams=len(service.scheduler),
             reads_from=self._sources(),
             num_bytes=self._tree.num_bytes,
             host_bytes=self._tree.host_bytes,
@@ -144,18 +145,18 @@ class Worker:
             num_pinned_bytes=self._tree.num_pinned_bytes,
             num_pages=self._tree.num_pages,
             pages_by_model=self._tree.pages_by_model(),
-            disk=it.disk.status() if it.disk else None,
+            disk=service.disk.status() if service.disk else None,
             **{name: dict(counted) for name, counted in fields if isinstance(counted, Counter)},
         )
 
     @property
     def turn_age_s(self) -> float:
-        """Since the worker's thread last turned; from any thread."""
+        """Seconds since the worker's thread last turned; from any thread."""
         return self._service.clock() - self._turned_at_s
 
     def _bound(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
-        """Where peers ask. The connection of one that vanishes from the network ends after
-        `silence_s`. Raises ConfigError."""
+        """Open the socket for greetings and questions. The connection of a peer that vanishes from
+        the network ends after `silence_s`. Raises ConfigError."""
         socket = self._context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IPV6, int(listen.is_ipv6))
@@ -187,7 +188,7 @@ class Worker:
         except Exception:
             log.exception("worker %s: its thread has ended", self.address)
         finally:
-            with ExitStack() as ends:  # In turn from the last; each even if another one raises.
+            with ExitStack() as ends:  # From last to first; each even if another raises.
                 ends.callback(self._wakeup.close)
                 ends.callback(self._context.destroy, linger=0)
                 ends.callback(self._data_port.close)
@@ -228,7 +229,7 @@ class Worker:
         self._warn(f"not let in: {refusal.why}", refusal.who, self._stranger_limiter)
 
     def _receive(self) -> None:
-        """Answer what has come over ZMQ, which needs no session."""
+        """Answer messages that have arrived over ZMQ, which need no session."""
         for _ in range(_MAX_RECEIVED):
             try:
                 identity, header, *more = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -253,33 +254,35 @@ class Worker:
                 send(wire.Bye(reason=why))
 
     def _send(self, identity: bytes, message: wire.ToPeer) -> None:
-        """Over ZMQ; dropped where that peer is gone, or does not read."""
+        """Send over ZMQ; the message is dropped if the peer is gone, or does not read."""
         try:
             header = wire.encode(message)
-        except ProtocolError as exc:  # More models than a message names.
+        except ProtocolError as exc:  # A message cannot name so many models.
             header = wire.encode(verbs.Denied(reason=wire.reason(exc)))
         self._socket.send_multipart([identity, header], zmq.NOBLOCK)
 
     def _send_soon(self, identity: bytes, message: wire.ToPeer) -> None:
-        """From any thread."""
+        """Send a message from any thread."""
         self._callbacks.append(partial(self._send, identity, message))
         self._wakeup.wake()
 
     def _greeting(self, hello: wire.Hello, who: str, host: str) -> wire.Hello | wire.Bye:
-        it, arena, ticket = self._service, None, None
-        if len(self._sessions) >= it.config.max_peers:
+        service, arena, ticket = self._service, None, None
+        if len(self._sessions) >= service.config.max_peers:
             return wire.Bye(reason=self._full)
         try:
             wire.require_family(hello, self._tree.family, who=f"the peer at {host}")
         except FamilyMismatch as exc:
             # Our hello tells the other side what differs; it refuses with its own words.
-            it.counts.num_refused_peers += 1
+            service.counts.num_refused_peers += 1
             self._warn(f"refused: {exc}", str(exc), self._stranger_limiter)
         else:
             ticket = self._data_port.issue_ticket(who)
-            arena = self._tree.memory.file if it.config.shared_memory else None
-        most_bytes = self._tree.host_bytes + (it.disk.budget_bytes if it.disk else 0)
-        return wire.hello(self._tree.family, it.counts.model, self.epoch, arena, ticket, most_bytes)
+            arena = self._tree.memory.file if service.config.shared_memory else None
+        most_bytes = self._tree.host_bytes + (service.disk.budget_bytes if service.disk else 0)
+        return wire.hello(
+            self._tree.family, service.counts.model, self.epoch, arena, ticket, most_bytes
+        )
 
     @property
     def _full(self) -> str:
@@ -302,7 +305,8 @@ class Worker:
             self._end_session(session, self._cut_off(exc, session.name, "cut off"))
 
     def _cut_off(self, error: Exception, who: str, about: str) -> str:
-        """Count a message that could not be served, and log why; what to say to who sent it."""
+        """Count a message that could not be served, and log why. Return the reason for its
+        sender."""
         self._service.counts.num_protocol_errors += 1
         if isinstance(error, ProtocolError):
             self._warn(f"{who} was cut off: {error}", about, self._log_limiter)
@@ -312,7 +316,7 @@ class Worker:
         return "the worker failed; greet again"
 
     def _warn(self, line: str, about: str, limiter: LogLimiter) -> None:
-        """Once a minute, of each that it is about."""
+        """Log a line, once a minute for each subject in `about`."""
         if limiter.may(about):
             log.warning("worker %s: %s", self.address, line)
 

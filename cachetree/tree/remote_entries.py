@@ -137,9 +137,8 @@ class RemoteEntries:
         """Drop like `drop`, more slowly, but other threads get the lock in between. Use it for
         pages with many others after them."""
         run_in_slices(self._lock, self._dropping((location, model, part), pages))
-        self.drop(
-            location, model, pages, part
-        )  # Pages that were added meanwhile, and these pages with them.
+        # Pages that were added meanwhile, and these pages with them.
+        self.drop(location, model, pages, part)
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`, in slices; pages added meanwhile may stay."""
@@ -176,9 +175,8 @@ class RemoteEntries:
         """Drop the coldest entries until at most `max_pages` are noted; yield the pages of each."""
         while self.num_pages[location] > max_pages:
             entry, _ = self._orders[location].popitem(last=False)
-            is_leaf = (
-                not entry.num_children
-            )  # Others are queued again with the last of their children.
+            # Other entries are queued again when their last child is removed.
+            is_leaf = not entry.num_children
             if is_leaf:
                 self._remove(entry)
             yield entry.node.num_pages * is_leaf
