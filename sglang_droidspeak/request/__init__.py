@@ -1,21 +1,88 @@
-"""What one request goes through, from SGLang's queue to its answer: the phases of a `Request`.
+"""The life of one request, from SGLang's queue to its answer.
 
-    seen       queue      every request that waits, in SGLang's order
-               waiting    asks tiers that do not advertise; may wait for one that computes the
-                          same pages right now (followers)
-    planned    planner    whose KV, how many tokens, which layers are computed anew
-    fetching   source     staged in host memory, or in this server's own pool
-    arriving   arrivals   E is there, and the rest should be before the recompute is over: no more
-                          hidden, unless its full prefill would take others more than one step
-    ready                 everything is there. Too late, or not worth it any more: a full prefill
-    loading    load       SGLang has slots: a thread copies layer after layer of the source into
-                          them
-               forward    partial_prefill computes the others, and what has not come
-                          in time is prefilled in full; then SGLang's own forward runs
-    settled    report     what it has read is noted (meta_info), and told once, with its answer
-               replies    which may wait until others can read what it has left
+Rules
+-----
 
-`request` says what follows on what; `waiting` has all that are in SGLang's queue. The scheduler
-thread does all of it but for the copies. `controls` is what a request may ask for. On several ranks
-the first decides, and a request is as far as it is on the last of them.
+SGLang decides which request runs next. This package only hides a request while its fetch runs, and
+loads its pages when SGLang gives it KV slots. Each request has one `Request`, which is in one
+phase. Only `Request.reach` changes the phase, and raises for a change that `request` does not list.
+
+A failed peer, fetch or copy ends in a full prefill, not in an error. Each request is reported once,
+with the reason.
+
+The scheduler thread does everything here, except the copies into KV slots, which `load` makes in a
+thread. Transport threads fill host memory. The scheduler thread only looks at it while requests are
+in the queue. A batch's forward may wait for late layers, for a bounded time.
+
+On several ranks the first rank decides and sends its decisions to the others. A request is in the
+lowest phase that any rank has reached. So all ranks show SGLang the same queue.
+
+From arrival to report
+----------------------
+
+phase      file            what happens
+seen       queue           Before SGLang builds a batch, `queue` shows all waiting requests to
+                           `waiting`, in SGLang's order.
+           waiting         Ask tiers that do not advertise. SGLang does not see the request yet.
+           followers       Perhaps wait for another request that computes the same pages now.
+planned    planner         Choose the sender, the number of tokens, and the layers to recompute. If
+                           there is no plan, the request is settled with an outcome that says why.
+                           If staging memory is used up, SGLang sees it and may run it in full.
+fetching   source          Pages arrive in host memory. SGLang does not see the request. Pages in
+                           this server's own pool need no fetch.
+arriving   arrivals        All E is here, and the rest should arrive during the recompute. SGLang
+                           sees the request, unless its full prefill would delay requests that
+                           decode by more than one step.
+ready      arrivals        All pages are here. Check once more that reuse still saves time.
+loading    load            SGLang has given KV slots. A thread copies layer after layer into them.
+           forward         `partial_prefill` recomputes the plan's block over the prefix. If a layer
+                           did not arrive, the prefix is prefilled in full. Then SGLang's own
+                           forward computes the new tokens.
+settled    report          Note what the request has read (`meta_info`). Report it once, with its
+                           first output: to the client, the log, the metrics and the trace.
+           replies         If the request asked for it, hold back the end of its answer until peers
+                           can read its KV.
+
+`controls` parses what a request may ask for; `outcomes` explains each outcome; `answers` answers an
+operator. `heads` recognises first pages that many prompts share.
+
+How a wait ends
+---------------
+
+The wait counts from the first step that could have taken the request. A fetch may be later than
+predicted by the time that reuse should save (`cachetree.planning.Patience`). Past that, or once the
+rate predicts it, the request is settled and runs in full. So a slow peer costs at most as much time
+as a full prefill.
+
+A request can go back in four cases:
+
+- The rate of an arriving request falls: it is fetching again.
+- Another rank has no staging memory: this rank releases its own, and the request is planned again.
+- SGLang takes the slots back before the batch starts: the request is seen anew.
+- The device evicts pages that the plan continues from: the request is seen anew. A wait that was
+  not over continues.
+
+Why not otherwise
+-----------------
+
+Why hide a request instead of blocking? A blocked step would delay all other requests of the server.
+
+Why not let SGLang run the request and load later? Its slots would stay locked during the fetch, and
+a slow peer could fill the KV pool with requests that compute nothing.
+
+Why recompute before SGLang's forward and not inside it? CUDA graphs, LoRA, chunking and logits of
+that forward stay SGLang's. Attention is causal, so both ways give the same KV.
+
+Why decide on the first rank? Ranks see the end of a fetch at different times. If each rank decided
+for itself, they would build different batches, and the server would hang.
+
+What could be better
+--------------------
+
+A request is planned once. If a second peer advertises its pages meanwhile, the plan ignores them.
+
+A batch waits for the slowest load of its requests.
+
+A follower waits for all pages that it shares with its leader, although it could read the first of
+them earlier.
 """

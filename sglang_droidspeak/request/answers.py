@@ -1,6 +1,6 @@
-"""What a running server tells an operator: of its peers, and of one request or prompt.
+"""Answer an operator's questions about a running server: its peers, and one request or prompt.
 
-Nothing of it names a token or a page of anybody's prompt.
+No answer contains a token or a page hash of a prompt.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _OFF: Final = {
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a request that was answered, or else of a prompt that was not sent."""
+    """A question about a request that was answered, or else about a prompt that was not sent."""
 
     request_id: str | None = None
     input_ids: list[int] = []
     adapter: str | None = None
-    """By the name that requests call it."""
+    """Adapter's name as in requests."""
     extra_key: str | None = None
     cache_salt: str | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was or was not served from another's cache. Pages are whole ones, from the
-    prompt's start; those of `device` were there when it was planned."""
+    """Why a request was or was not served from another model's cache. Pages are whole pages,
+    counted from the prompt's start."""
 
     outcome: str
     detail: str | None
@@ -58,43 +58,44 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     model: ModelId | None = None
     device_pages: int | None = None
-    """None where it was decided without a look at the device."""
+    """Pages on the device when the request was planned. None if it was decided without a look."""
     holdings: Sequence[Match] = ()
     full_prefill_s: float | None = None
-    """Predicted, of what the device lacks."""
+    """Predicted seconds to prefill the tokens that the device lacks."""
     ways: Sequence[Weighed] = ()
     profile_command: str = ""
-    """What makes the profile that is missing, with the paths that this server knows."""
+    """Command that makes the missing profile, with the paths that this server knows; empty if none
+    is missing."""
     approximate: Mapping[ModelId, int] = {}
-    """Pages of a prompt that was not sent, which other models of this server have as approximate
-    KV only: no other model reads these."""
+    """Pages of an unsent prompt that other models of this server have as approximate KV only. No
+    other model reads these pages."""
     measured: RequestProvenance | None = None
-    """None of a prompt that was not sent."""
+    """None for a prompt that was not sent."""
 
 
-def explained(it: Label, page_tokens: int, profiles: Profiles) -> Explanation:
-    """Pure: the decision is made again, of what it was made of but for the profiles, which are
-    those of now: the drift guard may have changed a pair since."""
-    seen, advice = it.considered, advice_on(it.provenance.outcome)
+def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation:
+    """Explain a label by deciding again. Pure. The inputs are those of the decision, except the
+    profiles: the drift guard may have changed a pair since."""
+    seen, advice = label.considered, advice_on(label.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(
-        outcome=it.provenance.outcome,
-        detail=it.provenance.detail,
+        outcome=label.provenance.outcome,
+        detail=label.provenance.detail,
         cause=advice.cause,
         remedy=advice.remedy,
-        prompt_tokens=it.num_tokens,
+        prompt_tokens=label.num_tokens,
         page_tokens=page_tokens,
         model=demand and demand.receiver,
         device_pages=demand and demand.num_held,
         holdings=seen.matches if seen else (),
         full_prefill_s=seen and seen.full_prefill_s,
         ways=weigh(seen, profiles) if seen else (),
-        measured=it.provenance if it.is_told else None,
+        measured=label.provenance if label.is_answered else None,
     )
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile that this server reads by."""
+    """A profile by which this server reuses."""
 
     sender: ModelId
     receiver: ModelId
@@ -103,24 +104,24 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """The profile itself did not pass; the drift guard may also take a pair out of service."""
     reason: str
     block: tuple[int, int] | None
-    """The recommended one."""
+    """Recommended block; null if none is recommended."""
     price: Price | None
-    """Of that, for a prompt of usual length."""
+    """Predicted cost of the recommended block, for a prompt of 2,048 tokens."""
     measured_tokens: int | None
     """Longest prefix that the profile covers; null if it covers every length."""
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/server_info` says of this extension."""
+    """Part of `/server_info` about this extension."""
 
     peers: Sequence[Source]
     links: Mapping[str, float]
-    """Measured of late, by peer: bytes per second."""
+    """Recently measured bytes per second, by peer."""
     pairs: Sequence[Pair]
     savings: Sequence[Saving]
     health: Health
     off: str
-    """Why it reuses nothing, and what to do; empty where it does."""
+    """Why the server reuses nothing, and what to do; empty if it reuses."""
 
 
 @dataclass(eq=False)
@@ -133,10 +134,11 @@ class Answers:
     _lora_refs: Mapping[str, LoRARef]
     _page_size: int
     _guard: Callable[[str], dict[str, Any]]
-    """What the drift guard answers to a question in JSON, or raises as for any other question."""
+    """Answer of the drift guard to a question in JSON. May raise MsgspecError or LookupError."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
-        """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
+        """Hooks Scheduler.get_internal_state: put this extension's answer beside SGLang's, or in
+        its place if one of this extension's pages was asked."""
         page, asked = asking.asked(recv_req)
         answer = self._answer(page, asked, scheduler)
         if page:
@@ -198,26 +200,32 @@ class Answers:
             return {"error": f"{type(exc).__name__}: {exc}; the server's log has more"}
 
     def _explain(self, question: Question, scheduler: Scheduler) -> Explanation:
-        told, asked = self._labels.told, question.request_id
-        if asked is not None and asked not in told:
+        answered, asked = self._labels.answered, question.request_id
+        if asked is not None and asked not in answered:
             raise LookupError(
-                f"no request {asked!r} among the last {len(told)} that this server has answered"
+                f"no request {asked!r} among the last {len(answered)} that this server has answered"
             )
         if asked is not None:
-            it, approximate = told[asked], {}
+            label, approximate = answered[asked], {}
         else:
-            it, approximate = self._unsent(question, scheduler), self._others(question, scheduler)
-        found = explained(it, self._page_size, self._planner.profiles)
-        missing = (way.sender for way in found.ways if way.reason == Reason.NO_PROFILE.value)
+            label, approximate = (
+                self._unsent(question, scheduler),
+                self._others(question, scheduler),
+            )
+        explanation = explained(label, self._page_size, self._planner.profiles)
+        missing = (way.sender for way in explanation.ways if way.reason == Reason.NO_PROFILE.value)
         command = "".join(
-            self._profile_command(it, found.model, scheduler) for it in [*missing][:1]
+            self._profile_command(it, explanation.model, scheduler) for it in [*missing][:1]
         )
-        return msgspec.structs.replace(found, profile_command=command, approximate=approximate)
+        return msgspec.structs.replace(
+            explanation, profile_command=command, approximate=approximate
+        )
 
     def _profile_command(
         self, sender: ModelId, receiver: ModelId | None, scheduler: Scheduler
     ) -> str:
-        """With a word in place of a path that this server does not know."""
+        """Command that profiles a pair. A placeholder replaces each path that this server does not
+        know."""
         base = scheduler.server_args.model_path
         paths = {
             self._planner.model_of(lora_id): (base, it.lora_path)
@@ -231,8 +239,8 @@ class Answers:
         return " ".join((*words, "--data DATA.jsonl --out PROFILE.json"))
 
     def _others(self, question: Question, scheduler: Scheduler) -> dict[ModelId, int]:
-        """What other models of this server have of a prompt as approximate KV only, in pages."""
-        found: dict[ModelId, int] = {}
+        """Pages of a prompt that other models of this server have as approximate KV only."""
+        approximate: dict[ModelId, int] = {}
         asked = self._lora_id(question.adapter)
         for lora_id in {None, *self._lora_refs} - {asked}:
             model = self._planner.model_of(lora_id)
@@ -245,11 +253,11 @@ class Answers:
             self._planner.meet(req)
             held = self._planner.held(req, scheduler.tree_cache)
             if held.approximate > held.exact:
-                found[model] = held.approximate
-        return found
+                approximate[model] = held.approximate
+        return approximate
 
     def _unsent(self, question: Question, scheduler: Scheduler) -> Label:
-        """What would become of it if it came now."""
+        """Label that an unsent prompt would get if it were sent now."""
         if not question.input_ids:
             raise LookupError("there is no request_id, and no prompt in input_ids")
         lora_id = self._lora_id(question.adapter)

@@ -1,15 +1,16 @@
-"""How far the fetch of a planned request is: ready, too late, or not worth it any more.
+"""Decide how far the fetch of a planned request is: ready, too late, or not worth it any more.
 
-A request is held back until what it needs has arrived, or is predicted to have arrived by the time
-its recompute is done:
+A request is held back until its data has arrived, or until it is predicted to arrive before the
+recompute ends:
 
     E of the transition layer ──► staged ─┐ arriving when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
 
-It gives up once its fetch is later than predicted by all that reuse is to save, counted from the
-first step that could have taken it (`Patience`): at once where the rate says that it will be. So
-nothing that others do, or fail to do, makes it take more than twice a full prefill; but where the
-device loses what a request that is ready, or settled, counts on, its wait begins anew.
+The wait counts from the first step that could have taken the request (`Patience`). The request
+gives up once its fetch is later than predicted by all the time that reuse should save. It gives up
+at once if the rate predicts that. So no peer can make a request take more than twice a full
+prefill. One exception: if the device evicts pages that a ready or settled request expects, its wait
+begins anew.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from sglang_droidspeak.request.source import Sources
 log = logging.getLogger(__name__)
 
 NUM_NEXT: Final = 4
-"""Requests that one step may take at most, as a rule: so many are looked at once more."""
+"""Requests that one step rarely exceeds. Each step checks so many once more before they load."""
 _RATE_S: Final = 0.2
-"""How long a fetch has to run before its rate tells when it will end."""
+"""Seconds that a fetch must run before its rate predicts its end."""
 
 
 @dataclass(eq=False)
@@ -47,11 +48,11 @@ class Arrivals:
     _planner: Planner
 
     def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
-        """How far those with a plan are on this rank, SETTLED where they have failed.
+        """The phase of each planned request on this rank; SETTLED if its fetch has failed.
 
-        Fetches that found no memory are begun, up to the first for which there is still none. What
-        has just come is planned again, with what the device has; so are the next that could be
-        admitted, in each step.
+        Begin fetches that had no staging memory, up to the first that still has none. Check again
+        whether reuse saves time: for each fetch that has just ended, and in each step for the next
+        requests that SGLang could admit.
         """
         for request in queue:
             if not request.failure and request.source is None:

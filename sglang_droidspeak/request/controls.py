@@ -1,4 +1,4 @@
-"""What one request may ask for, in `sampling_params.custom_params["droidspeak"]`.
+"""Controls of one request, in `sampling_params.custom_params["droidspeak"]`.
 
     {"droidspeak": {"mode": "off"}}                    full prefill
     {"droidspeak": {"block": "2:5"}}                   recompute layers [2, 5)
@@ -6,7 +6,7 @@
     {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
     {"droidspeak": {"publish": "before_reply"}}        answer once others can read it
 
-SGLang carries only scalars here, which is why a block is text.
+A block is text because SGLang carries only scalars here.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from cachetree import EMPTY_SPAN, ModelId, Span, printable
 from cachetree.planning import Requested, Strategy
 
 _MAX_DETAIL: Final = 300
-"""Characters of what is said of wrong controls: it may quote all of them."""
+"""Characters of the message about wrong controls, which may quote all of them."""
 _MAX_NAME: Final = 64
 """Characters of a request's id that are logged."""
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["auto", "off"] = "auto"
-    """`off` asks no other model, and reads exact KV only."""
+    """`off` reads no other model's cache, and only exact KV."""
     sender: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     """Model id of the only sender to use."""
     block: Annotated[str, msgspec.Meta(max_length=32)] | None = None
-    """Layers to recompute, `"2:5"` for [2, 5), `"none"` or `"all"`; the gate has to allow it."""
+    """Layers to recompute: `"2:5"` for [2, 5), `"none"` or `"all"`. The gate has to allow it."""
     ttft_target_ms: float | None = None
-    """Overrides the server's setting of this name."""
+    """Time to first token to aim for, in milliseconds, in place of the server's setting of this
+    name."""
     publish: Literal["before_reply"] | None = None
-    """`before_reply`: the answer, or the end of its stream, comes once every connected peer knows
-    what this server has stored of it, and `fetch_deadline_s` later at most, or where generation is
-    paused once it goes on. A peer that has not answered for five seconds is not waited for."""
+    """`before_reply`: send the end of the answer once every connected peer knows what this server
+    has stored of it. The answer waits for at most `fetch_deadline_s`, or until paused generation
+    continues. It waits for no peer that has been silent for five seconds."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time; obeyed with `gate: none` only, for measurements."""
+    """How loads and recompute share time. Used only with `gate: none`, for measurements."""
 
     def requested(self, num_layers: int) -> Requested:
-        """ValueError where the block is wrong."""
+        """The sender and block that the request names. Raises ValueError for a wrong block."""
         return Requested(
             sender=None if self.sender is None else ModelId(self.sender),
             block=None if self.block is None else _span(self.block, num_layers),
@@ -71,8 +72,8 @@ _ACCEPTED: Final = (
 
 
 def parse_controls(custom_params: object) -> Controls:
-    """Of what a user gave, whatever that is; raises ValueError naming the field, and the request
-    then does a full prefill."""
+    """Controls in a user's `custom_params`, which may be any value. Raises ValueError naming the
+    wrong field; the request then does a full prefill."""
     try:
         return msgspec.convert(custom_params or {}, _CustomParams).droidspeak
     except msgspec.ValidationError as exc:
@@ -81,5 +82,5 @@ def parse_controls(custom_params: object) -> Controls:
 
 
 def name_of(rid: str) -> str:
-    """A request's id, which its user may have given, for a line of the log."""
+    """A request's id, shortened and escaped for the log. Its user may have chosen it."""
     return printable(rid[:_MAX_NAME])

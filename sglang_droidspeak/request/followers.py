@@ -1,7 +1,8 @@
-"""Requests that compute what others are waiting to read.
+"""Let requests wait for another request that computes the same pages.
 
-Ten adapters that are sent one new document at the same time would each prefill it. So the first one
-leads: those after it, whose models may reuse its model's KV, wait until it is in the pool.
+Ten adapters that get the same new document at once would each prefill it. So the first request
+leads. A later one follows if its model may reuse the leader's KV: it waits until that KV is in the
+pool.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.store.pool import pool_of
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
-"""Outcomes of requests that compute all themselves, whatever others have."""
+"""Outcomes of requests that never reuse another model's KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """One request in full prefill: these pages will be in the pool as `model`'s."""
+    """A request in full prefill. The pool will hold these pages as `model`'s."""
 
     req: Req
     model: ModelId
@@ -47,30 +48,35 @@ class Followers:
     _page_size: int
     _leaders: dict[str, Leader] = field(default_factory=dict, init=False)
 
-    def follow(self, request: Request, found: Planned | Declined, tree: UnifiedRadixCache) -> bool:
-        """Whether it is to wait, once and no longer than that saves, for a request that computes
-        pages of both, rather than do as was found; else it may lead from now on."""
+    def follow(self, request: Request, choice: Planned | Declined, tree: UnifiedRadixCache) -> bool:
+        """Whether the request should wait for a leader that computes pages of both, rather than
+        follow its `choice`. It waits once, and no longer than that saves. If it does not wait, it
+        may lead from now on."""
         req, owner = request.req, self._models.owner_of(request.req)
         if len(self._models) == 1 or owner is None or not request.pages or request.has_followed:
             return False
         pages = owner.pages_of(request.pages, self._page_size)
         place = pool_of(namespace_of(req))
-        is_declined, known = isinstance(found, Declined), found.considered
-        num_planned, saving_s = (0, 0.0) if is_declined else (found.plan.pages.stop, found.saving_s)
+        is_declined, known = isinstance(choice, Declined), choice.considered
+        num_planned, saving_s = (
+            (0, 0.0) if is_declined else (choice.plan.pages.stop, choice.saving_s)
+        )
         longest: dict[Location, Leader] = {}
-        leaders = () if is_declined and found.outcome in _READS_NOBODY else self._leaders.values()
-        for it in leaders:
-            num_pages = 0 if it.place == place else _num_common(it.pages, pages)
-            if num_pages > (len(longest[it.place].pages) if it.place in longest else num_planned):
-                longest[it.place] = replace(it, pages=pages[:num_pages])
+        leaders = () if is_declined and choice.outcome in _READS_NOBODY else self._leaders.values()
+        for leader in leaders:
+            num_pages = 0 if leader.place == place else _num_common(leader.pages, pages)
+            if num_pages > (
+                len(longest[leader.place].pages) if leader.place in longest else num_planned
+            ):
+                longest[leader.place] = replace(leader, pages=pages[:num_pages])
         if longest:
             demand = known.demand if known else self._planner.demand(req, owner, len(pages), tree)
-        for it in sorted(longest.values(), key=lambda it: -len(it.pages)):
+        for leader in sorted(longest.values(), key=lambda it: -len(it.pages)):
             saved_s = self._planner.would_save_s(
-                demand, len(it.pages), it.model, it.place, exactly=must_stay_exact(req)
+                demand, len(leader.pages), leader.model, leader.place, exactly=must_stay_exact(req)
             )
-            if saved_s > saving_s and not self._has_left(it):
-                request.may_be_planned, request.has_followed = partial(self._is_over, it), True
+            if saved_s > saving_s and not self._has_left(leader):
+                request.may_be_planned, request.has_followed = partial(self._is_over, leader), True
                 request.patience = Patience(saving_s=saved_s - saving_s)
                 return True
         if is_declined:
@@ -78,12 +84,12 @@ class Followers:
         return False
 
     def _is_over(self, awaited: Leader) -> bool:
-        """Whether the pages are there, or will not come."""
+        """Whether the awaited pages are in the pool, or will never be."""
         leader = self._leaders.get(awaited.req.rid)
         return leader is None or leader.req is not awaited.req or self._has_left(awaited)
 
     def prune(self, waiting: Container[str]) -> None:
-        """Forget whom nobody needs to follow any more, given the requests that wait."""
+        """Forget leaders that have left the queue, given the waiting rids, and do not compute."""
         for rid, leader in list(self._leaders.items()):
             if rid not in waiting and not _is_in_prefill(leader.req):
                 del self._leaders[rid]
@@ -91,17 +97,21 @@ class Followers:
     def clear(self) -> None:
         self._leaders.clear()
 
-    def _has_left(self, it: Leader) -> bool:
-        return self._tree.remote.reach(it.place, it.model, it.pages) == len(it.pages)
+    def _has_left(self, leader: Leader) -> bool:
+        return self._tree.remote.reach(leader.place, leader.model, leader.pages) == len(
+            leader.pages
+        )
 
 
 def _is_in_prefill(req: Req) -> bool:
-    """Whether one that has left the queue still computes its prompt: it has slots, which an aborted
-    one does not get, and no answer yet, before whose first token it leaves what others may read."""
+    """Whether a request that has left the queue still computes its prompt. It then has slots, which
+    an aborted request does not get. It has no output yet: its KV is readable before its first token
+    is."""
     return req.kv.holds_kv and not req.output_ids
 
 
 def _num_common(ours: Sequence[PageHash], theirs: Sequence[PageHash]) -> int:
-    """A page hash covers all pages before it: equal up to somewhere, and different from there."""
+    """Number of leading pages that both have. A page hash covers all pages before it, so a binary
+    search finds the first difference."""
     most = min(len(ours), len(theirs))
     return bisect_left(range(most), True, key=lambda index: ours[index] != theirs[index])

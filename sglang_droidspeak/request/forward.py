@@ -1,4 +1,4 @@
-"""Around each forward of the model worker: the partial prefill, the marks, the way back."""
+"""Run the partial prefill before a batch's forward, or a full prefill if a load has failed."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one loading request is of its batch."""
+    """One loading request's part of its batch."""
 
     request: Request
     tokens: Span
-    """Of its prompt, which the device has with this batch and had not before."""
+    """Tokens of the prompt that this batch brings to the device."""
     share: float
-    """Of the batch's work."""
+    """Share of the batch's work, 0 to 1."""
     delay_s: float
-    """As of the request when the batch began,"""
+    """`Request.delay_s` when the batch began."""
     began_s: float
-    """which is this moment, on monotonic time."""
+    """Monotonic time at which the batch began."""
 
 
 NO_CONSUMER = -1
-"""Index at which the KV pool waits for no load: a partial prefill reads what it wrote itself."""
+"""Index at which the KV pool waits for no load. A partial prefill reads only KV that it wrote."""
 
 
 class BatchForward:
@@ -62,21 +62,21 @@ class BatchForward:
         self._ranks = ranks
         self._prefill = PartialPrefill(attachment, meter.step_tokens, ranks)
         self._loading: dict[int, Sequence[Request]] = {}
-        """Of each batch that has not ended, by the index that it waits on."""
+        """Loading requests of each batch that has not ended, by the index that it waits on."""
         self._parts: dict[int, Sequence[_Part]] = {}
-        """The same requests, since their batch runs."""
+        """Parts of the same requests, once their batch runs."""
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
-        """At start, on the stream of forwards: whatever a recompute needs is loaded then."""
+        """Load all that a recompute needs. Called at start, with the stream of forwards."""
         self._prefill.warm(forward_stream)
 
     def expect(self, index: int, requests: Sequence[Request]) -> None:
-        """The batch that waits on `index` is about to run with these loads."""
+        """Note that the batch that waits on `index` is about to run with these loads."""
         self._loading[index] = requests
 
     def done(self, index: int) -> bool:
-        """The batch has run; whether what it read was what it should have read, on all ranks:
-        SGLang aborts its requests where it was not."""
+        """Settle the loads of a batch that has run. False if its slots held wrong KV on any rank:
+        SGLang then aborts its loading requests."""
         requests, parts = self._loading.pop(index, ()), self._parts.pop(index, ())
         is_good = all(self._ranks.least([it.load.is_good for it in requests]))
         for part in parts if is_good else ():
@@ -115,7 +115,8 @@ class BatchForward:
         return result
 
     def _count_saving(self, part: _Part) -> None:
-        """Once the batch has ended on the device, too."""
+        """Count the seconds that reuse saved one request. Called once the batch has ended on the
+        device, too."""
         request = part.request
         full_s = self._meter.mean_prefill_s(part.tokens, request.req.lora_id)
         if full_s is not None:
@@ -123,13 +124,13 @@ class BatchForward:
             self._labels.metrics.count_saving(request.plan, full_s - took_s)
 
     def _before(self, batch: ScheduleBatch, requests: Sequence[Request]) -> tuple[float, float]:
-        """Recompute every block, then have every loaded layer on its way into its slots. Returns
-        start and stop of the recompute, on monotonic time."""
+        """Recompute every block, wait for the loads, and prefill in full what did not arrive.
+        Returns start and stop of the recompute, on monotonic time."""
         rows = {req.rid: row for row, req in enumerate(batch.reqs)}
         loads = {rows[it.req.rid]: it.load for it in requests}
         for load in loads.values():
             self._e_pool.invalidate(load.slots)
-        # The pool must not wait for loads of computed layers: there are none.
+        # Computed layers have no loads that the pool could wait for.
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
         try:
@@ -150,7 +151,7 @@ class BatchForward:
                 self._keep_e(batch.reqs[row], load)
             if row not in lacking:
                 _uncount(batch.reqs[row], len(load.head))
-        # Before any full prefill: the batch's end waits for these reads.
+        # This comes before any full prefill: the batch's end waits for these reads.
         self._loader.read_by_current_stream(batch.hicache_consumer_index)
         for row, error in lacking.items():
             self._fall_back(batch, row, loads[row], error)
@@ -180,15 +181,15 @@ class BatchForward:
         self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
 
     def _wait_staged(self, loads: Mapping[int, Load]) -> dict[int, FetchError]:
-        """By row, why it has to be prefilled in full: the same rows on all ranks.
+        """Rows that have to be prefilled in full, with the cause. All ranks return the same rows.
 
-        Where the recompute took less than was predicted, a steady link still brings the rest: the
-        batch waits for it, as a full prefill would hold it up for longer.
+        The recompute may take less time than predicted. Then the batch waits while a steady link
+        brings the rest, because a full prefill would take longer.
         """
         now_s = time.monotonic()
         errors = []
         for load in loads.values():
-            # At its rate so far, which no stall can make long.
+            # The rate so far predicts the rest. A stalled fetch gets no more time than it has run.
             rest_s = min(load.source.rest_s, load.source.elapsed_s)
             most_s = min(rest_s + self._forward_wait_s, load.patience_s)
             errors.append(load.wait_staged(Deadline(now_s + most_s)))
@@ -200,7 +201,8 @@ class BatchForward:
         }
 
     def _keep_e(self, req: Req, load: Load) -> None:
-        """Beside what is exact, where its source has it."""
+        """Give an exact prefix its E, if the source has E in the pool. Else note it as without
+        E."""
         has_e = False
         try:
             has_e = load.source.adopt_e(load.at, load.slots)
@@ -210,8 +212,8 @@ class BatchForward:
             prefixes.note_without_e(req, load.at.stop)
 
     def _fall_back(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError) -> None:
-        """Have every layer of a load in place by a full prefill, of which SGLang has counted the
-        tokens as read from a cache."""
+        """Prefill a load's tokens in full, and count them as computed: SGLang has counted them as
+        read from a cache."""
         req, tokens = batch.reqs[row], load.whole
         log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
         self._loader.abandon(load, error)
@@ -234,19 +236,21 @@ class BatchForward:
 
 
 def _uncount(req: Req, num_tokens: int) -> None:
-    """So many tokens that SGLang takes for cached were computed. Of a retracted request it counts
-    what came first only."""
+    """Correct SGLang's count of cached tokens: `num_tokens` of them were computed. SGLang counts a
+    retracted request only the first time."""
     if not req.retracted_stain:
         req.cached_tokens -= num_tokens
         req.cached_tokens_host -= num_tokens
 
 
 def _parts_of(batch: ScheduleBatch, requests: Sequence[Request]) -> list[_Part]:
-    """Work is counted as SGLang's tokens of a step are: `Planned.step_share` for a loaded one."""
+    """Split the batch's work among its loading requests. Work is counted in tokens; a loaded token
+    counts as `Planned.step_share`."""
     began_s, rows = time.monotonic(), {req.rid: row for row, req in enumerate(batch.reqs)}
     work: list[float] = [*batch.extend_lens]
-    for it in requests:
-        work[rows[it.req.rid]] += len(it.load.head) + it.planned.step_share * len(it.load.at)
+    for request in requests:
+        load = request.load
+        work[rows[request.req.rid]] += len(load.head) + request.planned.step_share * len(load.at)
     return [
         _Part(
             request=it,

@@ -1,6 +1,8 @@
-"""What a request has while it loads: pages of its source, and the KV slots that they go into. A
-thread copies them while the scheduler thread computes, on CUDA on a stream of its own. `Copies`
-orders these streams, and runs without SGLang."""
+"""Copy a request's pages from its source into KV slots, in a thread beside the scheduler thread.
+
+On CUDA the thread copies on a stream of its own. `Copies` orders the streams, and runs without
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ log = logging.getLogger(__name__)
 TimedCopies = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 """Events on a stream: before and after each copy."""
 READS: Final = -1
-"""In place of a layer: what the forward's stream reads of a batch's staging."""
+"""Key in place of a layer: reads of a batch's staging by the forward's stream."""
 
 
 class Copies:
-    """Order between the copy stream and the forward stream on CUDA; nothing to order elsewhere."""
+    """Order the copy stream and the forward stream on CUDA. Elsewhere there is nothing to order."""
 
     def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
         self._device: Final = torch.get_device_module(device)
@@ -39,26 +41,26 @@ class Copies:
         self._stream: Final = self.another_stream()
         self._is_timed: Final = device == "cuda"
         self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
-        """By batch and layer: its copies, all that were begun, are done."""
+        """Events by batch and layer. Each one is reached when the layer's copies are done."""
 
     def another_stream(self) -> Any:
-        """Draw a stream that runs no forwards and was not drawn here before. torch hands out 32
-        CUDA streams in turn, and SGLang has some of them."""
+        """Return a stream that runs no forwards and was not returned here before. torch hands out
+        32 CUDA streams in turn, and SGLang uses some of them."""
         while (stream := self._device.Stream()) in self._taken:
             pass
         self._taken.append(stream)
         return stream
 
     def begin(self, index: int) -> None:
-        """A batch's slots may have been freed by a forward that still runs and writes them."""
+        """Begin a batch's copies behind all forwards: one that still runs may write its slots."""
         self._events[index] = {}
         self._stream.wait_stream(self._device.current_stream())
         if self._forwards is not None:
             self._stream.wait_stream(self._forwards)
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
-        """For a thread that copies, once: when it leaves the stream it is on the process's first
-        device, which may be another server's."""
+        """Enter the copy stream, once per copying thread. A thread that leaves it is on the
+        process's first device, which may belong to another server."""
         return self._device.stream(self._stream)
 
     def record(self, index: int, layer: int) -> None:
@@ -68,7 +70,8 @@ class Copies:
 
     @contextlib.contextmanager
     def timed(self, timed_copies: TimedCopies) -> Iterator[None]:
-        """Between two events of the current stream; where the host copies, its clock does."""
+        """Time the block's copies with two events of the current stream. Do nothing if the host
+        copies."""
         if not self._is_timed:
             yield
             return
@@ -79,8 +82,8 @@ class Copies:
         timed_copies.append((start, stop))
 
     def forward_waits(self, index: int, layer: int) -> None:
-        """Called by the KV pool before a forward reads `layer`, also if the layer failed: then no
-        event was recorded."""
+        """Let the current stream wait for a layer's copies. The KV pool calls this before a forward
+        reads `layer`, even if the layer failed and no event was recorded."""
         if event := self._events[index].get(layer):
             self._device.current_stream().wait_event(event)
 
@@ -88,7 +91,7 @@ class Copies:
         self._device.current_stream().wait_stream(self._stream)
 
     def stop(self) -> None:
-        """Block until no copy runs. A device that is gone runs none."""
+        """Block until no copy runs. A lost device runs none."""
         with contextlib.suppress(Exception):
             self._device.synchronize()
 
@@ -98,65 +101,68 @@ class Copies:
 
 
 class ForwardWaitExceeded(FetchError):
-    """Layers predicted to have arrived had not when the forward had waited for them."""
+    """Layers had not arrived as predicted, although the forward had waited for them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
-    """Begun with the batch of its request, over when the batch's forward is.
+    """The copies of one request. They begin with its batch and end with the batch's forward.
 
-    All that the loader thread sees of a request. It copies; the scheduler thread may abandon the
-    load, after which nothing more is written into the slots.
+    The loader thread sees nothing else of a request. The scheduler thread may abandon the load;
+    then the loader thread writes nothing more into the slots.
     """
 
     plan: Plan
     source: Source
     at: Span
-    """Where its tokens stand in the prompt, within plan.pages; SGLang may have promised fewer."""
+    """Loaded tokens by their place in the prompt. They are within plan.pages; SGLang may have given
+    fewer slots."""
     slots: torch.Tensor
-    """KV slots of these tokens, on the device, int64."""
+    """KV slots of the loaded tokens, on the device, int64."""
     head: Span = EMPTY_SPAN
-    """Tokens right before `at`, whose KV the batch computes in full first; often none."""
+    """Tokens right before `at`; often none. The batch computes them in full first."""
     patience_s: float = math.inf
-    """How long its forward may still wait for layers that are late."""
+    """Seconds that the forward may still wait for late layers."""
     copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
-    """When each layer's began and ended, decoding included, on monotonic time; on CUDA were
-    issued."""
+    """Monotonic times at which each layer's copy began and ended, decoding included. On CUDA:
+    began and ended to be issued."""
     timed_copies: TimedCopies = field(default_factory=list, init=False)
-    """On CUDA, before and after each layer's copies on their stream."""
+    """Events before and after each layer's copies on their stream. Empty off CUDA."""
     copied_bytes: int = field(default=0, init=False)
-    """Out of host memory, as they are stored."""
+    """Stored bytes that were copied out of host memory."""
     error: FetchError | None = field(default=None, init=False)
-    """Why it was abandoned: the scheduler thread computes the slots itself, and the loader writes
-    nothing more."""
+    """Why the load was abandoned. The scheduler thread then computes the slots itself, and the
+    loader writes nothing more."""
     is_good: bool = field(default=True, init=False)
-    """Whether its slots hold what they should, however that came about."""
+    """Whether the slots hold correct KV, loaded or computed."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def whole(self) -> Span:
-        """All tokens that its batch brings beside its new ones."""
+        """All prefix tokens that the batch brings: head and loaded ones."""
         return Span(self.at.start - len(self.head), self.at.stop)
 
     @property
     def cause(self) -> str:
-        """Of a full prefill of its pages; empty where there was none."""
+        """Name of the error that caused a full prefill; empty if there was none."""
         return "" if self.error is None else type(self.error).__name__
 
     @property
     def copied_s(self) -> float:
-        """Time that the loader has spent copying; on CUDA issuing the copies."""
+        """Seconds that the loader has spent copying; on CUDA, issuing copies."""
         return sum(stop_s - start_s for start_s, stop_s in self.copies_s)
 
     @property
     def copy_s(self) -> float:
-        """What the copies took where they ran, once its batch is over."""
+        """Seconds that the copies took on the device or host that ran them. Valid once the batch is
+        over."""
         if not self.timed_copies or not all(stop.query() for _, stop in self.timed_copies):
             return self.copied_s
         return sum(start.elapsed_time(stop) for start, stop in self.timed_copies) / 1000
 
     def copy(self, layer: int, copies: Copies) -> None:
-        """Copy a layer once it has come; not one that is computed, or does not come. Blocks."""
+        """Copy a layer once it has arrived. Blocks. Skip a layer that is recomputed, or that cannot
+        be fetched."""
         if layer in self.plan.block:
             return
         try:
@@ -180,27 +186,27 @@ class Load:
                 self.is_good = False
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
-        """Block until every layer is there; why it is not, where it is not by then."""
+        """Block until every layer is staged. Returns the error if one is not staged in time."""
         if self.error is not None or not self.is_good:
             return self.error or FetchError("a layer could not be copied")
         staging = self.source.staging
         try:
             for step in staging.steps:
                 staging.wait(step, deadline)
-            staging.check()  # The loader has left layers out that came late.
+            staging.check()  # The loader has skipped layers that came late.
         except FetchError as exc:
             return staging.error or ForwardWaitExceeded(*exc.args)
         return None
 
     def fail(self) -> None:
-        """A layer was not copied. If the scheduler thread has abandoned the load, the slots hold
-        what that thread computes, and stay good."""
+        """Note that a layer was not copied. The slots of an abandoned load stay good: the scheduler
+        thread computes them."""
         with self._copying:
             if self.error is None:
                 self.is_good = False
 
     def abandon(self, error: FetchError) -> None:
-        """Returns once nothing of it is being copied."""
+        """Stop the load for `error`. Returns once the loader copies nothing of it."""
         self.source.staging.fail(error)
         with self._copying:
             self.error = self.error or error
@@ -209,10 +215,10 @@ class Load:
 class Loader:
     """Copies for whole batches, layer by layer in the order in which the forward reads them.
 
-    `counter` is what SGLang's KV pool waits on before each layer. A load whose layers do not come
-    is left out: the scheduler thread has noticed it in `Load.wait_staged`, recomputes the slots
-    itself, and the layer counts as done. If the thread itself fails, so does the batch, and every
-    later one at once.
+    SGLang's KV pool waits on `counter` before each layer. If a load's layers do not arrive, the
+    loader skips them and counts them as done. The scheduler thread notices that in
+    `Load.wait_staged` and recomputes the slots. If the loader thread itself fails, its batch fails,
+    and every later batch fails at once.
     """
 
     def __init__(self, num_layers: int, copies: Copies) -> None:
@@ -228,25 +234,26 @@ class Loader:
         )
 
     def start(self, loads: Sequence[Load]) -> int:
-        """Begin them; returns the index that the batch's forward waits on."""
+        """Begin a batch's loads. Returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
         self._copies.begin(index)
         for load in () if self.is_alive else loads:
-            load.fail()  # Before the forward, which then computes the prefix in full.
+            load.fail()  # The forward comes later, and then computes the prefix in full.
         self._thread.put((index, loads))
         return index
 
     def read_by_current_stream(self, index: int) -> None:
-        """What the current stream was given to do until now reads what that batch staged."""
+        """Record an event behind all work of the current stream so far, which reads the batch's
+        staging. `finish` waits for it."""
         self._copies.record(index, READS)
 
     def abandon(self, load: Load, error: FetchError) -> None:
-        """Write nothing more of `load`: what the current stream writes from now on stays."""
+        """Stop a load for `error`. Writes of the current stream from now on are not overwritten."""
         load.abandon(error)
         self._copies.current_stream_waits()
 
     def finish(self, index: int) -> None:
-        """Wait until nothing of that batch is being written, nor read from staging, any more."""
+        """Wait until the batch's copies, and its reads from staging, are done."""
         self.counter.finish(index)
         self._copies.end(index)
 

@@ -1,4 +1,4 @@
-"""What a response says under `meta_info["droidspeak"]`: a list with one entry."""
+"""Build a response's `meta_info["droidspeak"]`: a list with one entry."""
 
 from __future__ import annotations
 
@@ -13,67 +13,69 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.request import Request
 
 KEY = "droidspeak"
-"""In `/server_info`, too."""
+"""Key of this extension in a response's `meta_info`, and in `/server_info`."""
 
 
 class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of one request's prompt came from."""
+    """Origin of the KV of one request's prompt."""
 
     outcome: str
     """`reused`, `own`, `fallback: CAUSE`, or why nothing was reused."""
     reused_tokens: int = 0
-    """Prompt tokens whose KV was loaded, recomputed in part, or both."""
+    """Prompt tokens with KV that was loaded, recomputed in part, or both."""
     exact: bool = True
-    """False where prompt KV descends from another model's or from encoded KV, also through this
+    """False if prompt KV descends from another model's or from encoded KV, also through this
     server's own cache."""
     approximate_tokens: int = 0
-    """Prompt tokens whose KV was made from another model's, or was encoded, for this request or an
-    earlier one; what was computed after them is not counted. 0 if `exact`."""
+    """Prompt tokens with KV that was made from another model's KV, or was encoded. It may have been
+    made for an earlier request. Tokens computed after them are not counted. 0 if `exact`."""
     sender: str | None = None
-    """Model id of the one whose cache was read."""
+    """Id of the model that computed the cache."""
     sender_name: str | None = None
-    """What that model is called; null if this server knows no name."""
+    """Name of the sender; null if this server knows none."""
     receiver: str | None = None
-    """Model id of the one that read it and answered."""
+    """Id of the model that read the cache and answered."""
     not_invoked: bool = False
-    """True if the prompt never invokes the activated LoRA that the request names, so that the base
+    """True if the prompt never invokes the activated LoRA that the request names. The base has then
     answered."""
     location: str | None = None
-    """Where it lay: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
+    """Location of the cache: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
     block: tuple[int, int] | None = None
-    """Layers recomputed, half-open; null where none were."""
+    """Layers recomputed, half-open; null if none were."""
     recomputed_layers: int = 0
-    """How many layers were recomputed."""
+    """Number of layers that were recomputed."""
     e_corrected: bool = False
-    """Whether a map of the profile brought the sender's E closer to this model's before."""
+    """Whether a map of the profile brought the sender's E closer to this model's first."""
     loaded_layers: int = 0
-    """How many layers were loaded."""
+    """Number of layers that were loaded."""
     fetched_bytes: int = 0
-    """E and KV moved for this request; 0 where it was given up before it was admitted."""
+    """Bytes of E and KV moved for this request; 0 if reuse was given up before admission."""
     match_ms: float = 0.0
-    """To hash the prompt, match it and plan; with a `hicache_backend` also to ask it, and where
-    another request of this server computed the same, to wait for that."""
+    """Milliseconds to hash the prompt, match it and plan. It includes asking a `hicache_backend`,
+    and waiting for another request of this server that computes the same pages."""
     queued_ms: float = 0.0
-    """From first sight to admission, or to giving the plan up; the fetch runs meanwhile."""
+    """Milliseconds from first sight to admission, or to giving the plan up. The fetch runs
+    meanwhile."""
     fetch_ms: float = 0.0
-    """Until all layers were in host memory."""
+    """Milliseconds until all layers were in host memory."""
     load_ms: float = 0.0
-    """Copying into KV slots, beside the recompute and the forward; on CUDA, issuing the copies."""
+    """Milliseconds of copying into KV slots, beside the recompute and the forward; on CUDA, of
+    issuing the copies."""
     recompute_ms: float = 0.0
-    """Partial prefill of the batch; on CUDA, issuing it."""
+    """Milliseconds of the batch's partial prefill; on CUDA, of issuing it."""
     forward_ms: float = 0.0
-    """The batch's own forward over new tokens; on CUDA, issuing it."""
+    """Milliseconds of the batch's own forward over new tokens; on CUDA, of issuing it."""
     overlap: float = 0.0
-    """Share of the shorter of fetch and recompute during which the other ran too."""
+    """Overlap of fetch and recompute, as a share of the shorter one."""
     detail: str | None = None
-    """The outcome for a person: what was wrong with the request's controls, and what is allowed;
-    null where nothing is to be added."""
+    """Addition to the outcome for a person, such as a wrong control and what is allowed; null if
+    there is none."""
 
 
 def provenance_of(
     request: Request, recompute: tuple[float, float], forward_s: float
 ) -> RequestProvenance:
-    """Of one that has loaded; `recompute` is (start, stop) on monotonic time."""
+    """Provenance of a request that has loaded; `recompute` is (start, stop) on monotonic time."""
     load, plan, staging = request.load, request.plan, request.source.staging
     queued_ms = _ms(request.queued_s)
     if load.cause:
@@ -107,7 +109,7 @@ def provenance_of(
 
 
 def outcome_of(plan: Plan) -> str:
-    """Where nothing goes wrong."""
+    """Outcome of a request if its plan succeeds."""
     is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
     return "own" if is_own else "reused"
 

@@ -1,4 +1,5 @@
-"""What each outcome means: `outcomes.yaml`, the text of docs/no-reuse.md and of explanations."""
+"""Cause and remedy of each outcome, from `outcomes.yaml`: the text of docs/no-reuse.md and of
+explanations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ OUT_OF_SERVICE: Final = (
 
 
 class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """In Markdown, with links as from docs/."""
+    """Markdown text, with links relative to docs/."""
 
     cause: str
     remedy: str
@@ -30,9 +31,10 @@ _BY_OUTCOME: Final = {name: it for part in SECTIONS.values() for name, it in par
 
 
 def advice_on(outcome: str) -> Advice:
-    """As plain text, with links by their files; of a fetch in general where a cause has no text."""
-    found = _BY_OUTCOME.get(outcome) or _BY_OUTCOME["fallback: FetchError"]
-    return Advice(_plain(found.cause), _plain(found.remedy))
+    """Advice as plain text, with links as file names. An unknown cause gets the advice on a failed
+    fetch."""
+    advice = _BY_OUTCOME.get(outcome) or _BY_OUTCOME["fallback: FetchError"]
+    return Advice(_plain(advice.cause), _plain(advice.remedy))
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Run one block of layers over prefix tokens whose slots are allocated, for their KV alone.
+"""Run one block of layers over prefix tokens with allocated slots, to compute their KV.
 
-It runs on the prefix by itself, right before the batch's own forward, so that CUDA graphs, LoRA,
-chunking and logits of that forward stay SGLang's. Mathematically it is the same as one forward
-over both: attention is causal.
+The block runs over the prefix only, right before the batch's own forward. So CUDA graphs, LoRA,
+chunking and logits of that forward stay SGLang's. The result equals one forward over both, because
+attention is causal.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from sglang_droidspeak.store.e_pool import Attachment
 log = logging.getLogger(__name__)
 
 _WARM_TOKENS: Final = MIN_PAGE_SIZE
-"""SGLang's padding has a page."""
+"""Tokens of the warm-up. SGLang's padding has one page of slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTokens:
-    """Tokens of one row of a batch, by their place in its prompt, of which a block computes KV."""
+    """Tokens of one row of a batch, and the block that computes their KV."""
 
     row: int
     tokens: Span
     block: Span
     e: Callable[[Span], Sequence[torch.Tensor]] | None
-    """E at block.start of some of these tokens, as `Source.e`: all of it at once would be large.
-    None where block.start is 0."""
+    """Function that reads E at block.start of some of these tokens, as `Source.e` does. E of all of
+    them would take much memory. None if block.start is 0."""
     e_map: str = ""
-    """Digest of the map that corrects E first; empty where it stays as it is."""
+    """Digest of the map that corrects E first; empty if none does."""
     is_exact: bool = False
-    """It is the receiver's own E, too, and so is what the block makes of it."""
+    """Whether E equals the receiver's own. Then the block's KV and E do, too."""
 
     @property
     def kind(self) -> tuple[Span, bool, str]:
-        """One forward can compute those of a kind."""
+        """Key of the tokens that one forward can compute together."""
         return self.block, self.is_exact, self.e_map
 
 
 def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[BlockTokens]]:
-    """Forwards of at most `max_tokens` that share a block, each prefix in order.
+    """Pack prefixes into forwards of at most `max_tokens` of one kind, each prefix in order.
 
     >>> [[(it.row, it.tokens.start, it.tokens.stop) for it in forward] for forward in pack([
     ...     BlockTokens(row=0, tokens=Span(0, 5), block=Span(2, 4), e=None),
@@ -74,7 +74,7 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
 
 
 class PartialPrefill:
-    """Drives the block forwards of one model runner; scheduler thread only."""
+    """Run the block forwards of one model runner. Scheduler thread only."""
 
     def __init__(self, attachment: Attachment, max_tokens: int, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -88,10 +88,10 @@ class PartialPrefill:
             self._attention = recompute_attention(self._runner, choice)
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
-        """Run two layers over a few tokens: from the embeddings, and after these from E, which all
-        ranks put together, also corrected by each map. What has to be compiled, loaded or connected
-        is then, and not under the first request. At start, on the stream of forwards, once that
-        has what was made on the current one. Raises ConfigError where it does not run."""
+        """Run two layers over a few tokens: from the embeddings, then from E, plain and corrected
+        by each map. So the first request need not wait until something is compiled, loaded or
+        connected. Called at start. The stream of forwards first waits for the current one. Raises
+        ConfigError if the layers do not run."""
         if self._stack is None:
             return
         streams = torch.get_device_module(self._runner.device)
@@ -121,16 +121,16 @@ class PartialPrefill:
     def run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         """Write the KV of each prefix's block into the slots of its row.
 
-        The rows' earlier tokens must hold their KV in those layers already. Within
-        `Ranks.together`: what goes wrong on one rank before the layers of a forward, none of them
-        computes. Raises RanksApart for what goes wrong within them.
+        The rows' earlier tokens must already have KV in those layers. Called within
+        `Ranks.together`: after an error before the layers of a forward, no rank computes them.
+        Raises RanksApart for an error within the layers.
         """
         for pieces in pack(prefixes, self._max_tokens):
             self._forward(batch, pieces)
 
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
-        """SGLang's own forward over these tokens of a row, in parts of its own size: nothing of
-        what may have failed has a part in it. Within `Ranks.together`, as `run`."""
+        """Run SGLang's own forward over these tokens of a row, in parts of SGLang's size. It uses
+        no code of this module that may have failed. Called within `Ranks.together`, as `run`."""
         for start in range(tokens.start, tokens.stop, self._max_tokens):
             part = Span(start, min(tokens.stop, start + self._max_tokens))
             forward_batch = replay_of(batch, [(row, part)], self._runner)
@@ -149,7 +149,8 @@ class PartialPrefill:
                 self._stack.run(first.block, e, forward_batch)
 
     def _e_of(self, pieces: Sequence[BlockTokens]) -> torch.Tensor | None:
-        """Whole and corrected: what their layers start from. None where that is embeddings."""
+        """E of all ranks, corrected: the input of the block's first layer. None if that layer
+        starts from embeddings."""
         first = pieces[0]
         if first.e is None:
             return None

@@ -1,4 +1,4 @@
-"""From one request to a plan: which models it may read from, what they have, and at what cost."""
+"""Plan one request: which models it may read from, which pages they have, and at what cost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 log = logging.getLogger(__name__)
 
 UNMEASURED_S: Final = 0.2
-"""What a reuse is taken to save before the device's speed was measured."""
+"""Seconds that reuse is assumed to save until the device's speed has been measured."""
 
 _TAKES_WHAT_IS_THERE: Final = frozenset(
     it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK)
@@ -61,54 +61,61 @@ _TAKES_WHAT_IS_THERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, and what it was chosen by."""
+    """A plan, and the evidence by which it was chosen."""
 
     plan: Plan
     is_experiment: bool
-    """Asked for by name where no gate decides: its KV serves its own request only."""
+    """The request named the block, and `gate: none` allows any. Only this request uses the KV."""
     patience: Patience
-    """How long its request waits for it; of one asked for by name infinite."""
+    """How long the request waits for its fetch. Infinite if the request named the block."""
     step_share: float
-    """How much of SGLang's tokens of one step a loaded token takes: recompute and copies."""
+    """Part of SGLang's token budget of a step that a loaded token uses up: recompute and copies."""
     considered: Considered | None = None
-    """What it was chosen from; None where another rank made it."""
+    """The alternatives at the time. None if another rank made the plan."""
 
     @property
     def demand(self) -> Demand | None:
-        """What the plan answers, and the server may think again about; None where it was asked for
-        by name, or another rank made it, which thinks for all."""
+        """The demand that the plan answers, by which the server may later reconsider. None if the
+        request named the block, or if another rank made the plan and reconsiders for all."""
         is_optional = self.considered is not None and self.patience.saving_s < math.inf
         return self.considered.demand if is_optional else None
 
     @property
     def saving_s(self) -> float:
-        """Predicted as it was chosen; 0 while the device's speed is unknown."""
-        it = self.considered
-        return 0.0 if it is None else saving_s(self.plan, it.demand, it.costs) or 0.0
+        """Seconds saved as predicted when the plan was chosen; 0 while the device's speed is
+        unknown."""
+        considered = self.considered
+        return (
+            0.0
+            if considered is None
+            else saving_s(self.plan, considered.demand, considered.costs) or 0.0
+        )
 
     @property
     def is_approximate(self) -> bool:
-        """Whether its request is to read and leave approximate KV where others find it."""
+        """Whether the request reads approximate KV, and leaves it where others find it."""
         return not (self.plan.is_exact or self.is_experiment)
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Why there is no plan: an outcome as in `meta_info`, and what a person wants to know."""
+    """Why there is no plan: an outcome as in `meta_info`, and a detail for a person."""
 
     outcome: str
     detail: str = ""
     considered: Considered | None = None
-    """None where there was nothing to choose from."""
+    """The alternatives. None if there were none."""
 
     @property
     def may_be_approximate(self) -> bool:
-        """Whether the request takes what earlier reuse has left on the device all the same."""
+        """Whether the request may still read approximate KV that earlier reuse left on the
+        device."""
         return self.outcome in _TAKES_WHAT_IS_THERE
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan takes beside its link; None while the device's speed is unknown."""
+    """Cost of a plan without its link: seconds and bytes. Seconds are None while the device's speed
+    is unknown."""
 
     num_tokens: int
     full_prefill_s: float | None
@@ -119,7 +126,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Planner:
-    """Scheduler thread only, but for what says otherwise."""
+    """Scheduler thread only, except methods that say otherwise."""
 
     _server: ThisServer
     _cache: Cache
@@ -131,9 +138,9 @@ class Planner:
     failed: frozenset[tuple[ModelId, ModelId]] = field(init=False)
     """Pairs with a profile that did not pass its gate."""
     _generation: int = field(default=0, init=False)
-    """How often what is in service of a pair has changed."""
+    """Number of changes to the plans in service."""
     out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
-    """Not even for a request that names them where no gate decides."""
+    """Plans that the drift guard has stopped. A request cannot use one even with `gate: none`."""
     _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
     off: str = field(default="", init=False)
     """Outcome of every request since this server was retired, after which nothing is planned any
@@ -145,15 +152,14 @@ class Planner:
         self._min_pages = -(-self._server.settings.min_tokens // self._server.page_size)
 
     def put_in_service(self, profile: PairProfile) -> None:
-        """In place of what there was of the pair; later requests read no approximate KV that was
-        made before."""
+        """Replace the profile of a pair. Later requests read no approximate KV made before."""
         self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
         self._generation += 1
 
     def meet(self, req: Req) -> None:
-        """Find where its adapter acts, keep it out of others' namespaces, and have it read no
-        approximate KV from before the last change of what is in service. While it holds nothing of
-        SGLang's tree; on all ranks, and again as often as it is seen."""
+        """Find where the request's adapter acts, and choose its namespaces: apart from other
+        tenants, without approximate KV from before the last change of service. Called while the
+        request holds nothing of SGLang's tree, on all ranks, each time it is seen."""
         if self._models.generation:
             prefixes.run_with(req, self._models.generation, self._models.place)
         self._activated.meet(req)  # Early: it may find the request to be the base's.
@@ -164,8 +170,8 @@ class Planner:
             prefixes.lead(req, self._heads.length(self._first_pages(req)))
 
     def note(self, req: Req) -> None:
-        """A user's request has come: what its prompt begins with may be a head by now. Before the
-        request is met; on all ranks, and again as often as it is seen."""
+        """Count the first pages of a user's request, which may become a head. Called before `meet`,
+        on all ranks, each time the request is seen."""
         if self._has_heads and not asking.is_own(req):
             self._heads.note(self._first_pages(req))
 
@@ -189,16 +195,17 @@ class Planner:
         return model in self._models.ids_now
 
     def model_of(self, lora_id: str | None) -> ModelId | None:
-        """Of an adapter that is loaded, or of the base; None if its content is not known."""
+        """Model id of a loaded adapter, or of the base. None if its content is not known."""
         return self._models.of(lora_id)
 
     def held(self, req: Req, tree: UnifiedRadixCache) -> Held:
-        """What the device has for a request that was met."""
+        """Pages that the device has for a request that was met."""
         num_pages = len(prefixes.reusable_pages(req, self._server.page_size))
         return self._pool.held(req, num_pages, tree)
 
     def refusal(self, req: Req) -> str:
-        """Why nothing is planned for it, whoever has its pages; empty where something may be."""
+        """Why nothing is planned for a request, even if a peer has its pages; empty if a plan is
+        possible."""
         return self.why_off or prefixes.refusal(req)
 
     def plan(
@@ -234,7 +241,7 @@ class Planner:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
             if not is_pool(plan.location) or self._pool.has(plan, pages, req, tree):
                 break
-            matches = self._matches(req, pages)  # The note was wrong and is mended.
+            matches = self._matches(req, pages)  # The pool's note was wrong and is corrected.
         if self._server.settings.gate == "none":
             plan = replace(plan, strategy=controls.strategy)
         is_asked_for = requested.block is not None
@@ -249,12 +256,12 @@ class Planner:
         )
 
     def still_saves(self, plan: Plan, demand: Demand, held: Held) -> bool:
-        """Whether it is worth its recompute and copies, once all of it has been fetched and the
-        device has these pages; while the device's speed is unknown it is."""
+        """Whether a fetched plan is worth its recompute and copies, given the pages that the device
+        has now. True while the device's speed is unknown."""
         is_exact = plan.is_exact or demand.first_approximate is None
         start = max(plan.pages.start, held.exact if is_exact else held.approximate)
         if start >= plan.pages.stop:
-            return True  # SGLang finds all of it, and nothing is loaded.
+            return True  # SGLang finds all pages on the device, and nothing is loaded.
         approximate = None if demand.first_approximate is None else held.approximate
         demand = replace(demand, first_page=held.exact, first_approximate=approximate)
         head = Span(min(held.approximate, plan.head.stop), plan.head.stop)
@@ -267,8 +274,9 @@ class Planner:
     def would_save_s(
         self, demand: Demand, num_there: int, sender: ModelId, location: Location, *, exactly: bool
     ) -> float:
-        """What a request would save if that model had so many of its first pages there, with all E;
-        0 where it would not take them, or not `exactly`, if it has to stay exact."""
+        """Seconds a request would save if `sender` had its first `num_there` pages at `location`,
+        with all E. 0 if the request would not reuse them, or has to reuse `exactly` and could
+        not."""
         e_pages = dict.fromkeys(self._server.transition_layers, num_there)
         match = Match(model=sender, location=location, num_pages=num_there, e_pages=e_pages)
         costs = self.costs({location})
@@ -278,7 +286,7 @@ class Planner:
         return _patience(plan, demand, costs).saving_s
 
     def price(self, plan: Plan) -> Price:
-        """Of a plan over a fast link, as it is predicted now."""
+        """Predicted cost of a plan over a fast link."""
         costs, tokens = self.costs(()), self._server.page_size
         pages = Span(plan.pages.start * tokens, plan.pages.stop * tokens)
         e_bytes, kv_bytes = bytes_of(plan, costs)
@@ -291,9 +299,9 @@ class Planner:
         )
 
     def _step_share(self, plan: Plan, costs: Costs) -> float:
-        """Compute the part of a step that a loaded token takes, from its layers and the time of its
-        copies. If `max_stall_ms` is set, so much recompute and copying fills a step. The scheduler
-        waits for copies, so they count even beside a recompute.
+        """Part of SGLang's token budget of a step that a loaded token uses up. It follows from the
+        recomputed layers and the time of the copies. With `max_stall_ms`, that much recompute and
+        copying fills a step. The scheduler waits for copies, so they count beside a recompute too.
         """
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size
@@ -305,19 +313,20 @@ class Planner:
         return work / plan.num_layers + copies_s / step_s
 
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
-        """What others have; what the device has of this model SGLang finds itself."""
+        """Pages that others have. SGLang itself finds this model's pages on the device."""
         mine = pool_of(prefixes.namespace_of(req))
         return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
 
     def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
-        """Of the request's first pages, while nobody waits; ValueError where it asks wrongly."""
+        """Demand for the request's first pages while no other request waits. Raises ValueError for
+        wrong controls."""
         usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
         requested, target_ms = controls.requested(usual.num_layers), controls.ttft_target_ms
         held = self._pool.held(req, num_pages, tree)
         differences = self._models.first_differences(owner.lora_id)
         if not self._server.has_blocks:
             differences = {it: at for it, at in differences.items() if at == usual.num_layers}
-        # An experiment goes on from exact KV, and leaves nothing behind.
+        # An experiment continues from exact KV, and leaves nothing behind.
         is_experiment = requested.block is not None and self._server.settings.gate == "none"
         return replace(
             usual,
@@ -332,7 +341,7 @@ class Planner:
         )
 
     def usual(self, model: ModelId) -> Demand:
-        """Of a request of no tokens, as far as the settings say; any thread."""
+        """Demand of a request without tokens, by the settings only. Any thread."""
         server, settings = self._server, self._server.settings
         target_ms = settings.ttft_target_ms
         return Demand(
@@ -350,7 +359,7 @@ class Planner:
         )
 
     def costs(self, locations: Collection[Location]) -> Costs:
-        """Of what lies there; any thread."""
+        """Costs of reading from these locations. Any thread."""
         return Costs(
             kv_page_bytes=self._cache.family.kv_page_bytes,
             e_page_bytes=self._cache.family.e_page_bytes,
@@ -360,22 +369,22 @@ class Planner:
         )
 
     def _link(self, location: Location) -> Link:
-        """What comes from the pool is copied beside the recompute, and taken to cost nothing; what
-        lies in this server's own memory is read there."""
-        found = self._cache.link(location) or FREE_LINK
+        """Link to a location. This server's own memory needs no notice of arrival, as it is read in
+        place."""
+        link = self._cache.link(location) or FREE_LINK
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s
-        return replace(found, fixed_s=found.fixed_s + notice_s, copy_byte_s=copy_byte_s)
+        return replace(link, fixed_s=link.fixed_s + notice_s, copy_byte_s=copy_byte_s)
 
 
 def not_ready(sources: Sequence[Source]) -> str:
-    """Such as `1 of 2 peers not ready`; empty where all are."""
+    """Text such as `1 of 2 peers not ready`; empty if all are ready."""
     num_late = sum(it.state != PeerState.READY for it in sources)
     return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
 
 
 def absence_of(location: Location, sources: Sequence[Source]) -> str:
-    """Why nothing comes from a peer now, and since when; empty if it is ready."""
+    """Why a peer sends nothing now; empty if it is ready."""
     late = (it for it in sources if it.address == location and it.state != PeerState.READY)
     return next((f"{it.address}: {it.reason or it.state}" for it in late), "")
 

@@ -1,4 +1,4 @@
-"""SGLang's waiting queue: who is hidden in it for a while, and what one step may take of it."""
+"""Hide held requests in SGLang's waiting queue, and limit what one step may take of the others."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ IDLE_WAIT_S: Final = 0.001
 
 @dataclass(eq=False)
 class Queue:
-    """Order is SGLang's: whoever is held back keeps its place. Scheduler thread only."""
+    """SGLang decides the order. A held request keeps its place. Scheduler thread only."""
 
     _waiting: WaitingRequests
     _replies: Replies
     _models: Models
     _ranks: Ranks
     _least_chunk: int = field(default=1, init=False)
-    """Tokens: of what is cut for a step SGLang takes no fewer."""
+    """Fewest tokens that SGLang takes of a request that it cuts for a step."""
 
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
-        """Hide held requests from SGLang while it builds a batch, and those whose grammar is being
-        compiled: it would admit them at sight. Outside it the queues are whole."""
+        """Hide two kinds of request from SGLang while it builds a batch: held ones, and ones with a
+        grammar that is being compiled. SGLang would admit the latter at sight. Afterwards its
+        queues are whole again."""
         self._replies.release()
         self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager
@@ -41,7 +42,7 @@ class Queue:
                 scheduler._add_request_to_queue(req)
         queue, compiling = scheduler.waiting_queue, grammars.grammar_queue
         if scheduler.enable_priority_scheduling:
-            # SGLang would sort who is not held alone; planning and waiting go by the same order.
+            # SGLang would sort only requests that are not held. Planning needs the same order.
             scheduler.policy.calc_priority(queue, running_batch)
         is_decoding = not running_batch.is_empty()
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
@@ -58,11 +59,11 @@ class Queue:
                 scheduler.waiting_queue = _rejoined(queue, held, scheduler.waiting_queue)
         if held:
             ahead = [*takewhile(lambda req: req.rid in held or id(req) in left, queue)]
-            # SGLang notes that all is full only where it had another request to look at.
+            # SGLang sets batch_is_full only if it had another request to look at.
             room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
             could_run: Iterable[Req] = (req for req in ahead if req.rid in held)
             if len(ahead) == len(queue):
-                # None that came after these was taken: they could run where nothing was in the way.
+                # SGLang took none behind these: they could run unless something else was full.
                 if is_in_chunks or running.batch_is_full:
                     could_run = ()
                 elif room <= 0:
@@ -71,29 +72,28 @@ class Queue:
         if batch is not None:
             self._waiting.admitted(batch.reqs)
         elif held and running.is_empty():
-            # Nothing can run until a fetch gets on: leave the processor to the thread that fetches.
+            # Nothing can run until a fetch proceeds: leave the processor to the fetching thread.
             time.sleep(IDLE_WAIT_S)
         return batch, running
 
     def charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
-        """Take recomputed layers and copies off the tokens of a step, as SGLang does what it
-        replays itself.
+        """Deduct recompute and copies from the tokens of a step, as SGLang deducts what it replays.
 
-        The first of a step is never refused: what remains is a chunk for it to go on with, or where
-        nobody decodes all of its new tokens.
+        The first request of a step is never refused. At least one chunk of its new tokens remains,
+        or all of them if no request decodes.
         """
         charge = self._waiting.step_tokens(req.rid, prefix_len - req.prefix_len)
         if adder.rem_chunk_tokens is not None and not adder.can_run_list:
             num_new = len(req.full_untruncated_fill_ids) - prefix_len
             is_decoding = not adder.running_batch.is_empty()
-            kept = adder.ceil_paged_tokens(num_new)
-            kept = min(kept, self._least_chunk) if is_decoding else kept
-            charge = min(charge, max(0, adder.rem_chunk_tokens - kept))
+            num_kept = adder.ceil_paged_tokens(num_new)
+            num_kept = min(num_kept, self._least_chunk) if is_decoding else num_kept
+            charge = min(charge, max(0, adder.rem_chunk_tokens - num_kept))
         return replayed + charge
 
     def match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
-        """Spare SGLang the hashing of a prompt for which there is no source, and have it forget the
-        source that there was."""
+        """Ask `original` for loadable pages only if the request has a source. Without one, SGLang
+        need not hash the prompt, and forgets any earlier source."""
         wrapper.hit_markers.pop(req.rid, None)
         if not self._waiting.has_source(req.rid):
             return result
@@ -101,7 +101,7 @@ class Queue:
 
 
 def _displaces(req: Req, running: ScheduleBatch, scheduler: Scheduler) -> bool:
-    """Whether one that runs would give its slot to this one."""
+    """Whether SGLang would preempt a running request for this one."""
     if not scheduler.enable_priority_preemption:
         return False
     sign = 1 if scheduler.schedule_low_priority_values_first else -1
@@ -110,7 +110,7 @@ def _displaces(req: Req, running: ScheduleBatch, scheduler: Scheduler) -> bool:
 
 
 def _rejoined(queue: Sequence[Req], held: set[str], left: Sequence[Req]) -> list[Req]:
-    """The queue in its order without what was admitted, and then what SGLang has put back."""
+    """The queue in its order, without admitted requests; then requests that SGLang has put back."""
     still, known = {id(req) for req in left}, {id(req) for req in queue}
     return [
         *(req for req in queue if req.rid in held or id(req) in still),

@@ -1,8 +1,8 @@
-"""Ends of answers that wait until others can read what was computed for them.
+"""Hold back the ends of answers until peers can read the KV that was computed for them.
 
-SGLang inserts a request's KV when the request is finished, and then answers. Meanwhile a thread
-copies it out, and peers are told of it. A client whose next request, to another server, builds on
-this one may ask for the answer to come last:
+SGLang inserts a request's KV when the request is finished, and then answers. A thread then copies
+the KV out and advertises it to peers. If a client's next request goes to another server and builds
+on this one, the client may ask for the answer to be sent last:
 
     inserted ──► copied out ──► advertised ──► every peer says that it knows ──► answered
 """
@@ -28,10 +28,10 @@ _LOOK_S: Final = 0.001
 class _Held:
     answer: Callable[[], None]
     num_put: int
-    """Nodes that have to be copied out first."""
+    """Number of nodes that the offloader must have copied out first."""
     deadline: Deadline
     knows: Callable[[], bool] | None = None
-    """Whether all peers know of them; None until they are copied out."""
+    """Whether all peers know of these nodes; None until they are copied out."""
 
 
 @dataclass(eq=False)
@@ -42,9 +42,10 @@ class Replies:
     _offloader: Offloader
     _labels: Labels
     _patience_s: float
-    """No answer waits longer: a peer may be gone."""
+    """Longest wait of an answer, in seconds: a peer may be gone."""
     _held: dict[Req, _Held] = field(default_factory=dict, init=False)
-    """By request: once the first rank has answered, another may have its id."""
+    """Held answers by request, not by id: once the first rank has answered, another request may
+    have the id."""
 
     def stream(
         self,
@@ -54,8 +55,8 @@ class Replies:
         return_logprob: bool,
         skip_req: Req | None = None,
     ) -> None:
-        """Hooks SchedulerOutputStreamer.stream_output: leave out what has to wait, and label what
-        is sent."""
+        """Hooks SchedulerOutputStreamer.stream_output: leave out answers that have to wait, and
+        label those that are sent."""
 
         def send(some: Sequence[Req], skipped: Req | None = None) -> None:
             self._labels.report(some, skipped)
@@ -72,7 +73,8 @@ class Replies:
         self.release()
 
     def sleep(self, original: Any, scheduler: Any) -> None:
-        """Hooks Scheduler.maybe_sleep_on_idle: look again soon while something waits."""
+        """Hooks Scheduler.maybe_sleep_on_idle: sleep for a millisecond only while an answer
+        waits."""
         self.release()
         if self._held:
             time.sleep(_LOOK_S)
@@ -80,7 +82,7 @@ class Replies:
             original(scheduler)
 
     def release(self) -> None:
-        """Answer what has waited; called in every step."""
+        """Send the answers that need to wait no longer. Called in every step."""
         for req, held in list(self._held.items()):
             if held.knows is None and self._offloader.num_done >= held.num_put:
                 held.knows = self._cache.knowing()
@@ -95,7 +97,7 @@ def _waits(req: Req) -> bool:
     if not req.finished() or req.finished_output:
         return False
     if params.n > 1 and params.max_new_tokens == 0:
-        return False  # SGLang's own, before the samples: they wait.
+        return False  # SGLang's own request before the samples: only the samples wait.
     try:
         return parse_controls(params.custom_params).publish is not None
     except ValueError:

@@ -1,9 +1,10 @@
-"""One request, from SGLang's queue to the end of the forward that loads its prefix.
+"""One request, from SGLang's queue to the end of the forward that loads its prefix. The package's
+docstring tells its life.
 
 seen ──► planned ◄──► fetching ◄──► arriving ──► ready ──► loading
   └─────────┴────────────┴─────────────┴───────────┴──────────┴──► settled
 
-A fetch may end in `ready` at once; an `arriving` request may load.
+A fetch may reach `ready` at once. An `arriving` request may load.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ from sglang_droidspeak.request.source import Source, Sources
 
 
 class Phase(IntEnum):
-    """How far a request is: on several ranks, as far as on the least of them."""
+    """How far a request is. On several ranks, the lowest phase of any rank counts."""
 
     SETTLED = 0
-    """It reads nothing by a plan, or no more: declined, given up, cancelled, or done."""
+    """The request reads nothing by a plan any more: it was declined, given up, cancelled or is
+    done."""
     SEEN = 1
     PLANNED = 2
-    """Without staging memory: admitted as it is, it does a full prefill."""
+    """The request has a plan, but staging memory is used up. SGLang may admit it for a full
+    prefill."""
     FETCHING = 3
     ARRIVING = 4
-    """E is there, and the rest should come within its recompute. If it does not, the batch that
-    loads the request prefills its tokens in full."""
+    """All E is here, and the rest should arrive during the recompute. If it does not, the batch
+    that loads the request prefills its tokens in full."""
     READY = 5
-    """Everything is there."""
+    """All E and KV of the plan is here."""
     LOADING = 6
-    """It has slots, and soon a batch."""
+    """SGLang has given the request KV slots and will start its batch in this step."""
 
 
 _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
@@ -54,55 +57,56 @@ _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
 
 
 class IllegalTransition(Exception):
-    """A mistake of this package: a request was to enter a phase that does not follow."""
+    """A mistake of this package: a request was to enter a phase that cannot follow its own."""
 
 
 class Request:
-    """One stay in SGLang's queue: who is retracted is seen anew. Scheduler thread only."""
+    """One stay in SGLang's queue. A retracted request gets a new one. Scheduler thread only."""
 
     def __init__(self, req: Req) -> None:
         self.req: Final = req
         self.phase = Phase.SEEN
-        """Changed by `reach` alone."""
+        """Only `reach` changes it."""
         self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
-        """When a step first could have taken it, on monotonic time: its wait counts from then."""
+        """Monotonic time at which a step first could have taken the request. Its wait counts from
+        then."""
         self.patience = Patience(saving_s=math.inf)
-        """How long it may wait."""
+        """How long the request may wait, from `runnable_s` on."""
         self.pages: Sequence[PageHash] = ()
         self.num_there = 0
-        """On how many of its pages it counts that the device had: while what it needs comes, or has
-        come; and where it needs nothing more."""
+        """Leading pages that the request expects SGLang to have on the device. If SGLang evicts
+        one, the request is seen anew."""
 
         self.may_be_planned: Callable[[], bool] = lambda: True
-        """Seen, whether all that it waits for is there: answers of tiers that do not advertise, or
-        what another request computes."""
+        """Whether a seen request may be planned now. It waits for answers of tiers that do not
+        advertise, or for pages that another request computes."""
         self.has_followed = False
-        """It has waited for another request, and does so no more."""
+        """The request has waited for another one once, and will not again."""
 
         self.planned: Planned | None = None
         self.own_pages: Sequence[PageHash] = ()
-        """The pages as SGLang names them."""
+        """Page hashes as SGLang names them in its own tree."""
         self.match_s = 0.0
-        """Time to hash, match and plan."""
+        """Seconds to hash, match and plan."""
         self.failure = ""
-        """The outcome where this rank cannot go on with the plan."""
+        """Outcome of the request if this rank cannot follow the plan; empty while it can."""
 
         self.source: Source | None = None
-        """From fetching until it is settled."""
+        """Set from `FETCHING` on, until the request is settled or planned again."""
         self.load: Load | None = None
-        """Since it loads."""
+        """Set from `LOADING` on."""
         self.queued_s = 0.0
-        """Time from its first sight to its admission."""
+        """Seconds from first sight to admission."""
 
     @property
     def plan(self) -> Plan:
-        """Only of one that was planned."""
+        """The plan of a request that has one."""
         return self.planned.plan
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has a plan, and no slots."""
+        """Whether the request has a plan, but no slots yet."""
         return Phase.PLANNED <= self.phase <= Phase.READY
 
     @property
@@ -115,24 +119,26 @@ class Request:
 
     @property
     def delay_s(self) -> float:
-        """Seconds by which its plan has put off its batch until now. The wait for a request that
-        computes the same pages is not among them: without reuse the device is as busy."""
+        """Seconds by which the plan has delayed the request's batch until now. The wait for another
+        request's computation does not count: without reuse the device is as busy."""
         planned_s = self.seen_s + self.match_s
         could_run_s = math.inf if self.runnable_s is None else max(planned_s, self.runnable_s)
         held_s = max(0.0, time.monotonic() - could_run_s)
         return held_s if self.has_followed else self.match_s + held_s
 
     def left_s(self, num_landed_bytes: int = 0) -> float:
-        """How much longer it waits while no more than that comes; negative once it gives up."""
+        """Seconds the request may still wait if no byte beyond `num_landed_bytes` arrives.
+        Negative: give up."""
         return self.patience.limit_s(num_landed_bytes) - self.waited_s
 
     def pass_over(self) -> None:
-        """A step could have taken it, had it not been held back."""
+        """Note that a step could have taken the request if it had not been held back."""
         if self.runnable_s is None:
             self.runnable_s = time.monotonic()
 
     def reach(self, phase: Phase) -> None:
-        """Enter a phase, or stay in it; in those that need no source, it is released."""
+        """Enter a phase, or stay in it. A phase that needs no source releases it. Raises
+        IllegalTransition."""
         if phase is self.phase:
             return
         if phase not in _NEXT[self.phase]:
@@ -147,15 +153,15 @@ class Request:
         self.planned, self.patience = planned, planned.patience
 
     def fetch(self, sources: Sources, tree: UnifiedRadixCache) -> None:
-        """Begin to bring together what the plan needs, if there is memory for it."""
+        """Begin to fetch what the plan needs, if there is staging memory for it."""
         source = sources.of(self.plan, self.pages, self.req, tree)
         if source is not None:
             self.reach(Phase.FETCHING)
             self.source, self.num_there = source, self.plan.first_page
 
     def begin_load(self, at: Span, slots: torch.Tensor, head: Span = EMPTY_SPAN) -> None:
-        """SGLang has these slots for tokens that stand there in the prompt, and slots for a head
-        before them."""
+        """Create the load of tokens `at` into `slots`, which SGLang has just allocated. The batch
+        computes the tokens of `head`, right before them."""
         self.reach(Phase.LOADING)
         self.queued_s = self.age_s
         left_s = max(0.0, self.left_s(self.source.staging.num_landed_bytes))

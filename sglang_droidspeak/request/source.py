@@ -1,9 +1,9 @@
-"""Where the pages of a plan come from: host memory, or this server's own KV pool.
+"""Sources of a plan's pages: host memory, or this server's own KV pool.
 
-check      whether more will come                   while the request waits
-admit      hold what is there from now on           when SGLang has slots for it
-e, copy    of tokens                                when its batch runs
-release    nobody reads it any more
+check      raise if no more bytes will arrive       while the request waits
+admit      keep the pages until `release`           when SGLang has slots for the request
+e, copy    read tokens                              when its batch runs
+release    give up the pages
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ from sglang_droidspeak.store.pool import PoolIndex, PoolPages
 from sglang_droidspeak.store.rows import ServerPool
 
 _MARGIN: Final = 1.05
-"""How much longer than predicted the rest of a fetch may take without holding up a forward."""
+"""Factor on the predicted rest of a fetch, so that a slightly slower rest delays no forward."""
 
 
 class Source:
-    """Scheduler thread only but for `wait` and `copy`, which are the loader's. Tokens are named by
-    their place in the prompt, and are of the plan's pages."""
+    """Base of all sources. Scheduler thread only, except `wait` and `copy` in the loader's thread.
+    Tokens are within the plan's pages, and are given by their place in the prompt."""
 
     def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
         self.staging: Final = staging
-        """What is not in this server's own pool comes there; nothing of a plan that reads the
-        pool."""
+        """Host memory that the fetch fills; empty if the plan reads this server's own pool."""
         self._plan: Final = plan
         self._pool: Final = pool
 
     @property
     def has_e(self) -> bool:
-        """All that a recompute begins with."""
-        it = self.staging
-        return all(it.has_landed(step) for step in it.steps if step.kind is Kind.E)
+        """Whether all E that the recompute begins with has arrived."""
+        staging = self.staging
+        return all(staging.has_landed(step) for step in staging.steps if step.kind is Kind.E)
 
     @property
     def elapsed_s(self) -> float:
@@ -63,7 +62,7 @@ class Source:
 
     @property
     def rest_s(self) -> float:
-        """That the rest takes at the rate of what has come; infinity where nothing has."""
+        """Seconds that the rest takes at the rate so far; infinity if no byte has arrived."""
         num_landed = self.staging.num_landed_bytes
         num_left = self.staging.num_bytes - num_landed
         if num_left and not num_landed:
@@ -71,47 +70,48 @@ class Source:
         return num_left and self.elapsed_s * num_left / num_landed * _MARGIN
 
     def check(self) -> None:
-        """Raises FetchError where no more will come."""
-        it = self.staging
-        if not it.is_complete:
-            if it.deadline.has_passed:
-                it.fail(DeadlineExceeded("the fetch did not end in time"))
-            it.check()
+        """Raise FetchError if no more bytes will arrive."""
+        staging = self.staging
+        if not staging.is_complete:
+            if staging.deadline.has_passed:
+                staging.fail(DeadlineExceeded("the fetch did not end in time"))
+            staging.check()
 
     def admit(self) -> bool:
-        """Whether all is there still, or coming; from now on until `release`."""
+        """Keep the pages until `release`. False if some were evicted meanwhile."""
         return True
 
     def wait(self, step: Step) -> None:
-        """Block until it has come; raises FetchError where it will not."""
+        """Block until a step has arrived. Raises FetchError if it will not."""
         self.staging.wait(step)
 
     def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
-        """`[tokens, columns of this rank]` on the device, part after part; raises FetchError
-        without it."""
+        """E of the tokens on the device, as parts of shape `[tokens, columns of this rank]`. Raises
+        FetchError if there is no E."""
         raise NotImplementedError
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
-        """Copy the KV of these tokens into as many slots; the bytes that came from host memory."""
+        """Copy the KV of these tokens into as many slots. Returns the bytes read from host
+        memory."""
         raise NotImplementedError
 
     def adopt_e(self, at: Span, slots: torch.Tensor) -> bool:
-        """The slots have been loaded with what is exact: give them E, where it lies beside; whether
-        they have it."""
+        """Give slots with exact KV their E, if the source is in the pool. Returns whether they have
+        it."""
         return False
 
     def release(self) -> None:
-        """Nobody reads it any more."""
+        """Give up the pages. No thread may read them afterwards."""
         self.staging.release()
 
     def _of_plan(self, at: Span) -> Span:
-        """Counted from the plan's first token."""
+        """The same tokens, counted from the plan's first token."""
         first = self._plan.pages.start * self._pool.page_size
         return Span(at.start - first, at.stop - first)
 
 
 class Staged(Source):
-    """Cached in host memory, and read where they lie; or fetched, or being fetched, into it."""
+    """Pages in host memory: of this server's cache, read in place, or fetched into staging."""
 
     def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
         coding, no_rows = self._pool.coding, self._pool.e_pool.no_rows
@@ -121,7 +121,7 @@ class Staged(Source):
         return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
 
     def rows(self, step: Step, at: Span) -> list[memoryview]:
-        """The bytes of these tokens, in as many runs as they lie in; they must have landed."""
+        """Bytes of these tokens, one view per contiguous run. They must have arrived."""
         tokens = self._of_plan(at)
         size, num_tokens = self.staging.sizes[step], len(self._plan.pages) * self._pool.page_size
         span = Span(size * tokens.start // num_tokens, size * tokens.stop // num_tokens)
@@ -131,7 +131,7 @@ class Staged(Source):
 class InPool(Source):
     """Pages of another model's prefix in the same pool: there is nothing to fetch.
 
-    SGLang keeps them from `admit` to `release`; before, while the request waits, it may evict them.
+    SGLang keeps them from `admit` to `release`. Before, while the request waits, it may evict them.
     """
 
     def __init__(self, plan: Plan, pool: ServerPool, lock: Callable[[], PoolPages | None]) -> None:
@@ -140,10 +140,11 @@ class InPool(Source):
         self._pages: PoolPages | None = None
 
     def wait(self, step: Step) -> None:
-        """It is there."""
+        """Return at once: the pages are in the pool."""
 
     def admit(self) -> bool:
-        """What was found when it was planned may be gone, for these very slots even."""
+        """Lock the pages in SGLang's tree. It may have evicted them since they were planned,
+        perhaps for the request's own slots."""
         self._pages = self._lock()
         return self._pages is not None
 
@@ -174,7 +175,7 @@ class InPool(Source):
 
 @dataclass(eq=False)
 class Sources:
-    """Makes them. Scheduler thread only."""
+    """Factory of sources. Scheduler thread only."""
 
     server: ThisServer
     cache: Cache
@@ -184,7 +185,8 @@ class Sources:
     def of(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> Source | None:
-        """Begins to fetch what is elsewhere; None where staging memory is used up."""
+        """Make the source of a plan, and begin its fetch if there is one. None if staging memory is
+        used up."""
         if is_pool(plan.location):
             return InPool(plan, self._pool, lambda: self.pool_index.lock(plan, pages, req, tree))
         deadline = Deadline.after(self.server.settings.fetch_deadline_s)

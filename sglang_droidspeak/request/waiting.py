@@ -1,8 +1,9 @@
-"""Requests in SGLang's queue: what is planned for each, which are held back, what others may load.
+"""Plan each request in SGLang's queue, hold it back while it fetches, and load it when SGLang asks.
 
-Of a request that was seen becomes, once, a plan whose source is begun, or none, and why. The first
-rank decides, as soon as it knows enough: what tiers answer that do not advertise, and whether
-another request computes the same pages right now. The other ranks do as it did.
+Each request is decided once: its fetch begins by a plan, or it gets an outcome that says why not.
+The first rank decides as soon as it knows two things. One is what tiers answer that do not
+advertise. The other is whether another request computes the same pages right now. The other ranks
+follow the first.
 
 The scheduler thread only looks; transport threads fill the staging.
 """
@@ -44,8 +45,8 @@ from sglang_droidspeak.start.config import at_rank
 log = logging.getLogger(__name__)
 
 _Decision = tuple[str, bool, Planned | None, int]
-"""What the first rank tells the others: of which request, whether it is to read approximate KV,
-what it was planned to do, if anything, and on how many pages of the device's it counts."""
+"""One decision of the first rank, for the others: rid, whether to read approximate KV, the plan or
+None, and `Request.num_there`."""
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class WaitingRequests:
         self._asks = server.settings.hicache_backend is not None and self._ranks.is_first
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
-        """Plan new requests, forget those that have left, and return the rids to hold back."""
+        """Plan new requests, forget requests that have left, and return the rids to hold back."""
         self._is_decoding = is_decoding
         self._see_anew(queue, tree)
         requests = [self._known(req) or self._see(req, tree) for req in queue]
@@ -85,7 +86,7 @@ class WaitingRequests:
         asked = {*seen, *islice(without, NUM_NEXT)}
         for request, phase in zip(planned, phases, strict=True):
             if phase is Phase.SETTLED:
-                # Another rank knows the cause where this one has none.
+                # If this rank knows no cause, another one does.
                 self._give_up(request, request.failure or "fallback: FetchError")
             request.reach(phase)
             if phase >= Phase.FETCHING:
@@ -95,8 +96,8 @@ class WaitingRequests:
         return {it.req.rid for it in requests if self._is_held(it)}
 
     def admitted(self, reqs: Sequence[Req]) -> None:
-        """SGLang has put these into a batch; those that had a plan and are still known here read
-        nothing by it."""
+        """Forget requests that SGLang has put into a batch. One that is still waiting here was
+        admitted without its load, and reads nothing by its plan."""
         for request in filter(None, (self._requests.pop(req.rid, None) for req in reqs)):
             if request.is_waiting:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size
@@ -107,19 +108,19 @@ class WaitingRequests:
                 self._note_approximate(request, request.req.prefix_len // self._page_size)
 
     def pass_over(self, rids: Iterable[str]) -> None:
-        """The step that was just made could have taken these, had they not been held back."""
+        """Note that the last step could have taken these if they had not been held back."""
         for request in filter(None, map(self._requests.get, rids)):
             request.pass_over()
 
     def has_source(self, rid: str) -> bool:
-        """Of a request without slots."""
+        """Whether a request has a source, but no slots yet."""
         request = self._requests.get(rid)
         return request is not None and Phase.FETCHING <= request.phase <= Phase.READY
 
     def num_restorable(self, rid: str, first_key: str) -> int:
-        """How many pages from SGLang's page `first_key` on can be loaded.
+        """Number of pages that can be loaded from SGLang's page `first_key` on.
 
-        While others decode, so many at most that one step can recompute them.
+        While other requests decode, at most as many as one step can recompute.
         """
         if not self.has_source(rid):
             return 0
@@ -134,7 +135,7 @@ class WaitingRequests:
         return num_pages if num_pages > num_head else 0
 
     def step_tokens(self, rid: str, num_tokens: int) -> int:
-        """Tokens of a step of SGLang that so many loaded tokens take."""
+        """Part of SGLang's token budget of a step that `num_tokens` loaded tokens use up."""
         if not self.has_source(rid):
             return 0
         request = self._requests[rid]
@@ -142,8 +143,8 @@ class WaitingRequests:
         return num_head + math.ceil((num_tokens - num_head) * _step_share(request))
 
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> bool:
-        """Have the pages of `keys` loaded into `slots` with the next batch; False where that
-        cannot be."""
+        """Load the pages of `keys` into `slots` with the next batch. False if that is impossible
+        now."""
         if self.num_restorable(rid, keys[0]) < len(keys):
             return False
         request = self._requests[rid]
@@ -163,7 +164,8 @@ class WaitingRequests:
         return True
 
     def cancel(self, rid: str) -> bool:
-        """SGLang takes the slots back before the batch starts; the request will be seen anew."""
+        """Forget a load because SGLang takes its slots back before the batch starts. The request
+        will be seen anew. False if it has no load."""
         request = self._requests.get(rid)
         if request is None or request.phase is not Phase.LOADING:
             return False
@@ -172,7 +174,7 @@ class WaitingRequests:
         return True
 
     def start(self) -> list[Request]:
-        """Those that load with the batch that starts now; they are known here no more."""
+        """Remove and return the requests that load with the batch that starts now."""
         loading = [it for it in self._requests.values() if it.phase is Phase.LOADING]
         for request in loading:
             del self._requests[request.req.rid]
@@ -185,7 +187,8 @@ class WaitingRequests:
         self._followers.clear()
 
     def _note_approximate(self, request: Request, num_read: int, num_loaded: int = 0) -> None:
-        """It reads so many pages of the device, and loads so many approximate tokens."""
+        """Note on the request how many of its tokens are approximate. It reads `num_read` pages
+        from the device and loads `num_loaded` approximate tokens."""
         req = request.req
         if prefixes.is_approximate(req):
             pages = request.pages[:num_read]
@@ -196,23 +199,23 @@ class WaitingRequests:
     def _is_held(self, request: Request) -> bool:
         """Whether SGLang may not admit the request yet.
 
-        A load may become a full prefill within its step until all its bytes are there. Requests
-        that decode wait for no more of that than one step takes.
+        Until all bytes of a load are here, it may turn into a full prefill within its step.
+        Decoding requests must not wait for a prefill that takes more than one step.
         """
         if request.phase is Phase.ARRIVING and self._is_decoding:
             return self._most_pages(request) < len(request.plan.pages)
         return request.phase in (Phase.SEEN, Phase.FETCHING)
 
     def _most_pages(self, request: Request) -> int:
-        """Pages that fill one step. A page of the step stays for the request's own tokens."""
+        """Pages that fill one step, less one page for the request's own tokens."""
         share, page_size = _step_share(request), self._page_size
         num_left = self._meter.step_tokens - (1 + len(request.plan.head)) * page_size
         most = num_left / (share * page_size) if share else math.inf
         return int(min(most, len(request.plan.pages)))
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
-        """Of the next in the queue those that count on pages which the device has no more: what is
-        loaded has to follow on what is there. Whose wait was not over waits no longer in all."""
+        """See the next requests anew if the device has evicted pages that they expect: loaded pages
+        have to follow the device's pages. A wait that was not over is not prolonged."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
@@ -223,22 +226,24 @@ class WaitingRequests:
                 self._see(request.req, tree).runnable_s = begun_s
 
     def _known(self, req: Req) -> Request | None:
-        """Not another request of its name, which has left the queue since the last look."""
+        """The entry of this very request. Another request with its rid may have left the queue
+        since the last look."""
         request = self._requests.get(req.rid)
         return request if request is not None and request.req is req else None
 
     def _see(self, req: Req, tree: UnifiedRadixCache) -> Request:
-        """Ask the tiers that do not advertise, where they could have enough to matter."""
+        """Begin a request's entry. Ask tiers that do not advertise, if they could have enough
+        pages to matter."""
         if req.rid in self._requests:
             self._requests[req.rid].settle()
         request = self._requests[req.rid] = Request(req)
-        req.refresh_fill_ids()  # All ranks look up what the device has of it.
-        prefixes.move(req, approximate=False)  # On all of them, until the first has decided.
+        req.refresh_fill_ids()  # All ranks look up its pages on the device.
+        prefixes.move(req, approximate=False)  # On all ranks, until the first has decided.
         self._planner.note(req)
         self._planner.meet(req)
         if not self._asks or self._planner.refusal(req):
             return request
-        # What goes wrong here goes wrong again in planning, which reports it.
+        # An error here occurs again in planning, which reports it.
         with contextlib.suppress(Exception):
             if parse_controls(req.sampling_params.custom_params).mode != "off":
                 request.pages = pages = prefixes.reusable_pages(req, self._page_size)
@@ -252,19 +257,26 @@ class WaitingRequests:
         return request
 
     def _decide(self, seen: Sequence[Request], tree: UnifiedRadixCache, num_waiting: int) -> None:
-        """Plan what can be planned now, on the first rank; the others do as it did."""
+        """Plan the requests that can be planned now, on the first rank. The others follow it."""
         for request in seen if self._ranks.is_first else ():
             may_be = request.may_be_planned() or request.left_s() < 0
-            found = self._plan(request, tree, num_waiting) if may_be else None
-            if isinstance(found, Planned):
-                self._take_up(request, found, tree)  # The next one finds the link that busy.
-            elif found is not None:
-                self._decline(request, found)
+            choice = self._plan(request, tree, num_waiting) if may_be else None
+            if isinstance(choice, Planned):
+                self._take_up(request, choice, tree)  # The next one finds the link busier.
+            elif choice is not None:
+                self._decline(request, choice)
         mine: list[_Decision] = []
-        for it in seen:
-            if it.phase != Phase.SEEN:
-                told = replace(it.planned, considered=None) if it.is_waiting else None
-                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_there))
+        for request in seen:
+            if request.phase != Phase.SEEN:
+                sent = replace(request.planned, considered=None) if request.is_waiting else None
+                mine.append(
+                    (
+                        request.req.rid,
+                        prefixes.is_approximate(request.req),
+                        sent,
+                        request.num_there,
+                    )
+                )
         shared = self._ranks.share(mine, list[_Decision])
         for rid, is_approximate, planned, num_there in () if self._ranks.is_first else shared:
             request = self._requests[rid]
@@ -278,21 +290,21 @@ class WaitingRequests:
     def _plan(
         self, request: Request, tree: UnifiedRadixCache, num_waiting: int
     ) -> Planned | Declined | None:
-        """None where it is to wait for another request."""
+        """Plan one request, or say why not. None if it should wait for another request."""
         req = request.req
         try:
             if refusal := self._planner.refusal(req):
                 return Declined(refusal)
             request.pages = request.pages or prefixes.reusable_pages(req, self._page_size)
-            found = self._planner.plan(req, request.pages, tree, num_waiting)
-            consider(req, found.considered)
-            if isinstance(found, Planned) and not found.plan.is_exact and must_stay_exact(req):
-                found = Declined(Reason.OFF.value)
-            if isinstance(found, Declined) and found.may_be_approximate:
+            choice = self._planner.plan(req, request.pages, tree, num_waiting)
+            consider(req, choice.considered)
+            if isinstance(choice, Planned) and not choice.plan.is_exact and must_stay_exact(req):
+                choice = Declined(Reason.OFF.value)
+            if isinstance(choice, Declined) and choice.may_be_approximate:
                 self._read_what_is_there(request, tree)
                 if prefixes.is_approximate(req):
-                    return found  # Nobody can read what it will leave.
-            return None if self._followers.follow(request, found, tree) else found
+                    return choice  # No other model can read the KV that it will leave.
+            return None if self._followers.follow(request, choice, tree) else choice
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
             return Declined("error")
@@ -300,8 +312,8 @@ class WaitingRequests:
     def _decline(self, request: Request, why: Declined) -> None:
         request.settle()
         report.matched(request, why.outcome)
-        told = RequestProvenance(outcome=why.outcome, detail=why.detail or None)
-        self._labels.note(request.req, told)
+        provenance = RequestProvenance(outcome=why.outcome, detail=why.detail or None)
+        self._labels.note(request.req, provenance)
         few_left = (Reason.TOO_SHORT.value, Reason.ON_DEVICE.value)
         if why.outcome in few_left and why.considered is not None:
             demand, is_approximate = why.considered.demand, prefixes.is_approximate(request.req)
@@ -309,7 +321,7 @@ class WaitingRequests:
             request.num_there = approximate if is_approximate else exact
 
     def _read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
-        """Have a request without a load read the namespace of which the device has more."""
+        """Let a request without a load read the namespace of which the device has more pages."""
         is_better = False
         if self._pool_index.has_approximate and not must_stay_exact(request.req):
             held = self._pool_index.held(request.req, len(request.pages), tree)
@@ -317,10 +329,10 @@ class WaitingRequests:
         prefixes.move(request.req, approximate=is_better)
 
     def _take_up(self, request: Request, planned: Planned, tree: UnifiedRadixCache) -> None:
-        """Begin to bring together what the plan needs: this rank's shard of the same pages."""
+        """Begin to fetch what the plan needs: this rank's shard of the same pages."""
         req, plan = request.req, planned.plan
         plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
-        # Taken up even where this rank fails: all ranks count the same requests.
+        # Taken up even if this rank fails: all ranks count the same requests.
         request.take_up(replace(planned, plan=plan))
         prefixes.move(req, approximate=planned.is_approximate)
         try:
@@ -338,19 +350,19 @@ class WaitingRequests:
             request.failure = "error"
 
     def _give_up(self, request: Request, outcome: str) -> None:
-        """It was planned, and reads nothing by its plan."""
+        """Note that a planned request reads nothing by its plan."""
         if outcome != Reason.ON_DEVICE.value:
             report.given_up(request, outcome.removeprefix("fallback: "))
             self._labels.metrics.count_saving(request.plan, -request.delay_s)
         queued_ms = round(1000 * request.age_s, 3)
         is_fault = outcome.startswith("fallback")
         gone = is_fault and absence_of(request.plan.location, self._sources.cache.sources())
-        told = RequestProvenance(outcome=outcome, detail=gone or None, queued_ms=queued_ms)
-        self._labels.note(request.req, told)
+        provenance = RequestProvenance(outcome=outcome, detail=gone or None, queued_ms=queued_ms)
+        self._labels.note(request.req, provenance)
 
 
 def _step_share(request: Request) -> float:
-    """Tokens of a step that one loaded token takes; all of it may have to be prefilled while it
-    has not all come."""
+    """Part of SGLang's token budget of a step that one loaded token uses up: at least 1 while the
+    load may still turn into a full prefill."""
     share = request.planned.step_share
     return max(share, 1.0) if request.phase is Phase.ARRIVING else share

@@ -29,8 +29,8 @@ from sglang_droidspeak.request.answers import Answers, explained
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.planner import Declined
 from sglang_droidspeak.request.report import (
+    MAX_ANSWERED,
     MAX_MATCHES,
-    MAX_TOLD,
     Label,
     Labels,
     consider,
@@ -160,7 +160,7 @@ def test_a_missing_profile_comes_with_the_command_that_makes_it(
     it = with_an_adapter(labels)
     it._cache.names.call(S, "elsewhere")
     considered = Considered(DEMAND, [match(sender)], MEASURED)
-    labels.told["r1"] = Label(RequestProvenance(outcome="no_profile"), 161, considered)
+    labels.answered["r1"] = Label(RequestProvenance(outcome="no_profile"), 161, considered)
     shown = [*explanation_lines(ask(it, request_id="r1"))]
     command = f"droidspeak profile {told} --receiver /models/base --data DATA.jsonl"
     assert f"missing  {command} --out PROFILE.json" in shown
@@ -189,7 +189,7 @@ def test_what_goes_wrong_with_a_state_is_told_beside_sglangs_own(labels: Labels)
 
 
 def test_the_last_thousand_are_known(labels: Labels) -> None:
-    for number in range(MAX_TOLD + 1):
+    for number in range(MAX_ANSWERED + 1):
         answered(labels, f"r{number}", RequestProvenance(outcome="no_match"))
     assert ask(labels, request_id="r1")["outcome"] == "no_match"
     assert "no request 'r0' among the last 1000" in ask(labels, request_id="r0")["error"]
@@ -206,7 +206,7 @@ def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) ->
         consider(req, many)
         labels.note(req, RequestProvenance(outcome="no_match"))
         labels.report([req])
-    assert list(labels.told) == ["b", "c"]
+    assert list(labels.answered) == ["b", "c"]
 
 
 def test_what_a_retracted_request_is_planned_from_anew_changes_nothing(labels: Labels) -> None:
@@ -221,7 +221,7 @@ def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
     consider(req, Considered(DEMAND, [match(S)], MEASURED))
     labels.note(req, RequestProvenance(outcome="no_match"))
     labels.report([req])
-    (kept,) = labels.told.values()
+    (kept,) = labels.answered.values()
     assert "77777" not in repr(kept) + repr(ask(labels, request_id="r1"))
 
 
@@ -264,7 +264,7 @@ def test_the_command_asks_and_prints(
 ) -> None:
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
-    it = explained(Label(measured, 161, seen, is_told=True), PAGE, PROFILES)
+    it = explained(Label(measured, 161, seen, is_answered=True), PAGE, PROFILES)
     server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it)) | {"names": {}}
     assert main(["explain", "r1", "--url", server.url]) == 0
     out = capsys.readouterr().out

@@ -119,7 +119,7 @@ def test_the_servers_own_requests_are_told_and_not_counted(
     labels.note(req, RequestProvenance(outcome="off"))
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="off")
-    assert (counts.outcomes, dict(labels.told)) == ({}, {})
+    assert (counts.outcomes, dict(labels.answered)) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_users_request_is_counted_whatever_its_custom_params(
     req.sampling_params.custom_params = custom
     labels.note(req, RequestProvenance(outcome="off"))
     labels.report([req])
-    assert counts.outcomes == {"off": 1} and "r1" in labels.told
+    assert counts.outcomes == {"off": 1} and "r1" in labels.answered
     assert asking.num_answered(req) == 0
 
 
@@ -175,7 +175,7 @@ def test_a_long_id_is_neither_kept_nor_logged(
         labels.note(req, RequestProvenance(outcome="fallback: SlowLink", detail=detail))
         labels.report([req])
     assert counts.outcomes == {"fallback: SlowLink": 2}
-    assert [*labels.told] == ["r" * 256]
+    assert [*labels.answered] == ["r" * 256]
     assert len(caplog.messages) == 2
     assert all(it.isprintable() and len(it) < 400 for it in caplog.messages)
 
