@@ -272,8 +272,8 @@ def settings_of(
 
 
 def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that made a profile. Settings of its template are returned only for that
-    template."""
+    """Return the settings that made a profile. Settings of its template are left out if the
+    arguments name another template."""
     made = profile.made
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
     settings: dict[str, Any] = {it: getattr(made, it) for it in names}

@@ -51,8 +51,8 @@ SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
 MOST_FITS: Final = 3
-"""Largest median error of a fit. Above the first everything is timed again; above the second no
-profile is made."""
+"""Most fits. If the median error of a fit is above `RETIMED`, everything is timed again; above
+`REFUSED` no profile is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def choose_lengths(
 
     The lengths are the longest prefix of the data and its halves, in whole pages if these are fine
     enough. `max_positions` is the model's positions minus those for questions. Raises ConfigError
-    naming the model by its role if the prefix is too short to be timed.
+    naming the model by its role if `max_positions` is too small to be timed.
     """
     top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
     unit = page_size
@@ -173,10 +173,9 @@ def trusted(measure: Callable[[], CostModel], role: str) -> CostModel:
 
 
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
-    """Return the coefficients >= 0 with the least sum of squared relative errors of `terms @
-    coefficients`.
+    """Return the coefficients >= 0 with the least sum of squared relative errors.
 
-    Terms and times are positive.
+    The prediction is `terms @ coefficients`. Terms and times are positive.
     """
     relative = np.asarray(terms, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)[:, None]
     scale = relative.max(axis=0)

@@ -24,8 +24,9 @@ share of a draft that is not in the own answer."""
 SAID_TWICE: Final = 1.2
 """If answers that do not stop take this many times longer, both forecasts are shown."""
 STEPS: Final = 5
-"""Steps to decode an answer if its draft is mostly right. Without a draft it takes as many steps as
-half its tokens. Its own answer takes all; over a plan's KV, those after the first difference."""
+"""Steps to decode an answer if its draft is mostly right. Without a draft it takes about half as
+many steps as tokens. The own answer takes one per token, an answer over a plan's KV one per token
+after the first difference."""
 FOLLOWED: Final = 2.0
 """Cost of comparing one distribution with another, as a multiple of making it."""
 
@@ -72,7 +73,7 @@ class Forecast:
     def _rest_s(
         self, documents: Sequence[Document], steps: Sequence[Step], swept: Collection[int]
     ) -> float:
-        """Forecast steps of documents that `swept` names; their first steps are done already."""
+        """Forecast steps. Documents at places in `swept` have had their first step already."""
         done = {it for it in steps if not it.plans and it.place in swept}
         seconds = zip(steps, self.steps(documents, steps, done), strict=True)
         return sum(step_s for step, step_s in seconds if step not in done)

@@ -14,9 +14,9 @@ from profiles.report.words import duration
 
 LINE_EVERY_S: Final = 10.0
 FORECAST_WEIGHT: Final = 0.1
-"""Share of all work that weighs the forecast against the observed speed, because first steps differ
+"""Weight of the forecast against the observed speed, as a share of all work: first steps differ
 from later ones. On a run of 60 + 60 contexts, the expected length of each long stage was off by at
-most 14 % at any point. Observed speed alone was off by 51 %."""
+most 14 % at any point. With the observed speed alone it was off by 51 %."""
 
 
 @contextlib.contextmanager

@@ -383,8 +383,8 @@ class DiskStore:
             self._noted.drop(DISK, record.model, record.pages[:1], record.part)
 
     def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
-        """Return KV files that descend from these pages or contain their end, and KV files with all
-        their pages among these."""
+        """Return KV files with pages that begin with `pages`, and KV files with only pages of
+        `pages`."""
         kv_files = [it for it in self.files.coldest_first() if it.record.part == KV]
         beginning: set[DiskFile] = set()
         below: set[tuple[ModelId, PageHash | None]] = set()

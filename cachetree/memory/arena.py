@@ -46,8 +46,8 @@ Run = tuple[int, int]
 """Start and end of bytes, half-open."""
 
 Register = Callable[[memoryview], Callable[[], None]]
-"""Makes memory known to a device; it must not change afterwards. Returns a function that ends that.
-Raises ConfigError."""
+"""Makes memory known to a device; the memory is never moved or resized. Returns a function that
+ends that. Raises ConfigError."""
 
 
 def unregistered(memory: memoryview) -> Callable[[], None]:

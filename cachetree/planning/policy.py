@@ -13,8 +13,8 @@ The choice of a block (DroidSpeak, NSDI '26, appendix B) depends on the queue:
 
 Without a target the choice is among blocks that are nearly as fast as the fastest: over a slow link
 more layers may be faster. A plan predicted to be no faster than full prefill is not used. The
-prediction assumes that a transfer or a recompute is late, as nine in ten of late were not
-(`Margin`), but not both at once. Costs that are not measured yet count as zero.
+prediction has a margin for late transfers, or for slow recomputes, but not for both at once: nine
+in ten recent ones were within it (`Margin`). Costs that are not measured yet count as zero.
 """
 
 from __future__ import annotations

@@ -17,9 +17,13 @@ _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds of a prefill: `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before
-    each)`, at least `least_s`. This is multiplied by what recent passes of about that length took
-    of it."""
+    """Seconds of a prefill, at least `least_s`:
+
+    `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before each)`
+
+    This is multiplied by the factor between recent passes of about that length and their
+    prediction.
+    """
 
     least_s: float = 0.0
     """Least seconds of any pass: on a GPU its launches, or reading the weights."""
@@ -75,11 +79,11 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The current state of a link. Fetches share it evenly: when one ends, each other has got as
-    many bytes, unless it ended before.
+    """The current state of a link. Fetches share it evenly: until a fetch ends, each other fetch
+    gets as many bytes as that fetch, or all of its own.
 
-    A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes (B + A +
-    min(r1, B) + min(r2, B) + ...) × byte_s.
+    A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes
+    (B + A + min(r1, B) + min(r2, B) + ...) × byte_s.
     """
 
     byte_s: float
@@ -102,8 +106,8 @@ class Link:
         return self.margin * self.byte_s * self._carried(num_bytes)
 
     def rest_s(self, elapsed_s: float, num_landed: int, num_bytes: int) -> float:
-        """Least seconds for the rest of a fetch. Assumes the rate at which the link carried its
-        arrived bytes, at least one, and the frame now on its way."""
+        """Least seconds for the rest of a fetch, at its rate so far. `num_landed` is at least one;
+        the frame on its way counts as carried."""
         carried = self._carried(min(num_landed + self.frame_bytes, num_bytes))
         return elapsed_s * (self._carried(num_bytes) / carried - 1)
 

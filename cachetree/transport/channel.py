@@ -233,8 +233,8 @@ def bound_silence(connection: socket.socket, silence_s: float) -> None:
 def silence_limits(silence_s: float) -> tuple[int, int, int, int]:
     """Return times after which the kernel ends a TCP connection without acknowledgements.
 
-    With unsent data: after the first number, in ms. Without, the kernel asks: after the second
-    number of seconds, then each third number of seconds, as often as the fourth says.
+    With unsent data it ends after the first number, in ms. Without, the kernel probes: first after
+    the second number of seconds, then at intervals of the third, as often as the fourth says.
     """
     probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
     return round(silence_s * 1000), max(1, round(silence_s / 2)), probe_s, _KEEPALIVE_PROBES

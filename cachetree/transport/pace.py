@@ -63,8 +63,8 @@ class Bandwidth:
     _CHANGED = 1.5
     """Factor between time and prediction, either way, that shows a change of the link."""
     _SHORT_S = 0.01
-    """Seconds that a short fetch takes for its bytes. Its other time is the fixed time; that of
-    longer ones is noise."""
+    """Most seconds that a short fetch takes for its bytes. The rest of its time is the fixed time;
+    in longer fetches the rest is noise."""
     _TRIP_S = 0.0005
     """Seconds of a round trip in one rack; used until a short fetch shows another."""
     _LONG = 4.0
@@ -73,8 +73,8 @@ class Bandwidth:
     _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1
     _MIN_GIVEN_UP_S = 0.01
-    """Least seconds of a fetch that missed its deadline, or that its reader gave up, to count. A
-    shorter one says nothing about the link."""
+    """Seconds of the shortest fetch that says something about the link although its reader gave it
+    up. If it missed its deadline, the limit is `_MIN_LATE_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

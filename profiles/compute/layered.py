@@ -131,8 +131,8 @@ class LayeredModel:
 
     @torch.inference_mode()
     def recompute(self, entering: Tensor, layers: Span) -> PrefixKV:
-        """Compute KV of `layers` from the residual stream that enters the first, `[1, tokens,
-        hidden]`."""
+        """Compute KV of `layers` from the residual stream `[1, tokens, hidden]` that enters the
+        first."""
         kv, _ = self._run(entering.to(self.device), layers, ())
         return [kv.get(layer) for layer in range(self.num_layers)]
 

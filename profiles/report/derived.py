@@ -28,7 +28,7 @@ LOW_QUALITY: Final = 0.3
 """Quality of full prefill below which the user should look at the data first."""
 CRITICAL_SHARE: Final = 0.25
 CRITICAL_KL: Final = 0.01
-"""A layer is critical if its KL is this share of the largest layer's, and so many nats."""
+"""Least KL of a critical layer: this share of the largest layer's KL, and this many nats."""
 
 
 def full_prefill_s(profile: MeasuredProfile) -> float:
