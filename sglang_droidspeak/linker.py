@@ -296,7 +296,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         What is being stored was computed before, and what is stored is the KV of the model that it
         names.
         """
-        log.info("droidspeak: weights are updated in place; full prefills until they are known")
         self._metrics.tell_pairs(self._planner.profiles, are_off=True)
         self._waiting.clear()
         self._pool_index.clear()

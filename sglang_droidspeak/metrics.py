@@ -176,8 +176,8 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Which of them may be reused; none while they are off. None: as before. A pair that never
-        could be reused has no sample, so that it raises no alert."""
+        """Say which pairs may be reused: none while they are off. `are_off` None: as before. A pair
+        that never could be reused has no sample, so that it raises no alert."""
         if are_off is not None:
             self._are_off = are_off
         self._in_pairs = {**self._in_pairs, **{str(it): it[:8] for pair in profiles for it in pair}}

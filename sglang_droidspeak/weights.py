@@ -1,9 +1,9 @@
 """Hooks that follow which weights are served, while updates write them.
 
-write    a new generation begins: no model is known, and requests do full prefills
-load     tensors that SGLang's model loads by their names in the checkpoint are hashed
-end      a folder's files are hashed by a thread, and named tensors replace what they name
-settle   all ranks know the same weights: the model has a name again
+write    A new generation begins. No model is known, and requests do full prefills.
+load     Tensors that SGLang's model loads by the checkpoint's names are hashed.
+end      A thread hashes a folder's files. Named tensors replace what they name.
+settle   All ranks know the same weights. The model has a name again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_droidspeak.start.refuse import READ_AS_SAFETENSORS
 log = logging.getLogger(__name__)
 
 _TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-"""As safetensors headers write them."""
+"""Names of types in safetensors headers."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -45,11 +45,11 @@ class WeightUpdates:
     _known: Callable[[ModelIdentity, str], object]
     """Called with what is served now, and the name of the folder that it came from, if any."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """What the last update has made of the weights. All ranks have one, or none has."""
+    """The weights after the last update. All ranks have one, or none has."""
     _folder: str = field(default="", init=False)
     """The name of the folder that is read."""
     _why: str = field(default="", init=False)
-    """What is not known of the last update."""
+    """Cause for a person why the weights are unknown; may be empty."""
     _loads_folder: bool = field(default=False, init=False)
     _is_open: bool = field(default=False, init=False)
     """A session of updates has begun. Until its end others may write from outside."""
@@ -88,7 +88,7 @@ class WeightUpdates:
             if not all(self._ranks.least([not has_written])):
                 if not has_written:
                     self._begin()
-                self._forget(result[1] or "the update broke off")
+                self._forget("" if result[0] else result[1] or "the update broke off")
                 read: Callable[[], Weights] = before.unknown
                 if result[0] and has_written and "weight_name_filter" not in rest:
                     load_format, stamps = rest.get("load_format", *args[:1]), (stamp, _stamp(path))
@@ -96,8 +96,8 @@ class WeightUpdates:
                 self._end(read, Path(path).name)
 
     def by_name(self, original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-        """What SGLang's model does not load by names is unknown: it is written as the model has it,
-        and the model fuses, cuts and packs tensors."""
+        """Hash what SGLang's model loads by names. Anything else is unknown: SGLang writes it into
+        tensors that the model has fused, cut or packed."""
         self._begin()
         loading = _Loading(updater.get_model(), self._weights, self._models.reader)
         self._forget("the update broke off")
@@ -105,12 +105,10 @@ class WeightUpdates:
             is_done, message = original(updater, *args, **kwargs)
         others = {kwargs.get("load_format"), *args[1:2]} - {None, "flattened_bucket"}
         why = f"load_format {others.pop()}" if others else loading.why
+        self._why = why if is_done else message
         if is_done and not why:
             self._weights = loading.weights
-        else:
-            self._why = why or message
-        if not self._is_open:
-            self._end(lambda: self._weights)
+        self._end(lambda: self._weights)
         return is_done, message
 
     def end(self, _result: None, _updater: object, *, run_post_load: bool) -> None:
@@ -150,6 +148,8 @@ class WeightUpdates:
         )
 
     def _begin(self) -> None:
+        if not self._models.unknown:
+            log.info("droidspeak: weights are updated in place; full prefills until they are known")
         self._reading = None
         self._models.change()
         self._changed()
@@ -158,6 +158,8 @@ class WeightUpdates:
         self._weights, self._why = self._weights.unknown(), why
 
     def _end(self, read: Callable[[], Weights], folder: str = "") -> None:
+        if self._is_open:
+            return
         self._models.unknown = "reading_weights"
         self._folder = folder
         self._reading = self._models.reader.submit(read)
@@ -168,7 +170,7 @@ class _Loading:
 
     def __init__(self, model: Any, weights: Weights, threads: Executor) -> None:
         self.weights = weights
-        """With what was loaded."""
+        """The weights after what was loaded."""
         self._odd = ""
         self._has_loaded = False
         self._model = model

@@ -25,17 +25,17 @@ Layout = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What is known of a model's tensors."""
+    """Digests of a model's tensors, as far as they are known."""
 
     started_as: ModelIdentity
     """An update changes no field of it except `weights`: a server reads config and tokenizer once.
     """
     computing: Mapping[str, Any]
-    """What the config says about the computation."""
+    """Fields of the config that change the computation."""
     layouts: Mapping[str, Layout]
-    """Of every tensor of the model."""
+    """Every tensor of the model."""
     digests: Digests
-    """Of the tensors whose content is known."""
+    """Tensors of known content."""
 
     @property
     def identity(self) -> ModelIdentity | None:
@@ -82,7 +82,7 @@ class Weights:
 def of_folder(
     path: Path, identity: ModelIdentity, computing: Mapping[str, Any], cache_dir: Path | None
 ) -> Weights:
-    """The weights of the checkpoint in folder `path`, whose other fields are known."""
+    """The weights of the checkpoint in folder `path`; the caller has read its config."""
     files = weight_files(path)
     digests = tensor_digests(files, cache_dir)
     if computing.get("tie_word_embeddings"):

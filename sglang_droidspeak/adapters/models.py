@@ -67,7 +67,7 @@ class LoadedModel:
     model_id: ModelId
     """Stale while the base is unknown."""
     digest: str
-    """Of the adapter's files; empty for none."""
+    """Content of the adapter's files; empty for none."""
     adapter: Adapter
 
 
@@ -111,8 +111,8 @@ class Models:
         self.generation = 0
         """How often the base's weights were written."""
         self.place = ""
-        """What the present generation's namespaces of SGLang's tree end with. The tree may have KV
-        of earlier generations until SGLang flushes it."""
+        """End of the present generation's namespaces in SGLang's tree. The tree may have KV of
+        earlier generations until SGLang flushes it."""
         self.ids: set[str] = set()
         """Of all adapters that were ever to be loaded: SGLang's tree may have KV of them."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
@@ -131,7 +131,7 @@ class Models:
 
     @property
     def ids_now(self) -> set[ModelId]:
-        """Models whose content is known."""
+        """Models of known content."""
         return set() if self.unknown else {it.model_id for it in self._loaded.values()}
 
     def change(self) -> None:
@@ -141,7 +141,7 @@ class Models:
         self.place = prefixes.place_of_generation(self.generation)
 
     def become(self, base: ModelIdentity) -> None:
-        """Of the present generation's weights it is known by now what they are."""
+        """Name the present generation's weights: they are known by now."""
         self._base, self.unknown = base, ""
         self._differences.clear()
         for lora_id, it in self._loaded.items():

@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 _USUAL_TOKENS: Final = 2048
 _OFF: Final = {
     "reading_weights": "weights were updated, and are being read; wait",
-    "weights_updated": "weights are being written, or an update is not known; update all of them",
+    "weights_updated": (
+        "weights are being updated, or it is not known what an update has written; end it, or "
+        "update from a checkpoint folder"
+    ),
     "loader_failed": "the loader's thread has failed; restart the server",
 }
 

@@ -55,7 +55,7 @@ class ThisServer:
 
     settings: Settings
     weights: Weights
-    """As they were read at start."""
+    """Those of the checkpoint, read at start."""
     profiles: tuple[PairProfile, ...]
     page_size: int
     e_width: int
@@ -67,7 +67,7 @@ class ThisServer:
 
     @property
     def identity(self) -> ModelIdentity:
-        """What the server is started as."""
+        """The model that the server starts with; `Models` knows the present one."""
         return self.weights.started_as
 
     @property

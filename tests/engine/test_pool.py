@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 import torch
 from engine_parts import PAGE, family_of
@@ -26,7 +27,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from benchmarks.random_adapters import write_adapter
-from cachetree.checkpoint import Codec
+from cachetree.checkpoint import Codec, adapted, adapter_digest, read_model_identity
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
@@ -362,6 +363,26 @@ def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
     assert models.first_differences(None) == {"upper": 2, "lower": 1}
     models.drop("twin")
     assert (models.of("l"), models.first_differences(None)) == (None, {"upper": 2})
+
+
+def test_an_adapter_is_another_model_once_its_base_is(model: Path, tmp_path: Path) -> None:
+    base = read_model_identity(model)
+    other = msgspec.structs.replace(base, weights="other")
+    models, adapter = Models(base, 4, adapter_digest), write_adapter(tmp_path / "a", model)
+    models.add("a", adapter)
+    assert models.of("a") == adapted(base, adapter).model_id
+    models.change()
+    assert (models.of(None), models.of("a")) == (None, None)
+    models.load("b", adapter, lambda: None)
+    while models.is_reading("b"):
+        models.settle(Ranks(None))
+    assert models.of("b") is None
+    named: dict[str, ModelId] = {}
+    models.known = named.__setitem__
+    models.become(other)
+    assert models.of("a") == models.of("b") == adapted(other, adapter).model_id
+    assert named == dict.fromkeys("ab", models.of("a"))
+    assert models.first_differences(None) == {models.of("a"): 0}
 
 
 def load(models: Models, lora_id: str, folder: Path, meanwhile: Callable[[], object]) -> None:

@@ -182,10 +182,12 @@ class Walk:
         self.updates.restore()
         self.is_raw = True
         self.step_some()
-        has_loaded = self.rng.random() < 0.8
-        if has_loaded:
+        has_loaded = False
+        if self.rng.random() < 0.8:
             for _ in range(self.rng.randint(1, 3)):
-                self.by_name()
+                is_by_name = self.rng.random() < 0.9
+                (self.by_name if is_by_name else self.from_disk)()
+                has_loaded |= is_by_name
                 self.step_some()
         else:  # By RDMA, at any time until the end.
             self.content = (RANDOM,) * len(NAMES)
@@ -225,7 +227,9 @@ class Walk:
 
     def update(self) -> None:
         self.others_differ = self.rng.random() < 0.05
-        self.rng.choice([self.session] * 6 + [self.from_disk] * 8 + [self.by_name, self.reset])()
+        self.rng.choice(
+            [self.session] * 6 + [self.from_disk] * 8 + [self.by_name] * 3 + [self.reset] * 2
+        )()
         if self.rng.random() < 0.3:
             self.flush()
 
