@@ -1,1 +1,2 @@
-"""What the KV pool cannot say: E per slot, who has which pages, and the way into the cache."""
+"""Add to SGLang's KV pool: E per slot, an index of the pages of each model, and copies to the
+cache."""

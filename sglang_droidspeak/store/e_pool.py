@@ -1,7 +1,7 @@
-"""E of the transition layers, kept per KV slot beside the KV pool. Runs without SGLang.
+"""Keep E of the transition layers per KV slot, beside the KV pool. Runs without SGLang.
 
-Because it is indexed by KV slot, chunked prefill, batch mixing, radix sharing, node splits and
-decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds its E.
+E is indexed by KV slot. So a holder of a prefix's slots holds its E. Chunked prefill, batch mixing,
+radix sharing, node splits and decoded tokens need no bookkeeping.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _ATTRIBUTE = "droidspeak"
 
 
 class EPool:
-    """E of the transition layers for every KV slot, and whether it is there.
+    """E of the transition layers for every KV slot, and whether a slot's E is valid.
 
     `e[layer]` is `[slots, columns]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
     from SGLang's own forward over its token until the slot is loaded or partially prefilled.
 
-    Every rank computes all of E and keeps columns of its own; `Ranks.whole` puts them together.
+    Every rank computes all of E and keeps its own columns; `Ranks.whole` joins them.
     """
 
     def __init__(
         self, layers: tuple[int, ...], num_slots: int, columns: Span, runner: ModelRunner
     ) -> None:
-        """`columns` are those that this rank keeps of E."""
+        """`columns` of E are kept by this rank."""
         self._columns = slice(columns.start, columns.stop)
         self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
-        """Tells dtype, width and device where no layer is kept."""
+        """An empty tensor with E's dtype, width and device, also if no layer is kept."""
         self.e = {layer: self.no_rows.new_zeros(num_slots, len(columns)) for layer in layers}
         self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
 
@@ -54,15 +54,15 @@ class EPool:
         self.valid.index_fill_(0, slots, False)
 
     def adopt(self, source: torch.Tensor, slots: torch.Tensor, block: Span) -> None:
-        """`slots` are the same tokens of a model whose layers in `block` have just run, and that
-        has the same E elsewhere."""
+        """Copy E from `source` to `slots`, except in the layers of `block`, which have just written
+        it. Both hold the same tokens, of two models with the same E."""
         for layer, rows in self.e.items():
             if layer not in block:
                 rows[slots] = rows[source]
         self.valid[slots] = self.valid[source]
 
     def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
-        """How many leading pages end with the last one that lacks E somewhere; 0: all have it."""
+        """Number of leading pages up to the last page that lacks E in a slot; 0 if all have E."""
         lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
         return int(lacks[-1]) + 1 if len(lacks) else 0
 
@@ -80,7 +80,7 @@ class EPool:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What the linker needs of the model worker, found on its KV pool."""
+    """Objects of the model worker for the linker, which finds them on the KV pool."""
 
     runner: ModelRunner
     stack: LayerStack | None
@@ -88,17 +88,17 @@ class Attachment:
     e_pool: EPool
     server: ThisServer
     corrections: Mapping[str, Correction]
-    """Of E, by digest, on the device in the model's dtype."""
+    """Maps that correct E, by digest, on the device in the model's dtype."""
 
 
 def correction_bytes(server: ThisServer, dtype: torch.dtype) -> int:
-    """What all maps take on each rank's device."""
+    """Bytes that all maps take on each rank's device."""
     tensors = [tensor for it in server.corrections.values() for tensor in it.tensors]
     return sum(it.numel() for it in tensors) * dtype.itemsize
 
 
 def e_bytes_per_token(server: ThisServer, dtype: torch.dtype) -> int:
-    """On each rank."""
+    """Bytes of E per token on each rank."""
     return len(server.transition_layers) * server.e_width * dtype.itemsize
 
 
@@ -125,7 +125,8 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
 
 
 def attachment_of(pool: MHATokenToKVPool) -> Attachment:
-    """Raises ConfigError where the plugin's hooks did not run in this process."""
+    """Attachment of a KV pool. Raises ConfigError if the plugin's hooks did not run in this
+    process."""
     attachment = getattr(pool, _ATTRIBUTE, None)
     if attachment is None:
         raise ConfigError(

@@ -1,15 +1,15 @@
-"""What this server keeps in host memory, told to who follows SGLang's KV events: one tier more.
+"""Publish the content of this server's host memory in SGLang's KV events, as one more tier.
 
-SGLang publishes what its tree has on the device. Where it does (`--kv-events-config`), it is given
-these events beside its own, and its publisher sends both, numbers and repeats them.
+With `--kv-events-config` SGLang publishes the content of its tree on the device. It then gets these
+events beside its own, and its publisher numbers, sends and repeats both.
 
     offloader's thread   commits pages ─► BlockStored ──┐  under the cache's lock
     any thread           evicts pages  ─► BlockRemoved ─┴► waiting
     scheduler            take_events: SGLang's own, then what waits
 
-Events name tokens, and a cache knows hashes alone. So pages are told of that this server has
-computed, and no others: not what others have stored here, nor what an earlier run left on disk.
-Nor is what lies under a tenant's salt or key.
+Events name tokens, and a cache knows only hashes. So events tell only of pages that this server has
+computed. They do not tell of pages that others stored here or that an earlier run left on disk.
+They never tell of pages under a tenant's salt or key.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.store.insertions import EventTokens, Offloader
 
 MAX_WAITING: Final = 10_000
-"""Events; what is stored beyond that is not told of."""
+"""Most events that may wait. Events of later stores are dropped."""
 _HASH_BYTES: Final = 8
 
 
 class HostStored(BlockStored, tag="BlockStored"):  # type: ignore[call-arg]
-    """Fields that are added are skipped by those who do not know them."""
+    """SGLang's event with more fields. A subscriber that does not know them skips them."""
 
     model: str = ""
-    """By content, as `droidspeak identity` prints it."""
+    """Model id by content, as `droidspeak identity` prints it."""
     family: str = ""
     """Digest of what models must share to exchange caches."""
 
 
 class HostEvents:
-    """A listener of the cache's memory, until it is closed."""
+    """Turn changes of the cache's memory into events, until closed."""
 
     def __init__(
         self, cache: Cache, offloader: Offloader, adapters: Mapping[str, LoRARef], metrics: Metrics
@@ -58,12 +58,13 @@ class HostEvents:
         self._adapters: Final = adapters
         self._metrics: Final = metrics
         self._waiting: Final[deque[BlockStored | BlockRemoved]] = deque()
-        self._told: Final[dict[tuple[ModelId, PageHash], int]] = {}
-        """By what was told to be here, its hash in events; under the cache's lock."""
+        self._hashes: Final[dict[tuple[ModelId, PageHash], int]] = {}
+        """Hash in events of each page that an event has told of. Guarded by the cache's lock."""
         _, self._unsubscribe = cache.tree.subscribe(self._note)
 
     def about(self, req: Req, start: int, stop: int) -> EventTokens | None:
-        """Of some of a request's tokens; None where nobody is to hear of them. Scheduler thread."""
+        """Content of events about tokens [start, stop) of a request. None if no event may tell of
+        them. Scheduler thread."""
         adapter = self._adapters.get(req.lora_id) if req.lora_id else None
         is_unknown = req.lora_id and adapter is None
         is_secret = req.cache_salt or prefixes.tenant_of(req) is not None
@@ -72,7 +73,7 @@ class HostEvents:
         return EventTokens(req.full_untruncated_fill_ids[start:stop], adapter)
 
     def take(self, events: list[Any], _tree: object) -> list[Any]:
-        """Hooks UnifiedRadixCache.take_events. Scheduler thread."""
+        """Hooks UnifiedRadixCache.take_events: add the waiting events. Scheduler thread."""
         while self._waiting:
             event = self._waiting.popleft()
             kind = "stored" if isinstance(event, BlockStored) else "removed"
@@ -81,45 +82,47 @@ class HostEvents:
         return events
 
     def close(self) -> None:
-        """Nothing here is read any more: tell that it is gone."""
+        """Stop listening, and tell that all pages are removed."""
         self._unsubscribe()
-        self._remove([*self._told.values()])
-        self._told.clear()
+        self._remove([*self._hashes.values()])
+        self._hashes.clear()
 
     def _note(self, change: Change) -> None:
-        """Any thread, with the cache's lock held."""
+        """Queue the event of one change. Any thread, with the cache's lock held."""
         if change.part != KV:
-            return  # Events are of KV.
+            return  # Events tell of KV only.
         if change.added:
             self._note_stored(change)
         else:
             keys = ((change.model, page) for page in change.pages)
-            self._remove([self._told.pop(key) for key in keys if key in self._told])
+            self._remove([self._hashes.pop(key) for key in keys if key in self._hashes])
 
     def _note_stored(self, change: Change) -> None:
         offload, pages = self._offloader.storing, change.pages
-        told = offload.told if offload is not None and offload.model == change.model else None
-        if offload is None or told is None or pages[0] not in offload.pages:
-            return  # It comes from somebody else.
+        content = (
+            offload.event_tokens if offload is not None and offload.model == change.model else None
+        )
+        if offload is None or content is None or pages[0] not in offload.pages:
+            return  # The offloader did not add it.
         if len(self._waiting) >= MAX_WAITING:
             self._metrics.kv_event_pages.labels("dropped").inc(len(pages))
             return
         size, parent = self._family.page_size, change.parent
         start = size * offload.pages.index(pages[0])
-        tokens = list(told.tokens[start : start + size * len(pages)])
+        tokens = list(content.tokens[start : start + size * len(pages)])
         if len(tokens) < size * len(pages):
-            return  # Somebody else's that goes on from there.
-        hashes = [_block_hash(told, it) for it in pages]
-        self._told.update(zip(((change.model, it) for it in pages), hashes, strict=True))
+            return  # Another writer's pages, which continue the offload's.
+        hashes = [_block_hash(content, it) for it in pages]
+        self._hashes.update(zip(((change.model, it) for it in pages), hashes, strict=True))
         self._waiting.append(
             HostStored(
                 block_hashes=hashes,
-                parent_block_hash=None if parent is None else _block_hash(told, parent),
+                parent_block_hash=None if parent is None else _block_hash(content, parent),
                 token_ids=tokens,
                 block_size=size,
                 lora_id=None,
                 medium=StorageMedium.CPU,
-                lora_name=told.adapter.lora_name if told.adapter else None,
+                lora_name=content.adapter.lora_name if content.adapter else None,
                 model=change.model,
                 family=self._family.digest,
             )
@@ -130,10 +133,10 @@ class HostEvents:
             self._waiting.append(BlockRemoved(block_hashes=hashes, medium=StorageMedium.CPU))
 
 
-def _block_hash(told: EventTokens, page: PageHash) -> int:
-    """As SGLang's own events name the page: an adapter's apart from the base model's."""
+def _block_hash(content: EventTokens, page: PageHash) -> int:
+    """Hash of a page as in SGLang's own events, in which an adapter's differs from the base's."""
     seed = None
-    if told.adapter is not None:
-        seed = kv_event_namespace_seed(extra_key=told.adapter.lora_id, cache_salt=None)
+    if content.adapter is not None:
+        seed = kv_event_namespace_seed(extra_key=content.adapter.lora_id, cache_salt=None)
     number = int.from_bytes(page[:_HASH_BYTES], "big", signed=True)
     return namespaced_block_hash(number, namespace_seed=seed)

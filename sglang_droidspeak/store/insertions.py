@@ -1,4 +1,4 @@
-"""What SGLang inserts into its tree: noted for the models beside, and copied out for others.
+"""Note what SGLang inserts into its tree for this server's other models, and copy it out for peers.
 
 SGLang    checkpoint ─► offload, for each new node ─► its pages are noted in the pool's index
 thread                  └► KV and E out of the pool, layer after layer ─► the cache ─► peers
@@ -24,18 +24,18 @@ from sglang_droidspeak.store.rows import ServerPool
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+"""Most nodes that may be locked for a copy at once. More would starve the KV pool."""
 
 _MAX_BRING_S = 0.5
 """Seconds that a node waits for E of the pages before it."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
-"""Records what writes the slots that are inserted now; nothing off CUDA."""
+"""Record events behind the forwards that write the inserted slots. Returns none off CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventTokens:
-    """What events say of an offload's pages, beside their hashes."""
+    """Content of KV events about an offload's pages, beside their hashes."""
 
     tokens: Sequence[int]
     adapter: LoRARef | None
@@ -47,17 +47,17 @@ class Offload:
 
     model: ModelId
     before: Sequence[PageHash]
-    """All pages of the prompt up to the first."""
+    """All pages of the prompt before `pages`."""
     pages: Sequence[PageHash]
     slots: torch.Tensor
     ready: Sequence[torch.cuda.Event]
-    """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
-    told: EventTokens | None = None
-    """What events say of it; None where there are none, or nobody is to hear of it."""
+    """Events that the copy waits for: the forwards that write the slots. Empty off CUDA."""
+    event_tokens: EventTokens | None = None
+    """Content of KV events about the node. None if there are no events, or none may tell of it."""
 
 
-def _nobody(*_about: object) -> None:
-    """Where nobody follows events."""
+def _no_events(*_about: object) -> None:
+    """Do nothing: no events are published."""
 
 
 @dataclass(eq=False)
@@ -71,13 +71,14 @@ class Insertions:
     _offloader: Offloader
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
-    about: Callable[[Req, int, int], EventTokens | None] = _nobody
-    """What events say of some of a request's tokens."""
-    name: Callable[[Req], object] = _nobody
-    """Has SGLang's own events name the request's adapter by the extra key that it has now."""
+    about: Callable[[Req, int, int], EventTokens | None] = _no_events
+    """Return the content of KV events about some of a request's tokens."""
+    name: Callable[[Req], object] = _no_events
+    """Let SGLang's own events name the request's adapter by the request's present extra key."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
-        """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
+        """Remember the request while SGLang inserts its tokens, for `offload`, which SGLang calls
+        inside."""
         self.name(req)
         if self._pool.is_read:
             self._note(req, up_to, tree)
@@ -88,7 +89,7 @@ class Insertions:
             self._inserting = None
 
     def _note(self, req: Req, up_to: int, tree: UnifiedRadixCache) -> None:
-        """What SGLang's tree will have of this request is there for the other models, too."""
+        """Note in the pool's index what SGLang's tree will have, for this server's other models."""
         owner = self._models.owner_of(req)
         if owner is None or prefixes.refusal(req) or prefixes.is_approximate(req):
             return
@@ -102,7 +103,8 @@ class Insertions:
         )
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
-        """Have new exact KV copied out, after what `ready` records; False where it is not, yet."""
+        """Queue a copy of new exact KV, behind the forwards that `ready` records. False if it
+        cannot be copied now; SGLang offers it again."""
         if self._offloader.is_stopped:
             return self._offloader.put(None)
         if self._inserting is None:
@@ -131,37 +133,37 @@ class Insertions:
                 pages=pages,
                 slots=transfer.device_indices[:num_tokens],
                 ready=ready(),
-                told=self.about(req, start, start + num_tokens),
+                event_tokens=self.about(req, start, start + num_tokens),
             )
         )
 
 
 class Offloader:
-    """Stores exact KV only."""
+    """Copy exact KV and E of new nodes into the cache, in a thread."""
 
     def __init__(self, cache: Cache, pool: ServerPool, stream: Any) -> None:
-        """It copies on `stream`."""
+        """Copies run on `stream`."""
         self._cache = cache
         self._pool = pool
         self._device = torch.get_device_module(pool.e_pool.valid.device)
         self._stream = stream
         self.is_stopped = False
-        """It stores nothing more."""
+        """Whether it stores nothing more."""
         self.storing: Offload | None = None
-        """What its thread stores now; read in that thread."""
+        """Node that the thread stores now. Read in that thread."""
         self.num_put = 0
-        """Nodes that were ever queued."""
+        """Nodes ever queued."""
         self.num_done = 0
-        """Of these, how many are stored, or never will be,"""
+        """Queued nodes that are stored, or never will be."""
         self._num_taken = 0
-        """and of how many of those SGLang knows: as many on each rank of a server."""
+        """Done nodes that SGLang knows of. All ranks of a server have the same number."""
         self._thread: WorkerThread[tuple[Offload | None]] = WorkerThread(
             "droidspeak-offload", self._run, fail=self._let_go
         )
 
     def put(self, offload: Offload | None) -> bool:
-        """Queue one node, or None for one that is let go in its turn and never offered again; False
-        where too many are in flight."""
+        """Queue one node. None stands for a node that is not stored, and that SGLang must not offer
+        again. False if too many are in flight."""
         if self.num_put - self._num_taken >= MAX_IN_FLIGHT:
             return False
         self.num_put += 1
@@ -173,12 +175,12 @@ class Offloader:
         return self.num_done - self._num_taken
 
     def pop_result(self) -> bool:
-        """True: SGLang is not to offer it again, whatever became of it."""
+        """Count one more done node as known. Returns True: SGLang must not offer it again."""
         self._num_taken += 1
         return True
 
     def reset(self) -> None:
-        """Wait until nothing is in flight and forget the results."""
+        """Wait until no node is in flight, and forget the results."""
         while self.num_done < self.num_put:
             time.sleep(0.001)
         self._num_taken = self.num_done
@@ -194,13 +196,13 @@ class Offloader:
                 try:
                     if offload is not None:
                         self._store(offload)
-                except Exception:  # As if it were evicted, and what follows it as well.
+                except Exception:  # The cache then lacks the node, as if it were evicted.
                     log.exception("a new node was not stored")
                 self.storing = None
                 self.num_done += 1
 
     def _let_go(self, _item: object, _error: object) -> None:
-        """The thread has failed. SGLang still unlocks the node."""
+        """Count a node as done after the thread has failed, so that SGLang unlocks it."""
         self.num_done += 1
 
     def _store(self, offload: Offload) -> None:
@@ -208,7 +210,7 @@ class Offloader:
             event.synchronize()
         e_pool = self._pool.e_pool
         self._store_part(offload, 0, KV)
-        # Loaded pages hold no E of their own; what was computed after them does.
+        # Loaded pages hold no E of their own; pages computed after them do.
         first = e_pool.num_pages_without(offload.slots, self._pool.page_size)
         for layer in e_pool.e:
             if first < len(offload.pages):
@@ -216,7 +218,7 @@ class Offloader:
                 self._store_part(offload, first, Part(layer))
 
     def _bring_e(self, pages: Sequence[PageHash], model: ModelId, layer: int) -> None:
-        """Have E of the pages before those that are stored, if it is anywhere."""
+        """Bring E of earlier pages into memory, if any tier has it: E is stored without gaps."""
         if pages and not self._cache.tree.has(model, pages[-1], Part(layer)):
             self._cache.bring_e(model, pages, layer, Deadline.after(_MAX_BRING_S))
 

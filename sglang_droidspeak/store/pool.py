@@ -1,10 +1,10 @@
-"""What every model of this server has in its KV pool.
+"""Index the pages that each model of this server has in its KV pool.
 
-SGLang gives each adapter a radix tree of its own. What is inserted there is noted in the cache's
-tree too, at a location per adapter, so that one walk finds it for all others. SGLang does not tell
-what it evicts: a note is a hint, looked up in SGLang's tree before anything is planned on it, and
-corrected where it was wrong. Ranks look up what they like, so notes may differ between them until
-they are about to load.
+SGLang gives each adapter a radix tree of its own. Each insertion is also noted in the cache's tree,
+at one location per adapter. So one walk finds the pages for all other models. SGLang does not tell
+what it evicts, so a note is only a hint. Before a plan uses a note, it is looked up in SGLang's
+tree and corrected. Each rank corrects notes when it looks them up, so ranks may differ until they
+are about to load.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.ranks import Ranks
 
 _MAX_PLACES: Final = 256
-"""Namespaces of which something is noted, each up to as much as the pool can hold. An activated
-adapter has one for every place at which it was invoked."""
+"""Most namespaces with notes. Each may have notes for as many pages as the pool can hold. An
+activated adapter has one namespace for every place at which it was invoked."""
 _MAX_POOLS: Final = 4
-"""Of notes in all, in times of what the pool can hold."""
+"""Most notes in all, as a multiple of the pages that the pool can hold."""
 
 
 def pool_of(namespace: str) -> Location:
-    """Where the KV lies that this server has for requests of that namespace."""
+    """Location of the KV that this server has for requests of a namespace."""
     return Location(f"{POOL_PREFIX}{namespace}")
 
 
@@ -42,14 +42,14 @@ class PoolPages:
     slots: torch.Tensor
     """KV slots of the plan's pages, int64."""
     release: Callable[[], None] = lambda: None
-    """SGLang may evict them again."""
+    """Let SGLang evict the pages again."""
     has_e: bool = False
-    """All that a recompute of them can begin with."""
+    """Whether they have all E that a recompute can begin with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How many pages of a prompt the device has."""
+    """Numbers of leading pages of a prompt that the device has."""
 
     exact: int
     approximate: int
@@ -61,16 +61,16 @@ class PoolIndex:
 
     _tree: CacheTree
     _e_parts: Sequence[Part]
-    """Of which layers SGLang's forwards leave E beside the KV."""
+    """Layers of which SGLang's forwards leave E beside the KV."""
     _page_size: int
     _num_slots: int
     _ranks: Ranks
     _places: OrderedDict[Location, None] = field(default_factory=OrderedDict, init=False)
-    """Where something is noted, the one longest unused first."""
+    """Locations with notes, the one unused for longest first."""
     _loaded: OrderedDict[tuple[str, PageHash], None] = field(
         default_factory=OrderedDict, init=False
     )
-    """Approximate pages that were loaded, not computed after such ones; by namespace."""
+    """Approximate pages that were loaded, by namespace. Pages computed after them are not here."""
     is_read: bool = field(default=False, init=False)
     """Whether a model of this server may ask what the pool has."""
     has_approximate: bool = field(default=False, init=False)
@@ -84,14 +84,15 @@ class PoolIndex:
         num_there: int,
         num_loaded: int,
     ) -> None:
-        """SGLang inserts these pages, from the root, into that namespace of its tree, as `model`'s.
-        It has the first `num_there`, and of the others the first `num_loaded` come without E.
+        """Note pages of `model` that SGLang is about to insert, from the root, into a namespace.
 
-        A page that is noted with E has it in whatever slots the tree has for it. Whoever may load
-        comes here before each insertion, and what was not loaded was computed by SGLang's own
-        forwards, which write E; who never comes here loads nothing. What the tree has keeps its
-        slots and so its note: unnoted, it counts as without E, and behind such a page E is of no
-        use.
+        SGLang's tree already has the first `num_there`. The first `num_loaded` pages are without E,
+        except the ones that the tree has already.
+
+        A page that is noted with E has E in the slots of SGLang's tree. This holds because every
+        request that may load is noted before each insertion. Pages that were not loaded were
+        computed by SGLang's own forwards, which write E. Pages that the tree has keep their slots,
+        and so their notes. A page without a note counts as without E, and E behind it is useless.
         """
         location, remote = pool_of(namespace), self._tree.remote
         most = self._num_slots // self._page_size * (1 + len(self._e_parts))
@@ -107,7 +108,7 @@ class PoolIndex:
             for part in self._e_parts:
                 if has_e:
                     remote.add(location, model, parent, pages[start:], part)
-                else:  # Other slots have these pages now.
+                else:  # These pages have other slots now.
                     remote.drop(location, model, pages[start:], part)
         while len(self._places) > _MAX_PLACES or (
             sum(remote.num_pages[it] for it in self._places) > _MAX_POOLS * most
@@ -115,12 +116,12 @@ class PoolIndex:
             self._leave([next(iter(self._places))])
 
     def forget(self, lora_id: str) -> None:
-        """The adapter is gone, and nobody can ask for its part of SGLang's tree any more."""
+        """Forget an unloaded adapter: no request can reach its part of SGLang's tree any more."""
         mine = pool_of(lora_id)
         self._leave([it for it in self._places if it.partition("@")[0] == mine])
 
     def clear(self) -> None:
-        """Nothing is in the pool any more."""
+        """Forget all notes: the pool is empty."""
         self._leave(list(self._places))
         self._loaded.clear()
         self.has_approximate = False
@@ -132,8 +133,8 @@ class PoolIndex:
             del self._places[location]
 
     def note_loaded(self, namespace: str, pages: Iterable[PageHash]) -> None:
-        """These pages of a namespace are made from another model's KV. What SGLang evicts stays
-        noted, up to a few times what the pool can hold."""
+        """Note that these pages of a namespace were made from another model's KV. The note outlives
+        an eviction, up to a few times as many pages as the pool can hold."""
         self.has_approximate = True
         for page in pages:
             self._loaded[namespace, page] = None
@@ -145,7 +146,7 @@ class PoolIndex:
         return sum((namespace, page) in self._loaded for page in pages)
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
-        """What SGLang would find of the request's first pages in either namespace."""
+        """Numbers of the request's first pages that SGLang would find in either namespace."""
         exact = prefixes.num_held(req, prefixes.namespace_of(req), num_pages, tree)
         if not self.has_approximate:
             return Held(exact, 0)
@@ -155,9 +156,9 @@ class PoolIndex:
     def lock(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
-        """The plan's pages, of which SGLang evicts none before they are released; None where a rank
-        has not all that the plan needs, which all then know. All ranks do this for the same
-        requests, in the same order."""
+        """Lock the plan's pages: SGLang evicts none before they are released. None on all ranks if
+        one rank lacks a part of the plan. All ranks call this for the same requests, in the same
+        order."""
         (num_pages,) = self._ranks.least([self._num_held(plan, pages, req, tree)])
         if not self._is_all(plan, pages, num_pages):
             return None
@@ -169,8 +170,8 @@ class PoolIndex:
         return PoolPages(slots, lambda: tree.unlock(lock), has_e)
 
     def has(self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache) -> bool:
-        """Whether SGLang has all of the plan's pages still, and they the E that it needs; what is
-        gone is noted. Asks the device for nothing."""
+        """Whether SGLang still has all pages of the plan, with the E that it needs. Drop the notes
+        of evicted pages. Reads nothing from the device."""
         return self._is_all(plan, pages, self._num_held(plan, pages, req, tree))
 
     def _is_all(self, plan: Plan, pages: Sequence[PageHash], num_pages: int) -> bool:
@@ -182,7 +183,7 @@ class PoolIndex:
     def _num_held(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> int:
-        """How many of the prompt's pages are there for the plan, up to its last."""
+        """Number of the prompt's leading pages that the plan can use, up to its last."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
         num_pages = prefixes.num_held(req, namespace, plan.pages.stop, tree)
         return (
@@ -195,7 +196,7 @@ class PoolIndex:
     def _noted(
         self, location: Location, model: ModelId, pages: Sequence[PageHash]
     ) -> tuple[int, int]:
-        """How many leading pages are noted, and how many with E; that is a use of both."""
+        """Numbers of leading pages that are noted, and noted with E. Counts as a use of both."""
         num_kv, *with_e = (
             self._tree.remote.reach(location, model, pages, part, is_use=True)
             for part in (KV, *self._e_parts)

@@ -1,9 +1,9 @@
-"""Rows of KV and E between the KV pool's layout and the bytes that cachetree stores.
+"""Convert rows of KV and E between the KV pool's layout and the bytes that cachetree stores.
 
 stored, per layer   KV  [token, (K, V), head, head_dim]     E  [token, column]
 pool, per layer     K   [slot, head, head_dim]   V  the same
 
-Where the family has a codec, every stored vector of `head_dim` is encoded.
+If the family has a codec, every stored vector of `head_dim` values is encoded.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
-"""Of a Llama-3-8B 4 MiB of KV per layer."""
+"""Tokens that are stored in one piece: 4 MiB of KV per layer for a Llama-3-8B."""
 _LOADED_TOKENS: Final = 8192
-"""Of what is loaded, 32 MiB; while it is decoded the device has it several times."""
+"""Tokens that are loaded in one piece: 32 MiB. While they are decoded, the device holds several
+copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """A family's codec, between tensors on any device and stored bytes."""
+    """Encode tensors on any device into stored bytes, and decode them, by a family's codec."""
 
     codec: Codec
     length: int
     """Values of one vector."""
 
     def store(self, values: torch.Tensor, target: memoryview) -> None:
-        """Write `values`, whose elements fill whole vectors; returns when they are there."""
+        """Write `values`, which fill whole vectors, to `target`. Returns once they are written."""
         encoded = encode(self.codec, values.reshape(-1, self.length))
         torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
 
     def load(self, raw: memoryview, like: torch.Tensor) -> torch.Tensor:
-        """As rows of the dtype and width of `like`, decoded on its device; on CUDA on the current
-        stream, without waiting for it."""
+        """Decode bytes into rows of the dtype and width of `like`, on its device. On CUDA this runs
+        on the current stream, without waiting for it."""
         encoded = torch.frombuffer(raw, dtype=torch.uint8).to(like.device, non_blocking=True)
-        if self.codec is not Codec.NONE:  # Else a token's E may be no whole number of vectors.
+        if self.codec is not Codec.NONE:  # Without a codec a token's E may not fill whole vectors.
             size = vector_bytes(self.codec, self.length, like.dtype.itemsize)
             encoded = encoded.view(-1, size)
         return decode(self.codec, encoded, like.dtype).view(-1, like.shape[-1])
@@ -65,8 +66,8 @@ class ServerPool:
     page_size: int
 
     def store(self, step: Step, slots: torch.Tensor, targets: Sequence[memoryview]) -> None:
-        """Copy what these slots hold to host bytes, which may lie in several runs; returns when it
-        is there. In pieces, because each is gathered in the device's memory first."""
+        """Copy KV or E of these slots to host memory, in one or several runs. Returns once it is
+        written. Copies in pieces, because the device's memory holds each piece first."""
         for target, part in _parts(targets, slots, _PIECE_TOKENS):
             if step.kind is Kind.E:
                 self.coding.store(self.e_pool.e[step.layer][part], target)
@@ -74,8 +75,9 @@ class ServerPool:
                 self.rows.read_into(step.layer, part, target)
 
     def load(self, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]) -> int:
-        """As `DeviceRows.write_from`, from bytes in several runs; how many bytes those are. In
-        pieces, because each is in the device's memory first."""
+        """Copy KV from host memory, in one or several runs, into slots, as `DeviceRows.write_from`.
+        Returns the number of bytes. Copies in pieces, because the device's memory holds each piece
+        first."""
         for source, part in _parts(sources, slots, _LOADED_TOKENS):
             self.rows.write_from(layer, part, source)
         return sum(source.nbytes for source in sources)
@@ -84,7 +86,7 @@ class ServerPool:
 def _parts(
     runs: Sequence[memoryview], slots: torch.Tensor, most: int
 ) -> Iterator[tuple[memoryview, torch.Tensor]]:
-    """The runs in order, each in pieces of at most so many slots, and these."""
+    """Pieces of the runs in order, of at most `most` slots each, with their slots."""
     row_bytes, at = sum(run.nbytes for run in runs) // len(slots), 0
     for run in runs:
         for start in range(0, run.nbytes, most * row_bytes):
@@ -95,7 +97,7 @@ def _parts(
 
 
 def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
-    """Reads and writes whole layers of chosen slots of one KV pool."""
+    """Object that reads and writes whole layers of chosen slots of one KV pool."""
     is_plain = pool.k_buffer[0].device.type == "cpu" and coding.codec is Codec.NONE
     return HostRows(pool) if is_plain else DeviceRows(pool, coding)
 
@@ -109,12 +111,13 @@ class DeviceRows:
         prepare(coding.codec, coding.length, pool.k_buffer[0].device)
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
-        """Copy the KV of `slots` to host bytes; returns when it is there."""
+        """Copy the KV of `slots` to host memory. Returns once it is written."""
         rows = torch.stack([buffer[slots] for buffer in self._buffers(layer)], dim=1)
         self._coding.store(rows, target)
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
-        """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
+        """Copy host memory into `slots`. On CUDA this runs on the current stream, without waiting
+        for it."""
         buffers = self._buffers(layer)
         rows = self._coding.load(source, buffers[0]).view(-1, 2, *buffers[0].shape[1:])
         for part, buffer in enumerate(buffers):
@@ -130,9 +133,9 @@ class DeviceRows:
 
 
 class HostRows:
-    """A pool in host memory: copied by the calling thread alone.
+    """A pool in host memory. Only the calling thread copies.
 
-    torch would copy with a team of threads, which competes with the team that computes.
+    torch would copy with a team of threads, which would compete with the team that computes.
     """
 
     def __init__(self, pool: MHATokenToKVPool) -> None:
@@ -143,20 +146,20 @@ class HostRows:
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
         rows = self._rows(target)
-        for here, there in _runs(torch.arange(len(slots)), slots):
+        for row_run, slot_run in _runs(torch.arange(len(slots)), slots):
             for part, buffer in enumerate(self._buffers[layer]):
-                rows[here, part] = buffer[there]
+                rows[row_run, part] = buffer[slot_run]
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         rows = self._rows(source)
-        for here, there in _runs(torch.arange(len(slots)), slots):
+        for row_run, slot_run in _runs(torch.arange(len(slots)), slots):
             for part, buffer in enumerate(self._buffers[layer]):
-                buffer[there] = rows[here, part]
+                buffer[slot_run] = rows[row_run, part]
 
     def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
-        for there, here in _runs(source, slots):
+        for source_run, slot_run in _runs(source, slots):
             for buffer in self._buffers[layer]:
-                buffer[here] = buffer[there]
+                buffer[slot_run] = buffer[source_run]
 
     def _rows(self, raw: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
         width = self._buffers[0][0].shape[1]
@@ -164,8 +167,8 @@ class HostRows:
 
 
 def _runs(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Of two host tensors of equal length the runs along which both ascend: slots come in pages,
-    mostly many pages in a row."""
+    """Runs along which both of two host tensors ascend; the tensors have equal length. Slots come
+    in pages, mostly many pages in a row, so runs are long."""
     both = torch.stack([one, other]).numpy()
     starts = np.flatnonzero((np.diff(both, prepend=-2) != 1).any(0))
     lengths = np.diff(starts, append=len(one)).tolist()
@@ -179,9 +182,9 @@ def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def page_locked(memory: memoryview) -> Callable[[], None]:
-    """Register host memory with the device, once and for all; returns what ends that.
+    """Page-lock host memory for the device. Returns a function that unlocks it.
 
-    Blocks while the system makes all its pages. Raises ConfigError.
+    Blocks while the system allocates all its pages. Raises ConfigError.
     """
     cuda = torch.cuda.cudart()
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

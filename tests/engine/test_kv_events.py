@@ -120,7 +120,7 @@ class Keeper:
         pages = page_hashes(tokens)
         slots = torch.zeros(0)
         self.offloader.storing = Offload(
-            model=model, before=(), pages=pages, slots=slots, ready=(), told=told
+            model=model, before=(), pages=pages, slots=slots, ready=(), event_tokens=told
         )
         self.fill(pages, model)
         self.offloader.storing = None
@@ -280,7 +280,7 @@ def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
     keeper.fill(page_hashes(prompt(4 * PAGE, seed=2)))
     keeper.store(tokens, EventTokens(tokens, None))  # It is there.
     keeper.offloader.storing = SimpleNamespace(
-        model=MODEL, pages=page_hashes(tokens), told=EventTokens(tokens, None)
+        model=MODEL, pages=page_hashes(tokens), event_tokens=EventTokens(tokens, None)
     )
     keeper.fill(page_hashes(tokens), ModelId("another"))
     keeper.fill(page_hashes(prompt(4 * PAGE, seed=3)))
