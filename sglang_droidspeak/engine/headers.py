@@ -3,8 +3,8 @@
 SGLang waits for the first reply before it sends headers, and the first reply has the label. So the
 label is put beside the HTTP request when it passes, and read when the headers are sent.
 
-Routers that speak semantic-router's cross-model contract ask by `x-vsr-kv-source-pod`, and are told
-by `x-vsr-kv-transfer-status`.
+Routers that speak semantic-router's cross-model contract say by `x-vsr-kv-source-pod` where the
+server should look, and read `x-vsr-kv-transfer-status`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ OUTCOME: Final = b"x-droidspeak-outcome"
 EXACT: Final = b"x-droidspeak-exact"
 SOURCE_POD: Final = b"x-vsr-kv-source-pod"
 STATUS: Final = b"x-vsr-kv-transfer-status"
+_MAX_SOURCE: Final = 256
 _APPLIED: Final = frozenset({"reused", "own", "on_device"})
 _UNSUPPORTED: Final = frozenset(
     {
@@ -66,15 +67,29 @@ def headers_of(label: Label, asks_status: bool) -> list[tuple[bytes, bytes]]:
 
 
 class LabelNotes:
-    """Puts the first label of a request beside the HTTP request that asked for it."""
+    """Puts the first label of a request beside the HTTP request that asked for it, and what its
+    header says of a peer into its controls."""
 
     def __init__(self, key: str) -> None:
         self._key: Final = key
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
+        if request is not None:
+            self._hint(obj, dict(request.scope["headers"]).get(SOURCE_POD, b""))
         replies = original(manager, obj, request)
         return replies if request is None else self._noted(request.scope["state"], replies)
+
+    def _hint(self, obj: Any, source: bytes) -> None:
+        """A request's own controls stay as they are, also wrong ones. A long header is no host."""
+        if not 0 < len(source) <= _MAX_SOURCE:
+            return
+        hint = {"peer": source.decode("latin-1")}
+        params = obj.sampling_params = obj.sampling_params or {}
+        for each in params if isinstance(params, list) else [params]:
+            custom = each.get("custom_params") or {}
+            if isinstance(custom, dict) and isinstance(own := custom.get(self._key, {}), dict):
+                each["custom_params"] = {**custom, self._key: {**hint, **own}}
 
     async def _noted(
         self, state: MutableMapping[str, Any], replies: AsyncGenerator[Reply, None]

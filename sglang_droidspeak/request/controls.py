@@ -4,6 +4,7 @@
     {"droidspeak": {"block": "2:5"}}                   recompute layers [2, 5)
     {"droidspeak": {"block": "none", "sender": ID}}    load every layer from that model
     {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
+    {"droidspeak": {"peer": "10.0.0.5"}}               fetch from there what others have too
     {"droidspeak": {"publish": "before_reply"}}        answer once others can read it
 
 A block is text because SGLang carries only scalars here.
@@ -11,12 +12,13 @@ A block is text because SGLang carries only scalars here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
 
 from cachetree import EMPTY_SPAN, ModelId, Span, printable
-from cachetree.planning import Requested, Strategy
+from cachetree.planning import Match, Requested, Strategy
 
 _MAX_DETAIL: Final = 300
 """Characters of the message about wrong controls, which may quote all of them."""
@@ -38,6 +40,10 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`before_reply`: send the end of the answer once every connected peer knows what this server
     has stored of it. The answer waits for at most `fetch_deadline_s`, or until paused generation
     continues. It waits for no peer that has been silent for five seconds."""
+    peer: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    """Host of a configured peer to look at first. The server fetches from no other peer what that
+    peer has, too. A scheme and a port are ignored, and no connection is made. The header
+    `x-vsr-kv-source-pod` sets it as well."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time. Used only with `gate: none`, for measurements."""
 
@@ -47,6 +53,27 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             sender=None if self.sender is None else ModelId(self.sender),
             block=None if self.block is None else _span(self.block, num_layers),
         )
+
+    def preferred(self, matches: Sequence[Match]) -> list[Match]:
+        """Without those at other peers of which `peer` has as many pages, also with E."""
+        host = _host_of(self.peer or "")
+        first = {it.model: it for it in matches if host and _host_of(it.location) == host}
+        return [it for it in matches if not _is_copy(it, first.get(it.model), host)]
+
+
+def _is_copy(match: Match, first: Match | None, host: str) -> bool:
+    """Whether a peer on another host has nothing that `first` has not."""
+    if first is None or "://" not in match.location or _host_of(match.location) == host:
+        return False
+    e_pages = match.e_pages.items()
+    has_e = all(first.e_pages.get(layer, 0) >= num_pages for layer, num_pages in e_pages)
+    return has_e and match.num_pages <= first.num_pages
+
+
+def _host_of(address: str) -> str:
+    """Without its scheme and port."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    return host if port.isdigit() else address.rpartition("://")[2]
 
 
 def _span(block: str, num_layers: int) -> Span:
@@ -66,7 +93,7 @@ class _CustomParams(msgspec.Struct):
 
 _ACCEPTED: Final = (
     "mode: 'auto' or 'off'; sender: a model id; block: 'start:stop', 'none' or 'all'; "
-    "ttft_target_ms: a number; publish: 'before_reply'; strategy: "
+    "ttft_target_ms: a number; publish: 'before_reply'; peer: a host; strategy: "
     + " or ".join(repr(it.value) for it in Strategy)
 )
 

@@ -227,7 +227,7 @@ class Planner:
             return Declined(Reason.OFF.value)
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
             return Declined("logprobs", "a prompt's log-probabilities take its prefill")
-        matches = self._matches(req, pages)
+        matches = controls.preferred(self._matches(req, pages))
         if not matches:
             return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
         demand = replace(self.demand(req, owner, len(pages), tree), num_waiting=num_waiting)
@@ -241,7 +241,8 @@ class Planner:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
             if not is_pool(plan.location) or self._pool.has(plan, pages, req, tree):
                 break
-            matches = self._matches(req, pages)  # The pool's note was wrong and is corrected.
+            # The pool's note was wrong and is corrected.
+            matches = controls.preferred(self._matches(req, pages))
         if self._server.settings.gate == "none":
             plan = replace(plan, strategy=controls.strategy)
         is_asked_for = requested.block is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,18 @@ OUTCOME, EXACT = "x-droidspeak-outcome", "x-droidspeak-exact"
 STATUS, SOURCE = "x-vsr-kv-transfer-status", "x-vsr-kv-source-pod"
 
 
-async def replies(_manager: Any, obj: Any, _request: Any = None) -> AsyncIterator[Any]:
+async def replies(_manager: Any, asked: Any, _request: Any = None) -> AsyncIterator[Any]:
     """Two replies; the label is in both, as SGLang streams them."""
+    obj = asked.labels
     for _ in range(2):
         if isinstance(obj, list):
             yield [{"meta_info": {KEY: [it]}} for it in obj]
         else:
             yield {"meta_info": {KEY: [obj]} if obj else {}}
+
+
+def asked(labels: Any, params: Any = None) -> Any:
+    return SimpleNamespace(labels=labels, sampling_params=params)
 
 
 @pytest.fixture
@@ -34,12 +40,12 @@ def client() -> TestClient:
 
     @app.post("/whole")
     async def whole(request: Request) -> dict[str, int]:
-        answer = notes.generate(replies, None, await request.json(), request)
+        answer = notes.generate(replies, None, asked(await request.json()), request)
         return {"num": len([it async for it in answer])}
 
     @app.post("/streamed")
     async def streamed(request: Request) -> StreamingResponse:
-        answer = notes.generate(replies, None, await request.json(), request)
+        answer = notes.generate(replies, None, asked(await request.json()), request)
         first = await anext(answer)
 
         async def rest() -> AsyncIterator[str]:
@@ -92,5 +98,40 @@ def test_each_request_has_its_own(client: TestClient) -> None:
 
 
 def test_what_no_http_request_asked_for_passes_as_it_is() -> None:
-    answer = LabelNotes(KEY).generate(replies, None, {"outcome": "own"})
+    answer = LabelNotes(KEY).generate(replies, None, asked({"outcome": "own"}))
     assert answer.__name__ == "replies"
+
+
+POD = {KEY: {"peer": "10.0.0.5:8000"}}
+
+
+@pytest.mark.parametrize(
+    ("params", "hinted"),
+    [
+        (None, {"custom_params": POD}),
+        ({"n": 1, "custom_params": None}, {"n": 1, "custom_params": POD}),
+        ([{}, {}], [{"custom_params": POD}] * 2),
+        (
+            {"custom_params": {"a": 1, KEY: {"block": "2:5"}}},
+            {"custom_params": {"a": 1, KEY: {"block": "2:5", **POD[KEY]}}},
+        ),
+        ({"custom_params": {KEY: {"peer": "b"}}}, {"custom_params": {KEY: {"peer": "b"}}}),
+        ({"custom_params": {KEY: "wrong"}}, {"custom_params": {KEY: "wrong"}}),
+        ({"custom_params": "wrong"}, {"custom_params": "wrong"}),
+    ],
+)
+def test_the_pod_that_a_router_names_is_where_the_server_looks(params: Any, hinted: Any) -> None:
+    obj = asked({}, params)
+    headers = [(b"x-vsr-kv-source-pod", b"10.0.0.5:8000")]
+    request = SimpleNamespace(scope={"state": {}, "headers": headers})
+    LabelNotes(KEY).generate(replies, None, obj, request)
+    assert obj.sampling_params == hinted
+
+
+@pytest.mark.parametrize("source", [b"", b"x" * 257])
+def test_a_header_that_names_no_host_changes_nothing(source: bytes) -> None:
+    obj = asked({})
+    headers = [(b"x-vsr-kv-source-pod", source)]
+    request = SimpleNamespace(scope={"state": {}, "headers": headers})
+    LabelNotes(KEY).generate(replies, None, obj, request)
+    assert obj.sampling_params is None

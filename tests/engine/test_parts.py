@@ -26,7 +26,7 @@ from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded, FetchError
 from cachetree.ids import DISK, EMPTY_SPAN, LOCAL, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory.staging import Staging
-from cachetree.planning.plan import Plan, Requested
+from cachetree.planning.plan import Match, Plan, Requested
 from cachetree.status import FetchCounts
 from cachetree.transport import PeerState, PeerStatus
 from sglang_droidspeak.engine import HookType, place_hooks
@@ -110,6 +110,35 @@ def test_what_is_said_of_wrong_controls_is_one_short_line(params: dict) -> None:
 
 def test_controls_are_optional() -> None:
     assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
+
+
+@pytest.mark.parametrize(
+    "peer", ["10.0.0.5", "10.0.0.5:8000", "http://10.0.0.5:8000", "tcp://10.0.0.5"]
+)
+def test_what_a_peer_has_as_well_is_looked_for_there(peer: str) -> None:
+    """Other peers count with what it lacks: pages, E, and other models."""
+
+    def at(location: str, num_pages: int, e_pages: int, model: str = "m") -> Match:
+        return Match(
+            model=ModelId(model),
+            location=Location(location),
+            num_pages=num_pages,
+            e_pages={2: e_pages},
+        )
+
+    there, same = at("tcp://10.0.0.5:7001", 8, 8), at("tcp://10.0.0.6:7001", 8, 8)
+    more = [
+        at("tcp://10.0.0.6:7001", 9, 8),
+        at("tcp://10.0.0.7:7001", 8, 9),
+        at("tcp://10.0.0.6:7001", 1, 1, "other"),
+        at("tcp://10.0.0.5:7002", 1, 1),
+        at(LOCAL, 8, 8),
+        at("pool:", 8, 8),
+    ]
+    found = [same, *more, there]
+    assert Controls(peer=peer).preferred(found) == [*more, there]
+    for unknown in (None, "", "10.0.0.50", "7001", "://"):
+        assert Controls(peer=unknown).preferred(found) == found
 
 
 KV: Any = SimpleNamespace(page_size=PAGE)

@@ -187,6 +187,19 @@ def test_at_admission_an_experiment_goes_on_from_exact_kv(held: Held) -> None:
     assert planner.still_saves(found.plan, demand, held)
 
 
+@pytest.mark.parametrize("peer", [None, "far", "http://other:8000", "nowhere"])
+def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
+    """Both have the same, and the far one is predicted to be as fast."""
+    other = Location("tcp://other:1")
+    costs = replace(MEASURED, links=dict.fromkeys([FAR, other], Link(byte_s=1e-9)))
+    planner, _ = planned(costs=costs, controls={"peer": peer})
+    found = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (FAR, other)]
+    planner._cache.match = lambda _pages: found
+    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
+    chosen = planner.plan(planner.asked, pages, TREE, 0).plan.location
+    assert chosen == (other if peer == "http://other:8000" else FAR)
+
+
 @pytest.mark.parametrize(
     ("location", "fixed_s", "saving_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
 )
