@@ -260,7 +260,8 @@ Raises StaleEntry if the bytes were taken away meanwhile.
 
 
 class WriteBehind:
-    """Has a thread write every entry that is added to a tree, leased meanwhile.
+    """Writes every entry that is added to a tree, in a thread of its own; entries are leased until
+    then.
 
     An entry that is evicted before its turn, or added while too many wait, is late and not written.
     """

@@ -43,8 +43,8 @@ Timer = Callable[[], float]
 
 FITTED: Final = (4.0, 3.0, 2.0, 1.0, 0.0)
 HELD_OUT: Final = (2.5, 1.5, 0.5)
-"""Times that the longest length is halved for each held-out length. None is near the shortest
-length, which is there for the constants."""
+"""How often the longest length is halved to get each held-out length. None is near the shortest
+length, which is measured for the constants."""
 LEAST_TOP: Final = 512
 """Tokens. If even the longest length is shorter, its time is mostly calls, not tokens."""
 SAMPLED_LAYERS: Final = 4

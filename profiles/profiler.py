@@ -231,7 +231,7 @@ def dtype_of(settings: Settings) -> torch.dtype:
 def chosen(
     plans: Sequence[Candidate], tried: Measured, documents: Sequence[Document], settings: Settings
 ) -> Choice:
-    """Choose from plans that were tried on all choosing documents."""
+    """Choose from plans that were tried on all documents of the training split."""
     return choose(
         {it: tried.candidates[it] for it in plans},
         tried.full_prefill,

@@ -131,7 +131,7 @@ class Advertiser:
         """Time of the peer's last answer, or of the first question since; infinity if nothing is
         unanswered."""
         self._num_learned: float = _NOTHING
-        """Number of changes that the peer has answered."""
+        """Number of changes that the peer has confirmed."""
         self._told: deque[int] = deque()
         """Numbers of changes that the peer knows with each unanswered `Entries`."""
         self._names = tree.names

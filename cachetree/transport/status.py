@@ -74,8 +74,8 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     num_pages: int = 0
     """Pages of the worker that are noted here, counted once per model."""
     num_dropped_pages: int = 0
-    """Pages that were dropped or not noted: the worker has more, or of more models, than are noted
-    of one worker.
+    """Pages of the worker that are not noted here, or no longer: it has more pages or models than
+    the limit for one worker.
     """
     pulls: PullStatus | None = None
     """Copies of its entries; None unless this cache keeps copies."""

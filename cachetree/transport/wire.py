@@ -62,7 +62,7 @@ MAX_PLACES: Final = 256
 """Most places in one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
-"""Id of a model. A worker that advertises it tells all its peers."""
+"""Id of a model; a worker that has entries of it tells all its peers."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """Name of a model, for people."""
 PartOf = Annotated[int, msgspec.Meta(ge=KV, lt=MAX_LAYERS)]

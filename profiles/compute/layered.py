@@ -272,8 +272,8 @@ class LayeredModel:
 
 
 def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
-    """Compare with the model's own forward; ConfigError if this transformers runs the model
-    otherwise.
+    """Raise ConfigError if logits differ from the model's own forward in the installed
+    transformers.
 
     `ids` are at least two tokens.
     """

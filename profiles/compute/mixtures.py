@@ -64,7 +64,7 @@ def forced(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question over one mixture."""
+    """A question to answer over a mixture."""
 
     mixture: Mixture
     suffix: tuple[int, ...]
