@@ -1,15 +1,15 @@
-"""Objects in a backend, and a lane to it: slots for objects that move, and a pause after failures.
+"""Objects in a backend, and lanes to it: slots for objects that move, and a pause after failures.
 
 A backend fails, hangs, and recovers on its own. Each page has one object per kind and layer. So a
-plan reads only the layers that it loads, in their order, and finds E apart from KV. An object of
-64 KiB and more costs a file backend no more per byte than a larger one does.
+plan reads only the layers that it loads, in their order, and finds E apart from KV. A file backend
+is as fast per byte with objects of 64 KiB as with larger ones.
 
     bytes [0, 8)     magic and version
     bytes [8, 16)    size of the payload, little-endian
     bytes [16, 24)   checksum of the key and the payload
     bytes [24, ...)  payload
 
-Nothing read is believed: the header is made again from what was expected and what has come.
+No object is trusted: its header must equal one made anew from the expected key and the payload.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ HICACHE: Final = Location("hicache")
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
-"""Both halves of a slot are whole pages of the system, for backends that bypass its cache."""
+"""Bytes: slots are multiples of this. Both halves of one are then whole pages of the system, as
+backends that bypass the system's cache need."""
 MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
-"""As many as SGLang asks about at once."""
+"""Keys in one question, as many as SGLang's own."""
 MAX_FAILURES: Final = 3
-"""In a row; then nothing is asked for a while."""
+"""Failures in a row after which the lane pauses."""
 MIN_PAUSE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One object of a fetch or of an entry, on its way."""
+    """One object of a fetch or of an entry, while it moves."""
 
     page: int
-    """Counted from the first page of the fetch or the entry."""
+    """Number of the page, from the first page of the fetch or the entry on."""
     step: Step
     key: str
     slot: int
     memory: memoryview
-    """As much of that slot as it takes."""
+    """The slot's bytes that the object uses."""
 
     def seal(self, payload: memoryview) -> None:
         body = self.memory[_HEADER.size :]
@@ -63,7 +64,7 @@ class Piece:
         self.memory[: _HEADER.size] = _header(self.key, body)
 
     def opened(self) -> memoryview | None:
-        """The payload; None where it is not what was stored under this key."""
+        """Payload of the object. None if it is not what was stored under this key."""
         body = self.memory[_HEADER.size :]
         return body if self.memory[: _HEADER.size] == _header(self.key, body) else None
 
@@ -78,10 +79,10 @@ class Objects:
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
 
     def steps(self, part: Part) -> tuple[Step, ...]:
-        """All objects of a page, in the order of writing. If the first and the last are there, the
-        page is taken to be whole."""
-        # A page whose first is there has lost none to a backend that drops the oldest; where its
-        # last is there, all have been written.
+        """Steps of a page's objects in the order of writing. If the backend has the first and the
+        last object, the page is assumed to be whole."""
+        # A backend drops the oldest object first: the first object is lost before the others. The
+        # last object is written after the others.
         return steps_of(part, self._family.num_layers)[::-1]
 
     def page_bytes(self, step: Step) -> int:
@@ -91,17 +92,18 @@ class Objects:
         return _HEADER.size + self.page_bytes(step)
 
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
-        """The page covers tokens and tenant, the prefix sizes, dtype, tokenizer, RoPE and rank."""
+        """Key of an object. The page hash covers tokens and tenant; the prefix covers sizes, dtype,
+        tokenizer, RoPE and rank."""
         return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
 
 
 def _header(key: str, body: memoryview) -> bytes:
-    found = checksum_of_parts([memoryview(key.encode()), body])
-    return _HEADER.pack(_MAGIC, body.nbytes, found)
+    checksum = checksum_of_parts([memoryview(key.encode()), body])
+    return _HEADER.pack(_MAGIC, body.nbytes, checksum)
 
 
 class AbsentPages:
-    """Pages that were not there, and until when that is believed. Thread-safe."""
+    """Pages that the backend lacked, and until when they are assumed to stay away. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -120,9 +122,10 @@ class AbsentPages:
 
 
 class Lane:
-    """For reading, or for writing; `slots` are its own. Thread-safe, but one thread moves objects.
+    """Access to the backend for one purpose, reading or writing, with `slots` of its own.
 
-    Every call may hang, or raise whatever the backend raises; the caller says how it went.
+    Thread-safe, but only one thread may move objects. Every call may hang, or raise any error of
+    the backend. The caller then reports it with `fail`, or success with `succeed`.
     """
 
     def __init__(
@@ -139,11 +142,11 @@ class Lane:
         self._pauses: Final = Backoff(MIN_PAUSE_S)
         self._paused_until_s = 0.0
         self.longest_answer_s = 0.0
-        """Of `num_leading`, since the thread that calls it set this to 0."""
+        """Longest time of one question of `num_leading`, since its caller set this to 0."""
 
     @property
     def is_paused(self) -> bool:
-        """Nothing should be asked now: it failed of late, or a call hangs."""
+        """Whether nothing should be asked now, because calls failed recently or one hangs."""
         return self._clock() < self._paused_until_s or self._calls.have_stalled
 
     def fail(self, cause: object) -> None:
@@ -166,7 +169,7 @@ class Lane:
             self._pauses.reset()
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        """How many of the first pages have this step in the backend."""
+        """Number of leading pages that have this step in the backend."""
         for start in range(0, len(pages), _KEYS_PER_CALL):
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self._objects.key(model, page, step) for page in part]
@@ -181,7 +184,7 @@ class Lane:
     def batches(
         self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step]
     ) -> Iterator[list[Piece]]:
-        """The objects of all pages at each step in turn, as many at a time as there are slots."""
+        """Objects of all pages at each step in turn, in batches of as many as there are slots."""
         named = ((step, index, page) for step in steps for index, page in enumerate(pages))
         while some := list(islice(named, len(self._slots))):
             pieces = []
@@ -192,17 +195,17 @@ class Lane:
             yield pieces
 
     def read(self, batch: Sequence[Piece]) -> list[tuple[Piece, bool]]:
-        """Fill their slots; which of them were there."""
+        """Read a batch's objects into their slots. Returns for each whether the backend had it."""
         with self._calls:
-            found = self._backend.read(*self._told(batch))
-        return list(zip_longest(batch, found[: len(batch)], fillvalue=False))
+            were_read = self._backend.read(*self._arguments(batch))
+        return list(zip_longest(batch, were_read[: len(batch)], fillvalue=False))
 
     def write(self, batch: Sequence[Piece]) -> bool:
-        """Store their slots; False where one of them was not taken."""
+        """Store a batch's objects from their slots. False if the backend refused one."""
         with self._calls:
-            return self._backend.write(*self._told(batch))
+            return self._backend.write(*self._arguments(batch))
 
-    def _told(self, batch: Sequence[Piece]) -> tuple[list[str], list[int], list[int]]:
+    def _arguments(self, batch: Sequence[Piece]) -> tuple[list[str], list[int], list[int]]:
         return (
             [it.key for it in batch],
             [it.slot for it in batch],

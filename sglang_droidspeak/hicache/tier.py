@@ -1,17 +1,18 @@
-"""A tier over a HiCache storage backend: what a server holds is stored where its cluster stores.
+"""A tier over a HiCache storage backend, so that a server's cache is stored in its cluster's store.
 
-    search   asks which pages of a prompt are there, when the prompt is first seen
+    search   asks which pages of a prompt the backend has, when the prompt is first seen
     read     reads a plan's layers, in its order, into its staging
-    write    writes every entry that comes into the tree, behind it
+    write    writes every entry of the tree, some time after it was added
 
-A store that a cluster shares advertises nothing. Of each model that may send, one question per
-batch of pages finds how many are there without a gap; answers become entries of the tree, so that
-a prompt that grows is asked about only where it is new. What was absent is not asked for again
-for some seconds.
+A shared store advertises nothing. So the tier asks it for the pages of each model that may send.
+One question per batch of pages finds the number of leading pages without a gap. Answers become
+entries of the tree, so only the new part of a growing prompt is asked about. A page that was absent
+is not asked for again for some seconds.
 
-One thread each, as in SGLang: backends keep one bounce buffer for reads and one for writes. A call
-that hangs holds up its thread and keeps its slots, never a request or a staging: those have
-deadlines of their own, and a `Lane` for reading and one for writing keep everybody else away.
+Each kind of work has one thread, as in SGLang: backends keep one bounce buffer for reads and one
+for writes. A call that hangs blocks its thread and keeps its slots, but delays no request and no
+staging: these have deadlines. One `Lane` for reading and one for writing keep other callers away
+meanwhile.
 """
 
 from __future__ import annotations
@@ -52,38 +53,40 @@ from sglang_droidspeak.hicache.lane import HICACHE, AbsentPages, Lane, Objects, 
 log = logging.getLogger(__name__)
 
 Count = Callable[[str, int], None]
-"""Takes a result, and how many objects had it; from any thread."""
+"""Count a result of a number of objects. Called from any thread."""
 
 MAX_SLOTS: Final = 64
-"""Objects that move in one call of the backend."""
+"""Most objects that move in one call of the backend."""
 MAX_LANE_BYTES: Final = 16 << 20
-"""Memory for them, for reading and for writing."""
+"""Most memory for the slots of one lane."""
 PART_BYTES: Final = 64 << 20
-"""Of an entry, written on one lease and found from then on."""
+"""Bytes of an entry that are written on one lease. Afterwards they can be found."""
 MAX_KNOWN_PAGES: Final = 1 << 18
-"""Pages that the tree shows of the backend; past them the coldest go, to be found anew."""
+"""Most pages of the backend that the tree shows. The coldest are forgotten, and may be found
+anew."""
 MAX_CLOSE_S: Final = 5.0
 WAIT_S: Final = 0.1
-"""Longest that a request waits for an answer; what comes later serves the next one."""
+"""Seconds that a request waits for an answer. A later answer serves the next request."""
 MAX_WAITING: Final = 64
-"""Questions."""
+"""Most questions that may wait."""
 ABSENT_S: Final = 10.0
-"""How long a page that was not there is taken to stay away;"""
+"""Seconds for which an absent page is assumed to stay absent."""
 BROKEN_S: Final = 60.0
-"""and one that is there, but not whole or not right."""
+"""Seconds for which an incomplete or damaged page is not read again."""
 
 
 class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier in numbers, since its start."""
+    """State of a tier, with counts since its start."""
 
     num_late_entries: int
-    """Evicted from memory before they were written, or not taken by the backend."""
+    """Entries that were evicted from memory before they were written, or that the backend
+    refused."""
     is_reading_paused: bool
     is_writing_paused: bool
 
 
 class HiCacheTier:
-    """Keeps what comes into `tree` in a backend, and shows the tree what is there."""
+    """Store entries of `tree` in a backend, and add the backend's pages to `tree`."""
 
     location: Final[Location] = HICACHE
     num_readers: Final = 1
@@ -97,8 +100,8 @@ class HiCacheTier:
         count: Count,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`senders` are whose entries may be read, and the layers whose E is wanted of each;
-        `count` hears of objects `read`, `written`, `missing`, `damaged` and `failed`."""
+        """`senders` maps each model that may be read to the layers of which E is wanted. `count` is
+        called for objects `read`, `written`, `missing`, `damaged` and `failed`."""
         self._tree = tree
         self._backend = backend
         self._senders = senders
@@ -112,7 +115,7 @@ class HiCacheTier:
         self._writing = Lane("writing", backend, self._objects, slots[half:], clock)
         self._absent = AbsentPages(clock)
         self._lost_pages: list[tuple[ModelId, Sequence[PageHash], Part]] = []
-        """To be forgotten by the thread that reads."""
+        """Pages that the reading thread will remove from the tree."""
         self._lines = LogLimiter(clock)
         self._is_closed = False
         tree.remote.limit(HICACHE, MAX_KNOWN_PAGES)
@@ -137,12 +140,12 @@ class HiCacheTier:
     def _fail_fetch(
         self, fetch: tuple[ModelId, Sequence[PageHash], Staging], error: Exception
     ) -> None:
-        """Once the thread has failed. After a few such fetches the tier is paused."""
+        """Fail a fetch after the reading thread has failed. A few such fetches pause the tier."""
         self._reading.fail(error)
         fetch[2].fail(FetchError(f"this side's reader has failed: {error!r}"))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """The backend has a recency of its own, and no call to change it."""
+        """Do nothing: the backend tracks use itself, and has no call to change it."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         search = Search(Deadline.after(WAIT_S, self._clock))
@@ -161,7 +164,7 @@ class HiCacheTier:
         )
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most. Idempotent."""
+        """Write waiting entries for at most `MAX_CLOSE_S`, and stop. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -175,10 +178,10 @@ class HiCacheTier:
             log.warning("the HiCache backend does not return; it is left as it is")
 
     def _has_more(self, pages: Sequence[PageHash]) -> bool:
-        """Whether there may be more than the tree shows, KV or E of pages with KV."""
-        there = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
+        """Whether the backend may have more than the tree shows: KV, or E of pages with KV."""
+        shown = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
         for model, layers in dict(self._senders).items():  # An update adds one.
-            known = there.get(model)
+            known = shown.get(model)
             num_kv = known.num_pages if known else 0
             limits = [(KV, num_kv, len(pages))]
             if known:
@@ -213,7 +216,7 @@ class HiCacheTier:
                 self._ask(model, Part(layer), pages[:num_kv])
 
     def _ask(self, model: ModelId, part: Part, pages: Sequence[PageHash]) -> int:
-        """Have the tree show how many leading pages are there."""
+        """Add the backend's leading pages to the tree. Returns their number."""
         start = self._tree.remote.reach(HICACHE, model, pages, part)
         new = pages[start:]
         if not new or self._absent.has(model, part, new[0]):
@@ -247,22 +250,23 @@ class HiCacheTier:
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
             self._note_speed(num_read_bytes, self._clock() - begun_at_s, staging.error)
             del staging
-            while self._lost_pages:  # Long work where much is below them: whom it failed knows.
+            while self._lost_pages:  # This may take long. The failed fetch does not wait for it.
                 self._tree.remote.drop_in_slices(HICACHE, *self._lost_pages.pop())
 
     def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> Iterator[int]:
-        """The bytes of each batch, once it has come: one that was given up meanwhile lands none."""
+        """Read all batches into staging, and yield the bytes of each. A fetch that was given up
+        meanwhile gets no more. Raises FetchError."""
         lane = self._reading
         for batch in lane.batches(model, pages, staging.steps):
             staging.check()
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the HiCache backend was not fast enough")
             try:
-                there = lane.read(batch)
+                outcomes = lane.read(batch)
             except Exception as exc:
                 raise self._lost(model, pages, self._culprit(batch, exc), "damaged") from exc
-            yield sum(self._objects.page_bytes(it.step) for it, is_there in there if is_there)
-            for piece, is_there in there:
+            yield sum(self._objects.page_bytes(it.step) for it, is_there in outcomes if is_there)
+            for piece, is_there in outcomes:
                 payload = piece.opened() if is_there else None
                 if payload is None:
                     raise self._lost(model, pages, piece, "damaged" if is_there else "missing")
@@ -270,13 +274,14 @@ class HiCacheTier:
             self._count("read", len(batch))
 
     def _culprit(self, batch: Sequence[Piece], error: Exception) -> Piece:
-        """The one object for which a batch failed; raises `error` where the backend does."""
+        """The only object with which a read fails. Raises `error` if there is no such object: then
+        the backend has failed."""
         culprit, is_well = None, False
         for piece in batch:
             try:
                 self._reading.read([piece])
                 is_well = True
-            except Exception:  # noqa: BLE001  # The batch's is reported.
+            except Exception:  # noqa: BLE001  # The batch's error is reported.
                 if culprit is not None:
                     break
                 culprit = piece
@@ -285,14 +290,14 @@ class HiCacheTier:
         raise error
 
     def _lose(self, model: ModelId, pages: Sequence[PageHash], part: Part, seconds: float) -> None:
-        """The first of these pages could not be read: it is taken to stay away for so long."""
+        """Note that the first of these pages cannot be read, and do not read it for `seconds`."""
         self._absent.add(model, part, pages[0], seconds)
         self._lost_pages.append((model, pages, part))
 
     def _lost(
         self, model: ModelId, pages: Sequence[PageHash], piece: Piece, why: str
     ) -> StaleEntry:
-        """One object of these pages is `damaged` or `missing`."""
+        """Count an object that is `damaged` or `missing`, and return the error to raise."""
         self._count(why, 1)
         if why == "damaged" and self._lines.may(why):
             log.warning(
@@ -307,12 +312,12 @@ class HiCacheTier:
     # In the thread that writes.
 
     def _num_at_once(self, change: Change) -> int:
-        """How many pages of an entry `PART_BYTES` are."""
+        """Number of an entry's pages that fill `PART_BYTES`."""
         layout = Layout.of(self._tree.family, 1, change.part)
         return max(1, PART_BYTES // layout.page_bytes)
 
     def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Whether all of an entry is in the backend."""
+        """Write an entry. Returns whether all of it is in the backend."""
         lane, is_there = self._writing, False
         if lane.is_paused:
             return False
@@ -324,8 +329,8 @@ class HiCacheTier:
             self._tree.remote.add(HICACHE, *new)
         except Exception as exc:  # The lane counts it, and says so.
             if isinstance(exc, StaleEntry) and not lease.is_over:
-                raise  # It left memory; a lease that is over says that the backend is too slow.
-            if not is_there:  # Else the next search will find it.
+                raise  # It was evicted. If the lease ended first, the backend is too slow.
+            if not is_there:  # An entry that is there will be found by the next search.
                 self._count("failed", 1)
             lane.fail(repr(exc))
             return is_there
@@ -333,7 +338,8 @@ class HiCacheTier:
         return True
 
     def _write_steps(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Write of each step what is not there, by the first and the last of the steps."""
+        """Write each step of the pages that the backend lacks, by the first and last steps. False
+        if the write was given up or refused."""
         lane, model, pages = self._writing, change.model, change.pages
         start, steps = len(pages), self._objects.steps(change.part)
         for step in dict.fromkeys((steps[0], steps[-1])):
@@ -356,7 +362,7 @@ class HiCacheTier:
 def hicache_tier(
     name: str, config: Mapping[str, Any], senders: Mapping[ModelId, Collection[int]], count: Count
 ) -> MakeTier:
-    """What a Cache needs to make the tier; raises ConfigError when it does."""
+    """Function with which a Cache makes the tier. That function raises ConfigError."""
 
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
         slot_bytes = Objects(tree.family).slot_bytes
