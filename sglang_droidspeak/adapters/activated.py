@@ -1,7 +1,8 @@
-"""Activated LoRA: an adapter that acts from its invocation tokens on; the rest stays the base's.
+"""Activated LoRA: an adapter that acts only from its invocation tokens on.
 
-SGLang would apply it to the whole prompt. Here the tokens before the last invocation run without
-it, so that their KV is the base's, which others may have computed already: nothing is recomputed.
+SGLang would apply such an adapter to the whole prompt. Here the tokens before the last invocation
+run on the base. So their KV is the base's, which may be in the cache already, and none of it is
+recomputed.
 
     prompt   document … question …   <invocation> … answer …
              base                   │ adapter
@@ -26,16 +27,17 @@ from sglang_droidspeak.start import refuse
 
 
 class ActivatedAdapters:
-    """Hooks of a server with adapters, of which any may be such a one. Scheduler thread only."""
+    """Hooks of a server with adapters, each of which may be activated. Scheduler thread only."""
 
     def __init__(self, models: Models) -> None:
         self._models: Final = models
         self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
-        """Requests whose adapter acts from somewhere on, by rid and adapter: what has answered may
-        be in a batch under way yet when its rid is another's."""
+        """Requests with an invocation, by rid and adapter. An answered request may still be in a
+        running batch when another one gets its rid."""
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
-        """Of SGLang's LoRAManager, beside what it has loaded; raises ConfigError."""
+        """Raise ConfigError if SGLang's LoRAManager cannot serve its adapters and `loading`
+        together."""
         refuse.check_activated(
             (*manager.lora_refs.values(), *loading),
             lambda it: self._models.invocation(it.lora_id),
@@ -44,8 +46,8 @@ class ActivatedAdapters:
         )
 
     def meet(self, req: Req) -> None:
-        """Find where the adapter acts, before SGLang first looks for the request's prefix. Never
-        invoked, it acts on nothing, nor on what is generated: the base answers."""
+        """Find where the adapter acts, before SGLang first looks for the request's prefix. If the
+        prompt never invokes the adapter, the base answers, and generates too."""
         invocation = self._models.invocation(req.lora_id)
         if not invocation or prefixes.invoked_at(req) is not None:
             return
@@ -59,34 +61,38 @@ class ActivatedAdapters:
             self._reqs[req.rid, req.lora_id] = req
 
     def prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
-        told = self._told(batch)
-        if told is not batch:
-            manager.fetch_new_loras({*told.lora_ids, None})
+        """Let SGLang prepare adapters for the batch as `_split` shows it."""
+        split = self._split(batch)
+        if split is not batch:
+            manager.fetch_new_loras({*split.lora_ids, None})
             if batch.forward_mode.is_extend():
-                lengths, lens = told.extend_seq_lens_cpu, batch.extend_seq_lens
-                told.extend_seq_lens = async_h2d(lengths, dtype=lens.dtype, device=lens.device)
-        original(manager, told)
+                lengths, lens = split.extend_seq_lens_cpu, batch.extend_seq_lens
+                split.extend_seq_lens = async_h2d(lengths, dtype=lens.dtype, device=lens.device)
+        original(manager, split)
 
     def fits_graph(self, original: Any, manager: Any, batch: ForwardBatch) -> bool:
-        """Asked by what prepares a batch and by what runs it: graphs have room for so many."""
-        return original(manager, self._told(batch))
+        """Whether a CUDA graph has room for all parts of the batch. SGLang asks when it prepares a
+        batch and when it runs it."""
+        return original(manager, self._split(batch))
 
     def can_schedule(
         self, original: Any, scheduler: Scheduler, req: Req, running_loras: set[str | None]
     ) -> bool:
-        """A batch with such an adapter needs the base as one of the adapters that it can hold."""
+        """Whether the request's adapter fits into the batch. With an activated adapter, the base
+        needs one of the batch's adapter slots."""
         together = (req.lora_id, *running_loras)
         if req.lora_id is None or not any(map(self._models.invocation, together)):
             return original(scheduler, req, running_loras)
-        # SGLang's loader beside does not count what lies in a slot already.
+        # SGLang's overlap loader does not count adapters that are in a slot already.
         has_base = (
             not scheduler.enable_lora_overlap_loading
             or scheduler.lora_overlap_loader.try_overlap_load_lora(None, running_loras)
         )
         return has_base and original(scheduler, req, {*running_loras, None})
 
-    def _told(self, batch: ForwardBatch) -> ForwardBatch:
-        """On the host: with two requests where one is before its invocation first, then after."""
+    def _split(self, batch: ForwardBatch) -> ForwardBatch:
+        """A copy of the batch in which a row with an invocation is two rows: the base's tokens
+        before it, then the adapter's. Computed on the host. The same batch if no row has one."""
         if not self._reqs:
             return batch
         keys = zip(batch.rids or (), batch.lora_ids or (), strict=False)
@@ -95,18 +101,18 @@ class ActivatedAdapters:
         if not any(starts):
             return batch
         lora_ids, lengths = _segments(batch, starts)
-        told = copy(batch)
-        told.rids, told.lora_ids, told.batch_size = None, lora_ids, len(lora_ids)
+        split = copy(batch)
+        split.rids, split.lora_ids, split.batch_size = None, lora_ids, len(lora_ids)
         if batch.forward_mode.is_extend():
-            # Where log-probabilities begin is told of rows, and read for adapters of lm_head alone.
-            told.extend_seq_lens_cpu, told.return_logprob = lengths, False
-        return told
+            # Starts of log-probabilities are per original row. Only adapters of lm_head need them.
+            split.extend_seq_lens_cpu, split.return_logprob = lengths, False
+        return split
 
 
 def _segments(
     batch: ForwardBatch, starts: Sequence[int | None]
 ) -> tuple[list[str | None], list[int]]:
-    """Adapter and number of tokens of each part of the batch's rows that has tokens."""
+    """Adapter and number of tokens of each non-empty part of the batch's rows."""
     parts: list[tuple[str | None, int]] = []
     is_extend = batch.forward_mode.is_extend()
     for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):
@@ -114,15 +120,16 @@ def _segments(
         stop = int(batch.seq_lens_cpu[row])
         num_before = 0 if start is None else min(length, max(0, start - (stop - length)))
         parts += [(None, num_before), (lora_id, length - num_before)]
-    kept = [part for part in parts if part[1]]
-    return [lora_id for lora_id, _ in kept], [length for _, length in kept]
+    non_empty = [part for part in parts if part[1]]
+    return [lora_id for lora_id, _ in non_empty], [length for _, length in non_empty]
 
 
 def last_of(wanted: Sequence[int], tokens: array[int]) -> int | None:
-    """Where these begin for the last time; the scheduler waits for it."""
+    """Index at which `wanted` begins for the last time in `tokens`; None if it is not in them. The
+    scheduler waits for this, so it has to be fast."""
     ids = np.asarray(tokens)
     most = max(0, len(ids) - len(wanted) + 1)
-    found = np.flatnonzero(ids[:most] == wanted[0])
+    places = np.flatnonzero(ids[:most] == wanted[0])
     for place, token in enumerate(wanted):
-        found = found[ids[found + place] == token]
-    return int(found[-1]) if len(found) else None
+        places = places[ids[places + place] == token]
+    return int(places[-1]) if len(places) else None

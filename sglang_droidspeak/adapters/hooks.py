@@ -1,4 +1,4 @@
-"""Hooks of a server with LoRA adapters: SGLang loads one on all ranks or none, and unloads it."""
+"""Hooks of a server with LoRA adapters, which SGLang loads on all ranks or on none, and unloads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AdapterHooks:
     activated: ActivatedAdapters
     ranks: Ranks
     forget: Callable[[str], None]
-    """Called with the id of each adapter that was unloaded."""
+    """Function that is called with the id of each unloaded adapter."""
 
     def table(self) -> Hooks:
         return {
@@ -36,7 +36,8 @@ class AdapterHooks:
         }
 
     def load(self, original: Any, manager: Any, lora_ref: LoRARef) -> Any:
-        """Load an adapter on all ranks or on none: SGLang asks only the first how it went."""
+        """Load an adapter on all ranks or on none. SGLang reads the result of the first rank
+        only."""
         lora_id = lora_ref.lora_id
 
         def load() -> None:
@@ -56,7 +57,8 @@ class AdapterHooks:
         return manager.create_lora_update_result(success=True)
 
     def validate(self, manager: Any, _config: object, lora_ref: LoRARef) -> None:
-        """Check an adapter from files or tensors; SGLang answers with the ConfigError."""
+        """Check an adapter from files or tensors. SGLang answers its client with the
+        ConfigError."""
         self.activated.require_room(manager, lora_ref)
 
     def unload(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:

@@ -1,9 +1,9 @@
-"""The models that one server answers as: its base, and each LoRA adapter while it is loaded.
+"""The models that one server answers as: its base, and each loaded LoRA adapter.
 
-This is the only place that knows which model is served now. A change of the base's weights begins a
-new generation: a request belongs to the generation in which it was last met in the queue, and only
-a request of the present one has an owner. So what is planned, noted or stored is of weights that
-were the same from the request's first computed token on.
+Only this module knows which model is served now. A change of the base's weights begins a new
+generation. A request belongs to the generation in which it was last met in the queue. Only a
+request of the present generation has an owner. So all KV that is planned, noted or stored was
+computed by the same weights from the request's first token on.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ _MAX_THREADS: Final = 4
 
 
 def _nobody(*_known: object) -> None:
-    """Nobody asks."""
+    """Do nothing."""
 
 
 LoraId = str | None
-"""SGLang's name for one loading of an adapter, never given out again; None is the base."""
+"""SGLang's id for one loading of an adapter, never reused; None is the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose KV the beginning of a request is, as far as the cache deals with it."""
+    """The model that computes the first tokens of a request. Only these tokens are cached."""
 
     model: ModelId
     lora_id: LoraId
-    """Of that model: an activated LoRA reads what comes before its invocation as the base does."""
+    """Adapter of that model; None, the base, for tokens before an activated LoRA's invocation."""
     num_tokens: int | None
-    """None for all of the request."""
+    """Number of these tokens; None for all of the request."""
 
     def pages_of(self, pages: Sequence[PageHash], page_size: int) -> Sequence[PageHash]:
-        """Those of the request's pages that are its."""
+        """The request's pages that this model computes."""
         return pages if self.num_tokens is None else pages[: self.num_tokens // page_size]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What an adapter, or none, makes of the base; by content."""
+    """The base with a loaded adapter, or without one, identified by content."""
 
     model_id: ModelId
     """Stale while the base is unknown."""
@@ -73,16 +73,16 @@ class LoadedModel:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """An adapter that was loaded, and whose files a thread reads."""
+    """A loaded adapter while a thread reads its files."""
 
-    found: Future[tuple[str, Adapter, bytes]]
-    """And the stamp of the files after they were read."""
+    content: Future[tuple[str, Adapter, bytes]]
+    """Digest, adapter, and the stamp of the files after the thread has read them."""
     stamps: Sequence[bytes] = ()
-    """Before and after they were loaded; none while they are not."""
+    """Stamps of the files before and after SGLang loaded them; empty while SGLang has not."""
 
     def result(self) -> tuple[str, Adapter]:
-        """Raises ConfigError where it is not known what was loaded."""
-        digest, adapter, stamp = self.found.result()
+        """Digest and adapter. Raises ConfigError if SGLang may have loaded other content."""
+        digest, adapter, stamp = self.content.result()
         if not self.stamps:
             raise ConfigError("it is not loaded any more")
         if {*self.stamps, stamp} != {stamp}:
@@ -91,16 +91,16 @@ class _Reading:
 
 
 class Models:
-    """Which model an adapter's id stands for. Scheduler thread only.
+    """Models by adapter id. Scheduler thread only.
 
-    What is loaded while the server runs is read, every byte of it, by a thread beside: until
-    `settle` finds that done, the adapter serves and shares with nobody.
+    A thread reads every byte of an adapter that is loaded while the server runs. Until `settle`
+    finds that done, the adapter serves, but shares with no model.
     """
 
     def __init__(
         self, base: ModelIdentity, num_layers: int, digest_of: Callable[[Path], str]
     ) -> None:
-        """`digest_of` reads an adapter's folder; raises ConfigError."""
+        """`digest_of` reads an adapter's folder. It raises ConfigError."""
         self._num_layers = num_layers
         self._digest_of = digest_of
         self._base = base
@@ -109,22 +109,22 @@ class Models:
         """Outcome of every request while the base is unknown: `reading_weights` or
         `weights_updated`. Empty while the base is known."""
         self.generation = 0
-        """How often the base's weights were written."""
+        """Number of times that the base's weights were written."""
         self.place = ""
         """End of the present generation's namespaces in SGLang's tree. The tree may have KV of
         earlier generations until SGLang flushes it."""
         self.ids: set[str] = set()
-        """Of all adapters that were ever to be loaded: SGLang's tree may have KV of them."""
+        """Ids of all adapters that SGLang ever tried to load: its tree may have their KV."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
-        """Hashes weights beside the scheduler. Its threads begin with the first that it reads."""
+        """Threads that hash weights beside the scheduler. They start with the first task."""
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
-        """Found of the models that are loaded now."""
+        """Results of `first_differences` for the models that are loaded now."""
         self.known: Callable[[str, ModelId], object] = _nobody
-        """Called with each adapter whose content has become known, and the model that it makes."""
+        """Function that is called with an adapter's id and model id once they are known."""
         self.settle_base: Callable[[], object] = _nobody
-        """Called where ranks may agree on what they have read."""
+        """Function that is called where ranks may agree on weights that they have read."""
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -135,7 +135,8 @@ class Models:
         return set() if self.unknown else {it.model_id for it in self._loaded.values()}
 
     def change(self) -> None:
-        """The base's weights are about to be written. Until `become` no model is known."""
+        """Begin a generation: the base's weights are about to be written. Until `become`, no model
+        is known."""
         self.unknown = "weights_updated"
         self.generation += 1
         self.place = prefixes.place_of_generation(self.generation)
@@ -144,30 +145,31 @@ class Models:
         """Name the present generation's weights: they are known by now."""
         self._base, self.unknown = base, ""
         self._differences.clear()
-        for lora_id, it in self._loaded.items():
-            self._loaded[lora_id] = loaded = self._made(it.digest, it.adapter)
+        for lora_id, model in self._loaded.items():
+            self._loaded[lora_id] = loaded = self._made(model.digest, model.adapter)
             if lora_id is not None:
                 self.known(lora_id, loaded.model_id)
 
     def flushed(self) -> None:
-        """SGLang's tree has nothing of any generation."""
+        """Note that SGLang's tree is empty."""
         self.place = ""
 
     def of(self, lora_id: LoraId) -> ModelId | None:
-        """None for a model whose content is not known: it shares with nobody."""
+        """Model id of an adapter, or of the base. None if its content is not known: then it shares
+        with no model."""
         loaded = self._loaded.get(lora_id)
         return None if loaded is None or self.unknown else loaded.model_id
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
-        """Tokens from which an adapter acts; empty where it acts from the start."""
+        """Tokens from which an adapter acts; empty if it acts from the start."""
         return self._invocations.get(lora_id, ())
 
     def is_reading(self, lora_id: LoraId) -> bool:
-        """Whether it will be known soon what this adapter is."""
+        """Whether a thread is reading this adapter's content."""
         return lora_id in self._reading
 
     def owner_of(self, req: Req) -> Owner | None:
-        """None where it is not known which model computes all of the request's KV."""
+        """Owner of a request. None if it is not known which model computes all of its KV."""
         if prefixes.generation_of(req) != self.generation:
             return None
         at = prefixes.invoked_at(req)
@@ -176,7 +178,7 @@ class Models:
         return None if model is None else Owner(model, lora_id, at)
 
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
-        """By other model that is loaded: the first layer at which it differs from this one."""
+        """First layer at which each other loaded model differs from this one."""
         if lora_id not in self._differences:
             me = self._loaded[lora_id]
             self._differences[lora_id] = {
@@ -187,7 +189,7 @@ class Models:
         return self._differences[lora_id]
 
     def add(self, lora_id: str, folder: Path) -> None:
-        """Raises ConfigError where the folder's content cannot be read."""
+        """Read and add an adapter at start. Raises ConfigError if its folder cannot be read."""
         self.ids.add(lora_id)
         self._loaded[lora_id] = loaded = self._made(*self._read(folder))
         self._invocations[lora_id] = loaded.adapter.invocation
@@ -195,39 +197,41 @@ class Models:
         self.known(lora_id, loaded.model_id)
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
-        """Have `load` read the adapter, on all ranks or on none, and a thread find out which one it
-        is; raises ConfigError and OSError before where it cannot be told where the adapter acts."""
+        """Call `load`, which loads the adapter on all ranks or on none, and let a thread read its
+        content. Raises ConfigError or OSError before, if the adapter's invocation cannot be
+        read."""
         self.ids.add(lora_id)
         before = stamp_of(folder)
         self._invocations[lora_id] = read_invocation(folder)
         reading = _Reading(self.reader.submit(lambda: (*self._read(folder), stamp_of(folder))))
         load()
-        self._reading[lora_id] = reading  # The same ones on all ranks.
-        with contextlib.suppress(OSError):  # Which the thread finds, too.
+        self._reading[lora_id] = reading  # All ranks read the same adapters.
+        with contextlib.suppress(OSError):  # The thread finds the error, too.
             reading.stamps = (before, stamp_of(folder))
 
     def settle(self, ranks: Ranks) -> None:
-        """Know those that all ranks have read, and read alike; all ranks call it at once."""
+        """Add the adapters that all ranks have read with the same result. All ranks call this
+        together."""
         self.settle_base()
         if not self._reading:
             return
-        are_done = ranks.least([it.found.done() for it in self._reading.values()])
+        are_done = ranks.least([it.content.done() for it in self._reading.values()])
         for (lora_id, reading), is_done in zip(list(self._reading.items()), are_done, strict=True):
             if not is_done:
                 continue
             del self._reading[lora_id]
-            found = None
+            content = None
             try:
-                found = reading.result()
+                content = reading.result()
             except Exception as exc:
                 is_known = isinstance(exc, ConfigError | OSError)
                 log.warning(
                     "adapter %s shares with no other model: %s", lora_id, exc, exc_info=not is_known
                 )
-            digest = None if found is None else found[0]
+            digest = None if content is None else content[0]
             is_agreed = ranks.share(digest, str | None) == digest
-            if all(ranks.least([is_agreed])) and found is not None:
-                self._loaded[lora_id] = loaded = self._made(*found)
+            if all(ranks.least([is_agreed])) and content is not None:
+                self._loaded[lora_id] = loaded = self._made(*content)
                 self._differences.clear()
                 if not self.unknown:
                     self.known(lora_id, loaded.model_id)
@@ -235,7 +239,7 @@ class Models:
     def drop(self, lora_id: str) -> None:
         self._loaded.pop(lora_id, None)
         self._invocations.pop(lora_id, None)
-        if lora_id in self._reading:  # It stays there until all ranks have read it.
+        if lora_id in self._reading:  # The entry stays until all ranks have read the adapter.
             self._reading[lora_id].stamps = ()
         self._differences.clear()
 
@@ -257,7 +261,7 @@ class Models:
 
 
 def stamp_of(folder: Path) -> bytes:
-    """Changes when a file of the folder does, as far as its size and times tell."""
+    """Bytes that change if a file of the folder changes its name, size, time or inode."""
     files = [(it.name, it.stat()) for it in sorted(folder.iterdir()) if it.is_file()]
     return msgspec.json.encode(
         [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
