@@ -1,10 +1,7 @@
-"""What approximate KV does to answers, seen while the server answers: in its front end.
+"""The drift guard: watch in service how far approximate KV moves answers, and stop bad plans.
 
-shadows    the drift guard: answers compared with an exact run afterwards
-plans      how far answers are from exact runs, the evidence in that, and which plans of a pair are
-           in service. Pure
-service    the drift guard's half in the scheduler: plans out of service, and their record
-
-All but the last run on the event loop of SGLang's TokenizerManager and ask the scheduler as
-everybody does.
+shadows    compare answers with an exact run afterwards. Runs on the event loop of SGLang's
+           TokenizerManager, and asks the scheduler by ordinary requests.
+plans      distances, the evidence that they add up to, and the plans of a pair in service. Pure.
+service    the scheduler's half: take plans out of service, and keep the record.
 """

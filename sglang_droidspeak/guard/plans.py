@@ -1,18 +1,19 @@
-"""Which plans of a pair are in service, and the evidence against each. Pure.
+"""Decide which plans of a pair are in service, by the evidence against each. Pure.
 
-An alarm takes a plan out of service, and with it those of its profile that promise no more. The
-pair continues with the best of the others; without any it is off. Exact plans always stay. A plan
-is watched more closely at first and while there is some evidence against it, and after an alarm all
-that are left. With `gate: none`, a block that requests name is watched as a plan that promises
-nothing. A document adds evidence once, and an hour adds a bounded share of it.
+An alarm takes a plan out of service, together with all plans of its profile that promise no more
+quality. The pair continues with the best remaining plan; without one it is off. Exact plans always
+stay. A plan is watched more closely at first and while there is some evidence against it. After an
+alarm all remaining plans are. With `gate: none`, a block that requests name is watched as a plan
+that promises nothing. A document adds evidence once, and an hour adds a bounded share of it.
 
 How far an answer was from an exact run
 ---------------------------------------
 
-SGLang reports the most likely tokens of each side, and none of the others is more likely than the
-last of them. Total variation is the most that the two sides give differently to any set of tokens.
-So it has a lower bound: the sum of what one side gives more than the other can at most. The bound
-is 0 if both are the same, and close if few tokens have nearly all of the probability.
+SGLang reports the most likely tokens of each side. No other token is more likely than the last of
+them. Total variation is the largest difference between the probabilities that both sides give to a
+set of tokens. It has a lower bound: sum how much more one side gives to each token than the other
+side can give at most. The bound is 0 if both sides are equal. It is close if few tokens have nearly
+all of the probability.
 
 Has the mean of these distances risen above what is allowed?
 ------------------------------------------------------------
@@ -22,18 +23,18 @@ A Shiryaev-Roberts e-detector for the mean of values in [0, 1] (Shin, Ramdas and
 
     evidence' = (evidence + 1) * (1 + bet * (x - allowed)),   averaged over several bets
 
-While each value's mean, given all before it, is at most `allowed`, the second factor's is at most
-1, so evidence grows by at most 1 per observation on average, whatever the distribution. Summed over
-all plans of a server that holds for every shadow it runs, whichever plan that is of. An alarm at
-`threshold` therefore comes after at least `threshold` shadows of the whole server on average,
-however many plans it has. How often shadows are run may depend on the evidence: a decision about
-the next one uses the past alone.
+Assume that each value's mean, given all values before it, is at most `allowed`. Then the second
+factor's mean is at most 1. So evidence grows by at most 1 per observation on average, for any
+distribution. This also holds for the sum over all plans of a server, and each of its shadows. So an
+alarm at `threshold` comes after at least `threshold` shadows of the whole server on average, for
+any number of plans. How often shadows run may depend on the evidence, because a decision about the
+next shadow uses only the past.
 
-Ordinary traffic breaks that condition: hard documents come one after another, and then the mean
-given the past is above the mean of all. Nothing can be proven about any order. So limits keep a
-cluster from being taken for drift: an hour multiplies evidence by `HOUR` at most, and a document
-adds evidence once. Limits only lower evidence, so the bound above still holds. An alarm takes five
-bad hours or more. `benchmarks/guard_drift.py` counts false alarms in clustered traffic.
+Ordinary traffic breaks the assumption: hard documents come one after another, and then the mean
+given the past is above the overall mean. Nothing can be proven about any order. So limits keep such
+a cluster from causing an alarm: an hour multiplies evidence by at most `HOUR`, and a document adds
+evidence once. Limits only lower evidence, so the bound above still holds. An alarm takes at least
+five bad hours. `benchmarks/guard_drift.py` counts false alarms in clustered traffic.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 TOP: Final = 20
-"""Tokens that SGLang reports of each position."""
+"""Tokens that SGLang reports for each position."""
 POSITIONS: Final = 8
-"""Positions of an answer that are compared, from its first on."""
+"""Number of an answer's first positions that are compared."""
 
 LogProbs = Mapping[int, float]
 """Log-probabilities of one position by token id: the most likely tokens, perhaps others too."""
@@ -68,28 +69,29 @@ Evidence = tuple[float, ...]
 """Evidence under each bet, in the order of SHARES."""
 
 ALARM: Final = 1e5
-"""So many shadows of a healthy server come before a false alarm on average, at least."""
+"""Evidence that raises an alarm. A healthy server runs at least as many shadows before a false
+alarm, on average."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
-"""Shadows of a plan of which little is known yet. They begin with the first that chance chooses, so
-that plans which nobody uses do not have every request looked at."""
+"""First shadows of a plan, during which every request by it is checked. They start with one shadow
+that chance chooses, so that an unused plan causes no checks."""
 NOISE: Final = 0.02
-"""The distance that two exact runs may have, in half precision and other batches. All that is
-allowed to a plan whose profile does not say how far it is from full prefill."""
+"""Distance that two exact runs may have, in half precision and different batches. If a profile does
+not say how far a plan is from full prefill, this is all that the plan is allowed."""
 HOUR_S: Final = 3600
 MAX_DOCUMENTS: Final = 256
-"""A document adds evidence once while it is among so many of its plan's last ones."""
+"""Last documents that a plan remembers. A remembered document adds no evidence again."""
 ALL: Final = "all"
-"""In place of a sender's id: every sender."""
+"""Word for every sender, in place of a sender's id."""
 
 
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] | None
     e_corrected: bool
     allowed: float = NOISE
-    """Mean distance from exact runs."""
+    """Allowed mean distance from exact runs."""
     quality: float = 0.0
-    """That its profile promises; 0 of what only requests have named."""
+    """Quality that the profile promises; 0 for a block that only requests have named."""
     num_shadows: int = 0
     mean_tv: float = 0.0
     """Mean distance over all shadows."""
@@ -103,7 +105,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[tuple[int, int] | None, bool]:
-        """Among the plans of a pair."""
+        """Key that identifies the plan within its pair."""
         return self.block, self.e_corrected
 
     @property
@@ -112,13 +114,13 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[float, int]:
-        """The best first."""
+        """Sort key that puts the best plan first."""
         start, stop = self.block or (0, 0)
         return -self.quality, start - stop
 
     @property
     def layers(self) -> str:
-        """Those that it recomputes, for a person."""
+        """Recomputed layers, for a person."""
         return "no layer" if self.block is None else f"layers [{self.block[0]}, {self.block[1]})"
 
 
@@ -126,15 +128,15 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelId
     receiver: ModelId
     profile: str
-    """Digest of what the profile says: another one begins anew."""
+    """Digest of the profile's content. With another digest the evidence begins anew."""
     plans: tuple[WatchedPlan, ...]
-    """Those that are not exact, the best first."""
+    """Plans that are not exact, the best first."""
     num_left: int
-    """So many of them are in service."""
+    """Number of first plans that are in service."""
 
     @property
     def is_demoted(self) -> bool:
-        """Not all of its plans are in service."""
+        """Whether some of the pair's plans are out of service."""
         return self.num_left < len(self.plans)
 
     @property
@@ -147,12 +149,12 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def strength(self) -> float:
-        """Of the evidence against the plan in service that has most."""
+        """Strongest evidence against a plan in service; 0 if there is none."""
         return max((strength(it.evidence) for it in self.in_service), default=0.0)
 
     @property
     def suspects(self) -> Iterator[PlanId]:
-        """Plans in service of which every request is to be checked."""
+        """Plans in service for which every request is checked."""
         return self._ids(it for it in self.in_service if self.is_demoted or it.is_suspect)
 
     def _ids(self, plans: Iterable[WatchedPlan]) -> Iterator[PlanId]:
@@ -160,27 +162,27 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the answer of one request was from an exact run."""
+    """Distance of one request's answer from an exact run."""
 
     plan: PlanId
     tv: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Total variation."""
     document: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Digest of the tokens that were read; empty: a document of its own."""
+    """Digest of the tokens that were read. If empty, the shadow counts as a document of its own."""
     hour: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
-    """Hours since 1970. The front end says it, so that all ranks decide alike."""
+    """Hours since 1970. The front end sets it, so that all ranks decide alike."""
 
 
 class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the front end and an operator tell; without either, only how things are is asked."""
+    """Message of the front end or an operator. With no field set, it only asks for the state."""
 
     shadow: Shadow | None = None
     missed: dict[
         Literal["dropped", "failed"], Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
     ] = {}
-    """Shadows that came to nothing, by what became of them."""
+    """Shadows without a result, counted by cause."""
     reset: str | None = None
-    """The id or name of a sender whose pairs begin anew, or `all`."""
+    """Id or name of a sender, or `all`: the evidence about its pairs begins anew."""
 
 
 class GuardState(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,13 +190,13 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
     pairs: tuple[WatchedPair, ...]
     suspects: tuple[PlanId, ...]
     names: dict[str, str] = {}
-    """Of models, by id."""
+    """Names of models by id."""
     off: str = ""
-    """Why the server reuses nothing, and what to do; empty where it does."""
+    """Why the server reuses nothing, and what to do; empty if it reuses."""
 
 
 def watched(profile: PairProfile) -> WatchedPair:
-    """All plans in service, and no evidence."""
+    """A pair with all plans in service, and no evidence."""
     plans = [_watched(it) for it in profile.blocks if not _is_exact(it, profile)]
     return WatchedPair(
         sender=profile.sender.model_id,
@@ -206,7 +208,7 @@ def watched(profile: PairProfile) -> WatchedPair:
 
 
 def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
-    """The pair with one more shadow; the same if its plan is out of service."""
+    """The pair after one more shadow. The same object if the shadow's plan is out of service."""
     plan = shadow.plan
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
@@ -251,21 +253,21 @@ def left_of(profile: PairProfile, pair: WatchedPair) -> PairProfile:
     return profile.limited_to(tuple(blocks), OUT_OF_SERVICE)
 
 
-def _is_exact(it: BlockQuality, profile: PairProfile) -> bool:
-    return it.start <= profile.first_difference and it.stop == profile.receiver.num_layers
+def _is_exact(block: BlockQuality, profile: PairProfile) -> bool:
+    return block.start <= profile.first_difference and block.stop == profile.receiver.num_layers
 
 
-def _watched(it: BlockQuality) -> WatchedPlan:
+def _watched(block: BlockQuality) -> WatchedPlan:
     return WatchedPlan(
-        block=(it.start, it.stop) if len(it.block) else None,
-        e_corrected=it.e_map is not None,
-        allowed=(it.tv_bound or 0.0) + NOISE,
-        quality=it.quality,
+        block=(block.start, block.stop) if len(block.block) else None,
+        e_corrected=block.e_map is not None,
+        allowed=(block.tv_bound or 0.0) + NOISE,
+        quality=block.quality,
     )
 
 
 def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
-    """The evidence with one more value, in [0, 1]; `allowed` is above 0."""
+    """Evidence after one more value `x` in [0, 1]. `allowed` is above 0."""
     return tuple(
         (1.0 + before) * (1.0 - share + share * x / allowed)
         for before, share in zip(evidence, SHARES, strict=True)
@@ -273,34 +275,36 @@ def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
 
 
 def limited(evidence: Evidence, began: Evidence) -> Evidence:
-    """At most HOUR times the evidence at the beginning of the hour, plus one."""
+    """Evidence limited to HOUR times one more than at the beginning of the hour."""
     return tuple(min(now, HOUR * (1.0 + then)) for now, then in zip(evidence, began, strict=True))
 
 
 def strength(evidence: Evidence) -> float:
-    """The mean over all bets, to be compared with a threshold."""
+    """Mean evidence over all bets, to be compared with ALARM."""
     return fmean(evidence)
 
 
 def suspicion(evidence: Evidence) -> float:
-    """A number that rises after fewer values than `strength` and proves nothing: at most 1 if all
-    values are 0, 2 if they stay at half of what is allowed, and without bound beyond that."""
+    """A number that rises after fewer values than `strength`, but proves nothing. It stays at 1 or
+    below if all values are 0, and at 2 if they are half of what is allowed. Beyond that it has no
+    bound."""
     return max(share * now for share, now in zip(SHARES, evidence, strict=True))
 
 
 def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
-    """Mean total variation, 0 to 1, over as many positions as both have, at least one."""
+    """Mean total variation, 0 to 1, over the positions that both have. Both have at least one."""
     pairs = zip(served, exact, strict=False)
     return fmean(total_variation(ours, theirs) for ours, theirs in pairs)
 
 
 def total_variation(served: LogProbs, exact: LogProbs) -> float:
-    """A lower bound of the total variation between both."""
+    """Lower bound of the total variation between both sides at one position."""
     ours, theirs = ({token: exp(it) for token, it in one.items()} for one in (served, exact))
     return max(_excess(ours, theirs), _excess(theirs, ours))
 
 
 def _excess(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Probability that the first gives to its known tokens above what the second can at most."""
+    """Probability that `one` gives to its reported tokens, beyond the most that `other` can
+    give."""
     most = sorted(other.values(), reverse=True)[:TOP][-1]
     return min(1.0, sum(max(0.0, it - other.get(token, most)) for token, it in one.items()))

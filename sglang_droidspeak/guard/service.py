@@ -1,6 +1,6 @@
-"""The drift guard's half in the scheduler: it hears of shadows and takes plans out of service.
+"""The drift guard's half in the scheduler: receive shadows, and take plans out of service.
 
-What it knows is kept in a file from one start to the next.
+A file keeps its evidence from one start to the next.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from sglang_droidspeak.start.config import Settings
 log = logging.getLogger("droidspeak.guard")
 
 MAX_OTHERS: Final = 1000
-"""Pairs in the record whose profiles this server does not have now."""
+"""Most pairs kept in the record although this server has no profile of them now."""
 _lock = functools.cache(lock_file)
-"""Until this process ends."""
+"""Lock a file until this process ends."""
 _VERSION: Final = 1
 _MAX_BYTES: Final = 16 << 20
 
 
 class PairsInService:
-    """Scheduler thread only. All ranks hear and do the same; the first one keeps the record."""
+    """Pairs under watch, and their plans in service. Scheduler thread only. All ranks get the same
+    questions and act alike; the first one keeps the record."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class PairsInService:
         *,
         keeps_record: bool,
     ) -> None:
-        """Without a `guard_path` nothing is read or written. Raises ConfigError."""
+        """Read the record of `guard_path`, if the setting is there. Raises ConfigError."""
         self._planner: Final = planner
         self._metrics: Final = metrics
         self._names: Final = names
@@ -61,7 +62,7 @@ class PairsInService:
         path = None if settings.guard_path is None else Path(settings.guard_path)
         self._path: Final = path if keeps_record else None
         self._profiles: Final = dict(planner.profiles)
-        """All of what they say, in service or not."""
+        """Whole profiles, with plans that are out of service."""
         known = {it.profile: it for it in (read_record(path) if path is not None else ())}
         self._pairs: Final[dict[tuple[ModelId, ModelId], WatchedPair]] = {}
         for profile in self._profiles.values():
@@ -73,7 +74,8 @@ class PairsInService:
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def answer(self, question: str) -> dict[str, Any]:
-        """As JSON says it; raises MsgspecError or LookupError where that was no question."""
+        """Answer a question in JSON with a GuardState as builtins. Raises MsgspecError or
+        LookupError for a wrong question."""
         asked = msgspec.json.decode(question or "{}", type=GuardQuestion)
         for result, num in asked.missed.items():
             self._metrics.shadows.labels(result).inc(num)
@@ -84,8 +86,8 @@ class PairsInService:
         pairs = tuple(self._pairs.values())
         suspects = tuple(plan for it in pairs for plan in it.suspects)
         state = GuardState(shadow_rate=self._rate, pairs=pairs, suspects=suspects)
-        told: dict[str, Any] = msgspec.to_builtins(state)
-        return told
+        answer: dict[str, Any] = msgspec.to_builtins(state)
+        return answer
 
     def _hear(self, shadow: Shadow) -> None:
         plan = shadow.plan
@@ -104,10 +106,10 @@ class PairsInService:
         self._metrics.shadow_tv.labels(*key).observe(shadow.tv)
         why = ""
         if pair.num_left < before.num_left:
-            it = pair.plans[pair.num_left]
+            demoted = pair.plans[pair.num_left]
             why = (
-                f"recomputing {it.layers} was {it.mean_tv:.3f} from full prefill in "
-                f"{it.num_shadows} shadows, {it.allowed:.3f} is allowed"
+                f"recomputing {demoted.layers} was {demoted.mean_tv:.3f} from full prefill in "
+                f"{demoted.num_shadows} shadows, {demoted.allowed:.3f} is allowed"
             )
         self._note(pair, why)
         self._keep()
@@ -127,8 +129,8 @@ class PairsInService:
         self._keep()
 
     def _note(self, pair: WatchedPair, why: str) -> None:
-        """`why` other plans are in service now, or empty; that is said once: in the log, in a
-        metric and in a trace."""
+        """Set a pair's state. `why` says why other plans are in service now; it is empty if they
+        are not. Such a change is reported once, in the log, a metric and a trace."""
         key = pair.sender, pair.receiver
         self._pairs[key] = pair
         self._metrics.tell_guard(pair)
@@ -174,7 +176,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def read_record(path: Path) -> tuple[WatchedPair, ...]:
-    """None where there is no file; raises ConfigError where it is not one of these."""
+    """Pairs in a record; none if there is no file. Raises ConfigError for another file."""
     remedy = "remove it, which puts every pair in service again, or give another guard_path"
     try:
         with path.open("rb") as file:
@@ -198,8 +200,8 @@ def read_record(path: Path) -> tuple[WatchedPair, ...]:
 
 
 def check_record(path: Path) -> None:
-    """Keep other servers away from it while this process lives; raises ConfigError where one has
-    it, where what is known cannot be read, or where it cannot be written."""
+    """Keep other servers away from a record while this process lives. Raises ConfigError if another
+    server has it, or if it cannot be read or written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _lock(path.absolute().with_name(f".{path.name}.lock"))
@@ -216,7 +218,7 @@ def check_record(path: Path) -> None:
 
 
 def write_record(path: Path, pairs: Iterable[WatchedPair]) -> None:
-    """Replace it as a whole, for its owner alone; raises OSError."""
+    """Replace a record as a whole, readable only for its owner. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path.resolve()) as file:
         file.write(msgspec.json.encode(_Record(_VERSION, tuple(pairs))))

@@ -1,18 +1,18 @@
-"""Shadows: answers from approximate KV that are compared with an exact run afterwards.
+"""Shadows: compare answers from approximate KV with an exact run afterwards.
 
-    arrival  a request is chosen by a hash of its id under a key of this server's, so that neither
-             its text nor the load decides, and no user can. All are looked at while a plan is
-             suspected
-    answer   if the request reused another model's KV, its prompt is kept
-    turn     two runs of the prompt: a greedy one that reads the same approximate KV, and an exact
-             one over the tokens that the first one gave. A run waits until no request runs, or
-             until other requests have paid for it (`Budget`)
-    verdict  the scheduler's half (`service`) hears how far apart the two are, and says of which
-             plans every request is to be compared
+    arrival  A hash of the request's id, under a key of this server, chooses the request. So text,
+             load and users cannot influence the choice. While a plan is suspected, all requests are
+             looked at.
+    answer   If the request reused another model's KV, its prompt is kept.
+    turn     The prompt runs twice: greedily over the same approximate KV, and exactly over the
+             tokens of the first run. A run waits until no request runs, or until other requests
+             have paid for it (`Budget`).
+    verdict  The scheduler's half (`service`) gets the distance between both runs. It answers with
+             the plans for which every request must be compared.
 
-Why a run of its own and not the user's answer: profiles have measured greedy answers, and SGLang
-samples by default. A sampled answer leads into text that no profile has measured. So every request
-can be compared, whatever it asks for, and its own answer is never touched.
+Why two runs, and not the user's answer? Profiles have measured greedy answers, and SGLang samples
+by default. A sampled answer leads into text that no profile has measured. With two runs every
+request can be compared, and its own answer is never touched.
 
 Event loop of the front end only.
 """
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
-"""Answers whose prompts are kept until they are compared."""
+"""Most answers with a prompt that is kept for comparison."""
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
-"""Between two looks whether a request runs."""
+"""Seconds between two looks whether a request runs."""
 _MOST_CREDIT_S: Final = 10.0
 _MODEL_AND_TENANT: Final = (
     "lora_path",
@@ -68,7 +68,7 @@ _MODEL_AND_TENANT: Final = (
     "no_logs",
     "http_worker_ipc",
 )
-"""Fields of the user's request that a run takes over."""
+"""Fields of the user's request that its two runs copy."""
 
 Reply = dict[str, Any]
 
@@ -81,7 +81,7 @@ class Shadows:
         self._suspects: frozenset[PlanId] = frozenset()
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
-        """Results that the scheduler has not heard of."""
+        """Shadows without a result that the scheduler does not know of yet."""
         self._task: asyncio.Task[None] | None = None
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
@@ -130,7 +130,8 @@ class Shadows:
                 self._missed["failed"] += 1
 
     async def _shadow(self, manager: Any, answer: _Answer) -> Shadow | None:
-        """None if no turn came before the deadline, or the KV is not there any more."""
+        """Run an answer's prompt twice and compare. None if no turn came before the deadline, or
+        the KV was evicted."""
         served = await self._turn(manager, answer, lambda: _greedy_run(manager, answer))
         if not served:
             return None
@@ -145,10 +146,10 @@ class Shadows:
     async def _turn(
         self, manager: Any, answer: _Answer, start: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """The result of a run once the server is idle or the budget allows one.
+        """Result of a run that starts once the server is idle or the budget allows it.
 
-        A run that began on an idle server ends when a request comes that has not paid for it, and
-        is started again later. None if no turn came in time, or the adapter is gone.
+        A run that began on an idle server is cancelled when a request arrives that has not paid for
+        it, and starts again later. None if no turn came in time, or the adapter was unloaded.
         """
         budget = self._budget
         while True:
@@ -183,10 +184,11 @@ class Shadows:
 
 
 class Budget:
-    """Seconds that runs may take beside requests: a share of all time, and at most one run more.
+    """Budget of seconds that runs may take beside requests: a share of all time, plus at most one
+    run.
 
-    A run is charged for all the time in which another request was there too. So the share of step
-    time that runs take is below the share that is allowed.
+    A run is charged for all the time that it shares with another request. So runs take a smaller
+    share of step time than is allowed.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -212,26 +214,27 @@ class _Answer:
     asked: Any
     """The request as SGLang got it; SGLang resolves the adapter in it."""
     shows_prompt: bool
-    """The user wants the prompt's ids."""
+    """Whether the user asked for the prompt's ids."""
     is_chosen: bool
-    """By its id, whichever plan it reads by."""
+    """Whether the request's id chose it, for any plan."""
     prompt_ids: Sequence[int] = ()
     label: Mapping[str, Any] = field(default_factory=dict)
     num_cached: int = 0
-    """Tokens of the prompt that SGLang has read from a cache, loaded ones included."""
+    """Tokens of the prompt that SGLang has read from a cache, with the loaded ones."""
     deadline_s: float = 0.0
-    """On monotonic time."""
+    """Latest start of a run, on monotonic time."""
 
     @property
     def plan(self) -> PlanId | None:
-        """The plan by which it reused another model's KV; None if there is nothing to compare."""
+        """Plan by which the request reused another model's KV. None if there is nothing to
+        compare."""
         label = self.label
         if not self.prompt_ids or label.get("outcome") != "reused":
             return None
         if label["exact"] or label["sender"] == label["receiver"]:
             return None
         if 2 * label["reused_tokens"] < self.num_cached:
-            return None  # The device had most of it, by whichever plan.
+            return None  # The device had most of the KV already, perhaps by another plan.
         return plan_of(label)
 
     @property
@@ -251,7 +254,7 @@ class _Answer:
         return {name: value for name, value in reply.items() if name != "prompt_token_ids"}
 
     def keep(self, deadline_s: float) -> None:
-        """Hold only what a comparison needs, until then."""
+        """Keep only what a comparison needs."""
         self.asked = copy(self.asked)
         self.asked.text = self.asked.input_ids = None
         self.prompt_ids = array("q", self.prompt_ids)
@@ -292,7 +295,7 @@ async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogP
 async def _exact_run(
     manager: Any, answer: _Answer, served_ids: Sequence[int]
 ) -> Sequence[LogProbs]:
-    """The exact distribution at the position of each served token: what full prefill would say.
+    """Exact distribution at the position of each served token, as full prefill computes it.
 
     The input is the prompt and the served tokens; nothing is generated. The run reads and leaves
     exact KV only, in the user's tenant. Later requests with that prompt find it in place of the
@@ -321,11 +324,12 @@ async def _ask(
     max_new: int,
     controls: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """The `meta_info` of a request of the server's own, for the model and tenant of the answer.
+    """Send a request of the server's own, for the model and tenant of the answer. Returns its
+    `meta_info`.
 
-    No metric and no explanation of droidspeak's counts it. Cancelled, it aborts its request. Raises
-    RuntimeError if another side aborts it or the adapter's name has other weights by now, and what
-    SGLang raises for a request that it refuses.
+    No metric or explanation of droidspeak counts it. If this task is cancelled, it aborts its
+    request. Raises RuntimeError if the request was aborted, or if the adapter's name has other
+    weights by now. Raises SGLang's own errors for a request that SGLang refuses.
     """
     like = answer.asked
     asked = type(like)(
@@ -337,7 +341,7 @@ async def _ask(
             "custom_params": {**controls, ANSWERED: answered},
         },
         return_logprob=True,
-        # Of the prompt none but those of an answer; the first position has no log-probability.
+        # Only an answer's positions are needed. The prompt's first one has no log-probability.
         logprob_start_len=len(input_ids) - answered - 1 if answered else -1,
         top_logprobs_num=TOP,
         log_metrics=False,
@@ -357,8 +361,8 @@ def _probs(top: Sequence[Any], one: tuple[float, int]) -> LogProbs:
 
 
 def _is_loaded(manager: Any, asked: Any) -> bool:
-    """Whether the adapter is the one that it was: SGLang loads an adapter again that is asked for
-    by the name that it had."""
+    """Whether the answer's adapter is still loaded. If it were not, SGLang would load an adapter by
+    its name again."""
     if not asked.lora_path:
         return True
     ref = manager.lora_registry.get_all_adapters().get(asked.lora_path)
@@ -366,15 +370,15 @@ def _is_loaded(manager: Any, asked: Any) -> bool:
 
 
 def place_of(rid: str) -> float:
-    """Place of a request among all ids, 0 to 1; those below the rate are chosen."""
+    """Place of a request among all ids, 0 to 1. Requests below the rate are chosen."""
     place = blake2b(rid.encode(), digest_size=8, key=_KEY).digest()
     return int.from_bytes(place, "big") / 2**64
 
 
 def _is_comparable(obj: Any) -> bool:
-    """Whether it is a user's GenerateReqInput of one prompt and for one answer."""
+    """Whether a request is a user's GenerateReqInput with one prompt, for one answer."""
     if not hasattr(obj, "return_logprob"):
-        return False  # An embedding.
+        return False  # An embedding request.
     if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
         return False
     params = obj.sampling_params or {}
