@@ -1,7 +1,14 @@
 """What commands say in a terminal of another encoding, and of errors of several lines."""
 
+import io
 import subprocess
 import sys
+from collections.abc import Callable
+
+import pytest
+
+from cachetree import cli as cache
+from sglang_droidspeak import cli as server
 
 SAY = """
 from cachetree.cli import complain, escape_output, show
@@ -16,3 +23,13 @@ def test_what_an_encoding_lacks_is_escaped_and_an_error_is_one_line() -> None:
     ran = subprocess.run([sys.executable, "-c", SAY], env=env, capture_output=True, timeout=60)
     assert ran.stdout == b"base \\u2192 json \\u2026\n", ran.stderr
     assert ran.stderr == b"droidspeak: a template of two lines \\u2192 said\n"
+
+
+@pytest.mark.parametrize("main", [cache.main, server.main])
+def test_both_commands_escape_what_they_print(
+    main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert sys.stdout.errors == "backslashreplace"

@@ -425,6 +425,14 @@ def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(
             assert found.reason is Reason.SLOWER
 
 
+@pytest.mark.parametrize("place", ["pool:", "pool:lora"])
+def test_slower_plan_names_where_its_pages_are(place: str) -> None:
+    nearly = replace(DEMAND, first_page=9, first_approximate=0)
+    found = choose(nearly, [match(S, location=Location(place))], PROFILES, MEASURED)
+    assert isinstance(found, NoReuse)
+    assert f" at {place.removesuffix(':')}: full prefill is faster" in found.detail
+
+
 def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
     free = replace(DEMAND, gate=Gate.NONE)
     failed = index_profiles([FAILED])

@@ -39,6 +39,7 @@ from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.request.report import Labels
 
 NEAR = {"address": FAR, "state": "ready", "reason": "", "model": ""}
+LOST = {"state": "connecting", "reason": "worker closed"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -328,6 +329,7 @@ def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.Mo
         ({"health": {"live": True, "degraded": ["the disk is full"]}}, "memory, disk", "full"),
         ({"health": {"live": False, "degraded": []}}, "memory, disk", "stuck"),
         ({"peers": [NEAR], "links": {FAR: 1.0}}, f"link {FAR}", "1e-09 GB/s, break-even"),
+        ({"peers": [NEAR | LOST]}, f"peer {FAR}", "connecting: worker closed"),
     ],
 )
 def test_a_running_server_that_is_not_well(
@@ -356,6 +358,21 @@ def test_a_clock_that_is_wrong(
     found = by_name(checks.running(info.url, None))["clock"]
     assert found.ok == is_well
     assert is_well or found.found[0] == ("+" if ahead_s > 0 else "-")
+
+
+def test_clock_that_is_off_by_less_than_a_second_is_well(
+    info: SimpleNamespace,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    say(info)
+    monkeypatch.setattr(checks, "state_of", lambda *_: (info.internal_state, -0.4))
+    assert by_name(checks.running(info.url, None))["clock"].found == "well"
+
+
+def test_break_even_of_a_slow_link_is_not_zero() -> None:
+    slow = {"num_tokens": 16, "full_prefill_s": 1.0, "recompute_s": 0.0}
+    (told,) = checks._links({}, [slow | {"e_bytes": 0, "kv_bytes": 2000}])
+    assert told.found.startswith("break-even 2e-06 GB/s for 16 tokens")
 
 
 def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) -> None:  # noqa: F811

@@ -61,6 +61,16 @@ def ask(it: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -> di
     return json.loads(json.dumps(output.internal_state[KEY]))
 
 
+def test_guard_of_a_server_that_reuses_nothing_says_why(labels: Labels) -> None:
+    told = {"shadow_rate": 0.0, "pairs": [], "suspects": []}
+    it = answers(labels)
+    it._guard = lambda _question: told
+    it._planner.why_off = "weights_updated"  # type: ignore[misc]
+    assert "not known what an update" in ask(it, asking.GUARD)["off"]
+    it._planner.why_off = ""  # type: ignore[misc]
+    assert ask(it, asking.GUARD)["off"] == ""
+
+
 @pytest.fixture
 def labels() -> Labels:
     return Labels(Counts(), ModelNames())  # type: ignore[arg-type]

@@ -257,9 +257,13 @@ def test_what_was_aborted_before_it_read_anything_is_exact(
     """In the queue, that is; in the middle of its prefill it has read what SGLang's tree had."""
     req = request(extend_end=extend_end)
     prefixes.move(req, approximate=True)
+    prefixes.note_approximate(req, 2)
     labels.aborted(None, None, req)
-    assert told(req) == RequestProvenance(outcome="aborted", exact=is_exact)
-    assert counts.num_approximate == 0, "nobody has its answer"
+    num_read = 0 if is_exact else 2
+    assert told(req) == RequestProvenance(
+        outcome="aborted", exact=is_exact, approximate_tokens=num_read
+    )
+    assert counts.num_approximate == counts.num_approximate_tokens == 0, "nobody has its answer"
 
 
 def test_health_probes_are_nobodys_requests(labels: Labels, counts: Counts) -> None:

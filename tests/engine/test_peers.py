@@ -130,6 +130,13 @@ def test_a_server_without_peers_says_so(info: SimpleNamespace, capsys: Any) -> N
     assert "reads from no peer" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("off", "status"), [("", 0), ("weights were updated", 1)])
+def test_guard_fails_if_the_server_reuses_nothing(off: str, status: int) -> None:
+    told = {"shadow_rate": 0.0, "pairs": [], "suspects": [], "off": off, "names": {}}
+    with answering(lambda _path, _question: (200, told)) as url:
+        assert main(["guard", url]) == status
+
+
 @pytest.mark.parametrize("command", ["peers", "guard", "doctor --url", "explain id --url"])
 def test_an_address_without_http_is_told_with_it(command: str, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):

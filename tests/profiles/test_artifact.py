@@ -11,13 +11,25 @@ from test_evidence import COSTS
 from test_room import make_document
 
 from cachetree.ids import Span
-from profiles.evidence import BaselineKind, Interval, Shown
+from profiles.evidence import BaselineKind, Controls, Interval, Shown
+from profiles.profiler import is_open
 from profiles.report import tables
-from profiles.stats.artifact import Data, Findings, best_of, build, longest_used, split_of, tv_bound
+from profiles.stats.artifact import (
+    Data,
+    Findings,
+    best_of,
+    build,
+    contradiction,
+    longest_used,
+    losses_of,
+    split_of,
+    tv_bound,
+)
 from profiles.stats.choice import Choice
 from profiles.stats.measured import FULL_REUSE, NUM_SHOWN, Candidate, Measured, Score
 
 OLD = sample_profile()
+CONTROLS = Controls(num_contexts=24, full_prefill=0.5, no_document=0.05, other_document=0.125)
 TRIED, UNASKED = (Candidate(runs=(Span(start, 5),)) for start in (0, 3))
 BLEND = Candidate(kind=BaselineKind.CACHEBLEND, share=0.5)
 QUALITIES = [1.0] * NUM_SHOWN + [0.0] * NUM_SHOWN
@@ -59,7 +71,7 @@ def profile_of(lengths, judged, tolerance=0.05):
         tried=measured(TRIED, UNASKED),
         choice=Choice(frontier=[UNASKED, TRIED], order=(TRIED,), expected=TRIED),
         judged=judged,
-        controls={},
+        controls={documents[0].task: CONTROLS},
         small=OLD.baselines[-1],
     )
     return build(found, tolerance, OLD.made)
@@ -77,6 +89,44 @@ def test_what_equals_full_prefill_loses_nothing_on_whichever_contexts_it_was_mea
     assert (found["full prefill"], found["CacheBlend"]) == ("0.0", "0.0")
     lost = 100 * (0.5 - OLD.baselines[-1].quality.mean)
     assert found["smaller model"] == f"{lost:.1f}", "it was asked everything"
+
+
+def test_profile_has_its_controls(profile):
+    assert profile.controls.startswith("without the document 10% and with another document 25%")
+    assert [it.controls for it in profile.held_out.tasks] == [CONTROLS]
+    assert [it.controls for it in profile.train.tasks] == [None], "they are of what judges"
+
+
+def test_profile_has_the_scores_that_judged(profile):
+    assert profile.judged.tasks == (0,) * len(QUALITIES)
+    assert profile.judged.full_prefill == tuple((it,) for it in QUALITIES)
+    assert profile.judged.plans == (profile.judged.full_prefill,), "of TRIED alone"
+
+
+def test_what_does_not_follow_from_the_scores_is_named(profile):
+    profile = replace(profile, receiver=replace(OLD.receiver, num_layers=COSTS.num_layers))
+    assert contradiction(profile, profile.judged) is None
+    wrong = replace(profile.judged, plans=(((0.0,),) * len(QUALITIES),))
+    assert "its scores give" in contradiction(profile, wrong)
+    for changed in ({"reason": "it is good"}, {"passed": True}):
+        assert "it says" in contradiction(replace(profile, **changed), profile.judged)
+    unproven = replace(profile.blocks[-1], start=1)
+    served = replace(profile, blocks=(unproven, *profile.blocks))
+    assert "is served" in contradiction(served, profile.judged)
+
+
+def test_run_goes_on_only_if_more_contexts_could_prove_its_first_unproven_plan(profile):
+    assert not profile.passed and is_open(profile), "sixteen contexts are too few"
+    lengths, judged = [32] * len(QUALITIES), measured(TRIED, some=(UNASKED, BLEND))
+    assert not is_open(profile_of(lengths, judged, 0.9)), "it is proven"
+    judged.candidates[TRIED] = [[Score(kl=0.0, tv=0.0, quality=0.0)]] * len(QUALITIES)
+    assert not is_open(profile_of(lengths, judged)), "it loses too much"
+
+
+def test_plan_that_was_judged_on_no_context_of_a_task_may_lose_all_of_it():
+    own = [[1.0]] * 3
+    seen, unseen = losses_of([(0, 1), (2,)], own, own[:2], 0.05)
+    assert (seen.num_contexts, unseen.num_contexts, unseen.bound) == (2, 0, 1.0)
 
 
 def test_what_the_gate_does_not_ask_about_says_on_what_it_stands(profile):

@@ -181,6 +181,8 @@ def test_the_best_two_are_the_expected_plan_and_the_one_before_it():
     measured = {(0, 6): (0.1, FULL), (1, 5): (0.2, FULL), (2, 4): (0.3, FULL), (3, 4): (0.4, 0.1)}
     best = choose(plans_of(measured), OWN, TASK, 0.05).best
     assert best == (plan(1, 5), plan(2, 4))
+    alone = {(0, 6): (0.1, FULL), (1, 5): (0.2, 0.1)}
+    assert choose(plans_of(alone), OWN, TASK, 0.05).best == (plan(0, 6),), "none is before it"
     bad = {it: (kl, 0.1) for it, (kl, _) in measured.items()}
     assert choose(plans_of(bad), OWN, TASK, 0.05).best == (plan(0, 6), plan(1, 5))
 

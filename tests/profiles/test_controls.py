@@ -14,7 +14,7 @@ from test_evidence import COSTS
 from test_gate import GOOD, TASK, TOLERANCE, split_of
 
 from profiles.compute.models import Pair
-from profiles.controls import NUM_CONTROLLED, measure_controls, with_context_of, without
+from profiles.controls import measure_controls, with_context_of, without
 from profiles.data.documents import Document
 from profiles.data.records import read_records
 from profiles.evidence import Controls
@@ -22,7 +22,8 @@ from profiles.report import tables
 from profiles.stats.gate import controls_of, verdict
 from tools.pairs.questions import read_documents
 
-KEPT = Controls(num_contexts=24, full_prefill=0.8, no_document=0.08, other_document=0.2)
+NUM_ASKED = 6
+KEPT = Controls(num_contexts=24, full_prefill=0.5, no_document=0.05, other_document=0.125)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,13 @@ def test_without_an_opening_the_questions_first_token_is_the_prefix(documents):
     assert (first.prefix, first.questions[0].suffix) == (question[:1], question[1:])
 
 
+def test_without_an_opening_a_question_of_one_token_stays_a_question(documents):
+    (asked, *_), tail = documents[0].questions, documents[0].tail
+    short = replace(asked, suffix=asked.suffix[: tail + 1])
+    (found,) = without(replace(documents[0], opening=0, questions=(short,)))
+    assert found.questions[0].suffix == short.suffix[tail:]
+
+
 def test_another_document_is_asked_about_in_whole(pair, documents):
     records = read_records(DATA / "train.jsonl")
     swapped = prompts(with_context_of(documents[1], documents[0]))
@@ -58,12 +66,13 @@ def test_another_document_is_asked_about_in_whole(pair, documents):
     assert swapped == [tuple(pair.tokenizer(it).input_ids) for it in asked]
 
 
-def test_biographies_are_not_answered_without_them(pair, documents):
-    full = [[1.0] * 3] * len(documents)
+def test_biographies_are_not_answered_without_them(pair, documents, monkeypatch):
+    monkeypatch.setattr("profiles.controls.NUM_CONTROLLED", NUM_ASKED)
+    full = [[1.0] * 3] * NUM_ASKED + [[0.0] * 3] * (len(documents) - NUM_ASKED)
     with bench_of(pair, documents) as bench:
         found = measure_controls(bench, documents, full, COSTS, Console(quiet=True))
         (it,) = found.values()
-        assert it.num_contexts == NUM_CONTROLLED
+        assert (it.num_contexts, it.full_prefill) == (NUM_ASKED, 1.0)
         assert it.no_document < 0.3 and it.other_document < 0.3
         alone = measure_controls(bench, documents[:1], full, COSTS, Console(quiet=True))
         assert not alone, "there is no other one"
@@ -74,13 +83,15 @@ def test_biographies_are_not_answered_without_them(pair, documents):
     [("no_document", "without the document"), ("other_document", "with another document")],
 )
 def test_a_task_that_keeps_more_than_half_without_its_documents_cannot_pass(arm, says):
-    needless = changed(TASK, controls=changed(KEPT, **{arm: 0.41}))
+    needless = changed(TASK, controls=changed(KEPT, **{arm: 0.255}))
     assert verdict([GOOD], split_of(needless), TOLERANCE) == (
         False,
         f"{says} full prefill keeps 51% of its quality on held-out questions, so this task cannot "
         "judge reuse; ask what only the document answers",
     )
-    half = changed(TASK, controls=changed(KEPT, **{arm: 0.4}))
+    nothing = changed(TASK, controls=changed(KEPT, full_prefill=0.0, **{arm: 0.5}))
+    assert verdict([GOOD], split_of(nothing), TOLERANCE)[0], "no share of nothing"
+    half = changed(TASK, controls=changed(KEPT, **{arm: 0.25}))
     assert verdict([GOOD], split_of(half), TOLERANCE)[0]
     both = split_of(changed(TASK, controls=KEPT), needless)
     assert "of facts, so this task" in verdict([GOOD], both, TOLERANCE)[1]

@@ -324,6 +324,16 @@ BAD = point_of(Span(2, 5), 0.4, quality=0.6)
 SHORT_TASK = TaskLoss(quality=0.79, bound=0.061, needed=3001)
 
 
+def test_reason_speaks_of_the_contexts_that_judged_the_plan():
+    """Elsewhere full prefill has 0.800 on 90 contexts."""
+    lost = TaskLoss(quality=0.79, bound=0.061, needed=120, num_contexts=30, full_prefill=0.82)
+    _, reason = verdict([replace(SHORT, tasks=(lost,))], split_of(TASK), TOLERANCE)
+    assert "where full prefill has 0.820 on" in reason and "could show it, not 30" in reason
+    better = replace(lost, full_prefill=0.9)
+    _, reason = verdict([replace(SHORT, tasks=(better,))], split_of(TASK), TOLERANCE)
+    assert "could show it" not in reason, "it loses more than is accepted"
+
+
 FINDING = (
     "the plan [2, 5) has 0.790 where full prefill has 0.800 on held-out questions, so that with "
     "95% confidence it loses {} of that at most; 5% is accepted"

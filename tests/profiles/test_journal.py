@@ -9,15 +9,16 @@ import msgspec
 import pytest
 import torch
 from shipped import DATA, SHIPPED
+from test_room import make_document
 
 from cachetree import ConfigError
 from profiles.compute.fitting import NUM_FITTED
 from profiles.compute.journal import Entry, Journal
 from profiles.compute.models import load_tokenizer
 from profiles.data.datasets import load_sources
-from profiles.data.documents import make_documents
+from profiles.data.documents import in_drawn_order, key_of, make_documents
 from profiles.data.records import write_records
-from profiles.profiler import _making, open_journal
+from profiles.profiler import _making, in_judged_order, open_journal
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents, load_fitted_on, load_splits
 from profiles.stats.artifact import Data
@@ -143,6 +144,32 @@ def test_the_seed_draws_the_contexts_that_come_first():
 
     assert all(it != sorted(it, key=in_file.index) for it in splits(0))
     assert splits(0) == splits(0) != splits(1)
+
+
+def test_other_contexts_beside_them_change_no_drawn_order():
+    found = [replace(make_document(32, 1), context=str(it)) for it in range(20)]
+    ordered = in_drawn_order(found, 0)
+    assert in_drawn_order(found[5:], 0) == [it for it in ordered if it in found[5:]]
+    assert in_drawn_order(found, 1) != ordered != found
+
+
+def test_contexts_that_an_earlier_run_has_judged_come_first_and_in_its_order(tmp_path):
+    found = [replace(make_document(32, 1), context=str(it), opening=it) for it in range(6)]
+    journal = Journal(tmp_path / "journal")
+    for place in (4, 2):
+        journal.put(entry(key_of(found[place]), "references", split="held_out"))
+    journal.put(entry(key_of(found[5]), "references", split="train"))
+    most = Settings(most_contexts=4)
+    drawn = in_judged_order(found, journal, most)
+    assert [it.context for it in drawn] == ["4", "2", "0", "1"]
+    journal.close()
+
+
+def test_journal_knows_a_document_by_all_that_is_asked():
+    one = make_document(32, 2)
+    fewer = replace(one, questions=one.questions[:1])
+    shorter = replace(one, prefix=one.prefix[:16])
+    assert len({*map(key_of, (one, replace(one), fewer, shorter))}) == 3
 
 
 def test_the_hardware_is_what_was_run_on(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from test_room import make_document
 from benchmarks.oracle import decode, prefill, recompute
 from cachetree import ConfigError, Span
 from profiles.answerers import answerer_of, answerers
-from profiles.compute.examination import Examination
+from profiles.compute.examination import Answerer, Examination
 from profiles.compute.measuring import judging_steps, sweep_steps
 from profiles.compute.models import Pair
 from profiles.data.documents import Document
@@ -31,6 +32,13 @@ def pair() -> Pair:
 
 def document_of(pair: Pair, number: int) -> Document:
     return read_documents(DATA / "train.jsonl", pair.tokenizer)[number]
+
+
+def test_quality_has_as_many_digits_as_a_profile_keeps() -> None:
+    """Else nobody could compute a verdict again."""
+    says = SimpleNamespace(decode=lambda *_, **__: "w5 w6")
+    answerer = Answerer(model=None, tokenizer=says, ends=frozenset(), room=None)
+    assert answerer.quality(make_document(32, 1), 0, ()) == 0.6667, "two thirds of F1"
 
 
 def test_scores_are_the_oracles(pair: Pair) -> None:

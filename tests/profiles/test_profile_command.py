@@ -505,6 +505,7 @@ def no_weights(monkeypatch) -> None:
         (["--sender-device", "none"], "--sender-device none cannot be used"),
         (["--tolerance", "5"], "--tolerance is 5.0; it has to be between 0 and 1"),
         (["--timing-seconds", "-1"], "--timing-seconds is -1.0; it has to be at least 0"),
+        (["--most-contexts", "0"], "--most-contexts is 0; it has to be at least 1"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens is 0; it has to be at least 1 token"),
         (["--max-new", "4096"], "answers of 4096 tokens leave no room for prompts in the model's "),
     ],
