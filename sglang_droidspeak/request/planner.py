@@ -316,7 +316,7 @@ class Planner:
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
         """Pages that others have. SGLang itself finds this model's pages on the device."""
         mine = pool_of(prefixes.namespace_of(req))
-        return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
+        return [it for it in self._cache.match(pages) if it.location != mine]
 
     def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
         """Demand for the request's first pages while no other request waits. Raises ValueError for

@@ -104,8 +104,7 @@ class WaitingRequests:
                 cause = "no_slots" if request.source else "staging_full"
                 self._give_up(request, Reason.ON_DEVICE.value if is_on_device else cause)
             request.settle()
-            if prefixes.is_approximate(request.req):
-                self._note_approximate(request, request.req.prefix_len // self._page_size)
+            self._note_approximate(request, request.req.prefix_len // self._page_size)
 
     def pass_over(self, rids: Iterable[str]) -> None:
         """Note that the last step could have taken these if they had not been held back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -28,10 +29,11 @@ from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import forward
+from sglang_droidspeak.request import forward, partial_prefill
 from sglang_droidspeak.request.forward import BatchForward
 from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
 from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
@@ -79,6 +81,7 @@ class Prefills:
             self.failures -= 1
             raise torch.OutOfMemoryError("a test")
         self.blocks += [it.block for it in prefixes]
+        self.last = prefixes[-1]
 
     def run_in_full(self, batch: Any, _row: int, tokens: Span) -> None:
         if tokens:
@@ -112,7 +115,7 @@ class Rig:
                 stack=None,
             ),
             loader=self.loader,
-            meter=MagicMock(prefill=None),
+            meter=MagicMock(prefill=None, mean_prefill_s=lambda *_: None),
             labels=self.labels,
             ranks=Ranks(None),
         )
@@ -238,6 +241,7 @@ def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None
     assert rig.prefills.blocks == [EVERYTHING]
     assert not rig.is_told_exact()
     assert prefixes.is_approximate(rig.req)
+    assert rig.told()["approximate_tokens"] == PAGE
     assert rig.num_cached == (PAGE, 0)
 
 
@@ -273,8 +277,33 @@ def test_what_is_loaded_without_e_is_the_requests_to_tell(
         source.staging.fail(FetchError("a test"))
     assert rig.end(rig.launch(it))
     assert source.adopt_e.call_count == (not fails)
+    assert prefixes.num_approximate(rig.req) == NUM_TOKENS, "as before: none of these was loaded"
     assert prefixes.num_without_e(rig.req) == (0 if adopts is True or fails else NUM_TOKENS)
     assert_reuse_works(rig)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_recompute_that_starts_from_another_models_e_has_no_e_of_its_own(
+    rig: Rig, is_exact: bool
+) -> None:
+    it = rig.loading()
+    it.load.plan = replace(PLAN, sender=PLAN.receiver if is_exact else PLAN.sender)
+    assert rig.end(rig.launch(it))
+    assert rig.prefills.last.is_exact == is_exact
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_layers_are_told_whether_their_e_is_the_own_models(
+    monkeypatch: pytest.MonkeyPatch, is_exact: bool
+) -> None:
+    forward_batch = SimpleNamespace()
+    monkeypatch.setattr(partial_prefill, "replay_of", lambda *_: forward_batch)
+    monkeypatch.setattr(partial_prefill, "prepared", lambda *_: nullcontext())
+    it: Any = MagicMock()
+    tokens = BlockTokens(row=0, tokens=Span(0, PAGE), block=Span(0, 1), e=None, is_exact=is_exact)
+    PartialPrefill._forward(it, MagicMock(), [tokens])
+    it._stack.run.assert_called_once()
+    assert forward_batch.has_own_e == is_exact
 
 
 def test_slots_that_are_loaded_into_lose_the_e_of_their_last_owner(rig: Rig) -> None:

@@ -35,6 +35,8 @@ class Rig:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.stored: list[Change] = []
+        self.copied: set[tuple[int, ...]] = set()
+        """Slots from which something was stored."""
         cache.tree.subscribe(self.stored.append)
 
     def store(self, pages: list[PageHash], num_loaded: int, num_before: int = 0) -> None:
@@ -43,7 +45,8 @@ class Rig:
         e_pool = EPool((E_LAYER,), len(new) * PAGE, Span(0, 8), runner)
         slots = torch.arange(len(new) * PAGE)
         e_pool.valid[slots[num_loaded * PAGE :]] = True
-        pool: Any = SimpleNamespace(e_pool=e_pool, page_size=PAGE, store=lambda *_: None)
+        pool: Any = SimpleNamespace(e_pool=e_pool, page_size=PAGE)
+        pool.store = lambda _step, slots, _views: self.copied.add(tuple(slots.tolist()))
         offloader = Offloader(self.cache, pool, None)
         before = pages[:num_before]
         offloader.put(Offload(model=MODEL, before=before, pages=new, slots=slots, ready=()))
@@ -63,6 +66,16 @@ def test_pages_are_stored_with_e_unless_pages_before_them_were_loaded_without(
         rig.store(PAGES, num_loaded)
     assert rig.pages_of(KV) == PAGES
     assert rig.pages_of(Part(E_LAYER)) == ([] if num_loaded else PAGES)
+
+
+def test_pages_that_follow_stored_ones_are_copied_from_their_own_slots() -> None:
+    config = CacheConfig(host_bytes=1 << 20, staging_bytes=1 << 16, serves=False)
+    with Cache(FAMILY, config) as cache:
+        rig = Rig(cache)
+        rig.store(PAGES[:2], 0)
+        rig.copied.clear()
+        rig.store(PAGES, 0)
+    assert rig.copied == {tuple(range(2 * PAGE, 4 * PAGE))}
 
 
 @pytest.mark.parametrize("num_before", [0, 2])

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 from permissive import made
-from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
+from test_policy import ALL_E, FAR, MEASURED, PROFILE, O, R, S, match
 from waiting_parts import request
 
 from cachetree.checkpoint.family import Codec
@@ -268,10 +268,81 @@ def test_nobody_waits_for_the_first_pages_of_a_prompt_that_is_longer_than_measur
     assert (would_save_s(planner) > 0) == is_covered
 
 
-def would_save_s(planner: Any, num_there: int = 6) -> float:
+def would_save_s(
+    planner: Any, num_there: int = 6, sender: ModelId = S, *, exactly: bool = False
+) -> float:
     """Were so many pages of ten there, of another adapter's."""
     demand = planner.demand(planner.asked, Owner(R, None, None), 10, TREE)
-    return planner.would_save_s(demand, num_there, S, pool_of(""), exactly=False)
+    return planner.would_save_s(demand, num_there, sender, pool_of(""), exactly=exactly)
+
+
+@pytest.mark.parametrize(
+    ("sender", "exactly", "saves"),
+    [(R, True, True), (R, False, True), (S, False, True), (S, True, False), (O, False, False)],
+)
+def test_request_waits_for_pages_that_it_may_read(
+    sender: ModelId, exactly: bool, saves: bool
+) -> None:
+    """The own model's, or those of a model with a profile unless the request stays exact."""
+    planner, _ = planned(10)
+    assert (would_save_s(planner, 10, sender, exactly=exactly) > 0) == saves
+
+
+@pytest.mark.parametrize("lora_id", [None, "x"])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_pages_on_the_device_in_the_own_namespace_are_no_match(
+    lora_id: str | None, approximate: bool
+) -> None:
+    """SGLang finds them itself, wherever the request reads now."""
+    planner, _ = planned(10)
+    planner.asked.lora_id = planner.asked.extra_key = lora_id
+    prefixes.move(planner.asked, approximate=approximate)
+    mine, others = (match(S, 10, pool_of(it), ALL_E) for it in (lora_id or "", "other"))
+    planner._cache.match = lambda _pages: [mine]
+    planner._cache.sources = lambda: ()
+    assert planner.plan(planner.asked, PAGES, TREE, 0).outcome == "no_match"
+    planner._cache.match = lambda _pages: [mine, others]
+    planner._pool.has = lambda *_: True
+    assert planner.plan(planner.asked, PAGES, TREE, 0).plan.location == others.location
+
+
+@pytest.mark.parametrize(
+    ("gate", "block", "sender", "is_experiment", "is_approximate"),
+    [
+        ("none", "3:6", S, True, False),
+        ("none", None, S, False, True),
+        ("enforce", "3:6", S, False, True),
+        ("enforce", None, R, False, False),
+    ],
+)
+def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
+    gate: str, block: str | None, sender: ModelId, is_experiment: bool, is_approximate: bool
+) -> None:
+    """The KV of an experiment is no approximate KV that others find, and it reads none."""
+    planner, _ = planned(10, sender, {"block": block}, gate=gate)
+    planner._pool.held = lambda *_: Held(0, 5)
+    found = planner.plan(planner.asked, PAGES, TREE, 0)
+    assert (found.is_experiment, found.is_approximate) == (is_experiment, is_approximate)
+    assert found.plan.pages.start == (0 if is_experiment or sender == R else 5)
+
+
+def test_request_follows_nobody_in_its_own_namespace() -> None:
+    """SGLang itself finds what the first of them leaves."""
+    planner, _ = planned(10)
+    models: Any = MagicMock(__len__=lambda _: 2)
+    models.owner_of = lambda _req: Owner(R, None, None)
+    followers = Followers(
+        SimpleNamespace(remote=SimpleNamespace(reach=lambda *_: 0)), planner, models, PAGE
+    )
+    for lora_id, follows in ((None, False), ("x", True)):
+        leader: Any = SimpleNamespace(
+            rid="leads", lora_id=lora_id, extra_key=lora_id, cache_salt=None
+        )
+        first, second = Request(leader), Request(planner.asked)
+        first.pages = second.pages = PAGES
+        assert not followers.follow(first, Declined("no_match"), TREE)
+        assert followers.follow(second, Declined("no_match"), TREE) == follows
+        followers.clear()
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,16 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
     return waiting.look([req], MagicMock(), is_decoding=False), planner
 
 
-def inserted(req: Req, *, is_stopped: bool = False) -> tuple[MagicMock, MagicMock]:
+OWNER = Owner(ModelId("m"), None, None)
+
+
+def inserted(
+    req: Req, *, is_stopped: bool = False, owner: Owner | None = OWNER
+) -> tuple[MagicMock, MagicMock]:
     """What the offloader was given, and what was noted for models beside, after SGLang has inserted
     the request's whole pages into its tree."""
     models, pool, offloader = MagicMock(), MagicMock(), MagicMock(is_stopped=is_stopped)
-    models.owner_of.return_value = Owner(ModelId("m"), None, None)
+    models.owner_of.return_value = owner
     inserting = Insertions(models, pool, offloader, PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
     transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
@@ -102,6 +107,8 @@ def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(
         assert offload.slots.tolist() == [*range(len(stored) * PAGE)]
         offloader.reset_mock()
         assert not offered([page.hex() for page in pages[1:3]]), "of another namespace"
+        models.owner_of.return_value = Owner(ModelId("m"), None, PAGE)
+        assert not offered(own[1:3]), "of no model that others may read"
         models.owner_of.return_value = None
         assert not offered(own[1:3]), "of an unknown adapter"
 
@@ -119,6 +126,11 @@ def test_it_is_neither_planned_nor_held_nor_stored(fields: dict[str, Any]) -> No
     assert not held
     planner.plan.assert_not_called()
     for put_or_noted in inserted(req):
+        put_or_noted.assert_not_called()
+
+
+def test_what_an_unknown_adapter_has_computed_is_neither_stored_nor_noted() -> None:
+    for put_or_noted in inserted(request(), owner=None):
         put_or_noted.assert_not_called()
 
 

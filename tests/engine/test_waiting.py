@@ -222,6 +222,7 @@ def test_what_was_told_to_be_exact_still_loads_exact_kv() -> None:
     assert look(waiting, req)
     loading(waiting, cache, req)
     assert prefixes.num_approximate(req) == 0 and not prefixes.is_approximate(req)
+    assert not req.skip_radix_cache_insert, "exact KV is kept, also of an experiment"
 
 
 def test_what_was_told_to_be_exact_reads_no_approximate_kv_of_the_device() -> None:
@@ -553,6 +554,7 @@ def test_approximate_pages_that_were_loaded_are_noted_and_count_for_whoever_find
     look(waiting, first)
     loading(waiting, cache, first)
     assert cache.loaded == reusable_pages(first, PAGE)
+    assert prefixes.num_approximate(first) == len(cache.loaded) * PAGE
     waiting, _ = waiting_with(cache, planner=planner_without("no_match"))
     look(waiting, second)
     second.prefix_len = 3 * PAGE
