@@ -4,5 +4,5 @@ from cachetree import CacheTreeError
 
 
 class ServerFailed(CacheTreeError):
-    """A server cannot start, or ended before it was ready; the message then holds the end of its
+    """A server cannot start, or ended before it was ready. The message then has the end of its
     log."""

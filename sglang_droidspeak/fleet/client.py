@@ -1,4 +1,4 @@
-"""Asking a running SGLang server."""
+"""Ask a running SGLang server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_S: Final = 0.05
 
 
 def ask_server(method: str, url: str, **options: Any) -> requests.Response:
-    """Ask by no proxy, which the environment may name: none knows this machine or a fleet's."""
+    """Send a request, without the environment's proxy: a proxy cannot reach a fleet's servers."""
     return requests.request(method, url, proxies={"no_proxy": "*"}, **options)
 
 
@@ -31,14 +31,15 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> dict[str, Any]:
-        """Greedy completion through `/generate`, of which `asked` says what `_body` takes; raises
+        """Greedy completion through `/generate`, with the options of `_body` in `asked`. Raises
         requests.HTTPError on an error status."""
         return self.post("/generate", timeout_s, **self._named, **_body(prompt, **asked))
 
     def replies(
         self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> Iterator[dict[str, Any]]:
-        """As `generate`, but what there is of the reply at each token, when it comes."""
+        """Stream a completion: yield the reply so far at each token. Options are as for
+        `generate`."""
         body = self._named | _body(prompt, **{"stream": True, **asked})
         options: dict[str, Any] = {"json": body, "timeout": timeout_s, "stream": True}
         with self._ask("POST", "/generate", **options) as reply:
@@ -48,7 +49,7 @@ class Client:
                     yield json.loads(line.removeprefix(b"data: "))
 
     def stream(self, prompt: str | Sequence[int], **asked: Any) -> tuple[float, dict[str, Any]]:
-        """The reply of `generate`, and the seconds until its first token was here."""
+        """Seconds until the first token arrived, and the last reply of the stream."""
         begun_s = time.perf_counter()
         replies = self.replies(prompt, **asked)
         last = next(replies, None)
@@ -60,13 +61,14 @@ class Client:
         return ttft_s, last
 
     def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
-        """Any JSON endpoint; raises requests.HTTPError on an error status."""
+        """Answer of any JSON endpoint. Raises requests.HTTPError on an error status."""
         reply = self._ask("POST", path, json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()
 
     def flush(self) -> None:
-        """Empty the server's own radix cache; retried while it is busy."""
+        """Empty the server's own radix cache. Try again for some seconds while the server is
+        busy."""
         deadline_s = time.monotonic() + _FLUSH_S
         while self._ask("POST", "/flush_cache", timeout=10).status_code != 200:
             if time.monotonic() > deadline_s:
@@ -84,7 +86,7 @@ def _body(
     droidspeak: Mapping[str, Any] | None = None,
     **payload: Any,
 ) -> dict[str, Any]:
-    """What `/generate` is sent; `payload` are other fields of it."""
+    """Body of a request to `/generate`; `payload` has its other fields."""
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
     if droidspeak is not None:
         params["custom_params"] = {"droidspeak": dict(droidspeak)}

@@ -29,18 +29,18 @@ from sglang_droidspeak.fleet.servers import ProgramSpec, ServerSpec, Spec, Worke
 from sglang_droidspeak.start.config import parse_settings
 
 _DEFAULT_PORT = 30000
-"""SGLang's."""
+"""SGLang's default port."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What engines need beside workers, such as the master of a store."""
+    """Program that engines need beside workers, such as the master of a store."""
 
     command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configurations by name; a name is a log file's too."""
+    """Configurations by name. A name is also the name of a log file."""
 
     programs: dict[str, Program] = {}
     workers: dict[str, dict[str, Any]] = {}
@@ -55,11 +55,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(f"{name} stands there twice; give every one its own name")
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
-        for name, it in self.programs.items():
-            if shutil.which(it.command[0]) is None:
+        for name, program in self.programs.items():
+            if shutil.which(program.command[0]) is None:
                 raise ConfigError(
-                    f"programs.{name}: there is no program {it.command[0]}; install it, or write "
-                    "its path"
+                    f"programs.{name}: there is no program {program.command[0]}; install it, or "
+                    "write its path"
                 )
         for name, config in self.workers.items():
             parse_config(config, f"workers.{name}")
@@ -84,10 +84,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def check_flags(where: str, options: Iterable[str]) -> None:
-    """Raise ConfigError for an option that SGLang would refuse a minute later."""
+    """Raise ConfigError for an unknown option, which SGLang would refuse only after a minute."""
     known = sglang_flags()
     for option in options:
-        # SGLang takes the beginning of a flag for the flag.
+        # SGLang accepts the beginning of a flag in place of the flag.
         if known and not any(flag.startswith(option) for flag in known):
             close = difflib.get_close_matches(option, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
@@ -96,9 +96,9 @@ def check_flags(where: str, options: Iterable[str]) -> None:
 
 @functools.cache
 def sglang_flags() -> frozenset[str]:
-    """Names of SGLang's options, read from its source: to import it takes many seconds.
+    """Names of SGLang's options, read from its source, because an import takes many seconds.
 
-    A few are no options but stand beside them. Nothing where SGLang is built otherwise.
+    A few names are not options. Empty if SGLang's source is arranged otherwise.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
@@ -112,7 +112,7 @@ def sglang_flags() -> frozenset[str]:
 
 
 def read_fleet(path: Path) -> Fleet:
-    """Raises ConfigError naming the file and the field."""
+    """Read a fleet's file. Raises ConfigError naming the file and the field."""
     loaded = read_yaml(path, "fleet")
     if isinstance(loaded, dict):
         loaded = {key: value for key, value in loaded.items() if not str(key).startswith("x-")}
@@ -120,7 +120,7 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
-    """What to start, engines last; `options` go over those of every engine."""
+    """Processes to start, engines last. `options` replace those of every engine."""
     programs = [
         ProgramSpec(name=name, command=it.command, port=it.port)
         for name, it in fleet.programs.items()
@@ -134,9 +134,9 @@ def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
 
 
 def shared_cores(started: Sequence[Spec]) -> dict[str, str]:
-    """Environment in which engines that compute on the CPU do not fight for its cores.
+    """Environment in which engines that compute on the CPU share its cores.
 
-    Every engine takes all cores by default, and waits spinning for those that others have.
+    By default every engine uses all cores, and spins while it waits for busy ones.
     """
     num_engines = sum(isinstance(spec, ServerSpec) for spec in started)
     num_cores = len(os.sched_getaffinity(0)) // max(1, num_engines)

@@ -1,4 +1,4 @@
-"""Ports of this machine that servers listen on."""
+"""Find and check ports of this machine for servers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sglang_droidspeak.fleet import ServerFailed
 
 _PORTS = range(10_000, 22_000)
 _given_out: list[contextlib.ExitStack] = []
-"""Names of this machine that stand for ports; they are taken until this process ends."""
+"""Abstract sockets that mark ports as taken on this machine, until this process ends."""
 
 
 def free_port(num_ranks: int = 1) -> int:
-    """A port that nobody listens on, and that no process of this machine is given again while this
-    one lives; the first of as many for the ranks of a server.
+    """First of `num_ranks` free ports in a row, one for each rank of a server. No other process
+    gets them from this function while this process lives. Raises ServerFailed.
 
-    Not one of those that the system hands to outgoing connections (32768 and above on Linux), or
-    that SGLang takes for itself (22000 to 29999): they could be taken before the server binds it.
+    Some ports could be taken before the server binds them. So this leaves out the ports of outgoing
+    connections (32768 and above on Linux) and SGLang's own (22000 to 29999).
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with contextlib.suppress(OSError), contextlib.ExitStack() as names:
@@ -34,7 +34,7 @@ def free_port(num_ranks: int = 1) -> int:
 
 
 def check_port(name: str, host: str, port: int) -> None:
-    """Raise ServerFailed where something listens there already."""
+    """Raise ServerFailed if a process listens on the port already."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

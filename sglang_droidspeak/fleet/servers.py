@@ -1,4 +1,4 @@
-"""Real servers and workers as context managers: for the demo, fleets, benchmarks and tests."""
+"""Run real servers and workers in a context manager, for the demo, fleets, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from sglang_droidspeak.fleet.signals import terminable, uninterrupted
 from sglang_droidspeak.start.config import linker_options
 
 START_TIMEOUT_S = 1800
-"""Of commands, unless one is told otherwise: a large model is read for many minutes."""
+"""Seconds that a process may take to be ready, by default. Reading a large model takes many
+minutes."""
 _LOOK_S = 0.1
 _SERVING = "serving at "
-"""What `cachetree serve` says before its address."""
+"""Text that `cachetree serve` writes before its address."""
 STOP_TIMEOUT_S = 20.0
-"""A cache writes what waits for its disk, for ten seconds at most. Only what hangs takes longer."""
+"""Seconds before a stopping process is killed. A cache writes its queue to disk for at most ten
+seconds, so only a hanging process takes longer."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
-"""Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
+"""Environment in which the CPU platform imports SGLang once, and not in each of its processes."""
 _LAST_LINES = 30
 
 
@@ -43,7 +45,7 @@ def end_of(log: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What to run, and how to see that it is ready."""
+    """Specification of a process: its command, and how to see that it is ready."""
 
     name: str
 
@@ -51,22 +53,22 @@ class Spec:
         return Process(self, folder, env)
 
     def words(self, folder: Path) -> Sequence[str]:
-        """Of its command; what it reads is written into `folder`."""
+        """Words of the command. Writes the files that it reads into `folder`."""
         raise NotImplementedError
 
     def address(self, log: Path) -> str:
-        """Where it is reached."""
+        """Address at which clients reach the process."""
         raise NotImplementedError
 
     def answers(self, log: Path) -> bool:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ServerFailed where something else has its port, and would answer in its place."""
+        """Raise ServerFailed if another process has the port, and would answer in its place."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
-        """It counts what a GPU has free when it starts, and again once its model is loaded: others
-        that start there meanwhile are taken for its own."""
+        """Whether the process measures a GPU's free memory at start and after it has loaded its
+        model. It would take memory of others that start there meanwhile for its own."""
         return False
 
 
@@ -77,11 +79,11 @@ class ServerSpec(Spec):
     model: Path
     name: str = "server"
     droidspeak: Mapping[str, Any] | None = None
-    """`linker_extra_config`; None starts SGLang without the extension."""
+    """SGLang's `linker_extra_config`; None starts SGLang without the extension."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own options by their flag names without dashes."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    """LoRA adapters by the names that requests call them; SGLang takes them as flags alone."""
+    """LoRA adapters by their names in requests. SGLang accepts them only as flags."""
     port: int = field(default_factory=free_port)
     host: str = "127.0.0.1"
 
@@ -137,7 +139,7 @@ class WorkerSpec(Spec):
         return (*command, _written(folder / f"{self.name}.yaml", self.config))
 
     def address(self, log: Path) -> str:
-        """As it says itself, with the real port; empty until it is ready."""
+        """Address from the worker's log, with the real port; empty until it is ready."""
         return log.read_text(errors="replace").partition(_SERVING)[2].partition("\n")[0].strip()
 
     def answers(self, log: Path) -> bool:
@@ -150,7 +152,7 @@ class ProgramSpec(Spec):
 
     command: Sequence[str]
     port: int
-    """Of loopback, where it takes connections once it is ready."""
+    """Port on loopback that accepts connections once the program is ready."""
     name: str = "program"
 
     def words(self, _folder: Path) -> Sequence[str]:
@@ -175,8 +177,8 @@ def _written(path: Path, options: Mapping[str, Any]) -> str:
 
 
 def _new_file(path: Path) -> BinaryIO:
-    """In place of one that was there, for its owner alone: keys are in configurations, and prompts
-    may be in logs."""
+    """Replace a file by an empty one that only its owner can read. Configurations contain keys, and
+    logs may contain prompts."""
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
 
@@ -184,7 +186,7 @@ def _new_file(path: Path) -> BinaryIO:
 class Process:
     """One process of a fleet, in a session of its own, with a log file.
 
-    `stop` ends every process of that session; leaving `running` does too.
+    `stop` ends every process of that session, and so does leaving `running`.
     """
 
     def __init__(self, spec: Spec, folder: Path, env: Mapping[str, str]) -> None:
@@ -207,7 +209,7 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Where it is reached."""
+        """Address at which clients reach the process."""
         return self.spec.address(self.log)
 
     @property
@@ -215,34 +217,34 @@ class Process:
         return self._process.poll() is None
 
     def check(self) -> None:
-        """Raise ServerFailed where it has ended."""
+        """Raise ServerFailed if the process has ended."""
         if not self.is_alive:
             code = self._process.returncode
             raise ServerFailed(f"{self.name} ended with {code}:\n{end_of(self.log)}")
 
     def is_ready(self) -> bool:
-        """True once it answers; raises ServerFailed where it has ended instead."""
+        """Whether the process answers. Raises ServerFailed if it has ended."""
         self.check()
         return self.spec.answers(self.log)
 
     def kill(self) -> None:
-        """SIGKILL every process of the server at once."""
+        """Send SIGKILL to every process of the session, and wait for the first."""
         self._signal(signal.SIGKILL)
         self._process.wait()
 
     def terminate(self) -> None:
-        """Ask it to end; returns at once."""
+        """Send SIGTERM to every process of the session. Returns at once."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
-        """To what is left of it, where its first process has ended too; to nobody where another
-        process was given the number of that one."""
+        """Signal the whole session, even if its first process has ended. Do nothing if another
+        process has got that one's pid."""
         with contextlib.suppress(ProcessLookupError):
             if self.is_alive or not psutil.pid_exists(self.pid):
                 os.killpg(self.pid, number)
 
     def stop(self) -> None:
-        """End it gently, then surely."""
+        """End the session: SIGTERM first, then SIGKILL for processes that are left."""
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=STOP_TIMEOUT_S)
@@ -259,7 +261,8 @@ class Server(Process, Client):
     def stop(self) -> None:
         """End the server at once.
 
-        SIGTERM ends its scheduler as abruptly; the rest takes that for a crash and waits 5 s.
+        SIGTERM would end its scheduler as abruptly. The other processes would take that for a crash
+        and wait for 5 s.
         """
         self.kill()
 
@@ -271,10 +274,11 @@ def running(
     env: Mapping[str, str] | None = None,
     start_timeout_s: float = 180.0,
 ) -> Iterator[list[Any]]:
-    """Start servers side by side, after one on a GPU when all are ready, yield them ready, and end
-    them whatever happens, SIGTERM and SIGHUP too. What is taken out of the list is ended as well.
+    """Start servers side by side, yield them once all are ready, and end them in any case, also
+    after SIGTERM and SIGHUP. A server that the caller takes out of the list is ended as well.
 
-    Raises ServerFailed.
+    A server on a GPU and all before it must be ready before the next one starts. Raises
+    ServerFailed.
     """
     env = env or {}
     with terminable(), contextlib.ExitStack() as stack:
@@ -295,7 +299,7 @@ def running(
 
 
 def _wait_for(started: Sequence[Process], timeout_s: float) -> None:
-    """Until all are ready; raises ServerFailed where one has ended."""
+    """Wait until all are ready. Raises ServerFailed if one ends or takes too long."""
     waiting, started_s = started, time.monotonic()
     while waiting := [server for server in waiting if not server.is_ready()]:
         for server in started:
@@ -311,7 +315,7 @@ def _wait_for(started: Sequence[Process], timeout_s: float) -> None:
 
 
 def _stop_all(servers: Sequence[Process]) -> None:
-    """All at once; each of them ends even where another one's end fails."""
+    """End all processes together. Each one ends even if ending another one fails."""
     with uninterrupted(), contextlib.ExitStack() as stack:
         for server in servers:
             server.terminate()

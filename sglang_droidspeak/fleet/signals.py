@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the end of a terminal, while processes are started and ended."""
+"""Handle Ctrl-C, SIGTERM and SIGHUP while processes are started and ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _ENDS: Final = signal.SIGTERM, signal.SIGHUP
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, unless they are handled or
-    ignored already. In the main thread alone."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, unless they are handled or
+    ignored already. Works only in the main thread."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -32,9 +32,9 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C, SIGTERM and SIGHUP, so that no process is started or ended by halves.
+    """Hold back Ctrl-C, SIGTERM and SIGHUP, so that no process is half started or half ended.
 
-    Python's handlers are not inherited by a new process, which a signal mask would be.
+    This uses handlers because a new process does not inherit them. It would inherit a signal mask.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -49,5 +49,5 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in arrived:  # The first that is not ignored ends this.
+        for number in arrived:  # The first signal that is not ignored ends the loop.
             signal.raise_signal(number)
