@@ -1,6 +1,6 @@
-"""`droidspeak demo`: two real servers share prefixes, and what it costs and saves is measured.
+"""`droidspeak demo`: two real servers share prefixes, and the demo measures cost and savings.
 
-config ─► run (two servers) ─► results, and what has to hold ─► report, picture
+config ─► run (two servers) ─► results, and their checks ─► report, picture
 """
 
 from sglang_droidspeak.demo.config import DemoConfig

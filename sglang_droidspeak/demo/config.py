@@ -1,4 +1,4 @@
-"""What a demo runs on: by default the shipped pair, or a user's own."""
+"""Configuration of a demo: by default the shipped pair, or a user's own."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 PAGE_SIZE = 16
 """Tokens."""
 _LIMITS: Final = "context-length", "max-total-tokens"
-"""SGLang's options that bound a prompt together with its answer."""
+"""SGLang's options that limit a prompt together with its answer."""
 _SPARE: Final = 7
-"""SGLang refuses prompts that come closer to such a bound."""
+"""Tokens below such a limit that a prompt must leave; else SGLang refuses it."""
 PAIRS: Final = ROOT / "examples/pairs"
-"""The small pairs, in a clone."""
+"""Folder of the small pairs, in a clone."""
 _REAL: Final = ROOT / "build/real"
-"""Where `python -m tools.real` puts the real pair and its data."""
+"""Folder in which `python -m tools.real` puts the real pair and its data."""
 _SKILL: Final = "questions"
-"""What the receiver is trained for; the sender is the base model."""
+"""Skill of the real receiver; the sender is the base model."""
 _ADAPTERS: Final = ROOT / "examples/real"
 _PROFILE: Final = _ADAPTERS / f"base_to_{_SKILL}_lora.json"
 _NOT_HERE: Final = (
@@ -46,12 +46,13 @@ _CPU_OPTIONS: Mapping[str, Any] = {
     "sleep-on-idle": True,
     "max-total-tokens": 32768,
 }
-"""Without a limit SGLang's KV pool takes most of the memory, and there are two servers."""
+"""Options on a CPU. Without a limit SGLang's KV pool takes most of the memory, and two servers
+share it."""
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
-"""Both servers on one device."""
+"""Options on an accelerator, which both servers share."""
 _SHIPPED: Mapping[str, Any] = {
     "times_random_pair": True,
-    "options": {  # What one request at a time needs.
+    "options": {  # Enough for one request at a time.
         "max-total-tokens": 8192,
         "max-running-requests": 4,
         "chunked-prefill-size": 4096,
@@ -60,30 +61,30 @@ _SHIPPED: Mapping[str, Any] = {
 }
 
 _NUM_LAYERS, _HIDDEN, _NUM_HEADS = 12, 768, 12
-"""Of the random pair."""
+"""Shape of the random pair."""
 _TIMED_BLOCK = Span(4, 7)
 
 
 class DemoFailed(CacheTreeError):
-    """The demo cannot go on, or a check failed. The message says which and what to do."""
+    """The demo cannot continue, or a check failed. The message says which, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Two models, and how the receiver reuses."""
+    """Two models, and the plan by which the receiver reuses."""
 
     title: str
     sender: Path
     receiver: Path
     identity: ModelIdentity
-    """Of the sender."""
+    """Identity of the sender."""
     block: Span
     e_maps_of: Path | None = None
-    """Profile whose map corrects E before the block begins; None where none does."""
+    """Profile with the map that corrects E before the block; None if none does."""
     adapter: Path | None = None
-    """The receiver's LoRA."""
+    """LoRA of the receiver."""
     activated: Path | None = None
-    """An activated LoRA of the same skill, which the receiver serves beside it."""
+    """Activated LoRA of the same skill, which the receiver serves too."""
 
     @property
     def conditions(self) -> Sequence[Condition]:
@@ -91,46 +92,47 @@ class Subject:
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """By the names that requests call them."""
+        """Adapters by their names in requests."""
         return {it.name: it for it in (self.adapter, self.activated) if it}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """A pair, what it is asked, and how it is served. `shipped` is what runs by default."""
+    """A pair, its data, and how it is served. `shipped` runs by default."""
 
     sender: Path
     receiver: Path
     profile: Path
     data: Path
     receiver_lora: Path | None = None
-    """Adapter that makes the receiver of its checkpoint."""
+    """Adapter that turns its checkpoint into the receiver."""
     activated_lora: Path | None = None
-    """Activated LoRA on the sender's own weights, to be compared with the receiver."""
+    """Activated LoRA on the sender's own weights, to compare with the receiver."""
     servers: Literal[1, 2] = 2
-    """1: one server reads as the base and answers as its adapters."""
+    """Number of servers. With 1, one server reads as the base and answers as its adapters."""
     num_questions: int | None = None
-    """Only the first of the data's questions; None: all."""
+    """Number of the data's first questions to use; None for all."""
     num_documents: int | None = None
-    """Likewise of its documents."""
+    """Number of the data's first documents to use; None for all."""
     num_questions_each: int | None = None
-    """Likewise of each document's questions."""
+    """Number of each document's first questions to use; None for all."""
     correction: bool = True
-    """Whether E is corrected where the profile's plan says so."""
+    """Whether to correct E if the profile's plan does."""
     times_random_pair: bool = False
-    """Whether a pair of random weights is timed too: right for time, meaningless for quality."""
+    """Whether to time a pair of random weights too. Its times are valid, its quality is not."""
     instead: str = ""
-    """What a person should know about the choice of the pair."""
+    """Note for a person about the choice of the pair."""
     device: str = "auto"
     dtype: str | None = None
-    """None: float32 on a CPU, where answers can then be compared exactly; else bfloat16."""
+    """Number format of the servers. None: float32 on a CPU, to compare answers exactly, and
+    bfloat16 elsewhere."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """SGLang's own, for both servers."""
+    """SGLang's own options, for both servers."""
     host_gb: float = 4.0
     """Host memory for the sender's KV and E."""
     out: Path = Path("out/demo")
     start_timeout_s: float = START_TIMEOUT_S
-    """Longest that a server may take to be ready."""
+    """Seconds that a server may take to be ready."""
 
     def __post_init__(self) -> None:
         for name in ("num_questions", "num_documents"):
@@ -158,8 +160,8 @@ class DemoConfig:
 
     @classmethod
     def shipped(cls) -> DemoConfig:
-        """The real pair where it has been made and has passed, on documents of about 2,000 tokens;
-        else the small one."""
+        """The real pair, on documents of about 2,000 tokens, if it is made and its profile passed.
+        Else the small pair."""
         real = cls(
             sender=_REAL / "base",
             receiver=_REAL / "base",
@@ -195,12 +197,12 @@ class DemoConfig:
 
     @property
     def env(self) -> dict[str, str]:
-        """The CPU platform is there only where no accelerator is seen."""
+        """Environment of the servers. SGLang has a CPU platform only if it sees no accelerator."""
         return {"CUDA_VISIBLE_DEVICES": ""} if self.is_on_cpu else {}
 
     def documents(self, profile: MeasuredProfile) -> list[Document]:
-        """What the pair is asked, as its profile was made, in the tokens that a server would make
-        of it; longer prompts than the servers take are cut as the profiler cuts them."""
+        """Documents and questions for the pair, tokenised by the settings of its profile. Prompts
+        that the servers would refuse are cut as the profiler cuts them."""
         made = profile.made
         sources = load_sources([str(self.data)], made.options)
         records = tuple(it for source in sources for it in source.records)[: self.num_questions]
@@ -221,7 +223,8 @@ class DemoConfig:
         ]
 
     def pair(self) -> tuple[Subject, MeasuredProfile]:
-        """The pair whose quality is measured; DemoFailed where its profile does not allow it."""
+        """The pair to measure, and its profile. Raises DemoFailed if the profile does not allow
+        reuse."""
         if self.sender.is_relative_to(PAIRS) and not PAIRS.is_dir():
             raise DemoFailed(
                 f"the small pair is not in {PAIRS}: it is part of the repository and not of "
@@ -266,7 +269,7 @@ class DemoConfig:
         return subject, profile
 
     def make_random(self, folder: Path) -> Subject:
-        """Write the random pair, without a progress bar of its own."""
+        """Write the random pair, without progress bars."""
         config = shape(
             "llama", layers=_NUM_LAYERS, hidden=_HIDDEN, heads=_NUM_HEADS, kv_heads=_NUM_HEADS
         )

@@ -1,4 +1,4 @@
-"""What a demo found: one value, as JSON, as a table and as a picture."""
+"""Report of a demo: one value, as JSON, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ ABSENT = "–"
 
 
 class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
-    """One pair of models, all conditions on the same documents."""
+    """Measurements of one pair of models, with all conditions on the same documents."""
 
     pair: str
-    """In words, for captions."""
+    """Name of the pair, for captions."""
     num_layers: int
     block: tuple[int, int]
     """Layers recomputed under `block`, half-open."""
     dtype: str
     metric: str
-    """Empty where no answers are known."""
+    """Metric of quality; empty if no answers are known."""
     num_documents: int
     num_questions: int
     tokens_per_document: float
-    """Mean; what the sender read."""
+    """Mean tokens of a document, which the sender reads."""
     conditions: dict[Condition, Measured]
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`demo.json`."""
+    """Content of `demo.json`."""
 
     version: int = 2
     pair: MeasuredPair
     ceiling: MeasuredPair | None
-    """Random weights: what the mechanism can save where a pair needs few layers, and nothing about
+    """Random weights: savings of the mechanism if a pair needs few layers. Says nothing about
     quality. None for a user's own pair."""
     failures: list[str]
-    """Checks that did not hold; empty for a demo that counts."""
+    """Checks that did not hold; empty for a valid demo."""
     elapsed_s: float
     environment: Environment
 
@@ -52,7 +52,7 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 
 def table_of(report: DemoReport) -> Table:
-    """The pair, a row per condition; the ceiling is a line below."""
+    """Table of the pair, with a row per condition. The ceiling is a line below."""
     pair = report.pair
     table = Table(
         title="One receiver, several ways to read a document that another model has read",
@@ -74,21 +74,21 @@ def table_of(report: DemoReport) -> Table:
         "overlap",
     ):
         table.add_column(title, justify="right", no_wrap=True)
-    for condition, found in pair.conditions.items():
-        # A full prefill's layers are in no provenance.
-        num_computed = pair.num_layers if condition.is_full else found.layers_recomputed
-        # Overlap means something only where there is both a fetch and a recompute.
-        has_both = found.bytes_moved and found.layers_recomputed
+    for condition, measured in pair.conditions.items():
+        # The provenance of a full prefill does not state its layers.
+        num_computed = pair.num_layers if condition.is_full else measured.layers_recomputed
+        # Overlap has a meaning only with both a fetch and a recompute.
+        has_both = measured.bytes_moved and measured.layers_recomputed
         table.add_row(
             condition.title,
-            ABSENT if found.quality is None else f"{found.quality:.3f}",
-            f"{found.ttft_p50_ms:,.0f}",
-            f"{found.ttft_p90_ms:,.0f}",
-            f"{found.speedup:.1f} ×",
-            f"{found.tokens_reused:,.0f}" if found.tokens_reused else ABSENT,
+            ABSENT if measured.quality is None else f"{measured.quality:.3f}",
+            f"{measured.ttft_p50_ms:,.0f}",
+            f"{measured.ttft_p90_ms:,.0f}",
+            f"{measured.speedup:.1f} ×",
+            f"{measured.tokens_reused:,.0f}" if measured.tokens_reused else ABSENT,
             f"{num_computed:.0f}",
-            f"{found.bytes_moved / 1e6:,.1f}" if found.bytes_moved else ABSENT,
-            f"{found.overlap:.0%}" if has_both else ABSENT,
+            f"{measured.bytes_moved / 1e6:,.1f}" if measured.bytes_moved else ABSENT,
+            f"{measured.overlap:.0%}" if has_both else ABSENT,
         )
     return table
 
@@ -129,11 +129,11 @@ _COLOURS = dict(
     )
 )
 _NOTABLE = 1.05
-"""Speed-up from which it is written."""
+"""Least speed-up that the picture writes."""
 
 
 def draw(report: DemoReport, path: Path) -> None:
-    """Write a PNG, without a display: quality on the left, time on the right."""
+    """Write a PNG, without a display. Quality is on the left, time on the right."""
     pair = report.pair
     start, stop = pair.block
     names = {it: it.title.replace(" ", "\n") for it in pair.conditions}

@@ -1,5 +1,5 @@
-"""The ways in which the receiver answers the same question, what was measured of them, and what
-has to hold for a demo to count.
+"""Conditions under which the receiver answers the same question, their measurements, and the checks
+of a valid demo.
 
 Pure: no server, no clock.
 """
@@ -21,20 +21,21 @@ from sglang_droidspeak.request.meta_info import RequestProvenance
 
 
 class Condition(StrEnum):
-    """Names as they stand in `demo.json`."""
+    """Ways of the receiver to answer a question, by their names in `demo.json`."""
 
     FULL_PREFILL = "full_prefill"
-    """The receiver alone: the reference for quality and for time."""
+    """The receiver prefills in full: the reference for quality and time."""
     FULL_REUSE = "full_reuse"
-    """Every layer from the sender, nothing recomputed."""
+    """Load every layer from the sender, and recompute none."""
     BLOCK = "block"
-    """The profile's recommended block recomputed, the other layers from the sender."""
+    """Recompute the profile's recommended block, and load the other layers from the sender."""
     ALORA_REUSE = "alora_reuse"
-    """The same skill as an activated LoRA, every layer from the sender: exact."""
+    """Answer by an activated LoRA of the same skill. It loads every layer from the sender,
+    exactly."""
     ALL_LAYERS = "all_layers"
-    """Every layer recomputed: must answer as the receiver alone does."""
+    """Recompute every layer. The answer must be as with full prefill."""
     ALORA_PREFILL = "alora_prefill"
-    """The activated LoRA alone: must answer as it does with reuse."""
+    """The activated LoRA prefills in full. The answer must be as with its reuse."""
 
     @property
     def title(self) -> str:
@@ -50,7 +51,7 @@ class Condition(StrEnum):
         return self in (Condition.FULL_PREFILL, Condition.ALORA_PREFILL)
 
     def controls(self, sender: ModelId, block: Span) -> dict[str, str]:
-        """What a request of this condition says in `custom_params["droidspeak"]`."""
+        """Controls of a request under this condition, for `custom_params["droidspeak"]`."""
         blocks = {Condition.BLOCK: f"{block.start}:{block.stop}", Condition.ALL_LAYERS: "all"}
         if self.is_full:
             return {"mode": "off"}
@@ -58,7 +59,7 @@ class Condition(StrEnum):
 
 
 def rotated(conditions: Sequence[Condition], index: int) -> list[Condition]:
-    """All conditions, beginning with another one each time, so that none always comes first."""
+    """All conditions, starting with a different one for each index."""
     first = index % len(conditions)
     return [*conditions[first:], *conditions[:first]]
 
@@ -68,7 +69,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_ms: float
     quality: float | None
-    """By the data's metric, 0 to 1; None where no answer is known."""
+    """Quality by the data's metric, 0 to 1; None if no answer is known."""
     token_ids: tuple[int, ...]
     num_reusable: int
     """Tokens of this prompt that the sender's cache held."""
@@ -78,34 +79,35 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_reused(self) -> bool:
-        """Whether most of it was. First pages that all prompts share the receiver computes."""
+        """Whether most of the prompt was reused. The receiver computes first pages that all prompts
+        share."""
         provenance = self.provenance
         is_loaded = provenance.outcome in ("reused", "own")
         return is_loaded and 2 * provenance.reused_tokens > self.num_reusable
 
 
 Samples = Mapping[Condition, Sequence[Sample]]
-"""Of every condition, one per question and in the same order."""
+"""Samples of every condition, one per question, in the same order."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One condition; means over its requests."""
+    """Measurements of one condition: means over its requests."""
 
     quality: float | None
     """None for random weights."""
     quality_95: tuple[float, float] | None = None
-    """Interval by a bootstrap of documents."""
+    """Confidence interval (95 %) by a bootstrap over documents."""
     ttft_p50_ms: float
     ttft_p90_ms: float
     speedup: float
-    """Median TTFT of full prefill, divided by this one's."""
+    """Median TTFT of full prefill, divided by this condition's."""
     num_reused: int
-    """Requests whose whole document came from the sender's cache."""
+    """Requests that reused most of their document."""
     tokens_reused: float
     layers_recomputed: float
     bytes_moved: float
     overlap: float
-    """Share of the shorter of fetch and recompute during which the other ran too, 0 to 1."""
+    """Overlap of fetch and recompute, as a share of the shorter one, 0 to 1."""
     ttft_ms: tuple[float, ...]
 
 
@@ -117,9 +119,9 @@ def measured_of(samples: Samples) -> dict[Condition, Measured]:
 def _measured(answered: Sequence[Sample], full_ms: float) -> Measured:
     provenances = [it.provenance for it in answered]
     qualities: dict[int, list[float]] = {}
-    for it in answered:
-        if it.quality is not None:
-            qualities.setdefault(it.document, []).append(it.quality)
+    for sample in answered:
+        if sample.quality is not None:
+            qualities.setdefault(sample.document, []).append(sample.quality)
     of_all = interval([*qualities.values()]) if qualities else None
     return Measured(
         quality=of_all and round(of_all.mean, 4),
@@ -141,14 +143,15 @@ def _ttft(answered: Sequence[Sample], percent: float) -> float:
 
 
 LEAST_REUSED_SHARE = 0.9
-"""A fetch that misses its deadline on a busy machine is no defect; a tenth of them is."""
+"""Least share of requests that must reuse. On a busy machine a fetch may miss its deadline; a tenth
+of all fetches must not."""
 LEAST_AGREEMENT_16_BIT = 0.75
-"""In 16 bits the rounding depends on the shape of the batch, which decides between near equals."""
+"""Least share of equal answers in 16 bits. There the shape of the batch changes the rounding, and
+so the choice between two tokens that are about equally likely."""
 
 
 def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
-    """Reuse has to happen where it was asked for, and nowhere else. Each failure is one
-    sentence for a person, here and below."""
+    """Sentences about requests that did not reuse as asked, or that reused although not asked."""
     for condition, answered in samples.items():
         if condition.is_full:
             num_wrong = sum(sample.provenance.reused_tokens > 0 for sample in answered)
@@ -160,16 +163,16 @@ def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
         num_reused = sum(sample.is_reused for sample in answered)
         if num_reused < LEAST_REUSED_SHARE * len(answered):
             outcomes = Counter(sample.provenance.outcome for sample in answered)
-            found = ", ".join(f"{count} × {outcome}" for outcome, count in outcomes.most_common())
+            listed = ", ".join(f"{count} × {outcome}" for outcome, count in outcomes.most_common())
             yield (
                 f"{pair}: only {num_reused} of {len(answered)} requests of {condition.title} "
-                f"reused the whole document ({found})"
+                f"reused the whole document ({listed})"
             )
 
 
 def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
-    """Recomputing all layers is a full prefill by another way; so is the exact reuse of an
-    activated LoRA."""
+    """Sentences about answers that differ from full prefill although they must be equal: with all
+    layers recomputed, or by an activated LoRA."""
     least = 1.0 if dtype == "float32" else LEAST_AGREEMENT_16_BIT
     stop = None if least == 1.0 else 1
     for alone, reused in (
@@ -185,9 +188,10 @@ def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
             )
 
 
-def quality_failures(found: Mapping[Condition, Measured], profile: PairProfile) -> Iterator[str]:
-    """The recommended block has to keep what its profile promises, on this data."""
-    full, block = found[Condition.FULL_PREFILL].quality, found[Condition.BLOCK].quality
+def quality_failures(measured: Mapping[Condition, Measured], profile: PairProfile) -> Iterator[str]:
+    """A sentence if the recommended block's quality on this data is lower than its profile
+    allows."""
+    full, block = measured[Condition.FULL_PREFILL].quality, measured[Condition.BLOCK].quality
     if full is None or block is None:
         return
     floor = full * (1 - profile.tolerance)

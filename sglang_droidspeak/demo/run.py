@@ -1,7 +1,7 @@
-"""The demo from its configuration to its report: a sender and a receiver are started, and asked
-every question under every condition.
+"""Run the demo: start a sender and a receiver, ask every question under every condition, and
+report.
 
-What is asked is as the profiler makes it of questions about documents, or random tokens.
+Prompts are made as the profiler makes them from documents and questions, or of random tokens.
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 PUBLISH_S = 60.0
-"""Longest that a document's pages take to be on offer."""
+"""Seconds that a document's pages may take until peers know them."""
 READY_S = 30.0
 _LOOK_S = 0.05
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
-"""Enough to compare answers; the time to the first token does not depend on the others."""
+"""Task of the random pair. Four tokens suffice to compare answers. The time to the first token does
+not depend on the others."""
 _NUM_DOCUMENTS: Final = 3
 _NUM_TOKENS: Final = 2000
-"""Of each such document, in whole pages;"""
+"""Tokens of each random document: whole pages."""
 _NUM_NEW_TOKENS: Final = 24
-"""and of the question about it."""
+"""Tokens of the question about it."""
 WARM_TOKENS: Final = 256
-"""Of the last document, which is read and asked about first, so that nothing is new to the servers
-when times begin to count."""
+"""Tokens of the last document in the warm-up, which reads and asks about it before any time
+counts."""
 
 
 def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     """Measure, report, and write `demo.json`, `demo.png` and the servers' logs.
 
-    Raises DemoFailed where something did not work or a check does not hold; what was measured is
-    written and shown before that.
+    Raises DemoFailed if something did not work, or if a check does not hold. Results are written
+    and shown before a failed check is raised.
     """
     begun_s, environment = time.monotonic(), read_environment(PACKAGES)
     subject, profile = config.pair()
@@ -104,8 +105,8 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 def _measure(
     config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
 ) -> tuple[MeasuredPair, list[str]]:
-    """Both servers, started side by side and ended; what was measured of their answers, and what
-    was wrong. One that does not answer raises DemoFailed, with the end of both logs."""
+    """Start the servers, measure their answers, and end them. Returns measurements and failures.
+    Raises DemoFailed, with the end of the logs, if a server does not answer."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(subject.conditions) * sum(len(it.questions) for it in documents)
     listen = f"tcp://127.0.0.1:{free_port()}"
@@ -152,9 +153,9 @@ def specs_of(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerS
         "capture_layers": [subject.block.start] if subject.block.start else [],
         "host_gb": config.host_gb,
     }
-    # Off: full reuse and all layers are no blocks that a profile's gate lets through.
+    # A profile's gate would refuse full reuse and the recompute of all layers.
     allows = {"gate": "none", **maps}
-    # It keeps nothing itself, so that every prefix comes from the sender.
+    # The receiver keeps nothing itself, so every prefix comes from the sender.
     fetches = {"peers": [listen], "host_gb": 0, "staging_gb": config.host_gb}
     sends = {"listen": listen, "fetch_deadline_s": PUBLISH_S}
     options, adapters = config.server_options, subject.adapters
@@ -183,8 +184,8 @@ def _wait_for_peer(receiver: Server) -> None:
         if peer["state"] == "ready":
             return
         if time.monotonic() > deadline_s:
-            found = f"{peer['state']}: {peer['reason']}"
-            raise DemoFailed(f"the sender's cache at {peer['address']} is {found}")
+            status = f"{peer['state']}: {peer['reason']}"
+            raise DemoFailed(f"the sender's cache at {peer['address']} is {status}")
         time.sleep(_LOOK_S)
 
 
@@ -195,16 +196,18 @@ def _samples(
     documents: Sequence[Document],
     advance: Callable[[], None],
 ) -> Samples:
-    """`advance` is called after each answer that counts."""
+    """Answers of all questions under all conditions. Calls `advance` after each answer, except in
+    the warm-up."""
 
     def answers(index: int, document: Document) -> Iterator[tuple[Condition, Sample]]:
-        """Have the sender read the document; the receiver knows of every page then."""
+        """Let the sender read the document, so that the receiver knows every page. Then ask the
+        receiver all questions."""
         publish = {"publish": "before_reply"}
         sender.generate(document.prefix, max_new_tokens=1, droidspeak=publish, timeout_s=600)
         for condition in rotated(subject.conditions, index):
             for question in document.questions:
-                found = _sample(subject, receiver, condition, document, question)
-                yield condition, msgspec.structs.replace(found, document=index)
+                sample = _sample(subject, receiver, condition, document, question)
+                yield condition, msgspec.structs.replace(sample, document=index)
 
     last = documents[-1]
     short = replace(last, prefix=last.prefix[:WARM_TOKENS], questions=last.questions[:1])
@@ -225,7 +228,7 @@ def _sample(
     document: Document,
     question: Question,
 ) -> Sample:
-    """One answer of a receiver whose device cache is empty."""
+    """One answer of the receiver, after its device cache was emptied."""
     receiver.flush()
     adapter = subject.activated if condition.is_activated else subject.adapter
     named = {"lora_path": adapter.name} if adapter else {}
@@ -250,7 +253,7 @@ def _sample(
 
 
 def random_documents() -> list[Document]:
-    """Of the randomly initialised models' tokens; one question each, without an answer."""
+    """Documents of random tokens, with one question each and no known answer."""
     return [
         Document(
             context="",
@@ -271,9 +274,9 @@ def random_documents() -> list[Document]:
 
 @contextlib.contextmanager
 def step(console: Console, title: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Says what is going on: a bar on a terminal, lines elsewhere.
+    """Show progress of one step: a bar on a terminal, lines elsewhere.
 
-    Of `total` parts, after each of which the value is called, or of unknown length.
+    Yields a function to call after each of `total` parts. Without `total` the length is unknown.
     """
     begun_s, columns = time.monotonic(), [TextColumn("{task.description:<34}"), BarColumn(30)]
     if total is not None:
