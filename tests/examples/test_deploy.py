@@ -28,6 +28,7 @@ from cachetree.metrics import StatusPage
 from cachetree.transport import check_worker, is_directory, parse_http, write_key_pair
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.cli.serve import options_of
+from sglang_droidspeak.engine import release
 from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,3 +331,39 @@ def test_the_image_holds_what_it_runs_and_no_keys() -> None:
 
 def test_git_takes_no_key() -> None:
     assert {"/keys/", "*.key"} <= set((ROOT / ".gitignore").read_text().split())
+
+
+def test_the_container_file_builds_from_the_wheel_and_everything_uses_its_image() -> None:
+    told = (DEPLOY / "Containerfile").read_text()
+    steps = [it.split() for it in re.findall(r"(?m)^[A-Z]+ .*$", told)]
+    bases = {it[1] for it in steps if it[0] == "FROM"}
+    assert bases == {f"lmsysorg/sglang:v{release.VERSION}"}
+    assert f"'sglang[tracing]=={release.VERSION}'" in told
+    copied = {it[1]: it[2] for it in steps if it[0] == "COPY" and "--from=wheels" not in it}
+    assert all(it == "." or is_in_image(it) for it in copied), copied
+    (wheel,) = [it for it in steps if it[:3] == ["RUN", "pip", "wheel"]]
+    sources = [it for it in wheel if it.startswith(copied["."])]
+    for it in sources:
+        assert (ROOT / it.removeprefix(copied["."]).lstrip("/") / "pyproject.toml").is_file()
+    (folder,) = [it[1] for it in steps if it[0] == "WORKDIR"]
+    assert copied["deploy"] == f"{folder}/deploy" and copied["examples"] == f"{folder}/examples"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    image = f"{project['name']}:{project['version']}"
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    for it in (it for it in services if "build" in it):
+        build = it["build"]
+        assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Containerfile")
+        assert it["image"] == image
+    images = {it["spec"]["template"]["spec"]["containers"][0]["image"] for it in PODS}
+    assert images == {f"REGISTRY/{image}"}
+
+
+def test_compose_finds_peers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name in ("reader", "answerer"):
+        words = shlex.split(services[name]["command"])[1:]
+        args = droidspeak().parse_args(words)
+        assert args.peer == ["dns://worker:30020"]
+    cache = read_config(DEPLOY / "worker.yaml").cache
+    assert cache.keeps == ("dns://reader:30010",) and cache.worker.listen.endswith(":30020")
