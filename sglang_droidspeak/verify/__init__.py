@@ -1,7 +1,8 @@
-"""Requests to two running servers that show whether reuse works: `droidspeak verify`.
+"""`droidspeak verify`: send requests to two running servers, and check that reuse works.
 
     prompts ─► sender reads ─► receiver answers ─► checks ─► lines
                                receiver answers by full prefill ─┘
 
-Every request carries a salt of its own, so that no other request's cache is read or filled.
+Every prompt has a salt of its own, so that checks neither read nor fill the cache of other
+requests.
 """

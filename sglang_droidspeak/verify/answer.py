@@ -1,4 +1,4 @@
-"""One answer of a server, and how two of them differ. Pure, but for `ask`."""
+"""Ask a server, and compare two answers. Pure, except `ask`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sglang_droidspeak.guard.plans import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 CLOSE: Final = 0.05
-"""Log-probabilities that differ by less are the same: other batches round otherwise."""
+"""Log-probabilities that differ by less count as equal: rounding depends on the batch."""
 _PATIENCE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Greedy, of at most `POSITIONS` tokens."""
+    """A greedy answer of at most `POSITIONS` tokens."""
 
     ttft_s: float
     tokens: tuple[int, ...]
     likely: tuple[LogProbs, ...]
-    """The most likely tokens of each position, with the answer's own."""
+    """Most likely tokens of each position, and the answer's own."""
     id: str
     prompt_tokens: int
     cached_tokens: int
@@ -36,7 +36,7 @@ class Answer:
 
 
 def ask(client: Client, ids: Sequence[int], salt: str, **controls: str) -> Answer:
-    """Raises requests.RequestException and ServerFailed."""
+    """Send a prompt and stream its answer. Raises requests.RequestException and ServerFailed."""
     begun_s = time.perf_counter()
     arrived_s, parts = begun_s, list[Mapping[str, Any]]()
     for reply in client.replies(
@@ -56,7 +56,8 @@ def ask(client: Client, ids: Sequence[int], salt: str, **controls: str) -> Answe
 
 
 def answer_of(ttft_s: float, parts: Sequence[Mapping[str, Any]]) -> Answer:
-    """From each `meta_info` of a stream: the last has all, or each has what was new."""
+    """Answer from the `meta_info` of a stream's parts. The last part has all tokens, or each part
+    has only new ones."""
     meta = {**parts[0], **parts[-1]}
     own, top = (_whole(parts, f"output_{it}_logprobs") for it in ("token", "top"))
     likely = [{token: value for value, token, _ in it} for it in top]
@@ -82,14 +83,14 @@ def _whole(parts: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:
 
 
 def new_salt() -> str:
-    """A tenant that nobody else is."""
+    """A salt that no other request has."""
     return f"verify-{uuid.uuid4().hex}"
 
 
 def difference(one: Answer, other: Answer) -> str:
-    """How two answers differ that should be the same; empty if they do not.
+    """How two answers differ that should be equal; empty if they do not.
 
-    Where two tokens are equally likely in one of them, either is right, and what follows is not
+    If they differ in two tokens that are equally likely, both are right, and later tokens are not
     compared.
     """
     for i, (ours, theirs) in enumerate(zip(one.likely, other.likely, strict=False)):

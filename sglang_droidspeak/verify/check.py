@@ -6,17 +6,17 @@ import msgspec
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """What was looked at, and what came of it."""
+    """Result of one check."""
 
     name: str
     ok: bool
     found: str
-    """What came; where that is wrong, what was expected too."""
+    """Text of the result. A wrong result also says what was expected."""
     remedy: str = ""
-    """Said where it is wrong."""
+    """Remedy, shown if the result is wrong."""
 
 
-def line(it: Check) -> str:
-    """For a person."""
-    remedy = f"; {it.remedy}" if it.remedy and not it.ok else ""
-    return f"{'ok   ' if it.ok else 'WRONG'} {it.name}: {it.found}{remedy}"
+def line(check: Check) -> str:
+    """A check as one line for a person."""
+    remedy = f"; {check.remedy}" if check.remedy and not check.ok else ""
+    return f"{'ok   ' if check.ok else 'WRONG'} {check.name}: {check.found}{remedy}"

@@ -1,4 +1,5 @@
-"""The checks: each sends requests and yields lines that say what was expected and what came."""
+"""Checks of two running servers. Each sends requests and yields lines with expected and actual
+results."""
 
 from __future__ import annotations
 
@@ -37,29 +38,29 @@ class Pair:
     """The receiver's answers to one prompt."""
 
     served: Answer
-    """With reuse, where reuse works."""
+    """Answer with reuse, if reuse works."""
     exact: Answer
-    """By full prefill."""
+    """Answer by full prefill."""
     is_chosen: bool
-    """Whether the server chose to reuse. Otherwise full prefill is predicted to be as fast, and
-    the request named the block."""
+    """Whether the server chose to reuse. If not, it predicts that full prefill is as fast, and the
+    request named the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Two servers, or two adapters of one, and what they are asked."""
+    """Two servers, or two adapters of one, and the prompts for them."""
 
     sender: Client
     receiver: Client
     prompts: Sequence[Prompt]
     page: int
     is_own_data: bool
-    """Whether prompts are a user's own, so that the profile's bound has to hold on them."""
+    """Whether prompts are a user's own. Then the profile's bound has to hold for them."""
     flushes: bool
     block: str | None
-    """Layers to recompute where the server would not reuse because full prefill is as fast."""
+    """Layers to recompute if the server does not reuse because full prefill is as fast."""
     answers: list[Pair] = field(default_factory=list)
-    """One for each prompt, filled by `reuse`."""
+    """Answers to each prompt, filled by `reuse`."""
 
     @property
     def reused(self) -> list[Pair]:
@@ -67,7 +68,7 @@ class Run:
 
 
 def all_checks(run: Run) -> Iterator[Check]:
-    """In an order in which the first failure explains those below it."""
+    """Run all checks, in an order in which the first failure explains later ones."""
     steps: list[tuple[str, Callable[[Run], Iterator[Check]]]] = [("tokenizer", tokenizers)]
     for role in ("sender", "receiver"):
         steps += [(f"{role}: {it.__name__}", _of(role, it)) for it in (device, together, cancel)]
@@ -93,25 +94,25 @@ def _of(
     role: str, step: Callable[[Run, Client], Iterator[Check]]
 ) -> Callable[[Run], Iterator[Check]]:
     def checks(run: Run) -> Iterator[Check]:
-        for it in step(run, getattr(run, role)):
-            yield msgspec.structs.replace(it, name=f"{role}: {it.name}")
+        for check in step(run, getattr(run, role)):
+            yield msgspec.structs.replace(check, name=f"{role}: {check.name}")
 
     return checks
 
 
 def tokenizers(run: Run) -> Iterator[Check]:
-    """Both make the same of scripts, spaces, digits and emoji."""
+    """Check that both servers make the same tokens of scripts, spaces, digits and emoji."""
     ours, theirs = (tokenize(it, _CORPUS) for it in (run.sender, run.receiver))
-    found = f"{len(ours)} tokens of a text of many scripts, the same from both"
+    message = f"{len(ours)} tokens of a text of many scripts, the same from both"
     if ours != theirs:
         at = len(common_start([ours, theirs]))
-        found = f"expected the same tokens of one text; they differ from token {at} on"
+        message = f"expected the same tokens of one text; they differ from token {at} on"
     remedy = "serve both with the same tokenizer files; models of two families share nothing"
-    yield Check(name="tokenizer", ok=ours == theirs, found=found, remedy=remedy)
+    yield Check(name="tokenizer", ok=ours == theirs, found=message, remedy=remedy)
 
 
 def device(run: Run, client: Client) -> Iterator[Check]:
-    """What SGLang's own cache has to do: cold, warm, partial hit, and after a flush."""
+    """Check SGLang's own cache: cold, warm, at a partial hit, and after a flush."""
     prompt, salt = run.prompts[0], new_salt()
     first, second = prompt.prefix + prompt.suffixes[0], prompt.prefix + prompt.suffixes[-1]
     cold = ask(client, first, salt, mode="off")
@@ -142,21 +143,21 @@ def device(run: Run, client: Client) -> Iterator[Check]:
 
 
 def together(run: Run, client: Client) -> Iterator[Check]:
-    """Four questions at once are answered as one after the other."""
+    """Check that four questions at once get the same answers as one after the other."""
     prompt, salt = run.prompts[0], new_salt()
     asked = [prompt.prefix + prompt.suffixes[i % len(prompt.suffixes)] for i in range(4)]
     with ThreadPoolExecutor(len(asked)) as pool:
         at_once = [*pool.map(lambda ids: ask(client, ids, salt, mode="off"), asked)]
     alone = [ask(client, ids, new_salt(), mode="off") for ids in asked]
     wrong = [*filter(None, map(difference, alone, at_once))]
-    found = "4 questions at once, answered as one by one"
+    message = "4 questions at once, answered as one by one"
     if wrong:
-        found = f"expected the answers of one by one; {len(wrong)} of 4 differ: {wrong[0]}"
-    yield Check(name="four at once", ok=not wrong, found=found, remedy=_log_of(client))
+        message = f"expected the answers of one by one; {len(wrong)} of 4 differ: {wrong[0]}"
+    yield Check(name="four at once", ok=not wrong, found=message, remedy=_log_of(client))
 
 
 def cancel(run: Run, client: Client) -> Iterator[Check]:
-    """A client that goes away leaves the server whole."""
+    """Check that a cancelled request does not change the next answer."""
     prompt, salt = run.prompts[-1], new_salt()
     ids = list(prompt.prefix + prompt.suffixes[0])
     replies = client.replies(ids, max_new_tokens=512, cache_salt=salt, ignore_eos=True)
@@ -165,16 +166,16 @@ def cancel(run: Run, client: Client) -> Iterator[Check]:
     expected = ask(client, ids, new_salt(), mode="off")
     after = ask(client, ids, salt, mode="off")
     wrong = difference(expected, after)
-    found = "the next question is answered as ever"
+    message = "the next question is answered as ever"
     if wrong:
-        found = f"expected the same answer after a cancelled request; {wrong}"
-    yield Check(name="cancel", ok=not wrong, found=found, remedy=_log_of(client))
+        message = f"expected the same answer after a cancelled request; {wrong}"
+    yield Check(name="cancel", ok=not wrong, found=message, remedy=_log_of(client))
 
 
 def reuse(run: Run) -> Iterator[Check]:
-    """The receiver takes each document's KV from the sender, by the plan of its profile.
+    """Check that the receiver loads each document's KV from the sender, by the plan of its profile.
 
-    A document whose load came too late is asked about once more.
+    If a load was too late, ask about its document once more.
     """
     num_late = 0
     for number, prompt in enumerate(run.prompts):
@@ -185,7 +186,7 @@ def reuse(run: Run) -> Iterator[Check]:
         named = {} if is_chosen or not run.block else {"block": run.block}
         if named:
             served = _shared_answer(run, prompt, **named)
-        if served.label.outcome.startswith("fallback"):  # Once is no defect: a fetch was late.
+        if served.label.outcome.startswith("fallback"):  # One late fetch is no defect.
             num_late += 1
             served = _shared_answer(run, prompt, **named)
         exact = exact or ask(run.receiver, ids, new_salt(), mode="off")
@@ -195,40 +196,43 @@ def reuse(run: Run) -> Iterator[Check]:
     wrong = [it.served for it in run.answers if it.served.label.outcome != "reused"]
     if wrong:
         detail = f" ({wrong[0].label.detail})" if wrong[0].label.detail else ""
-        found = f"expected {len(run.answers)} reused, came {came}{detail}"
-        yield Check(name="reuse", ok=False, found=found, remedy=_why(run.receiver, wrong[0]))
+        message = f"expected {len(run.answers)} reused, came {came}{detail}"
+        yield Check(name="reuse", ok=False, found=message, remedy=_why(run.receiver, wrong[0]))
         return
     tokens = sum(it.served.label.reused_tokens for it in run.answers)
-    found = f"{came}; {tokens:,} tokens in all"
+    message = f"{came}; {tokens:,} tokens in all"
     if num := sum(not it.is_chosen for it in run.answers):
-        found += f"; {num} only because the block was named: full prefill is predicted as fast"
+        message += f"; {num} only because the block was named: full prefill is predicted as fast"
     if num_late:
-        found += f"; {num_late} at the second try, as the first load came too late"
-    yield Check(name="reuse", ok=True, found=found)
+        message += f"; {num_late} at the second try, as the first load came too late"
+    yield Check(name="reuse", ok=True, found=message)
 
 
 def _shared_answer(run: Run, prompt: Prompt, **controls: str) -> Answer:
-    """The receiver's, after the sender has read the document."""
+    """The receiver's answer, after the sender has read the document."""
     salt = new_salt()
     ask(run.sender, prompt.prefix, salt, **PUBLISH)
     return ask(run.receiver, prompt.prefix + prompt.suffixes[0], salt, **controls)
 
 
 def off(run: Run) -> Iterator[Check]:
-    """`mode: off` reads no other model's cache, and is what a server without peers computes."""
+    """Check that `mode: off` reads no other model's cache, and answers as a server without
+    peers."""
     prompt, exact = run.prompts[0], run.answers[0].exact
     answer = _shared_answer(run, prompt, mode="off")
     label = answer.label
-    found = f"outcome {label.outcome}, {label.reused_tokens:,} tokens of others; expected off and 0"
+    message = (
+        f"outcome {label.outcome}, {label.reused_tokens:,} tokens of others; expected off and 0"
+    )
     ok = label.outcome == "off" and not label.reused_tokens
-    yield Check(name="mode off", ok=ok, found=found, remedy=_log_of(run.receiver))
+    yield Check(name="mode off", ok=ok, found=message, remedy=_log_of(run.receiver))
     unmatched = ask(run.receiver, prompt.prefix + prompt.suffixes[0], new_salt())
-    for name, it in (("off", answer), ("no match", unmatched)):
-        yield _same(f"full prefill by {name}", run.receiver, exact, it)
+    for name, full in (("off", answer), ("no match", unmatched)):
+        yield _same(f"full prefill by {name}", run.receiver, exact, full)
 
 
 def others(run: Run) -> Iterator[Check]:
-    """Neither another document nor another tenant's is taken for this one."""
+    """Check that KV of another document or another tenant is not reused."""
     read, unread, salt = run.prompts[0], run.prompts[-1], new_salt()
     ask(run.sender, read.prefix, salt, **PUBLISH)
     for name, prompt, of, most in (
@@ -245,7 +249,7 @@ def others(run: Run) -> Iterator[Check]:
 
 
 def labels(run: Run) -> Iterator[Check]:
-    """What is said of an answer is what was sent."""
+    """Check that the labels of answers agree with the prompts that were sent."""
     wrong = []
     for prompt, pair in zip(run.prompts, run.answers, strict=False):
         served = pair.served
@@ -260,39 +264,39 @@ def labels(run: Run) -> Iterator[Check]:
             )
         elif label.outcome == "reused" and not label.sender:
             wrong.append("a reused answer names no sender")
-    found = f"{len(run.answers)} of {len(run.answers)} agree with what was sent"
+    message = f"{len(run.answers)} of {len(run.answers)} agree with what was sent"
     if wrong:
-        found = f"expected labels as sent; {wrong[0]}"
-    yield Check(name="labels", ok=not wrong, found=found, remedy=_log_of(run.receiver))
+        message = f"expected labels as sent; {wrong[0]}"
+    yield Check(name="labels", ok=not wrong, found=message, remedy=_log_of(run.receiver))
 
 
 def distance(run: Run) -> Iterator[Check]:
-    """How far answers with reuse are from full prefill's, beside what the profile allows."""
+    """Check the distance of answers with reuse from full prefill's against the profile's bound."""
     exact = [it for it in run.reused if it.served.label.exact]
     inexact = [it for it in run.reused if not it.served.label.exact]
     if exact:
         wrong = [*filter(None, (difference(it.exact, it.served) for it in exact))]
-        found = f"{len(exact)} answers say exact, and are as full prefill's"
+        message = f"{len(exact)} answers say exact, and are as full prefill's"
         if wrong:
-            found = f"expected full prefill's answer where it says exact; {wrong[0]}"
+            message = f"expected full prefill's answer where it says exact; {wrong[0]}"
         remedy = _log_of(run.receiver)
-        yield Check(name="exact answers", ok=not wrong, found=found, remedy=remedy)
+        yield Check(name="exact answers", ok=not wrong, found=message, remedy=remedy)
     if inexact:
         mean = fmean(distance_of(it.served, it.exact) for it in inexact)
         same = sum(not difference(it.exact, it.served) for it in inexact)
-        found = f"{mean:.3f} on average, {same} of {len(inexact)} answers the same"
+        message = f"{mean:.3f} on average, {same} of {len(inexact)} answers the same"
         allowed = _allowed(run, inexact[0].served) if run.is_own_data else None
         if not run.is_own_data:
-            found += "; not judged: give --data, as the profile was made on"
+            message += "; not judged: give --data, as the profile was made on"
         elif allowed is not None:
-            found += f"; the profile allows {allowed:.3f}"
+            message += f"; the profile allows {allowed:.3f}"
         ok = allowed is None or mean <= allowed
         remedy = "make a profile on such prompts; `droidspeak guard` shows what the server has seen"
-        yield Check(name="distance", ok=ok, found=found, remedy=remedy)
+        yield Check(name="distance", ok=ok, found=message, remedy=remedy)
 
 
 def ttft(run: Run) -> Iterator[Check]:
-    """Times to the first token, with the margin of noise."""
+    """Check that reuse does not delay the first token, within noise."""
     chosen = [it for it in run.reused if it.is_chosen]
     if not chosen:
         if run.reused:
@@ -300,13 +304,13 @@ def ttft(run: Run) -> Iterator[Check]:
         return
     ours, ours_noise = _typical([it.served.ttft_s for it in chosen])
     full, full_noise = _typical([it.exact.ttft_s for it in chosen])
-    found = (
+    message = (
         f"{1000 * ours:,.0f} ± {1000 * ours_noise:,.0f} ms with reuse, "
         f"{1000 * full:,.0f} ± {1000 * full_noise:,.0f} ms without: {full / ours:.2f} × sooner"
     )
     ok = ours <= full + ours_noise + full_noise
     remedy = "`droidspeak explain` shows what was predicted; see docs/why.md"
-    yield Check(name="first token", ok=ok, found=found, remedy=remedy)
+    yield Check(name="first token", ok=ok, found=message, remedy=remedy)
 
 
 def _typical(times_s: Sequence[float]) -> tuple[float, float]:
@@ -316,7 +320,8 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float]:
 
 
 def _allowed(run: Run, answer: Answer) -> float | None:
-    """What the drift guard allows the answer's plan; None if it does not watch it."""
+    """Distance that the drift guard allows the answer's plan. None if it does not watch the
+    plan."""
     state = msgspec.convert(run.receiver.post("/droidspeak/guard"), GuardState)
     key = answer.label.block, answer.label.e_corrected
     plans = [
@@ -329,17 +334,17 @@ def _allowed(run: Run, answer: Answer) -> float | None:
 
 
 def _hit(name: str, client: Client, answer: Answer, least: int) -> Check:
-    found = f"{answer.cached_tokens:,} tokens cached of {answer.prompt_tokens:,}"
+    message = f"{answer.cached_tokens:,} tokens cached of {answer.prompt_tokens:,}"
     ok = answer.cached_tokens >= least
     if not ok:
-        found += f"; expected {least:,}"
-    return Check(name=name, ok=ok, found=found, remedy=_log_of(client))
+        message += f"; expected {least:,}"
+    return Check(name=name, ok=ok, found=message, remedy=_log_of(client))
 
 
 def _same(name: str, client: Client, one: Answer, other: Answer) -> Check:
     wrong = difference(one, other)
-    found = f"expected the same answer; {wrong}" if wrong else "the same greedy tokens"
-    return Check(name=name, ok=not wrong, found=found, remedy=_log_of(client))
+    message = f"expected the same answer; {wrong}" if wrong else "the same greedy tokens"
+    return Check(name=name, ok=not wrong, found=message, remedy=_log_of(client))
 
 
 def _log_of(client: Client) -> str:

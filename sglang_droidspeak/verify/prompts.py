@@ -1,4 +1,4 @@
-"""What the servers are asked: a user's own data, or documents that nobody has seen before."""
+"""Make prompts for the servers: from a user's own data, or from new random documents."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NAMES: Final = ("Ada", "Boris", "Chidi", "Dana", "Emre", "Farah", "Goran", "Han
 _THINGS: Final = ("lamps", "crates", "maps", "bells", "ropes", "chairs", "books", "tents")
 _PLACES: Final = ("Oslo", "Lima", "Accra", "Turin", "Busan", "Quito", "Perth", "Fez")
 _TOKENS_PER_SENTENCE: Final = 8
-"""At least, of any tokenizer."""
+"""Fewest tokens that any tokenizer makes of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A document, as token ids in whole pages, and what may follow it."""
+    """A document, as token ids in whole pages, and questions that may follow it."""
 
     prefix: tuple[int, ...]
     suffixes: tuple[tuple[int, ...], ...]
-    """At least one, none empty."""
+    """Questions as token ids. There is at least one, and none is empty."""
 
 
 def made(client: Client, num: int, num_tokens: int, page: int, seed: str) -> Iterator[Prompt]:
-    """Documents of at most `num_tokens` tokens, tokenised by the server."""
+    """Random documents of at most `num_tokens` tokens, tokenised by the server."""
     for number in range(num):
         random = Random(f"{seed} {number}")
         drawn = (_sentence(random) for _ in range(num_tokens // _TOKENS_PER_SENTENCE))
@@ -42,7 +42,7 @@ def made(client: Client, num: int, num_tokens: int, page: int, seed: str) -> Ite
 
 
 def of_data(settings: Settings, tokenizer: str, num: int, longest: int | None) -> list[Prompt]:
-    """The first prompts of a user's data, as the profiler makes them; raises ConfigError."""
+    """First prompts of a user's data, as the profiler makes them. Raises ConfigError."""
     from pathlib import Path
 
     from profiles.compute.models import ModelSource, load_tokenizer
@@ -74,7 +74,7 @@ def of_data(settings: Settings, tokenizer: str, num: int, longest: int | None) -
 
 
 def tokenize(client: Client, text: str) -> tuple[int, ...]:
-    """Token ids by the server's own tokenizer, special tokens left out."""
+    """Token ids of a text by the server's tokenizer, without special tokens."""
     return tuple(client.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"])
 
 
