@@ -78,12 +78,12 @@ def _up(args: argparse.Namespace) -> int:
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
     show("checking what the engines are given")
-    for it in wanted:
-        if isinstance(it, ServerSpec) and it.droidspeak is not None:
+    for spec in wanted:
+        if isinstance(spec, ServerSpec) and spec.droidspeak is not None:
             try:
-                serve.server_of(it.droidspeak, str(it.model), [*serve.as_flags(it.options)])
+                serve.server_of(spec.droidspeak, str(spec.model), [*serve.as_flags(spec.options)])
             except CacheTreeError as exc:
-                raise ConfigError(f"engines.{it.name}: {exc}") from exc
+                raise ConfigError(f"engines.{spec.name}: {exc}") from exc
     show(f"starting {len(wanted)} processes; their logs are in {args.out}")
     env, timeout_s = shared_cores(wanted), args.start_timeout_s
     with running(*wanted, folder=args.out, env=env, start_timeout_s=timeout_s) as processes:

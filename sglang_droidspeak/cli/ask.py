@@ -1,4 +1,4 @@
-"""Asking a running server: `droidspeak peers`, `explain` and `guard`."""
+"""Ask a running server: `droidspeak peers`, `explain` and `guard`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE_S: Final = 10
 
 
 class NoAnswer(CacheTreeError):
-    """A server is not there, is none of SGLang's, runs without this extension, or cannot tell."""
+    """A server does not answer, is not SGLang's, runs without this extension, or cannot tell."""
 
 
 def add_parsers(commands: Any) -> None:
@@ -93,13 +93,13 @@ def add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
-    """What the first rank's scheduler says in `/server_info`, and how far the server's clock, told
-    in whole seconds, is ahead of this one at least; raises NoAnswer."""
+    """The first rank's state in `/server_info`, and the least seconds by which the server's clock
+    is ahead of this machine's (negative: behind). Raises NoAnswer."""
     before_s = time.time()
-    reply, told = _ask("GET", url, "/server_info", key)
+    reply, info = _ask("GET", url, "/server_info", key)
     after_s = time.time()
     try:
-        state = told["internal_states"][0]
+        state = info["internal_states"][0]
         is_ours = KEY in state
     except (LookupError, TypeError) as exc:
         raise _is_another(url, exc) from exc
@@ -109,23 +109,23 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
         raise NoAnswer(f"{url}: {state[KEY]['error']}")
     if "Date" not in reply.headers:
         return state, 0.0
-    told_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
-    # A whole second, which may be one second old.
-    return state, max(0.0, told_s - after_s) + min(0.0, told_s + 2 - before_s)
+    server_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
+    # The server's time is in whole seconds, and may be one second old.
+    return state, max(0.0, server_s - after_s) + min(0.0, server_s + 2 - before_s)
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer of one of the server's pages; raises NoAnswer, with the server's own words."""
-    reply, told = _ask("POST", args.url, path, args.api_key, question)
+    """Answer of one of the server's pages. Raises NoAnswer, with the server's own message."""
+    reply, answer = _ask("POST", args.url, path, args.api_key, question)
     if reply.status_code == 404:
-        raise NoAnswer(f"{args.url}: {told.get('error', 'it runs without droidspeak')}")
-    return told
+        raise NoAnswer(f"{args.url}: {answer.get('error', 'it runs without droidspeak')}")
+    return answer
 
 
 def _ask(
     method: str, url: str, path: str, key: str | None, body: Any = None
 ) -> tuple[requests.Response, Any]:
-    """And the JSON in it."""
+    """Reply of a server, and its JSON. Raises NoAnswer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = ask_server(
@@ -156,16 +156,16 @@ def _peers(args: argparse.Namespace) -> int:
         beside = " ".join(filter(None, (peer["model"], peer["reason"])))
         line = f"{peer['address']:30} {peer['state']:12} {beside}".rstrip()
         show(printable(with_names(line, state[KEY]["names"])))
-    for it in state[KEY]["savings"]:
-        pair = f"{it['sender']} for {it['receiver']}"
-        times = f"saved {it['saved_s']:,.1f} s of prefill and lost {it['lost_s']:,.1f} s"
+    for saving in state[KEY]["savings"]:
+        pair = f"{saving['sender']} for {saving['receiver']}"
+        times = f"saved {saving['saved_s']:,.1f} s of prefill and lost {saving['lost_s']:,.1f} s"
         show(printable(with_names(f"{times} since the start: {pair}", state[KEY]["names"])))
     return int(any(peer["state"] != "ready" for peer in peers))
 
 
 def _explain(args: argparse.Namespace) -> int:
-    told = post(args, "/droidspeak/explain", _question(args))
-    tell(args, told, (with_names(it, told["names"]) for it in explanation_lines(told)))
+    answer = post(args, "/droidspeak/explain", _question(args))
+    tell(args, answer, (with_names(it, answer["names"]) for it in explanation_lines(answer)))
     return 0
 
 
@@ -186,34 +186,38 @@ def _question(args: argparse.Namespace) -> dict[str, Any]:
     return {"input_ids": tokens, **beside}
 
 
-def explanation_lines(told: dict[str, Any]) -> Iterator[str]:
-    """For a person."""
-    detail = f": {told['detail']}" if told["detail"] else ""
-    yield f"outcome  {told['outcome']}{detail}"
-    yield f"cause    {told['cause']}"
-    yield f"remedy   {told['remedy']}"
-    num_tokens, page, num_held = told["prompt_tokens"], told["page_tokens"], told["device_pages"]
+def explanation_lines(answer: dict[str, Any]) -> Iterator[str]:
+    """An explanation as lines for a person."""
+    detail = f": {answer['detail']}" if answer["detail"] else ""
+    yield f"outcome  {answer['outcome']}{detail}"
+    yield f"cause    {answer['cause']}"
+    yield f"remedy   {answer['remedy']}"
+    num_tokens, page, num_held = (
+        answer["prompt_tokens"],
+        answer["page_tokens"],
+        answer["device_pages"],
+    )
     held = "" if num_held is None else f", {num_held:,} of them on the device"
     yield f"prompt   {num_tokens:,} tokens, {num_tokens // page:,} whole pages of {page}{held}"
-    if told["model"]:
-        yield f"model    {told['model']}"
-        full_s = told["full_prefill_s"]
+    if answer["model"]:
+        yield f"model    {answer['model']}"
+        full_s = answer["full_prefill_s"]
         predicted = "not predicted yet" if full_s is None else f"{full_s:.3f} s predicted"
         yield f"         full prefill of the rest {predicted}"
-    for it in told["holdings"]:
-        yield f"has it   {it['model']} at {it['location']}: {_held(it)}"
-    for model, num_pages in told["approximate"].items():
+    for holding in answer["holdings"]:
+        yield f"has it   {holding['model']} at {holding['location']}: {_held(holding)}"
+    for model, num_pages in answer["approximate"].items():
         yield f"has it   {model} only approximately: {num_pages:,} pages, for its own use"
-    for it in told["ways"]:
-        yield f"way      {_way(it)}"
-    if told["profile_command"]:
-        yield f"missing  {told['profile_command']}"
-    if told["measured"]:
-        yield f"measured {_measured(told['measured'])}"
+    for way in answer["ways"]:
+        yield f"way      {_way(way)}"
+    if answer["profile_command"]:
+        yield f"missing  {answer['profile_command']}"
+    if answer["measured"]:
+        yield f"measured {_measured(answer['measured'])}"
 
 
-def _held(it: dict[str, Any]) -> str:
-    num_pages, e_pages = it["num_pages"], it["e_pages"].items()
+def _held(holding: dict[str, Any]) -> str:
+    num_pages, e_pages = holding["num_pages"], holding["e_pages"].items()
     whole = ", ".join(layer for layer, num in e_pages if num >= num_pages)
     parts = [f"of the first {num:,} at layer {layer}" for layer, num in e_pages if num < num_pages]
     if whole:
@@ -221,37 +225,41 @@ def _held(it: dict[str, Any]) -> str:
     return f"{num_pages:,} pages, E {', '.join(parts) or 'at no layer'}"
 
 
-def _way(it: dict[str, Any]) -> str:
-    why = it["reason"] + (f": {it['detail']}" if it.get("detail") else "")
-    who = f"{it['sender']} at {it['location']}"
-    if "pages" not in it or it["pages"][0] >= it["pages"][1]:
+def _way(way: dict[str, Any]) -> str:
+    why = way["reason"] + (f": {way['detail']}" if way.get("detail") else "")
+    who = f"{way['sender']} at {way['location']}"
+    if "pages" not in way or way["pages"][0] >= way["pages"][1]:
         return f"{who}: {why}"
-    anew = f"layers [{it['block'][0]}, {it['block'][1]}) anew" if "block" in it else "all loaded"
-    anew += ", E corrected" if it.get("e_corrected") else ""
-    quality = "exact" if it.get("exact") else f"quality {it['quality']:.3f}"
-    pages = f"pages [{it['pages'][0]}, {it['pages'][1]})"
+    anew = f"layers [{way['block'][0]}, {way['block'][1]}) anew" if "block" in way else "all loaded"
+    anew += ", E corrected" if way.get("e_corrected") else ""
+    quality = "exact" if way.get("exact") else f"quality {way['quality']:.3f}"
+    pages = f"pages [{way['pages'][0]}, {way['pages'][1]})"
     times = (
-        f"{it['ttft_s']:.3f} s predicted, saves {it['saving_s']:.3f} s, " if "ttft_s" in it else ""
+        f"{way['ttft_s']:.3f} s predicted, saves {way['saving_s']:.3f} s, "
+        if "ttft_s" in way
+        else ""
     )
     return f"{who}, {pages}, {anew}: {times}{quality}: {why}"
 
 
-def _measured(it: dict[str, Any]) -> str:
+def _measured(measured: dict[str, Any]) -> str:
     steps = ("match", "queued", "fetch", "load", "recompute", "forward")
-    times = ", ".join(f"{step} {it[f'{step}_ms']:.1f} ms" for step in steps if it[f"{step}_ms"])
-    exact = "exact" if it["exact"] else "approximate"
-    return f"{it['reused_tokens']:,} tokens reused, {exact}" + (f": {times}" if times else "")
+    times = ", ".join(
+        f"{step} {measured[f'{step}_ms']:.1f} ms" for step in steps if measured[f"{step}_ms"]
+    )
+    exact = "exact" if measured["exact"] else "approximate"
+    return f"{measured['reused_tokens']:,} tokens reused, {exact}" + (f": {times}" if times else "")
 
 
 def _guard(args: argparse.Namespace) -> int:
-    told = post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
-    state = msgspec.convert(told, GuardState)
-    tell(args, told, (with_names(it, state.names) for it in guard_lines(state)))
+    answer = post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
+    state = msgspec.convert(answer, GuardState)
+    tell(args, answer, (with_names(it, state.names) for it in guard_lines(state)))
     return int(bool(state.off) or any(it.is_demoted for it in state.pairs))
 
 
 def guard_lines(state: GuardState) -> Iterator[str]:
-    """For a person."""
+    """The drift guard's state as lines for a person."""
     if state.off:
         yield f"off: {state.off}"
         return
@@ -259,10 +267,10 @@ def guard_lines(state: GuardState) -> Iterator[str]:
     yield f"compares {rate:.1%} of reused requests" if rate else "compares nothing"
     for pair in state.pairs:
         yield f"{pair.sender} to {pair.receiver}"
-        for i, it in enumerate(pair.plans):
-            block = it.layers + (", E corrected" if it.e_corrected else "")
+        for i, plan in enumerate(pair.plans):
+            block = plan.layers + (", E corrected" if plan.e_corrected else "")
             yield (
                 f"    {'in service' if i < pair.num_left else 'OUT OF SERVICE':15} {block} anew: "
-                f"distance {it.mean_tv:.4f} in {it.num_shadows:,} shadows, {it.allowed:.4f} "
-                f"allowed, evidence {strength(it.evidence):,.0f}"
+                f"distance {plan.mean_tv:.4f} in {plan.num_shadows:,} shadows, {plan.allowed:.4f} "
+                f"allowed, evidence {strength(plan.evidence):,.0f}"
             )

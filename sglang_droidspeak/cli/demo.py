@@ -88,17 +88,17 @@ def _demo(args: argparse.Namespace) -> int:
 
     from sglang_droidspeak.demo import DemoConfig, run_demo
 
-    given = [name for name in _PAIR if getattr(args, name) is not None]
-    if given and len(given) < len(_PAIR):
-        missing = " and ".join(f"--{name}" for name in _PAIR if name not in given)
-        complain("droidspeak", f"--{given[0]} needs {missing} too")
+    given_names = [name for name in _PAIR if getattr(args, name) is not None]
+    if given_names and len(given_names) < len(_PAIR):
+        missing = " and ".join(f"--{name}" for name in _PAIR if name not in given_names)
+        complain("droidspeak", f"--{given_names[0]} needs {missing} too")
         return 2
     beside = ("command", "run", "options")
     chosen = {name: it for name, it in vars(args).items() if it is not None and name not in beside}
-    config = DemoConfig(**chosen) if given else replace(DemoConfig.shipped(), **chosen)
+    config = DemoConfig(**chosen) if given_names else replace(DemoConfig.shipped(), **chosen)
     if args.options is not None:
-        found = read_yaml(args.options, "options")
-        options = settings_of(found, dict[str, Any], f"options {args.options}")
+        loaded = read_yaml(args.options, "options")
+        options = settings_of(loaded, dict[str, Any], f"options {args.options}")
         config = replace(config, options={**config.options, **options})
     run_demo(config, Console())
     return 0

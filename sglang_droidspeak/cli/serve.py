@@ -1,4 +1,4 @@
-"""`droidspeak serve`: SGLang's own server, with the nested options of this extension from flags."""
+"""`droidspeak serve`: start SGLang's own server, with this extension's options from flags."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """SGLang's options beside those that are given to it as they are; raises ConfigError and
-    ProfileError for what the server would refuse."""
+    """SGLang's options that the command makes from its flags; SGLang gets `args.sglang` unchanged.
+    Raises ConfigError or ProfileError for options that the server would refuse."""
     flags = {
         "listen": args.listen,
         "peers": args.peer,
@@ -83,8 +83,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> ThisServer:
-    """What the settings mean for a model that SGLang serves with these flags; raises ConfigError or
-    ProfileError."""
+    """Server that the settings describe, for a model that SGLang serves with these flags. Raises
+    ConfigError or ProfileError."""
     from sglang_droidspeak.start import refuse
     from sglang_droidspeak.start.this_server import read_server
 
@@ -100,10 +100,10 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
     )
 
 
-def _named(told: str) -> tuple[str, Any]:
-    name, equals, value = told.partition("=")
+def _named(setting: str) -> tuple[str, Any]:
+    name, equals, value = setting.partition("=")
     if not (name and equals):
-        raise ConfigError(f"--set is {told!r}; write NAME=VALUE, for example host_gb=8")
+        raise ConfigError(f"--set is {setting!r}; write NAME=VALUE, for example host_gb=8")
     try:
         return name, msgspec.json.decode(value)
     except ValueError:
@@ -111,7 +111,7 @@ def _named(told: str) -> tuple[str, Any]:
 
 
 def own_of(flags: Sequence[str]) -> argparse.Namespace:
-    """Those of SGLang that the settings are checked against; raises ConfigError."""
+    """SGLang's flags that the settings depend on. Raises ConfigError."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     own.add_argument("--page-size", type=int, default=MIN_PAGE_SIZE)
     own.add_argument("--tensor-parallel-size", "--tp-size", "--tp", dest="tp", type=int, default=1)
@@ -125,7 +125,7 @@ def own_of(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def as_flags(options: Mapping[str, Any]) -> Iterator[str]:
-    """What SGLang makes of the options of a configuration file."""
+    """Options of a configuration file as flags, as SGLang converts them."""
     for name, value in options.items():
         if value is False:
             continue

@@ -1,4 +1,4 @@
-"""What the commands say, to people and to programs."""
+"""Output of the commands, for people and for programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cachetree.cli import show, show_json
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
 
-def tell(args: argparse.Namespace, told: object, lines: Iterable[str]) -> None:
-    """With `--json` one line of it, else lines for a person."""
+def tell(args: argparse.Namespace, answer: object, lines: Iterable[str]) -> None:
+    """Show `answer` as one line of JSON with `--json`. Else show `lines`, for a person."""
     if args.json:
-        show_json(told)
+        show_json(answer)
     else:
         for line in lines:
             show(printable(line))

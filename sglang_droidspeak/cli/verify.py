@@ -1,4 +1,4 @@
-"""`droidspeak verify`: whether two running servers share as they should."""
+"""`droidspeak verify`: check whether two running servers share as they should."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_droidspeak.verify.prompts import Prompt, made, of_data
 _NUM: Final = 6
 _TOKENS: Final = 2000
 _SPARE: Final = 128
-"""Tokens of a question and its answer."""
+"""Tokens kept free for a question and its answer."""
 
 
 def add_parser(commands: Any) -> None:
@@ -75,21 +75,21 @@ def add_parser(commands: Any) -> None:
 def _verify(args: argparse.Namespace) -> int:
     if args.num < 2:
         raise ConfigError(f"--num is {args.num}; it has to be at least 2, to compare documents")
-    begun_s, found = time.monotonic(), list[Check]()
-    for it in checks(args):
-        found.append(it)
+    begun_s, done = time.monotonic(), list[Check]()
+    for check in checks(args):
+        done.append(check)
         if not args.json:
-            show(printable(line(it)))
-    num, seconds = sum(it.ok for it in found), time.monotonic() - begun_s
+            show(printable(line(check)))
+    num, seconds = sum(check.ok for check in done), time.monotonic() - begun_s
     if args.json:
-        show_json({"passed": num == len(found), "seconds": round(seconds, 1), "checks": found})
+        show_json({"passed": num == len(done), "seconds": round(seconds, 1), "checks": done})
     else:
-        show(f"{num} of {len(found)} checks hold; {seconds:.0f} s")
-    return int(num < len(found))
+        show(f"{num} of {len(done)} checks hold; {seconds:.0f} s")
+    return int(num < len(done))
 
 
 def checks(args: argparse.Namespace) -> Iterator[Check]:
-    """What the servers say of themselves, then what requests show."""
+    """Checks of what the servers say about themselves, then checks by requests."""
     sender = Client(args.sender, args.api_key, args.sender_adapter)
     receiver = Client(args.receiver or args.sender, args.api_key, args.receiver_adapter)
     for url in dict.fromkeys((sender.url, receiver.url)):
@@ -130,7 +130,7 @@ def _settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def _block(state: Mapping[str, Any]) -> str | None:
-    """The plan of the only pair that can be meant; None if there are several, or none."""
+    """Block of the server's only usable pair. None if there are several pairs, or none."""
     blocks = {tuple(it["block"]) for it in state[KEY]["pairs"] if it["usable"] and it["block"]}
     return "{}:{}".format(*blocks.pop()) if len(blocks) == 1 else None
 
