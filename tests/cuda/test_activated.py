@@ -134,7 +134,7 @@ def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(
     batch.rids = [user.rid]
     activated.meet(user)
     activated.meet(request())
-    assert activated._told(batch).lora_ids == [None, "judge"]
+    assert activated._split(batch).lora_ids == [None, "judge"]
 
 
 def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated) -> None:
@@ -151,7 +151,7 @@ def test_another_adapters_request_of_the_same_id_is_not_touched(
     other.rid = RID
     activated.meet(other)
     batch.lora_ids = ["plain"]
-    assert activated._told(batch) is batch
+    assert activated._split(batch) is batch
 
 
 def test_where_log_probabilities_begin_is_not_told_of_parts(cuda: VirtualCuda, activated) -> None:
@@ -162,6 +162,6 @@ def test_where_log_probabilities_begin_is_not_told_of_parts(cuda: VirtualCuda, a
     batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu = [NUM_TOKENS, 50], [31, 49]
     batch.return_logprob = True
     assert get_lm_head_pruned_lens(batch) == [1, 1]
-    told = activated._told(batch)
+    told = activated._split(batch)
     assert told.lora_ids == [None, "judge", None]
     assert get_lm_head_pruned_lens(told) == [1, 1, 1]
