@@ -98,7 +98,7 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
         states = [state_of(it.url, args.api_key)[0] for it in (sender, receiver)]
     except CacheTreeError:
         return  # A line above says so.
-    yield from _settings(states)
+    yield from settings(states)
     run = Run(
         sender=sender,
         receiver=receiver,
@@ -111,7 +111,8 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
     yield from all_checks(run)
 
 
-def _settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Whether the settings of sender and receiver fit, by what `/server_info` says of each."""
     pages = [it["page_size"] for it in states]
     yield Check(
         name="page size",

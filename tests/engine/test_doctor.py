@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
-from contextlib import closing
+import threading
+import time
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import msgspec
 import pytest
 import yaml
 from checkpoint_parts import write
+from fault_proxy import Deed, FaultProxy, Towards, Via
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 from test_peers import FAMILY, info, serving  # noqa: F401
@@ -25,8 +28,9 @@ from test_policy import FAILED, FAR, MEASURED, PROFILES, links
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.disk import Directory
-from cachetree.ids import Span
+from cachetree.ids import Location, Span
 from cachetree.planning import Link, full_prefill_s, index_profiles, times_of
+from cachetree.transport import PeerConfig
 from sglang_droidspeak.cli import ask as asking
 from sglang_droidspeak.cli import doctor as checks
 from sglang_droidspeak.cli import main
@@ -309,6 +313,33 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
         *("http", "backends", "clock", "memory,", "peer", "profile", "break-even")
     ]
     assert code == 0, out
+
+
+def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> None:  # noqa: F811
+    """The handshake passes, and whatever goes to the data port is swallowed."""
+    there, over = Location(f"tcp://127.0.0.1:{free_port()}"), threading.Event()
+    with ExitStack() as stack:
+        proxy = stack.enter_context(FaultProxy(there, seed=1))
+        stack.callback(over.set)  # Before the proxy waits for its threads.
+        stack.enter_context(serving(there))
+
+        def swallow() -> None:
+            proxy.arm(first)
+            over.wait()
+
+        first = Deed(act=swallow, towards=Towards.WORKER, index=0, via=Via.DATA)
+        proxy.arm(first)
+        peer = PeerConfig(connect_s=0.5)
+        config = CacheConfig(peers=(proxy.address,), peer=peer, serves=False, host_bytes=1 << 20)
+        cache = stack.enter_context(Cache(FAMILY, config))
+        until_s = time.monotonic() + 60
+        while "bulk_port" not in str(info.internal_state):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+            info.internal_state = state(cache)
+        (wrong,) = [it for it in checks.running(info.url, None) if not it.ok]
+    assert wrong.name == f"peer {proxy.address}" and wrong.remedy
+    assert re.search(r"was silent for .* at bulk_port \d+ of 127", wrong.found), wrong.found
 
 
 def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

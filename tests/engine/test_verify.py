@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import requests
 
+from sglang_droidspeak.cli import verify as command
 from sglang_droidspeak.fleet.client import Client
 from sglang_droidspeak.guard.plans import GuardState, WatchedPair, WatchedPlan
 from sglang_droidspeak.verify import answer as verify_answer
@@ -204,6 +205,19 @@ def test_sound_servers_pass_every_check() -> None:
 def test_a_fault_is_named_by_its_check(fault: str, name: str) -> None:
     found = checked(fault)
     assert found[name] is False, found
+
+
+@pytest.mark.parametrize(
+    ("pages", "gate", "wrong"),
+    [((16, 16), "enforce", []), ((16, 32), "enforce", ["page size"]), ((16, 16), "none", ["gate"])],
+)
+def test_settings_that_do_not_fit_are_named(
+    pages: tuple[int, int], gate: str, wrong: list[str]
+) -> None:
+    linker = {"linker_extra_config": {"gate": gate}}
+    states = [{"page_size": it, "unified_cache_external_linker_config": linker} for it in pages]
+    found = [it for it in command.settings(states) if not it.ok]
+    assert [it.name for it in found] == wrong and all(it.remedy for it in found)
 
 
 def test_reuse_that_does_not_pay_is_tried_by_its_block_and_is_no_fault() -> None:
