@@ -90,9 +90,9 @@ def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time() -> None:
     assert in_time(rows[:1]) == ({}, rows[0])
     assert in_time([*rows, {"request_rate": 1.5, "attainment": 0.5}])[0] == rows[1]
     found = {"rows": {"block": rows, "SGLang alone": rows[:1]}, "size": {}}
-    assert "95% of 44 requests at 2.00 a second; SGLang alone in 85% at 4.00" in next(
-        shown("serving_study/s15", found)
-    )
+    text = next(shown("serving_study/s15", found))
+    assert "95% of 44 requests were in time at 2.00 requests a second" in text
+    assert "SGLang alone had 85% in time at 4.00 a second" in text
 
 
 def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:

@@ -41,7 +41,7 @@ from cachetree import (
 from cachetree.transport import keys, wire
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.crowd import Connections, source_of
-from cachetree.transport.handshake import Gate, Refusal
+from cachetree.transport.handshake import AccessControl, Refusal
 
 pytestmark = pytest.mark.usefixtures("no_secret_in_the_log")
 
@@ -232,7 +232,9 @@ def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend:
     """The socket is bound before the thread runs; nobody slips in meanwhile."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    Gate(us.pair, frozenset([friend.pair.public])).guard(context, router, zmq.Poller(), 1 << 20)
+    AccessControl(us.pair, frozenset([friend.pair.public])).guard(
+        context, router, zmq.Poller(), 1 << 20
+    )
     router.bind("tcp://127.0.0.1:0")
     address = Location(router.get_string(zmq.LAST_ENDPOINT))
     try:

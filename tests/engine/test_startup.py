@@ -733,9 +733,11 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         folder = tmp_path / f"{passed}"
         folder.mkdir()
         write_profile(profile_of(own, other, passed=passed), folder / "pair.json")
-        extra = {"profiles": [str(folder)], "listen": HERE}
-        server = load_this_server(server_args(model, extra))
-        assert server.transition_layers == layers
+        on_disk = {"disk_path": str(tmp_path / "disk"), "disk_gb": 0.1}
+        for is_read in ({"listen": HERE}, on_disk):
+            extra = {"profiles": [str(folder)], **is_read}
+            server = load_this_server(server_args(model, extra))
+            assert server.transition_layers == layers, is_read
         server = load_this_server(server_args(model, {"profiles": [str(folder)]}))
         assert server.transition_layers == (), "no other server can read from this one"
 

@@ -132,9 +132,12 @@ def test_what_is_only_loaded_takes_the_time_of_its_copies(share: float, num: int
 
 
 def due(step_tokens: int, *rids: str) -> tuple[WaitingRequests, Asked, list[Any]]:
-    """Requests whose E has come; the rest comes within their recompute, of half of the layers."""
+    """Requests whose E has come; the rest comes within their recompute, of half of the layers.
+
+    The fetch seems to run since the machine was started, so the recompute takes years.
+    """
     cache, reqs = Asked(), [request(it) for it in rids]
-    meter = FakeMeter(recompute=PrefillCost(token_s=1e3, context_s=0.0), step_tokens=step_tokens)
+    meter = FakeMeter(recompute=PrefillCost(token_s=1e9, context_s=0.0), step_tokens=step_tokens)
     waiting, _ = waiting_with(cache, meter=meter, planner=planner_of(**WANTED))
     assert look(waiting, *reqs, is_decoding=True) == set(rids)
     for staging in cache.stagings:
