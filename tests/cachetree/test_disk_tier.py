@@ -418,6 +418,8 @@ def test_an_order_to_evict_waits_for_one_file_of_what_is_written(
         assert num_found(cache, prompt(1), DISK) == 1
         may_write.release(7)
         eventually(lambda: num_found(cache, prompt(1), DISK) == 8)
+        may_write.release(64)  # Its E.
+        eventually(lambda: not cache.status().held_bytes)
         assert cache._disk.status().num_late_entries == 0
 
 
