@@ -18,7 +18,7 @@ import math
 import statistics
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -51,6 +51,8 @@ _NOTICE_S: Final = 0.001
 """A turn of the scheduler: a prior."""
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
+_MAX_MODELS: Final = 256
+"""Models whose own passes are kept. The one that was first measured goes first."""
 _MAX_OPEN: Final = 64
 """Passes timed and not yet read; the oldest are dropped."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
@@ -90,7 +92,7 @@ class _Latest:
         return self._by_length.values()
 
     def ratio(self, cost: PrefillCost) -> float:
-        """What they took in all of what `cost` predicts of them in all."""
+        """Sum of these passes' seconds, divided by the sum that `cost` predicts."""
         passes = [it for each in self.by_length for it in each]
         predicted_s = sum(cost.pass_s(it.num_tokens, it.context) for it in passes)
         return sum(it.seconds for it in passes) / max(1e-12, predicted_s)
@@ -107,13 +109,14 @@ class Fit:
         self._num = self._num_fitted = 0
         self._cost: PrefillCost | None = None
 
-    def add(self, tokens: Iterable[Span], seconds: float) -> None:
-        """One pass over these tokens of some prompts; `seconds` are of one of its layers."""
+    def add(self, tokens: Iterable[Span], seconds: float) -> _Pass:
+        """Add one pass over these tokens of some prompts; `seconds` are of one of its layers."""
         new = _Pass.over(tokens, seconds)
         if self._cost is not None:
             self._margin.add(new.of(self._cost), 1.0)
         self.latest.add(new)
         self._num += 1
+        return new
 
     @property
     def cost(self) -> PrefillCost | None:
@@ -200,7 +203,7 @@ class Meter:
         self._thread: Final = threading.get_ident()
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(lambda: self._forwards.cost)
-        self._by_model: Final = defaultdict[object, _Latest](_Latest)
+        self._by_model: Final[dict[object, _Latest]] = {}
         """The latest forwards of each model alone."""
         self._lock: Final = threading.Lock()
         """Of both fits, which are of one layer, and of what is open."""
@@ -278,12 +281,16 @@ class Meter:
     ) -> contextlib.AbstractContextManager[None]:
         """Measure a forward of all layers over these tokens of prompts of those models; none of
         none."""
+        if not tokens:
+            return contextlib.nullcontext()
         alone = {*models}
 
         def add(tokens: Iterable[Span], seconds: float) -> None:
-            self._forwards.add(tokens, seconds)
+            new = self._forwards.add(tokens, seconds)
             for model in alone if len(alone) == 1 else ():
-                self._by_model[model].add(_Pass.over(tokens, seconds))
+                self._by_model.setdefault(model, _Latest()).add(new)
+                if len(self._by_model) > _MAX_MODELS:
+                    del self._by_model[next(iter(self._by_model))]
 
         return self._measure(add, tokens, self._num_layers)
 
@@ -296,7 +303,7 @@ class Meter:
     @contextlib.contextmanager
     def _measure(
         self,
-        add_pass: Callable[[Iterable[Span], float], None],
+        add_pass: Callable[[Iterable[Span], float], object],
         tokens: Sequence[Span],
         num_layers: float,
     ) -> Iterator[None]:

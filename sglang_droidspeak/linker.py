@@ -99,7 +99,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)
         has_metrics = get_observability().enable_metrics
         self._metrics = Metrics(enabled=has_metrics and self._ranks.is_first)
-        self._senders, self._started_as = server.senders, identity.model_id
+        self._started_with, self._started_as = server.senders, identity.model_id
+        self._senders = dict(self._started_with)
         self._served = name_of(engine.resolved(server_args))
         self._cache = Cache(
             Family(
@@ -306,7 +307,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         name = folder or f"{self._served}+{self._models.generation}"
         if model not in self._cache.names.now:
             self._cache.names.call(model, name)
-        self._senders.setdefault(model, self._senders[self._started_as])
+        # No profile names the models between: only the present one may find its own KV.
+        for former in self._senders.keys() - self._started_with.keys():
+            del self._senders[former]
+        self._senders.setdefault(model, self._started_with[self._started_as])
         self._cache.run(model)
         self._metrics.tell_pairs(self._planner.profiles, are_off=bool(self._planner.off))
         log.info(

@@ -244,6 +244,16 @@ def test_a_mean_prefill_is_what_the_models_passes_took_together(
     assert meter.mean_prefill_s(Span(0, 96), model) == pytest.approx(full_s)
 
 
+def test_passes_of_adapters_that_came_and_went_are_forgotten() -> None:
+    now_s = [0.0]
+    meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
+    for number in range(300):
+        with meter.forward([Span(0, 96)], [number]):
+            now_s[0] += 1.0 if number else 3.0
+    of_all = meter.mean_prefill_s(Span(0, 96), "unknown")
+    assert meter.mean_prefill_s(Span(0, 96), 0) == of_all == pytest.approx(1.0)
+
+
 def test_a_pass_of_several_models_says_nothing_about_one_of_them() -> None:
     now_s = [0.0]
     meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])

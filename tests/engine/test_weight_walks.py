@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.asking import unsent
+from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.store.insertions import Insertions, Offload
 from sglang_droidspeak.weights import WeightUpdates
@@ -342,3 +344,13 @@ def test_no_kv_has_the_name_of_other_weights(
     walk.threads.run()
     walk.models_settle()
     assert walk.models.of(None) == walk._name((2.0, 2.0, 2.0)), "all was written, all is known"
+
+
+def test_a_shared_store_is_asked_for_the_present_model_and_for_no_former_update() -> None:
+    start, profiled = ModelId("start"), ModelId("profiled")
+    started_with = {start: frozenset({1}), profiled: frozenset({2})}
+    linker = MagicMock(_started_as=start, _started_with=started_with, _senders=dict(started_with))
+    linker._cache.names.now = {}
+    for model in ("first", "second", start):
+        DroidSpeakLinker._weights_known(linker, SimpleNamespace(model_id=model), "")
+        assert linker._senders == started_with | {model: frozenset({1})}
