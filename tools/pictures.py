@@ -113,9 +113,8 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
 """Each picture: the data that it shows, and the function that draws it."""
 
 
-def digest(name: str) -> str:
-    """Digest of the data that a picture should show now."""
-    return hashlib.sha256(json.dumps(MADE[name][0]()).encode()).hexdigest()
+def digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def shown(name: str) -> str:
@@ -125,11 +124,12 @@ def shown(name: str) -> str:
 
 
 def write() -> None:
-    for name, (data, make) in MADE.items():
-        if shown(name) != digest(name):
+    for name, (read, make) in MADE.items():
+        data = read()
+        if shown(name) != digest(data):
             path, notes = FOLDER / f"{name}.png", PngInfo()
-            notes.add_text("made of", digest(name))
-            make(data(), path)
+            notes.add_text("made of", digest(data))
+            make(data, path)
             Image.open(path).convert("P", colors=128).save(path, pnginfo=notes, optimize=True)
 
 

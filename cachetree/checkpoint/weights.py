@@ -85,9 +85,8 @@ def of_folder(
     """The weights of the checkpoint in folder `path`; the caller has read its config."""
     files = weight_files(path)
     digests = tensor_digests(files, cache_dir)
-    if computing.get("tie_word_embeddings"):
-        digests = loaded(digests)
-    digests = {name: it for name, it in digests.items() if _ROTATIONS not in name}
+    is_tied = computing.get("tie_word_embeddings")
+    digests = loaded(digests) if is_tied else _without_rotations(digests)
     layouts = {name: (it.dtype, it.shape) for name, it in read_tensors(files).items()}
     return Weights(
         started_as=identity,
@@ -100,7 +99,11 @@ def of_folder(
 def loaded(digests: Digests) -> Digests:
     """Digests of the tensors that make a model: no tables of rotations, which servers skip, and no
     head that equals the embeddings, as a tied one does."""
-    made = {name: it for name, it in digests.items() if _ROTATIONS not in name}
+    made = _without_rotations(digests)
     if made.get(_HEAD) == made.get(_EMBEDDINGS):
         made.pop(_HEAD, None)
     return made
+
+
+def _without_rotations(digests: Digests) -> dict[str, str]:
+    return {name: it for name, it in digests.items() if _ROTATIONS not in name}

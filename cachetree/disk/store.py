@@ -69,10 +69,8 @@ class DiskStore:
     The tree shows them at `DISK`, and knows which file has which page. Thread-safe: reads run
     beside each other and beside the one write under way. Writes, which also evict, wait for each
     other and block on the disk. Files, including the write under way, never exceed the budget.
-    Opening reads every file's header, not its payload.
-
-    Eviction deletes the least recently used file that no other file depends on. A read that has
-    opened its file ends with the right bytes; the device has the space back when it ends.
+    Opening reads every file's header, not its payload. Eviction deletes the least recently used
+    file that no other file depends on. A read that has opened its file ends with the right bytes.
     """
 
     def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:

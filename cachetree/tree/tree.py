@@ -56,8 +56,7 @@ class CacheTree:
         self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
-        """Nodes by the first page of each prompt. The root is never split, so it stays the same
-        dict."""
+        """Nodes by the first page of each prompt. The root is never split: the dict stays."""
         max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
         self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
@@ -65,7 +64,7 @@ class CacheTree:
         """Entries that workers and tiers claim to have."""
         self.names: Final = ModelNames()
         self.num_bytes = 0
-        """Bytes held now, reservations in flight included; never above the budget."""
+        """Bytes held now, reservations included; never above the budget."""
         self.num_evictions = 0
         """Number of entries that were evicted, for room or by order."""
         self._num_pages: Counter[ModelId] = Counter()
@@ -83,8 +82,7 @@ class CacheTree:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes, part of `num_bytes`, that cannot be evicted now: leased, pinned or being
-        written."""
+        """Bytes, part of `num_bytes`, that cannot be evicted now: leased, pinned, being written."""
         self.sweep()
         with self._lock:
             return self._holds.num_bytes
@@ -346,8 +344,7 @@ class CacheTree:
     # Called with the lock held: how local entries are added within the budget, and removed.
 
     def _begin(self, reservation: Reservation) -> bool:
-        """Evict until the reservation's slab fits. If it cannot fit, evict nothing, end it and
-        return False."""
+        """Evict until its slab fits. If it cannot fit, evict nothing, end it and return False."""
         self._holds.open.add(reservation)
         too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
         if too_many > 0:

@@ -55,9 +55,12 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def preferred(self, matches: Sequence[Match]) -> list[Match]:
-        """Without those at other peers of which `peer` has as many pages, also with E."""
+        """The matches without those at other peers of which `peer` has as many pages, also with
+        E."""
         host = _host_of(self.peer or "")
-        first = {it.model: it for it in matches if host and _host_of(it.location) == host}
+        if not host:
+            return [*matches]
+        first = {it.model: it for it in matches if _host_of(it.location) == host}
         return [it for it in matches if not _is_copy(it, first.get(it.model), host)]
 
 

@@ -85,9 +85,8 @@ class ThisServer:
         if self.settings.capture_layers is not None:
             return self.settings.capture_layers
         # An adapter of this server may read a pair's KV, and others by an address or a storage.
-        settings = self.settings
-        stored = settings.listen or settings.hicache_backend or settings.disk_path
-        is_read = self.adapters is not None or stored
+        to = self.settings.listen, self.settings.hicache_backend, self.settings.disk_path
+        is_read = self.adapters is not None or any(to)
         sends = (p.transition_layers() for p in self._profiles_of("sender") if is_read)
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 

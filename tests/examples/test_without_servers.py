@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +13,29 @@ import pytest
 from sglang_droidspeak.fleet.servers import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def test_curl_says_that_no_server_is_reached() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    env = {"SENDER": url, "RECEIVER": url, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    ran = subprocess.run(
-        [EXAMPLES / "curl.sh"], env=env, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode and "connect" in ran.stderr
+FIRST = "not reached.*start both .*first"
 
 
 @pytest.mark.parametrize(
-    "name", ["openai_client", pytest.param("frontend_program", marks=pytest.mark.long)]
+    ("name", "flag", "said"),
+    [
+        ("curl.sh", None, "connect"),
+        ("openai_client.py", "--sender", FIRST),
+        pytest.param("frontend_program.py", "--sender", FIRST, marks=pytest.mark.long),
+        ("lora_roles.py", "--server", "reached"),
+    ],
 )
-def test_client_says_in_one_line_that_servers_have_to_be_started(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_an_example_without_its_servers_ends_with_one_line(
+    name: str, flag: str | None, said: str
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setattr(sys, "argv", [name, "--sender", url, "--receiver", url])
-    with pytest.raises(SystemExit, match=r"not reached.*start both .*first"):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    program = "bash" if name.endswith(".sh") else sys.executable
+    done = subprocess.run(
+        [program, str(EXAMPLES / name), *((flag, url) if flag else ())],
+        env={**os.environ, "SENDER": url, "RECEIVER": url},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode != 0 and re.search(said, line), line

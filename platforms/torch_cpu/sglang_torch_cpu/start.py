@@ -24,12 +24,12 @@ def hooks() -> dict:
     method = os.environ.get(START_METHOD, "spawn")
     if method not in ("spawn", "fork"):
         raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")
-    if method == "fork":
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(num_threads))
-    forking = {"sglang.srt.entrypoints.engine._set_envs_and_config": (_fork, HookType.AFTER)}
-    return forking if method == "fork" else {}
+    if method == "spawn":
+        return {}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(num_threads))
+    return {"sglang.srt.entrypoints.engine._set_envs_and_config": (_fork, HookType.AFTER)}
 
 
 def _fork(result: None, server_args: object) -> None:
