@@ -9,6 +9,7 @@
     count            all numbers                             count_score
     retrieval        all numbers, and "Paragraph 3"          retrieval_score
     exact_number     the final number of each                not in LongBench
+    json_values      the values of an object, by key         not in LongBench
     same             the whole texts, white space aside      not in LongBench; the accepted answer
                                                              is full prefill's own
 
@@ -17,13 +18,14 @@ Each function says where its numbers differ from LongBench's.
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from rapidfuzz import fuzz
 from rapidfuzz.distance import LCSseq
@@ -51,6 +53,7 @@ class Metric(StrEnum):
     CLASSIFICATION = "classification"
     COUNT = "count"
     RETRIEVAL = "retrieval"
+    JSON_VALUES = "json_values"
     SAME = "same"
 
 
@@ -70,6 +73,8 @@ def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
         return f"an answer that is no number, which {metric.value} needs"
     if metric is Metric.RETRIEVAL and not _PARAGRAPH.search(answer):
         return f'an answer without "Paragraph 1" or another, which {metric.value} needs'
+    if metric is Metric.JSON_VALUES and not _object_in(answer):
+        return f"an answer that is no JSON object with a key, which {metric.value} needs"
     return ""
 
 
@@ -172,6 +177,18 @@ def retrieval(prediction: str, answer: str) -> float:
     return count(prediction, paragraph[1]) if paragraph else 0.0
 
 
+def json_values(prediction: str, answer: str) -> float:
+    """Share of keys with the same value, among the keys of both objects.
+
+    Keys alone score nothing, because questions often name them. The first brace of a text begins
+    its object; the text around the object is ignored. A text without an object scores 0.
+    """
+    predicted, expected = _object_in(prediction), _object_in(answer)
+    keys = predicted.keys() | expected.keys()
+    right = [it for it in predicted.keys() & expected.keys() if predicted[it] == expected[it]]
+    return len(right) / len(keys) if keys else 0.0
+
+
 def same(prediction: str, answer: str) -> float:
     """1 if two answers of one model have the same text, apart from white space.
 
@@ -194,6 +211,14 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(sign + digits.replace(",", ""))
 
 
+def _object_in(text: str) -> dict[str, Any]:
+    try:
+        read, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+    except (ValueError, RecursionError):
+        return {}
+    return read
+
+
 def _sentences(text: str) -> list[list[str]]:
     """Words per sentence. A sentence of only white space has the empty word, as in `rouge`."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
@@ -214,5 +239,6 @@ _SCORES: Final[Mapping[Metric, Callable[[str, str], float]]] = {
     Metric.EXACT_NUMBER: exact_number,
     Metric.COUNT: count,
     Metric.RETRIEVAL: retrieval,
+    Metric.JSON_VALUES: json_values,
     Metric.SAME: same,
 }

@@ -25,6 +25,7 @@ _METRICS: Final = {
     "f1": "token F1",
     "rouge_l": "Rouge-L",
     "edit_similarity": "edit similarity",
+    "json_values": "right JSON values",
     "same": "answers as full prefill",
 }
 

@@ -95,6 +95,9 @@ def test_longbenchs_scores_of_classes_and_numbers(metric, prediction, answer, ex
         (Metric.COUNT, "7", ""),
         (Metric.RETRIEVAL, "3", 'without "Paragraph 1"'),
         (Metric.RETRIEVAL, "Paragraph 3", ""),
+        (Metric.JSON_VALUES, "[1]", "no JSON object with a key"),
+        (Metric.JSON_VALUES, "{}", "no JSON object with a key"),
+        (Metric.JSON_VALUES, '{"size": 4}', ""),
     ],
 )
 def test_answers_by_which_nothing_can_be_judged_are_refused(metric, answer, problem):
@@ -187,3 +190,22 @@ def test_the_final_number(text, number):
 def test_exact_number(prediction, expected):
     assert quality(Metric.EXACT_NUMBER, prediction, ["48+24\n#### 72"]) == expected
     assert quality(Metric.EXACT_NUMBER, "none", ["none"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        ('{"size": 4, "name": "ed"}', 1.0),
+        ('```json\n{"name": "ed",\n"size": 4}\n``` {', 1.0),
+        ('{"name": "ed", "size": "4"}', 0.5),
+        ('{"name": "ed"}', 0.5),
+        ('{"name": "ed", "size": 4, "colour": 4, "age": 4}', 0.5),
+        ('{"name": "", "size": 0}', 0.0),
+        ('{"name": "ed", "size": 4', 0.0),
+        ("name ed, size 4", 0.0),
+        ("{" * 100_000, 0.0),
+        ('{"size": ' + "[" * 100_000, 0.0),
+    ],
+)
+def test_json_values_counts_keys_whose_value_is_right_among_all_keys(prediction, expected):
+    assert quality(Metric.JSON_VALUES, prediction, ['{"name": "ed", "size": 4}']) == expected
