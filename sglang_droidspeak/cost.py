@@ -82,8 +82,11 @@ class _Latest:
 
     def __init__(self) -> None:
         self._by_length: dict[int, deque[_Pass]] = {}
+        self._first: _Pass | None = None
 
     def add(self, new: _Pass) -> None:
+        if self._first is None:
+            self._first = new
         length = new.num_tokens.bit_length()
         self._by_length.setdefault(length, deque(maxlen=_PER_LENGTH)).append(new)
 
@@ -92,8 +95,10 @@ class _Latest:
         return self._by_length.values()
 
     def ratio(self, cost: PrefillCost) -> float:
-        """Sum of these passes' seconds, divided by the sum that `cost` predicts."""
-        passes = [it for each in self.by_length for it in each]
+        """Sum of these passes' seconds, divided by the sum that `cost` predicts. The first pass
+        of all warms up and counts only while it is alone."""
+        every = [it for each in self.by_length for it in each]
+        passes = [it for it in every if it is not self._first] or every
         predicted_s = sum(cost.pass_s(it.num_tokens, it.context) for it in passes)
         return sum(it.seconds for it in passes) / max(1e-12, predicted_s)
 
