@@ -7,20 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 from tier_parts import fetch
-from transport_parts import (
-    FAMILY,
-    FAST,
-    PAGE_BYTES,
-    pages_of,
-)
+from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of
 
-from cachetree import (
-    Cache,
-    CacheConfig,
-    Location,
-    PageHash,
-    Span,
-)
+from cachetree import Cache, CacheConfig, Location, PageHash, Span
 
 PAGES = pages_of(64)
 PAGE_TOTAL = (FAMILY.num_layers + 1) * PAGE_BYTES
@@ -44,3 +33,13 @@ def reader_of(address: Location) -> Iterator[Cache]:
     with cache_of(peers=(address,), serves=False) as cache:
         assert cache.wait_ready(20)
         yield cache
+
+
+def settle(worker: Cache, num_pages: int) -> None:
+    """Wait until so many pages are on disk with their E, and nothing is held except pins.
+
+    The disk gets E after its KV. E that memory evicts between the two would never be written.
+    """
+    eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
+    eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
+    eventually(lambda: worker.tree.held_bytes == worker.tree.num_pinned_bytes)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from disk_parts import data_files
-from tier_parts import fetch, plan_of
-from transport_parts import FAMILY, MODEL, PAGE_BYTES, PARTS, eventually, pages_of, store
+from tier_parts import PROMPT_BYTES, fetch, num_at, plan_of, prompt, store_and_wait
+from transport_parts import FAMILY, MODEL, PARTS, eventually, store
 
 from cachetree import (
     DISK,
@@ -22,7 +22,6 @@ from cachetree import (
     CacheConfig,
     Deadline,
     FetchError,
-    PageHash,
     Span,
     StaleEntry,
 )
@@ -30,20 +29,6 @@ from cachetree.disk import DiskStore
 from cachetree.metrics import METRICS, health_of
 
 WHOLE = plan_of(DISK, Span(0, 8))
-PROMPT_BYTES = 8 * 5 * PAGE_BYTES
-
-
-def prompt(number: int) -> list[PageHash]:
-    return pages_of(8, f"{number} ")
-
-
-def num_on_disk(cache: Cache, pages: Sequence[PageHash]) -> int:
-    return sum(it.num_pages for it in cache.match(pages) if it.location == DISK)
-
-
-def store_and_wait(cache: Cache, pages: Sequence[PageHash]) -> None:
-    store(cache.tree, pages)
-    eventually(lambda: num_on_disk(cache, pages) == len(pages))
 
 
 class SkewedClock:
@@ -104,11 +89,11 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -
         with hanging(data_files(tmp_path)[:4]):
             hung = [cache.fetch(WHOLE, prompt(it), Deadline.after(60)) for it in range(2)]
             eventually(lambda: not cache._disk._reads.num_waiting)
-            assert num_on_disk(cache, prompt(2)) == 8, "left alone at once"
+            assert num_at(cache, prompt(2)) == 8, "left alone at once"
 
             def is_left_alone() -> bool:
                 clock.skew_s += STALL_S
-                return num_on_disk(cache, prompt(2)) == 0
+                return num_at(cache, prompt(2)) == 0
 
             eventually(is_left_alone)
             with pytest.raises(FetchError, match="does not answer"):
@@ -125,7 +110,7 @@ def test_disk_whose_reads_hang_is_left_alone_until_they_return(tmp_path: Path) -
         for staging in hung:
             with pytest.raises(StaleEntry):
                 staging.wait(staging.steps[0])
-        eventually(lambda: num_on_disk(cache, prompt(2)) == 8)
+        eventually(lambda: num_at(cache, prompt(2)) == 8)
         fetch(cache, DISK, prompt(2), Span(0, 8))
         assert health_of(cache.status()).degraded == ()
         assert metric(cache, "cachetree:tier_paused") == {(DISK,): 0}
@@ -142,11 +127,11 @@ def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path: Path) -> Non
 
             def is_left_alone() -> bool:
                 clock.skew_s += STALL_S
-                return num_on_disk(cache, prompt(2)) == 0
+                return num_at(cache, prompt(2)) == 0
 
             eventually(is_left_alone)
         promoted.get(timeout=5)
-        assert num_on_disk(cache, prompt(2)) == 8
+        assert num_at(cache, prompt(2)) == 8
 
 
 def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(
@@ -166,7 +151,7 @@ def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(
 
             def is_left_alone() -> bool:
                 clock.skew_s += STALL_S
-                return num_on_disk(cache, prompt(2)) == 0
+                return num_at(cache, prompt(2)) == 0
 
             eventually(is_left_alone)
             assert evicted(cache) == (PROMPT_BYTES, 0)
@@ -186,5 +171,5 @@ def test_write_that_hangs_is_told_to_monitors(tmp_path: Path) -> None:
                 return health_of(cache.status()).degraded == ("the disk cannot be written",)
 
             eventually(is_told)
-            assert num_on_disk(cache, prompt(2)) == 8, "reads do not hang"
+            assert num_at(cache, prompt(2)) == 8, "reads do not hang"
         eventually(lambda: health_of(cache.status()).degraded == ())

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import data_files
-from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of
+from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of, settle
 from tier_parts import plan_of
 from transport_parts import (
     E_LAYER,
@@ -42,17 +42,6 @@ from cachetree.tree import Lease, join_hashes
 
 PAGES = pages_of(64)
 ROOM = 64 * PAGE_TOTAL
-
-
-def settle(worker: Cache, num_pages: int) -> None:
-    """Wait until so many pages are on disk, with their E, and nobody reads memory any more.
-
-    E is written after its KV: what is evicted between the two would never be written.
-    """
-
-    eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
-    eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
-    eventually(lambda: worker.status().held_bytes == 0)
 
 
 @contextlib.contextmanager

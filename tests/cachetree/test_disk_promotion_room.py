@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of
-from transport_parts import MODEL, PARTS, eventually, pages_of, store
+from kept_parts import PAGE_TOTAL, cache_of, fetched, reader_of, settle
+from tier_parts import num_at
+from transport_parts import MODEL, PARTS, pages_of, store
 
-from cachetree import Cache, Deadline, Location, PageHash, StaleEntry
+from cachetree import LOCAL, Cache, Deadline, Location, PageHash, StaleEntry
 
 FIRST, SECOND = pages_of(60, "first "), pages_of(60, "second ")
 HOT, PINNED = pages_of(20, "hot "), pages_of(40, "pinned ")
@@ -31,18 +33,7 @@ def worker_of(folder: Path) -> Iterator[tuple[Cache, Location]]:
         yield worker, worker.address
 
 
-def settle(worker: Cache, num_pages: int) -> None:
-    """Wait until so many pages are on disk, with their E, and nothing is held.
-
-    E is written after its KV: what is evicted between the two would never be written.
-    """
-    eventually(lambda: worker.status().disk.num_bytes >= num_pages * PAGE_TOTAL)  # type: ignore[union-attr]
-    eventually(lambda: worker.status().disk.num_pages == num_pages)  # type: ignore[union-attr]
-    eventually(lambda: worker.tree.held_bytes == worker.tree.num_pinned_bytes)
-
-
-def num_local(cache: Cache, pages: Sequence[PageHash]) -> int:
-    return sum(it.num_pages for it in cache.match(pages) if it.location == "local")
+num_local = partial(num_at, location=LOCAL)
 
 
 def test_two_lines_that_fit_one_at_a_time_are_both_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import tier_parts
 from disk_parts import data_files, place_of
-from tier_parts import fetch_too_late
+from tier_parts import PROMPT_BYTES, fetch_too_late, num_at, num_e_at, prompt, store_and_wait
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -54,45 +54,24 @@ from cachetree import (
 from cachetree.disk import DiskStore, entry_file
 
 WHOLE = tier_parts.plan_of(DISK, Span(0, 8))
-PROMPT_BYTES = 8 * 5 * PAGE_BYTES
-"""Of eight pages: KV of four layers, E of one."""
 
 
 def open_cache(path: Path, family: Family = FAMILY, **config: object) -> Cache:
-    """Memory for four prompts unless told otherwise."""
+    """A cache with memory for four prompts, unless the config says otherwise."""
     default = {"host_bytes": 4 * PROMPT_BYTES, "disk_bytes": 64 << 20, "serves": False}
     return Cache(family, CacheConfig(disk_path=str(path), **(default | config)))
-
-
-def prompt(number: int) -> list[PageHash]:
-    return pages_of(8, f"{number} ")
-
-
-def num_found(cache: Cache, pages: Sequence[PageHash], location: Location) -> int:
-    return sum(it.num_pages for it in cache.match(pages) if it.location == location)
 
 
 def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, location: Location = DISK) -> None:
     tier_parts.fetch(cache, location, pages, span)
 
 
-def store_and_wait(cache: Cache, pages: Sequence[PageHash]) -> None:
-    store(cache.tree, pages)
-    eventually(lambda: e_found(cache, pages, DISK) == len(pages))
-
-
-def e_found(cache: Cache, pages: Sequence[PageHash], location: Location) -> int:
-    """How many pages have KV and E there."""
-    there = [it for it in cache.match(pages) if it.location == location]
-    return sum(it.e_pages.get(E_LAYER, 0) for it in there)
-
-
 def test_what_left_memory_is_fetched_from_disk(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         for number in range(12):
             store_and_wait(cache, prompt(number))
-        assert num_found(cache, prompt(0), LOCAL) == 0
-        assert num_found(cache, prompt(11), LOCAL) == 8
+        assert num_at(cache, prompt(0), LOCAL) == 0
+        assert num_at(cache, prompt(11), LOCAL) == 8
         (match,) = cache.match(prompt(0))
         assert (match.model, match.location, match.num_pages) == (MODEL, DISK, 8)
         assert match.e_pages == {E_LAYER: 8}
@@ -110,9 +89,9 @@ def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
         for start in range(0, 64, 16):
             parent = pages[start - 1] if start else None
             store(cache.tree, pages[start : start + 16], parent)
-        eventually(lambda: num_found(cache, pages, DISK) == 64)
+        eventually(lambda: num_at(cache, pages, DISK) == 64)
         cache.tree.evict()
-        assert num_found(cache, pages, LOCAL) == 0
+        assert num_at(cache, pages, LOCAL) == 0
         fetch(cache, pages, Span(0, 64))
         fetch(cache, pages, Span(10, 40))
         eventually(lambda: cache.link(DISK))
@@ -142,7 +121,7 @@ def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
     e = memoryview(bytes(8 * family.e_page_bytes))
     with open_cache(tmp_path, family, host_bytes=64 << 20) as cache:
         assert cache.store(MODEL, None, pages, kv, {})
-        eventually(lambda: num_found(cache, pages, DISK) == 8)
+        eventually(lambda: num_at(cache, pages, DISK) == 8)
         before = cache.status().disk.counts.num_written_bytes
         assert cache.store(MODEL, None, pages, kv, {1: e})
         eventually(lambda: cache.status().disk.counts.num_written_bytes > before)
@@ -157,12 +136,12 @@ def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
         store(cache.tree, prompt(99))
     with open_cache(tmp_path) as cache:
         for number in [*range(8), 99]:
-            assert num_found(cache, prompt(number), DISK) == 8, "closing did not write it"
+            assert num_at(cache, prompt(number), DISK) == 8, "closing did not write it"
             fetch(cache, prompt(number), Span(0, 8))
-        eventually(lambda: e_found(cache, prompt(99), LOCAL) == 8)
+        eventually(lambda: num_e_at(cache, prompt(99), LOCAL) == 8)
         eventually(lambda: cache.tree.num_bytes == 4 * PROMPT_BYTES)
         fetch(cache, prompt(99), Span(0, 8), LOCAL)
-        assert num_found(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
+        assert num_at(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
 
 
 def test_what_is_partly_in_memory_is_completed(tmp_path: Path) -> None:
@@ -173,7 +152,7 @@ def test_what_is_partly_in_memory_is_completed(tmp_path: Path) -> None:
         store(cache.tree, prompt(1)[:3])
         cache._disk._warm_up()
         for number in range(2):
-            assert num_found(cache, prompt(number), LOCAL) == 8
+            assert num_at(cache, prompt(number), LOCAL) == 8
         fetch(cache, prompt(0), Span(0, 8), LOCAL)
 
 
@@ -185,7 +164,7 @@ def test_a_worker_that_restarts_serves_its_peers_again(tmp_path: Path) -> None:
         with Cache(FAMILY, config) as receiver:
             address = again.address
             assert receiver.wait_ready(20)
-            eventually(lambda: num_found(receiver, prompt(1), address) == 8)
+            eventually(lambda: num_at(receiver, prompt(1), address) == 8)
             fetch(receiver, prompt(1), Span(0, 8), address)
 
 
@@ -198,7 +177,7 @@ def test_a_killed_process_leaves_what_it_had_written(tmp_path: Path) -> None:
         numbers += [int(it) for it in process.stdout.read().split("\n")[:-1]]
     with open_cache(tmp_path) as cache:
         for number in numbers:
-            assert num_found(cache, prompt(number), DISK) == 8
+            assert num_at(cache, prompt(number), DISK) == 8
             fetch(cache, prompt(number), Span(0, 8))
 
 
@@ -253,11 +232,11 @@ def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path)
         store_and_wait(cache, prompt(0))
         for number in range(1, 60):
             store_and_wait(cache, prompt(number))
-            assert num_found(cache, prompt(0), LOCAL) == 8
+            assert num_at(cache, prompt(0), LOCAL) == 8
             fetch(cache, prompt(0), Span(0, 8), LOCAL)
             assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= disk_bytes
-        assert num_found(cache, prompt(0), DISK) == 8
-        assert num_found(cache, prompt(1), DISK) == 0
+        assert num_at(cache, prompt(0), DISK) == 8
+        assert num_at(cache, prompt(1), DISK) == 0
         status = cache.status().disk
         assert status.counts.num_evicted_entries > 0
 
@@ -279,7 +258,7 @@ def test_what_could_not_be_written_is_written_with_what_comes_after_it(
         eventually(lambda: cache.status().disk.counts.num_failed_writes > 0)  # type: ignore[union-attr]
         monkeypatch.undo()
         store(cache.tree, pages[16:24], pages[15])
-        eventually(lambda: num_found(cache, pages, DISK) == 24)
+        eventually(lambda: num_at(cache, pages, DISK) == 24)
         fetch(cache, pages[:24], Span(0, 24))
 
 
@@ -288,16 +267,16 @@ def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_pat
     with open_cache(tmp_path) as cache:
         for start in range(0, 24, 8):
             store(cache.tree, pages[start : start + 8], pages[start - 1] if start else None)
-        eventually(lambda: num_found(cache, pages, DISK) == 24)
+        eventually(lambda: num_at(cache, pages, DISK) == 24)
         cache.tree.evict()
         for number in range(2):
             store_and_wait(cache, prompt(number))
         num_evictions = cache.tree.num_evictions
         fetch(cache, pages, Span(16, 24))
-        eventually(lambda: num_found(cache, pages, LOCAL) == 16)
+        eventually(lambda: num_at(cache, pages, LOCAL) == 16)
         cache._disk.close()  # Once what was begun has ended.
         assert cache.tree.num_evictions == num_evictions
-        assert num_found(cache, pages, LOCAL) == 16
+        assert num_at(cache, pages, LOCAL) == 16
 
 
 def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
@@ -324,7 +303,7 @@ def test_what_is_read_into_memory_is_not_written_again(tmp_path: Path) -> None:
         store_and_wait(cache, prompt(9))
         assert cache._disk.status().num_late_entries <= 1, "E of what waited had no lease"
     with open_cache(tmp_path, host_bytes=64 << 20) as cache:
-        eventually(lambda: num_found(cache, prompt(0), LOCAL) == 8)
+        eventually(lambda: num_at(cache, prompt(0), LOCAL) == 8)
         store_and_wait(cache, prompt(10))
         records = [it.record for it in cache._disk._store.files.coldest_first()]
         order = [it.pages[-1] for it in records if it.part == KV]
@@ -365,7 +344,7 @@ def test_what_is_evicted_while_it_is_read_into_memory_is_gone_from_there_too(
         file.unlink()
         os.mkfifo(file)  # Whoever opens it waits for somebody to write.
         done = promote(cache, pages)
-        eventually(lambda: num_found(cache, pages, LOCAL) == 8 and cache.status().held_bytes)
+        eventually(lambda: num_at(cache, pages, LOCAL) == 8 and cache.status().held_bytes)
         freed = evict(cache)
         with pytest.raises(queue.Empty):
             freed.get(timeout=0.2)
@@ -415,9 +394,9 @@ def test_an_order_to_evict_waits_for_one_file_of_what_is_written(
         num_bytes, num_disk_bytes = freed.get(timeout=20)
         assert num_bytes == PROMPT_BYTES < num_disk_bytes
         assert not cache.match(prompt(0))
-        assert num_found(cache, prompt(1), DISK) == 1
+        assert num_at(cache, prompt(1), DISK) == 1
         may_write.release(7)
-        eventually(lambda: num_found(cache, prompt(1), DISK) == 8)
+        eventually(lambda: num_at(cache, prompt(1), DISK) == 8)
         may_write.release(64)  # Its E.
         eventually(lambda: not cache.status().held_bytes)
         assert cache._disk.status().num_late_entries == 0
@@ -436,7 +415,7 @@ def test_an_order_to_evict_waits_for_no_disk_that_hangs(
             e_bytes = 8 * PAGE_BYTES  # Of what waits to be written.
             assert evict(cache).get(timeout=20) == (PROMPT_BYTES + e_bytes, 0)
             fetch(cache, prompt(0), Span(0, 8))
-            eventually(lambda: num_found(cache, prompt(0), LOCAL) == 8)
+            eventually(lambda: num_at(cache, prompt(0), LOCAL) == 8)
 
 
 @pytest.mark.parametrize(

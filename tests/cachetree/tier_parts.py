@@ -6,9 +6,19 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from transport_parts import E_LAYER, FAMILY, MODEL, check_content, eventually
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    MODEL,
+    PAGE_BYTES,
+    check_content,
+    eventually,
+    pages_of,
+    store,
+)
 
 from cachetree import (
+    DISK,
     Cache,
     Deadline,
     DeadlineExceeded,
@@ -18,6 +28,30 @@ from cachetree import (
     Plan,
     Span,
 )
+
+PROMPT_BYTES = 8 * 5 * PAGE_BYTES
+"""Bytes of a prompt of eight pages: KV of four layers, E of one."""
+
+
+def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
+    return pages_of(num_pages, f"{number} ")
+
+
+def num_at(cache: Cache, pages: Sequence[PageHash], location: Location = DISK) -> int:
+    """Number of leading pages that the location has."""
+    return sum(it.num_pages for it in cache.match(pages) if it.location == location)
+
+
+def num_e_at(cache: Cache, pages: Sequence[PageHash], location: Location = DISK) -> int:
+    """Number of leading pages of which the location has KV and E."""
+    matches = [it for it in cache.match(pages) if it.location == location]
+    return sum(it.e_pages.get(E_LAYER, 0) for it in matches)
+
+
+def store_and_wait(cache: Cache, pages: Sequence[PageHash], location: Location = DISK) -> None:
+    """Store pages of a prompt, and wait until the location has them with their E."""
+    store(cache.tree, pages)
+    eventually(lambda: num_e_at(cache, pages, location) == len(pages))
 
 
 def plan_of(location: Location, pages: Span) -> Plan:

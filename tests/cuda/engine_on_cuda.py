@@ -22,13 +22,13 @@ from unittest.mock import patch
 
 import msgspec
 import torch
-from request_parts import loading
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.models import registry  # noqa: F401  (long to import: once for all forks)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from standins import loading
 from virtual_cuda import Line, VirtualCuda, VirtualTensor
 
 from benchmarks.oracle import KV

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_on_cuda import MAP, PAGE, Engine, Part, fork, land, load, on_device
-from request_parts import loading
+from standins import loading
 from virtual_cuda import ROOT, Line, VirtualCuda
 
 from cachetree.clock import Deadline

@@ -24,7 +24,7 @@ from cachetree.ids import ModelId, PageHash, Span
 from cachetree.planning.profile import BlockQuality, PairProfile
 from cachetree.tree import hashing
 from profiles.random_models import random_prompt
-from sglang_droidspeak.fleet.servers import Server
+from sglang_droidspeak.fleet.servers import Server, free_port
 
 PAGE = 16
 CPU = {
@@ -146,9 +146,14 @@ class Watcher:
     """A peer of some servers that only looks at what they advertise."""
 
     def __init__(self, model: Path, addresses: Sequence[str]) -> None:
-        family = family_of(model)
-        self._cache = Cache(family, CacheConfig(peers=tuple(addresses), serves=False))
-        assert self._cache.wait_ready(20)
+        self._model, self._addresses = model, tuple(addresses)
+
+    @functools.cached_property
+    def _cache(self) -> Cache:
+        config = CacheConfig(peers=self._addresses, serves=False)
+        cache = Cache(family_of(self._model), config)
+        assert cache.wait_ready(20)
+        return cache
 
     def num_pages(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> int:
         """Longest advertised prefix of `tokens` by the server of `model`."""
@@ -170,7 +175,13 @@ class Watcher:
         time.sleep(0.1)
 
     def close(self) -> None:
-        self._cache.close()
+        if "_cache" in vars(self):
+            self._cache.close()
+
+
+def free_address(num_ranks: int = 1) -> str:
+    """Where a cache may listen; of several ranks the first."""
+    return f"tcp://127.0.0.1:{free_port(num_ranks)}"
 
 
 def profile_of(

@@ -18,7 +18,6 @@ from transport_parts import (
     FAMILY,
     MODEL,
     eventually,
-    pages_of,
     store,
 )
 
@@ -55,13 +54,8 @@ def tier_of(cache: Cache) -> HiCacheTier:
     return tier
 
 
-def num_there(cache: Cache, pages: Sequence[PageHash]) -> int:
-    return sum(it.num_pages for it in cache.match(pages) if it.location == HICACHE)
-
-
-def num_with_e(cache: Cache, pages: Sequence[PageHash]) -> int:
-    there = [it for it in cache.match(pages) if it.location == HICACHE]
-    return sum(it.e_pages.get(E_LAYER, 0) for it in there)
+num_there = partial(tier_parts.num_at, location=HICACHE)
+num_with_e = partial(tier_parts.num_e_at, location=HICACHE)
 
 
 def search(cache: Cache, pages: Sequence[PageHash]) -> int:
@@ -164,10 +158,6 @@ class PointerStore(HiCacheStorage):
         raise NotImplementedError
 
     batch_get = set = batch_set = get  # type: ignore[assignment]
-
-
-def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
-    return pages_of(num_pages, f"{number} ")
 
 
 def store_without_e(cache: Cache, pages: list[PageHash]) -> None:

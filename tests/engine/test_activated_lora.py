@@ -11,104 +11,97 @@ import msgspec
 import pytest
 import requests
 import zmq
-from engine_parts import SLOW_DEVICE, Answer, answer, eventually
-from forked import ServerSpec
-from lora_parts import (
+from engine_parts import eventually, free_address
+from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
+from teams import (
     BASE,
     INVOCATION,
     WITH_ACTIVATED,
     Checkpoints,
+    Team,
     assert_same_answers_without_reuse,
     plain_prompt,
     questions,
+    team_of,
 )
-from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from benchmarks.oracle import Generated
 from benchmarks.random_adapters import activate
 from cachetree.ids import EMPTY_SPAN
-from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 
 
+JUDGE = "judge"
+
+
 @dataclass(frozen=True)
-class Pair:
-    server: Server
-    models: Checkpoints
+class Judged(Team):
+    """A base, an activated adapter and a plain one in one server."""
+
     events: zmq.Socket[bytes]
     """SGLang's, for those who route by them."""
 
-    def ask(self, tokens: list[int], **options) -> Answer:
-        return answer(self.server, tokens, lora_path="judge", **options)
-
-    def expected(self, tokens: list[int], invoked_at: int) -> Generated:
+    def expect(self, tokens: list[int], invoked_at: int) -> Generated:
         """The base's KV before, the adapter after."""
-        return self.models.expected("judge", BASE, tokens, EMPTY_SPAN, num_reused=invoked_at)
+        return self.models.expected(JUDGE, BASE, tokens, EMPTY_SPAN, num_reused=invoked_at)
 
-    def expected_of_base(self, tokens: list[int]) -> Generated:
+    def expect_of_base(self, tokens: list[int]) -> Generated:
         return self.models.expected(BASE, BASE, tokens, EMPTY_SPAN)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
+def team(tmp_path_factory) -> Iterator[Judged]:
     folder = tmp_path_factory.mktemp("activated")
-    models = Checkpoints.write(folder, {"judge": {"rank": 8}, "other": {"rank": 8, "seed": 5}})
-    activate(models.adapters["judge"], INVOCATION)
-    at = f"tcp://127.0.0.1:{free_port()}"
+    models = Checkpoints.write(folder, {JUDGE: {"rank": 8}, "other": {"rank": 8, "seed": 5}})
+    activate(models.adapters[JUDGE], INVOCATION)
+    at = free_address()
     published = json.dumps({"publisher": "zmq", "endpoint": at, "bind": True})
-    spec = ServerSpec(
-        model=models.whole[BASE],
-        options=WITH_ACTIVATED | {"max-loras-per-batch": 3, "kv-events-config": published},
-        adapters=models.adapters,
-        droidspeak={"host_gb": 0.25},
-    )
-    with (
-        zmq.Context.instance().socket(zmq.SUB) as events,
-        running(spec, folder=folder / "logs", env=SLOW_DEVICE) as (server,),
-    ):
+    options = WITH_ACTIVATED | {"max-loras-per-batch": 3, "kv-events-config": published}
+    spec = models.server(BASE, options=options, adapters=models.adapters, host_gb=0.25)
+    with zmq.Context.instance().socket(zmq.SUB) as events, team_of(models, spec) as team:
         events.subscribe(b"")
         events.connect(at)
-        yield Pair(server, models, events)
+        yield Judged(**vars(team), events=events)
 
 
-def test_it_acts_from_its_invocation_on(pair: Pair) -> None:
+def test_it_acts_from_its_invocation_on(team: Judged) -> None:
     tokens = [*plain_prompt(150, 1), *INVOCATION, *plain_prompt(30, 2)]
-    reply = pair.ask(tokens)
+    reply = team.ask(JUDGE, tokens)
     assert reply.provenance["outcome"] == "no_match"
-    reply.assert_equals(pair.expected(tokens, 150))
-    whole = pair.expected(tokens, 16)
+    reply.assert_equals(team.expect(tokens, 150))
+    whole = team.expect(tokens, 16)
     assert reply.ids != whole.ids or reply.logprobs != pytest.approx(whole.logprobs, abs=1e-3)
 
 
-def test_what_comes_before_is_read_from_the_base_without_a_profile(pair: Pair) -> None:
+def test_what_comes_before_is_read_from_the_base_without_a_profile(team: Judged) -> None:
     document = plain_prompt(150, 3)
-    answer(pair.server, [*document, 9], max_new_tokens=1)
+    team.ask(BASE, [*document, 9], max_new_tokens=1)
     tokens = [*document, *INVOCATION, *plain_prompt(30, 4)]
-    reply = pair.ask(tokens)
+    reply = team.ask(JUDGE, tokens)
     told = reply.provenance
     assert (told["outcome"], told["location"], told["exact"]) == ("reused", "pool", True)
     assert (told["reused_tokens"], told["recomputed_layers"]) == (144, 0)
-    reply.assert_equals(pair.expected(tokens, 150))
+    reply.assert_equals(team.expect(tokens, 150))
 
 
-def test_the_base_reads_what_came_before(pair: Pair) -> None:
+def test_the_base_reads_what_came_before(team: Judged) -> None:
     document = plain_prompt(150, 5)
-    pair.ask([*document, *INVOCATION, *plain_prompt(30, 6)])
+    team.ask(JUDGE, [*document, *INVOCATION, *plain_prompt(30, 6)])
     tokens = [*document, *plain_prompt(20, 7)]
-    reply = answer(pair.server, tokens)
+    reply = team.ask(BASE, tokens)
     assert reply.provenance["reused_tokens"] == 144
-    reply.assert_equals(pair.expected_of_base(tokens))
+    reply.assert_equals(team.expect_of_base(tokens))
 
 
-def test_answers_are_the_same_without_reuse(pair: Pair) -> None:
+def test_answers_are_the_same_without_reuse(team: Judged) -> None:
     asked = questions(seed=60)
     answers = assert_same_answers_without_reuse(
-        pair.server,
-        pair.models,
+        team.servers[BASE],
+        team.models,
         "judge",
         asked,
-        lambda it: answer(pair.server, it, max_new_tokens=1),
+        lambda it: team.ask(BASE, it, max_new_tokens=1),
     )
     outcomes = {case: it.provenance["outcome"] for case, it in answers.items()}
     assert outcomes.pop("never") == "on_device"
@@ -116,45 +109,47 @@ def test_answers_are_the_same_without_reuse(pair: Pair) -> None:
     assert [case for case, it in answers.items() if it.provenance["not_invoked"]] == ["never"]
 
 
-def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) -> None:
+def test_a_later_invocation_makes_what_was_the_adapters_the_bases(team: Judged) -> None:
     first = [*plain_prompt(100, 8), *INVOCATION, *plain_prompt(40, 9)]
-    said = pair.ask(first)
+    said = team.ask(JUDGE, first)
     second = [*first, *said.ids, *plain_prompt(40, 10), *INVOCATION, *plain_prompt(10, 11)]
     at = len(second) - 12
-    reply = pair.ask(second)
+    reply = team.ask(JUDGE, second)
     assert reply.provenance["reused_tokens"] <= 96
-    reply.assert_equals(pair.expected(second, at))
+    reply.assert_equals(team.expect(second, at))
 
 
-def test_without_an_invocation_it_is_the_base(pair: Pair) -> None:
+def test_without_an_invocation_it_is_the_base(team: Judged) -> None:
     """Which has it on the device already."""
     tokens = plain_prompt(150, 12)
-    answer(pair.server, tokens, max_new_tokens=1)
-    reply = pair.ask(tokens)
+    team.ask(BASE, tokens, max_new_tokens=1)
+    reply = team.ask(JUDGE, tokens)
     assert (reply.meta["cached_tokens"], reply.provenance["reused_tokens"]) == (144, 0)
-    reply.assert_equals(pair.expected_of_base(tokens))
+    reply.assert_equals(team.expect_of_base(tokens))
 
 
-def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(pair: Pair) -> None:
+def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team: Judged) -> None:
     def load(name: str) -> str:
-        asked = {"lora_name": name, "lora_path": str(pair.models.adapters["other"]), "pinned": True}
-        return requests.post(f"{pair.server.url}/load_lora_adapter", json=asked, timeout=60).text
+        asked = {"lora_name": name, "lora_path": str(team.models.adapters["other"]), "pinned": True}
+        return requests.post(
+            f"{team.servers[BASE].url}/load_lora_adapter", json=asked, timeout=60
+        ).text
 
     assert '"success":true' in load("one")
     assert "judge takes two slots" in load("two")
-    pair.server.post("/unload_lora_adapter", lora_name="one")
+    team.servers[BASE].post("/unload_lora_adapter", lora_name="one")
 
 
-def test_events_call_it_by_its_name(pair: Pair) -> None:
+def test_events_call_it_by_its_name(team: Judged) -> None:
     """The base model has none of it, whoever asks for the same tokens."""
 
     def names() -> set[str | None]:
         tokens = [*plain_prompt(90, 50), *INVOCATION, *plain_prompt(20, 51)]
-        pair.ask(tokens, max_new_tokens=1)
-        pair.server.flush()
+        team.ask(JUDGE, tokens, max_new_tokens=1)
+        team.servers[BASE].flush()
         told: set[str | None] = set()
-        while pair.events.poll(500):
-            batch = msgspec.msgpack.decode(pair.events.recv_multipart()[2], type=KVEventBatch)
+        while team.events.poll(500):
+            batch = msgspec.msgpack.decode(team.events.recv_multipart()[2], type=KVEventBatch)
             stored = [it for it in batch.events if isinstance(it, BlockStored)]
             told |= {it.lora_name for it in stored if it.token_ids[:16] == tokens[:16]}
         return told
@@ -162,15 +157,15 @@ def test_events_call_it_by_its_name(pair: Pair) -> None:
     assert eventually(names) == {"judge"}
 
 
-def test_others_in_the_batch_are_not_touched(pair: Pair) -> None:
+def test_others_in_the_batch_are_not_touched(team: Judged) -> None:
     invoked = [[*plain_prompt(90 + i, 20 + i), *INVOCATION, *plain_prompt(20, 30)] for i in (0, 40)]
     plain = plain_prompt(120, 40)
     with ThreadPoolExecutor(4) as pool:
-        replies = [pool.submit(pair.ask, tokens) for tokens in invoked]
-        base = pool.submit(answer, pair.server, plain)
-        other = pool.submit(answer, pair.server, plain, lora_path="other")
+        replies = [pool.submit(team.ask, JUDGE, tokens) for tokens in invoked]
+        base = pool.submit(team.ask, BASE, plain)
+        other = pool.submit(team.ask, "other", plain)
         for tokens, at, reply in zip(invoked, (90, 130), replies, strict=True):
-            reply.result().assert_equals(pair.expected(tokens, at))
-        alone = pair.expected_of_base(plain)
+            reply.result().assert_equals(team.expect(tokens, at))
+        alone = team.expect_of_base(plain)
         base.result().assert_equals(alone)
         assert other.result().ids != alone.ids

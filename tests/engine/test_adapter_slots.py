@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from radix_parts import Named
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_overlap_loader import LoRAOverlapLoader
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.scheduler import Scheduler
+from standins import Named
 
 from benchmarks.random_adapters import write_adapter
 from cachetree import ConfigError, ModelId

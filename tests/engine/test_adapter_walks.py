@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from engine_parts import PAGE, family_of
-from radix_parts import Named
+from standins import Named
 
 from cachetree.checkpoint.adapters import Adapter
 from cachetree.clock import Deadline

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_parts import CPU, PAGE, SLOW_DEVICE, Answer, Watcher, answer, prompt
 from forked import ServerSpec
-from lora_parts import WITH_LORA
+from teams import WITH_LORA
 
 from benchmarks.random_adapters import write_adapter
 from cachetree import ConfigError

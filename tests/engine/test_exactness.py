@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import threading
@@ -10,206 +9,97 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 import requests
 import torch
-from engine_parts import (
-    CPU,
-    SLOW_DEVICE,
-    Answer,
-    Watcher,
-    answer,
-    oracle,
-    profile_of,
-    prompt,
-    whole_pages,
-)
-from forked import ServerSpec
+from engine_parts import CPU, Answer, answer, free_address, prompt, whole_pages
 from struck_parts import scraped
+from teams import (
+    BASE,
+    HIDDEN,
+    NUM_LAYERS,
+    Checkpoints,
+    Team,
+    literal,
+    random_correction,
+    team_of,
+)
 
-from benchmarks.oracle import Generated
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.corrections import Correction, write_corrections
-from cachetree.ids import Span
-from cachetree.planning.profile import BlockQuality, PairProfile, write_profile
-from profiles.random_models import shape, write_models
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from cachetree.corrections import Correction
+from cachetree.ids import EMPTY_SPAN, Span
+from sglang_droidspeak.fleet.servers import Server
 
 pytestmark = pytest.mark.server
 
-NUM_LAYERS, HIDDEN = 6, 256
-BLOCKS = [Span(0, 0), Span(0, 3), Span(1, 2), Span(2, 5), Span(4, 6), Span(5, 6), Span(0, 6)]
-
-
-_DRAWN = torch.Generator().manual_seed(17)
-
-
-def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=_DRAWN) / HIDDEN**0.5
-
-
+SECOND, RECEIVER = "second", "receiver"
+BLOCKS = [EMPTY_SPAN, Span(0, 3), Span(1, 2), Span(2, 5), Span(4, 6), Span(5, 6), Span(0, 6)]
 CORRECTED = {
-    Span(1, 4): Correction(drawn(HIDDEN), drawn(HIDDEN, HIDDEN)),
-    Span(3, 5): Correction(drawn(HIDDEN), drawn(HIDDEN, HIDDEN)),
+    Span(1, 4): random_correction(1),
+    Span(3, 5): random_correction(2),
     Span(3, 4): Correction(torch.zeros(HIDDEN), torch.zeros(HIDDEN, HIDDEN)),
 }
 """Blocks of the profile that begin with corrected E, the last with E as it is."""
-
-
-def with_maps(profile: PairProfile) -> PairProfile:
-    corrected = [
-        BlockQuality(start=it.start, stop=it.stop, quality=0.5, e_map=correction.named(it.start))
-        for it, correction in CORRECTED.items()
-    ]
-    return msgspec.structs.replace(profile, blocks=(*profile.blocks, *corrected))
-
-
-def corrected_by_hand(block: Span, e: torch.Tensor) -> torch.Tensor:
-    it = CORRECTED[block]
-    return e + e @ it.matrix + it.bias
-
-
-def literal(block: Span) -> str:
-    return f"{block.start}:{block.stop}" if len(block) else "none"
-
-
-@dataclass(frozen=True)
-class Trio:
-    """Two senders and a receiver of one family, each in a server of its own."""
-
-    models: dict[str, Path]
-    senders: dict[str, Server]
-    receiver: Server
-    watcher: Watcher
-
-    def send(self, sender: str, tokens: list[int], max_new_tokens: int = 1) -> Answer:
-        """Have a sender read `tokens`, and wait until its pages are on offer."""
-        reply = answer(self.senders[sender], tokens, max_new_tokens=max_new_tokens)
-        read = [*tokens, *reply.ids[:-1]]
-        self.watcher.wait_for(read, self.models[sender])
-        return reply
-
-    def receive(self, sender: str, tokens: list[int], block: Span, **options) -> Answer:
-        sender_id = read_model_identity(self.models[sender]).model_id
-        controls = {"sender": sender_id, "block": literal(block)}
-        return answer(self.receiver, tokens, droidspeak=controls, **options)
-
-    def expected(
-        self,
-        sender: str,
-        tokens: list[int],
-        block: Span,
-        own: int = 0,
-        num_reused: int | None = None,
-    ) -> Generated:
-        return oracle(
-            self.models["receiver"],
-            self.models[sender],
-            tokens,
-            block=block,
-            num_reused=whole_pages(len(tokens)) if num_reused is None else num_reused,
-            max_new=12,
-            own=own,
-        )
-
-
+OFF = {"mode": "off"}
 ONE_FAMILY = pytest.mark.parametrize("trio", ["llama"], indirect=True, scope="module")
-"""For what no layer has to do with."""
+"""Marks a test that no layer has to do with."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def trio(request, tmp_path_factory) -> Iterator[Trio]:
-    names = ["sender", "receiver"] if request.param == "qwen3" else ["sender", "second", "receiver"]
+def trio(request, tmp_path_factory) -> Iterator[Team]:
+    """One or two senders and a receiver of one family, each in a server of its own."""
+    senders = [BASE] if request.param == "qwen3" else [BASE, SECOND]
     folder = tmp_path_factory.mktemp(request.param)
-    config = shape(request.param, layers=NUM_LAYERS, hidden=HIDDEN, heads=4, kv_heads=2)
-    models = dict(zip(names, write_models(folder, config, names), strict=True))
-    profile = folder / "pair.json"
-    sender, receiver = (read_model_identity(models[name]) for name in ("sender", "receiver"))
-    paired = with_maps(profile_of(sender, receiver))
-    write_profile(paired, profile)
-    maps = {it.named(block.start).sha256: it for block, it in CORRECTED.items()}
-    write_corrections(paired, maps, profile)
-    ports = {name: free_port() for name in names}
+    models = Checkpoints.write(folder, {}, *senders[1:], RECEIVER, kind=request.param)
+    addresses = [free_address() for _ in (*senders, RECEIVER)]
+    shared = {"host_gb": 0.5}
     specs = [
-        ServerSpec(
-            model=models[name],
-            name=name,
-            options=CPU,
-            droidspeak={
-                "listen": f"tcp://127.0.0.1:{ports[name]}",
-                "capture_layers": list(range(1, NUM_LAYERS)),
-                "host_gb": 0.5,
-            },
-        )
-        for name in names[:-1]
+        models.server(it, listen=at, capture_layers=[*range(1, NUM_LAYERS)], **shared)
+        for it, at in zip(senders, addresses, strict=False)
     ]
-    specs.append(
-        ServerSpec(
-            model=models["receiver"],
-            name="receiver",
-            options={**CPU, "enable-metrics": True},
-            droidspeak={
-                "listen": f"tcp://127.0.0.1:{ports['receiver']}",
-                "peers": [f"tcp://127.0.0.1:{ports[name]}" for name in names[:-1]],
-                "profiles": [str(profile)],
-                "gate": "none",
-                "host_gb": 0.5,
-            },
-        )
+    receiver = models.server(
+        RECEIVER,
+        options={**CPU, "enable-metrics": True},
+        listen=addresses[-1],
+        peers=addresses[:-1],
+        profiles=[models.profile(BASE, RECEIVER, CORRECTED)],
+        gate="none",
+        **shared,
     )
-    with running(*specs, folder=folder / "logs", env=SLOW_DEVICE) as servers:
-        addresses = [f"tcp://127.0.0.1:{port}" for port in ports.values()]
-        watcher = Watcher(models["receiver"], addresses)
-        try:
-            yield Trio(models, dict(zip(names, servers, strict=True)), servers[-1], watcher)
-        finally:
-            watcher.close()
+    with team_of(models, *specs, receiver) as team:
+        yield team
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=literal)
-def test_block_equals_the_oracle(trio: Trio, block: Span) -> None:
+def test_block_equals_the_oracle(trio: Team, block: Span) -> None:
     tokens = prompt(200, seed=100 + BLOCKS.index(block))
-    trio.send("sender", tokens)
-    reply = trio.receive("sender", tokens, block)
-    reply.assert_equals(trio.expected("sender", tokens, block))
+    trio.send(BASE, tokens)
+    reply = trio.receive(RECEIVER, BASE, tokens, block)
+    reply.assert_equals(trio.models.expected(RECEIVER, BASE, tokens, block))
     assert reply.provenance["outcome"] == "reused"
     assert reply.provenance["reused_tokens"] == whole_pages(len(tokens))
     assert reply.provenance["exact"] == (block == Span(0, NUM_LAYERS))
 
 
-def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Trio) -> None:
+def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Team) -> None:
     """Without this the equality above could hold for a server that ignores the block."""
     tokens = prompt(200, seed=103)
-    answers = [trio.expected("sender", tokens, block) for block in BLOCKS]
+    answers = [trio.models.expected(RECEIVER, BASE, tokens, block) for block in BLOCKS]
     assert len({tuple(round(x, 4) for x in it.logprobs) for it in answers}) == len(BLOCKS)
 
 
-def expected_of_corrected(trio: Trio, tokens: list[int], block: Span, num_reused: int) -> Generated:
-    return oracle(
-        trio.models["receiver"],
-        trio.models["sender"],
-        tokens,
-        block=block,
-        num_reused=num_reused,
-        max_new=12,
-        correct=functools.partial(corrected_by_hand, block),
-    )
-
-
 @pytest.mark.parametrize("block", CORRECTED, ids=literal)
-def test_a_block_from_corrected_e_equals_the_oracle(trio: Trio, block: Span) -> None:
+def test_a_block_from_corrected_e_equals_the_oracle(trio: Team, block: Span) -> None:
     """Chunk by chunk of the prompt; a map that changes nothing gives what none would give."""
     tokens = prompt(200, seed=150 + list(CORRECTED).index(block))
-    trio.send("sender", tokens)
-    reply = trio.receive("sender", tokens, block)
-    reply.assert_equals(expected_of_corrected(trio, tokens, block, whole_pages(200)))
+    trio.send(BASE, tokens)
+    reply = trio.receive(RECEIVER, BASE, tokens, block)
+    by = CORRECTED[block]
+    reply.assert_equals(trio.models.expected(RECEIVER, BASE, tokens, block, correction=by))
     told = reply.provenance
     assert (told["outcome"], told["exact"], told["e_corrected"]) == ("reused", False, True)
-    plain = trio.expected("sender", tokens, block)
+    plain = trio.models.expected(RECEIVER, BASE, tokens, block)
     if block == Span(3, 4):
         assert reply.ids == plain.ids
     else:
@@ -217,48 +107,45 @@ def test_a_block_from_corrected_e_equals_the_oracle(trio: Trio, block: Span) -> 
 
 
 @ONE_FAMILY
-def test_one_batch_corrects_e_of_some(trio: Trio) -> None:
+def test_one_batch_corrects_e_of_some(trio: Team) -> None:
     """Each by the map of its own plan; another sender's, of the same block, by none."""
-    cases = [("sender", it) for it in CORRECTED] + [("sender", Span(2, 5)), ("second", Span(3, 5))]
+    cases = [(BASE, it) for it in CORRECTED] + [(BASE, Span(2, 5)), (SECOND, Span(3, 5))]
     prompts = [prompt(140 + 21 * i, seed=170 + i) for i in range(len(cases))]
     for (sender, _block), tokens in zip(cases, prompts, strict=True):
         trio.send(sender, tokens)
     with ThreadPoolExecutor(len(cases)) as pool:
         replies = [
-            pool.submit(trio.receive, sender, tokens, block)
+            pool.submit(trio.receive, RECEIVER, sender, tokens, block)
             for (sender, block), tokens in zip(cases, prompts, strict=True)
         ]
         for (sender, block), tokens, reply in zip(cases, prompts, replies, strict=True):
             told = reply.result().provenance
-            num_reused = told["reused_tokens"]
-            is_corrected = sender == "sender" and block in CORRECTED
-            assert told["e_corrected"] == is_corrected
-            if is_corrected:
-                expected = expected_of_corrected(trio, tokens, block, num_reused)
-            else:
-                expected = trio.expected(sender, tokens, block, num_reused=num_reused)
+            by = CORRECTED.get(block) if sender == BASE else None
+            assert told["e_corrected"] == (by is not None)
+            options = {"num_reused": told["reused_tokens"], "correction": by}
+            expected = trio.models.expected(RECEIVER, sender, tokens, block, **options)
             reply.result().assert_equals(expected)
 
 
-def test_every_layer_anew_equals_the_receiver_alone(trio: Trio) -> None:
+def test_every_layer_anew_equals_the_receiver_alone(trio: Team) -> None:
     tokens = prompt(180, seed=7)
-    trio.send("sender", tokens)
-    reused = trio.receive("sender", tokens, Span(0, NUM_LAYERS))
-    trio.receiver.flush()
-    alone = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+    trio.send(BASE, tokens)
+    reused = trio.receive(RECEIVER, BASE, tokens, Span(0, NUM_LAYERS))
+    trio.servers[RECEIVER].flush()
+    alone = trio.ask(RECEIVER, tokens, droidspeak=OFF)
     assert reused.provenance["outcome"] == "reused"
     assert alone.provenance["outcome"] == "off"
     assert reused.ids == alone.ids
     assert reused.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
 
 
-def test_own_cache_comes_back_after_a_flush(trio: Trio) -> None:
+def test_own_cache_comes_back_after_a_flush(trio: Team) -> None:
     """Sender = receiver: the same model's stored KV is exact and needs no profile."""
     tokens = prompt(170, seed=8)
-    first = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
-    trio.watcher.wait_for(tokens, trio.models["receiver"])
-    trio.receiver.flush()
-    again = answer(trio.receiver, tokens)
+    first = trio.ask(RECEIVER, tokens, droidspeak=OFF)
+    trio.watcher.wait_for(tokens, trio.models.whole[RECEIVER])
+    trio.servers[RECEIVER].flush()
+    again = trio.ask(RECEIVER, tokens)
     assert again.provenance["outcome"] == "own"
     assert again.provenance["exact"]
     assert again.provenance["location"] == "local"
@@ -266,63 +153,54 @@ def test_own_cache_comes_back_after_a_flush(trio: Trio) -> None:
     assert again.logprobs == pytest.approx(first.logprobs, abs=2e-4)
 
 
-def test_decoded_tokens_are_part_of_the_shared_context(trio: Trio) -> None:
+def test_decoded_tokens_are_part_of_the_shared_context(trio: Team) -> None:
     tokens = prompt(150, seed=9)
-    spoken = trio.send("sender", tokens, max_new_tokens=60)
+    spoken = trio.send(BASE, tokens, max_new_tokens=60)
     longer = [*tokens, *spoken.ids, *prompt(20, seed=10)]
     num_reused = (len(tokens) + len(spoken.ids) - 1) // 16 * 16
     assert num_reused > len(tokens)
     block = Span(2, 5)
-    reply = trio.receive("sender", longer, block)
+    reply = trio.receive(RECEIVER, BASE, longer, block)
     assert reply.provenance["reused_tokens"] == num_reused
-    reply.assert_equals(
-        oracle(
-            trio.models["receiver"],
-            trio.models["sender"],
-            longer,
-            block=block,
-            num_reused=num_reused,
-            max_new=12,
-        )
-    )
+    reply.assert_equals(trio.models.expected(RECEIVER, BASE, longer, block, num_reused=num_reused))
 
 
-def test_own_exact_prefix_comes_before_the_senders_pages(trio: Trio) -> None:
+def test_own_exact_prefix_comes_before_the_senders_pages(trio: Team) -> None:
     tokens = prompt(240, seed=11)
-    trio.send("sender", tokens)
-    answer(trio.receiver, tokens[:101], max_new_tokens=1, droidspeak={"mode": "off"})
-    reply = trio.receive("sender", tokens, Span(2, 4))
+    trio.send(BASE, tokens)
+    trio.ask(RECEIVER, tokens[:101], max_new_tokens=1, droidspeak=OFF)
+    reply = trio.receive(RECEIVER, BASE, tokens, Span(2, 4))
     assert reply.provenance["reused_tokens"] == whole_pages(240) - 96
-    reply.assert_equals(trio.expected("sender", tokens, Span(2, 4), own=96))
+    reply.assert_equals(trio.models.expected(RECEIVER, BASE, tokens, Span(2, 4), own=96))
 
 
 @ONE_FAMILY
-def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: Trio) -> None:
+def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: Team) -> None:
     """Each time, while both servers have other things to do."""
     is_over = threading.Event()
 
     def keep_busy(server: Server, seed: int) -> None:
         for number in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count()):
-            answer(server, prompt(200, seed=10_000 * seed + number), droidspeak={"mode": "off"})
+            answer(server, prompt(200, seed=10_000 * seed + number), droidspeak=OFF)
 
-    sender = trio.senders["sender"]
+    sender, receiver = trio.servers[BASE], trio.servers[RECEIVER]
     with ThreadPoolExecutor(4) as pool:
         for seed in range(4):
-            pool.submit(keep_busy, (sender, trio.receiver)[seed % 2], 1 + seed)
+            pool.submit(keep_busy, (sender, receiver)[seed % 2], 1 + seed)
         try:
             for seed in range(700, 710):
                 tokens = prompt(150, seed=seed)
                 controls = {"publish": "before_reply"}
                 answer(sender, tokens, max_new_tokens=1, droidspeak=controls)
-                outcome = trio.receive("sender", tokens, Span(2, 4)).provenance["outcome"]
+                outcome = trio.receive(RECEIVER, BASE, tokens, Span(2, 4)).provenance["outcome"]
                 assert outcome.startswith(("reused", "fallback")), outcome
         finally:
             is_over.set()
 
 
-def test_requests_of_one_batch_do_not_touch_each_other(trio: Trio) -> None:
+def test_requests_of_one_batch_do_not_touch_each_other(trio: Team) -> None:
     """Different blocks and senders at once, some without reuse: each answers as if alone."""
-    senders = list(trio.senders)[:-1]
+    senders = [it for it in trio.servers if it != RECEIVER]
     cases = [
         (senders[i % len(senders)], prompt(130 + 17 * i, seed=200 + i), BLOCKS[i % len(BLOCKS)])
         for i in range(8)
@@ -331,49 +209,40 @@ def test_requests_of_one_batch_do_not_touch_each_other(trio: Trio) -> None:
         trio.send(sender, tokens)
     plain = [prompt(90 + 31 * i, seed=300 + i) for i in range(3)]
     with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
-        replies = [pool.submit(trio.receive, *case) for case in cases]
-        others = [pool.submit(answer, trio.receiver, tokens) for tokens in plain]
+        replies = [pool.submit(trio.receive, RECEIVER, *case) for case in cases]
+        others = [pool.submit(answer, trio.servers[RECEIVER], tokens) for tokens in plain]
         for (sender, tokens, block), reply in zip(cases, replies, strict=True):
             told = reply.result().provenance
             assert told["outcome"] == "reused"
             # Of the longer ones less, while others decode.
-            num_reused = told["reused_tokens"]
-            reply.result().assert_equals(
-                trio.expected(sender, tokens, block, num_reused=num_reused)
-            )
+            options = {"num_reused": told["reused_tokens"]}
+            expected = trio.models.expected(RECEIVER, sender, tokens, block, **options)
+            reply.result().assert_equals(expected)
         for tokens, other in zip(plain, others, strict=True):
             assert other.result().provenance["outcome"] == "no_match"
-            other.result().assert_equals(
-                oracle(
-                    trio.models["receiver"],
-                    trio.models["receiver"],
-                    tokens,
-                    block=Span(0, 0),
-                    num_reused=16,
-                    max_new=12,
-                )
-            )
+            own = trio.models.expected(RECEIVER, RECEIVER, tokens, EMPTY_SPAN)
+            other.result().assert_equals(own)
 
 
-def test_approximate_kv_is_never_on_offer(trio: Trio) -> None:
+def test_approximate_kv_is_never_on_offer(trio: Team) -> None:
     """Neither the reused pages, nor new tokens after them, nor a continuation of the two."""
     tokens = prompt(160, seed=12)
-    trio.send("sender", tokens)
-    first = answer(trio.receiver, tokens, max_new_tokens=40)
+    trio.send(BASE, tokens)
+    first = trio.ask(RECEIVER, tokens, max_new_tokens=40)
     assert first.provenance["block"] == [2, 3], "the profile's block, which nobody asked for"
     assert not first.provenance["exact"]
     longer = [*tokens, *first.ids, *prompt(40, seed=13)]
-    second = answer(trio.receiver, longer, max_new_tokens=20)
+    second = trio.ask(RECEIVER, longer, max_new_tokens=20)
     assert second.meta["cached_tokens"] >= whole_pages(len(tokens)), "from its own radix tree"
     assert not second.provenance["exact"]
     exact = prompt(160, seed=14)
-    answer(trio.receiver, exact, max_new_tokens=1)
-    trio.watcher.wait_for(exact, trio.models["receiver"])
-    assert trio.watcher.num_pages(longer, trio.models["receiver"]) == 0
+    trio.ask(RECEIVER, exact, max_new_tokens=1)
+    trio.watcher.wait_for(exact, trio.models.whole[RECEIVER])
+    assert trio.watcher.num_pages(longer, trio.models.whole[RECEIVER]) == 0
 
 
 def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(
-    trio: Trio,
+    trio: Team,
 ) -> None:
     """Two pages. The first prompt has loaded them, before anything was known of a head."""
     shared = prompt(40, seed=31)
@@ -382,72 +251,74 @@ def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(
         zip(asked, (0, 32, 32, 160), (144, 112, 144, 0), strict=True)
     ):
         if number < 3:
-            trio.send("sender", tokens)
-        reply = answer(trio.receiver, tokens)
-        sender, block = ("receiver", Span(0, 0)) if number == 3 else ("sender", Span(2, 3))
-        reply.assert_equals(trio.expected(sender, tokens, block, own=num_own % 160))
+            trio.send(BASE, tokens)
+        reply = trio.ask(RECEIVER, tokens)
+        sender, block = (RECEIVER, EMPTY_SPAN) if number == 3 else (BASE, Span(2, 3))
+        reply.assert_equals(
+            trio.models.expected(RECEIVER, sender, tokens, block, own=num_own % 160)
+        )
         told = reply.provenance
         assert told["approximate_tokens"] == max(0, 144 - num_own), number
         assert (told["exact"], reply.meta["cached_tokens"]) == (number == 3, num_cached), number
-    repeated = answer(trio.receiver, asked[1]).provenance
+    repeated = trio.ask(RECEIVER, asked[1]).provenance
     assert (repeated["outcome"], repeated["approximate_tokens"]) == ("on_device", 112)
 
 
-def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Trio) -> None:
+def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Team) -> None:
     """A block asked for by name, with the gate off, serves its own request only."""
     tokens = prompt(160, seed=15)
-    trio.send("sender", tokens)
-    trio.receive("sender", tokens, Span(0, 0))
-    own = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+    trio.send(BASE, tokens)
+    trio.receive(RECEIVER, BASE, tokens, Span(0, 0))
+    own = trio.ask(RECEIVER, tokens, droidspeak=OFF)
     assert own.meta["cached_tokens"] == 0
     assert own.provenance["exact"]
 
 
-def test_mode_off_reads_exact_kv_only(trio: Trio) -> None:
+def test_mode_off_reads_exact_kv_only(trio: Team) -> None:
     """Whatever earlier reuse has left on the device, also between the chunks of a prefill."""
     tokens = prompt(300, seed=19)
-    trio.send("sender", tokens)
-    reused = answer(trio.receiver, tokens)
+    trio.send(BASE, tokens)
+    reused = trio.ask(RECEIVER, tokens)
     assert not reused.provenance["exact"]
-    reused.assert_equals(trio.expected("sender", tokens, Span(2, 3)))
-    own = trio.expected("receiver", tokens, Span(0, 0))
+    reused.assert_equals(trio.models.expected(RECEIVER, BASE, tokens, Span(2, 3)))
+    own = trio.models.expected(RECEIVER, RECEIVER, tokens, Span(0, 0))
     for num_cached in (0, whole_pages(300)):
-        alone = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+        alone = trio.ask(RECEIVER, tokens, droidspeak=OFF)
         assert (alone.meta["cached_tokens"], alone.provenance["exact"]) == (num_cached, True)
         alone.assert_equals(own)
-    both = answer(trio.receiver, tokens)
+    both = trio.ask(RECEIVER, tokens)
     assert both.provenance["exact"], "as many pages as there are approximate ones"
     both.assert_equals(own)
 
 
-def test_what_is_longer_on_the_device_is_read(trio: Trio) -> None:
+def test_what_is_longer_on_the_device_is_read(trio: Team) -> None:
     """Approximate pages of a prompt, or exact ones, by those who have no reason to want either."""
     tokens, longer = prompt(160, seed=20), [*prompt(160, seed=20), *prompt(100, seed=21)]
-    trio.send("sender", tokens)
-    answer(trio.receiver, tokens)
-    first = answer(trio.receiver, longer)
+    trio.send(BASE, tokens)
+    trio.ask(RECEIVER, tokens)
+    first = trio.ask(RECEIVER, longer)
     assert (first.meta["cached_tokens"], first.provenance["exact"]) == (whole_pages(161), False)
-    exact = answer(trio.receiver, longer, droidspeak={"mode": "off"})
+    exact = trio.ask(RECEIVER, longer, droidspeak=OFF)
     assert (exact.meta["cached_tokens"], exact.provenance["exact"]) == (0, True)
     longest = [*longer, *exact.ids, *prompt(50, seed=22)]
-    answer(trio.receiver, longest[:-20], droidspeak={"mode": "off"})
-    second = answer(trio.receiver, longest)
+    trio.ask(RECEIVER, longest[:-20], droidspeak=OFF)
+    second = trio.ask(RECEIVER, longest)
     assert second.provenance["exact"], "the exact pages are more by now"
-    second.assert_equals(trio.expected("receiver", longest, Span(0, 0)))
+    second.assert_equals(trio.models.expected(RECEIVER, RECEIVER, longest, Span(0, 0)))
 
 
-def test_twins_say_what_they_read(trio: Trio) -> None:
+def test_twins_say_what_they_read(trio: Team) -> None:
     """Sent at once for a document that only the sender has; one loads it, and the others find it on
     the device."""
     tokens = prompt(160, seed=23)
-    trio.send("sender", tokens)
-    before = num_counted(trio.receiver)
+    trio.send(BASE, tokens)
+    before = num_counted(trio.servers[RECEIVER])
     with ThreadPoolExecutor(3) as pool:
-        replies = list(pool.map(lambda _: answer(trio.receiver, tokens), range(3)))
+        replies = list(pool.map(lambda _: trio.ask(RECEIVER, tokens), range(3)))
     for reply in replies:
-        reply.assert_equals(trio.expected("sender", tokens, Span(2, 3)))
+        reply.assert_equals(trio.models.expected(RECEIVER, BASE, tokens, Span(2, 3)))
         assert not reply.provenance["exact"]
-    assert num_counted(trio.receiver) - before == 3
+    assert num_counted(trio.servers[RECEIVER]) - before == 3
 
 
 def told_of(reply: Answer) -> tuple[str, int, bool]:
@@ -455,53 +326,55 @@ def told_of(reply: Answer) -> tuple[str, int, bool]:
     return told["outcome"], told["reused_tokens"], told["exact"]
 
 
-def test_a_new_grammar_costs_no_reuse(trio: Trio) -> None:
+def test_a_new_grammar_costs_no_reuse(trio: Team) -> None:
     """SGLang compiles it while the request waits in a queue of its own."""
     tokens = prompt(160, seed=16)
-    trio.send("sender", tokens)
+    trio.send(BASE, tokens)
     for attempt in range(3):
-        trio.receiver.flush()
+        trio.servers[RECEIVER].flush()
         params = {"regex": f"(.|\\n)*|never {attempt}"}
-        reply = Answer(trio.receiver.generate(tokens, max_new_tokens=4, sampling_params=params))
+        reply = Answer(
+            trio.servers[RECEIVER].generate(tokens, max_new_tokens=4, sampling_params=params)
+        )
         assert told_of(reply) == ("reused", whole_pages(160), False)
         assert reply.meta["cached_tokens"] == whole_pages(160)
 
 
-def test_samples_of_one_prompt_say_what_was_reused(trio: Trio) -> None:
+def test_samples_of_one_prompt_say_what_was_reused(trio: Team) -> None:
     tokens = prompt(160, seed=17)
-    trio.send("sender", tokens)
-    before = num_counted(trio.receiver)
+    trio.send(BASE, tokens)
+    before = num_counted(trio.servers[RECEIVER])
     params = {"n": 3, "temperature": 0.7}
-    replies = trio.receiver.generate(tokens, max_new_tokens=4, sampling_params=params)
+    replies = trio.servers[RECEIVER].generate(tokens, max_new_tokens=4, sampling_params=params)
     assert [told_of(Answer(it)) for it in replies] == [("reused", whole_pages(160), False)] * 3
-    assert num_counted(trio.receiver) - before == 3
+    assert num_counted(trio.servers[RECEIVER]) - before == 3
 
 
-def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio: Trio) -> None:
+def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio: Team) -> None:
     """Which nobody asked for: no label tells them apart, so there is none."""
-    before = num_counted(trio.receiver)
-    replies = trio.receiver.generate(
+    before = num_counted(trio.servers[RECEIVER])
+    replies = trio.servers[RECEIVER].generate(
         prompt(160, seed=19), max_new_tokens=0, sampling_params={"n": 2, "temperature": 0.7}
     )
     assert [it["output_ids"] for it in replies] == [[], []]
     assert not any("droidspeak" in it["meta_info"] for it in replies)
-    assert num_counted(trio.receiver) == before
+    assert num_counted(trio.servers[RECEIVER]) == before
 
 
-def test_log_probabilities_of_a_prompt_are_the_reason(trio: Trio) -> None:
+def test_log_probabilities_of_a_prompt_are_the_reason(trio: Team) -> None:
     tokens = prompt(160, seed=18)
-    trio.send("sender", tokens)
-    reply = answer(trio.receiver, tokens, logprob_start_len=0)
+    trio.send(BASE, tokens)
+    reply = trio.ask(RECEIVER, tokens, logprob_start_len=0)
     assert told_of(reply) == ("logprobs", 0, True)
     assert len(reply.meta["input_token_logprobs"]) == 160
 
 
 @ONE_FAMILY
-def test_health_probes_are_not_counted(trio: Trio) -> None:
-    before = num_counted(trio.receiver)
+def test_health_probes_are_not_counted(trio: Team) -> None:
+    before = num_counted(trio.servers[RECEIVER])
     for _ in range(2):
-        requests.get(f"{trio.receiver.url}/health_generate", timeout=20).raise_for_status()
-    assert num_counted(trio.receiver) == before
+        requests.get(f"{trio.servers[RECEIVER].url}/health_generate", timeout=20).raise_for_status()
+    assert num_counted(trio.servers[RECEIVER]) == before
 
 
 def num_counted(server: Server) -> float:
@@ -514,7 +387,7 @@ def num_counted(server: Server) -> float:
 class Load:
     """A random mixture of requests of all kinds about a few documents, many at a time."""
 
-    trio: Trio
+    trio: Team
     documents: Sequence[list[int]]
     num_sent: int = 0
     read: list[tuple[int, Answer]] = field(default_factory=list)
@@ -529,18 +402,18 @@ class Load:
 
     def ask(self, document: int, rid: str, **options) -> Answer:
         self.num_sent += 1
-        return answer(self.trio.receiver, self.documents[document], rid=rid, **options)
+        return self.trio.ask(RECEIVER, self.documents[document], rid=rid, **options)
 
     def auto(self, document: int, rid: str) -> None:
         self.read.append((document, self.ask(document, rid)))
 
     def off(self, document: int, rid: str) -> None:
-        reply = self.ask(document, rid, droidspeak={"mode": "off"})
+        reply = self.ask(document, rid, droidspeak=OFF)
         self.read.append((document, reply))
 
     def streamed(self, document: int, rid: str) -> None:
         self.num_sent += 1
-        pieces = self.trio.receiver.replies(
+        pieces = self.trio.servers[RECEIVER].replies(
             self.documents[document], max_new_tokens=12, return_logprob=True, rid=rid
         )
         metas = [piece["meta_info"] for piece in pieces]
@@ -548,14 +421,14 @@ class Load:
 
     def samples(self, document: int, rid: str) -> None:
         self.num_sent += 2
-        replies = self.trio.receiver.generate(
+        replies = self.trio.servers[RECEIVER].generate(
             self.documents[document], max_new_tokens=3, sampling_params={"n": 2}
         )
         assert all(Answer(reply).provenance for reply in replies)
 
     def grammar(self, document: int, rid: str) -> None:
         self.num_sent += 1
-        reply = self.trio.receiver.generate(
+        reply = self.trio.servers[RECEIVER].generate(
             self.documents[document], max_new_tokens=3, sampling_params={"regex": f"(.|\\n)*|{rid}"}
         )
         assert Answer(reply).provenance
@@ -575,7 +448,9 @@ class Load:
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(self.ask, document, rid, max_new_tokens=40)
             time.sleep(0.05)
-            requests.post(f"{self.trio.receiver.url}/abort_request", json={"rid": rid}, timeout=10)
+            requests.post(
+                f"{self.trio.servers[RECEIVER].url}/abort_request", json={"rid": rid}, timeout=10
+            )
             reply.result()
 
 
@@ -583,22 +458,22 @@ SEED = int(os.environ.get("DROIDSPEAK_TEST_SEED", "0")) or Random().randrange(1,
 
 
 @ONE_FAMILY
-def test_every_request_is_counted_once_and_says_what_it_read(trio: Trio) -> None:
+def test_every_request_is_counted_once_and_says_what_it_read(trio: Team) -> None:
     print(f"DROIDSPEAK_TEST_SEED={SEED}")
     random = Random(SEED)
     documents = [prompt(random.randrange(70, 220), SEED + number) for number in range(6)]
     for tokens in documents[:4]:
-        trio.send("sender", tokens)
-    trio.receiver.flush()
-    load, before = Load(trio, documents), num_counted(trio.receiver)
+        trio.send(BASE, tokens)
+    trio.servers[RECEIVER].flush()
+    load, before = Load(trio, documents), num_counted(trio.servers[RECEIVER])
     load.auto(0, "load-reused")  # one of either kind, however the others fall
     load.off(0, "load-own")
     seeds = [Random(random.randrange(1 << 30)) for _ in range(60)]
     with ThreadPoolExecutor(10) as pool:
         list(pool.map(load.send, seeds, range(len(seeds))))
-    assert num_counted(trio.receiver) - before == load.num_sent
-    trio.receiver.flush()
-    own = [answer(trio.receiver, tokens, droidspeak={"mode": "off"}) for tokens in documents]
+    assert num_counted(trio.servers[RECEIVER]) - before == load.num_sent
+    trio.servers[RECEIVER].flush()
+    own = [trio.ask(RECEIVER, tokens, droidspeak=OFF) for tokens in documents]
     for document, reply in load.read:
         is_own = reply.logprobs == pytest.approx(own[document].logprobs, abs=2e-4)
         assert reply.provenance["exact"] == is_own, reply.provenance

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_planner import PAGE as PLANNED_PAGE
-from test_planner import planned
-from test_policy import DEMAND, MEASURED, UNKNOWN, R, S, match, plan_for, reason_for
-from waiting_parts import (
+from standins import (
     NUM_PAGES,
     PAGE,
     PLAN,
@@ -21,8 +18,12 @@ from waiting_parts import (
     look,
     planner_of,
     request,
+    request_of,
     waiting_with,
 )
+from test_planner import PAGE as PLANNED_PAGE
+from test_planner import planned
+from test_policy import DEMAND, MEASURED, UNKNOWN, R, S, match, plan_for, reason_for
 
 from cachetree.ids import EMPTY_SPAN, PageHash, Span
 from cachetree.planning import Patience, Reason, saving_s
@@ -116,15 +117,7 @@ def prompt_of(planner: Any, seed: int, **fields: Any) -> Any:
     """Two pages that all share, and two of its own."""
     own = range(1000 * seed, 1000 * seed + 2 * PLANNED_PAGE + 1)
     tokens = [*range(2 * PLANNED_PAGE), *own]
-    params = SimpleNamespace(custom_params=None)
-    req = SimpleNamespace(
-        lora_id=None,
-        extra_key=None,
-        cache_salt=None,
-        full_untruncated_fill_ids=tokens,
-        sampling_params=params,
-    )
-    vars(req).update(fields)
+    req = request_of(tokens, **fields)
     planner.note(req)
     planner.meet(req)
     return req

@@ -21,13 +21,13 @@ from hicache_parts import (
     num_with_e,
     objects_of,
     open_cache,
-    prompt,
     search,
     store_and_wait,
     store_without_e,
 )
 from kept_parts import PAGE_TOTAL
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from tier_parts import prompt
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of, store
 
 from cachetree import (

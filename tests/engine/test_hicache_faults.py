@@ -14,14 +14,13 @@ from hicache_parts import (
     num_with_e,
     objects_of,
     plan_of,
-    prompt,
     search,
     store_and_wait,
     store_without_e,
     tier_of,
 )
 from kept_parts import PAGE_TOTAL
-from tier_parts import fetch_too_late
+from tier_parts import fetch_too_late, prompt
 from transport_parts import FAMILY, MODEL, eventually, store
 
 from cachetree import (

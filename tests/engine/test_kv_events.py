@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ import tree_parts
 import zmq
 from engine_parts import CPU, ENV, PAGE, answer, eventually, page_hashes, prompt
 from forked import ServerSpec
-from radix_parts import request_of, sglang_tree
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -31,6 +31,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from standins import request_of, sglang_tree
 
 from cachetree import LOCAL, Cache, CacheConfig, Deadline, Location, ModelId, PageHash, Part
 from cachetree.transport import ask, verbs
@@ -289,15 +290,11 @@ def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
 
 
 def test_nobody_hears_of_tenants_and_of_what_is_one_requests_own(keeper: Keeper) -> None:
-    def req(**fields: Any) -> Any:
-        usual = {"cache_salt": None, "extra_key": None, "lora_id": None}
-        return SimpleNamespace(full_untruncated_fill_ids=[1, 2, 3, 4], **{**usual, **fields})
-
-    about = keeper.events.about
-    assert about(req(), 1, 3) == EventTokens([2, 3], None)
+    req, about = partial(request_of, [1, 2, 3, 4]), keeper.events.about
+    assert about(req(), 1, 3) == EventTokens(array("q", [2, 3]), None)
     lora_id = ADAPTER.lora_id
     mine = req(lora_id=lora_id, extra_key=lora_id)
-    assert about(mine, 0, 2) == EventTokens([1, 2], ADAPTER)
+    assert about(mine, 0, 2) == EventTokens(array("q", [1, 2]), ADAPTER)
     secrets: tuple[dict[str, Any], ...] = (
         {"cache_salt": "bob"},
         {"extra_key": "bob"},

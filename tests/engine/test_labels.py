@@ -16,7 +16,7 @@ import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.tokenizer_manager import ServerStatus
-from waiting_parts import request as in_queue
+from standins import request as in_queue
 
 from cachetree.ids import ModelId
 from cachetree.names import ModelNames

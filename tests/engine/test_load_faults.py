@@ -13,10 +13,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from permissive import made
-from request_parts import loading
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from waiting_parts import request
+from standins import loading, made, request
 
 from cachetree.clock import Deadline
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
-from engine_parts import CPU, SLOW_DEVICE, Answer, Watcher, answer, prompt
-from forked import ServerSpec
-from lora_parts import (
+from engine_parts import free_address, prompt
+from teams import (
     BASE,
     INVOCATION,
     NUM_LAYERS,
     WITH_ACTIVATED,
     Checkpoints,
+    Team,
     assert_same_answers_without_reuse,
     plain_prompt,
     questions,
+    team_of,
 )
 
 from benchmarks.random_adapters import activate
 from cachetree.ids import EMPTY_SPAN, Span
-from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 
@@ -33,55 +32,31 @@ ADAPTERS = {
 TUNED = "tuned"
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """A server for the base, one for a fine-tune, and one for the adapters."""
-
-    servers: dict[str, Server]
-    """By the model that they answer as."""
-    models: Checkpoints
-    watcher: Watcher
-
-    def ask(self, name: str, tokens: list[int], **options) -> Answer:
-        lora = {"lora_path": name} if name in ADAPTERS else {}
-        return answer(self.servers[name], tokens, **lora, **options)
-
-    def send(self, name: str, tokens: list[int]) -> None:
-        self.ask(name, tokens, max_new_tokens=1, droidspeak={"mode": "off"})
-        self.watcher.wait_for_model(tokens, self.models.model_id(name))
-
-
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("across")
-    models = Checkpoints.write(folder, ADAPTERS, TUNED)
+def team(tmp_path_factory) -> Iterator[Team]:
+    """The base, a fine-tune and the adapters, in a server each."""
+    models = Checkpoints.write(tmp_path_factory.mktemp("across"), ADAPTERS, TUNED)
     activate(models.adapters["judge"], INVOCATION)
-    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(3)]
+    addresses = [free_address() for _ in range(3)]
+    with_adapters = {"options": WITH_ACTIVATED, "adapters": models.adapters}
     specs = [
-        ServerSpec(
-            model=models.whole[TUNED if name == TUNED else BASE],
-            name=name,
-            options=WITH_ACTIVATED if adapters else CPU,
-            adapters=adapters,
-            droidspeak={
-                "listen": address,
-                "peers": [it for it in addresses if it != address],
-                "capture_layers": list(range(1, NUM_LAYERS)),
-                "gate": "none",
-                "host_gb": 0.25,
-            },
+        models.server(
+            model,
+            **more,
+            listen=address,
+            peers=[it for it in addresses if it != address],
+            capture_layers=[*range(1, NUM_LAYERS)],
+            gate="none",
+            host_gb=0.25,
         )
-        for name, adapters, address in zip(
-            (BASE, TUNED, "adapted"), ({}, {}, models.adapters), addresses, strict=True
+        for address, (model, more) in zip(
+            addresses,
+            [(BASE, {}), (TUNED, {}), (BASE, {"name": "adapted"} | with_adapters)],
+            strict=True,
         )
     ]
-    with running(*specs, folder=folder / "logs", env=SLOW_DEVICE) as (base, tuned, adapted):
-        servers = {BASE: base, TUNED: tuned} | dict.fromkeys(ADAPTERS, adapted)
-        watcher = Watcher(models.whole[BASE], addresses)
-        try:
-            yield Fleet(servers, models, watcher)
-        finally:
-            watcher.close()
+    with team_of(models, *specs) as team:
+        yield team
 
 
 CASES = [
@@ -93,30 +68,30 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
-def test_block_equals_the_oracle(fleet: Fleet, sender: str, receiver: str, block: Span) -> None:
+def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
     tokens = prompt(200, seed=700 + CASES.index((sender, receiver, block)))
-    fleet.send(sender, tokens)
-    reply = fleet.ask(receiver, tokens, droidspeak=fleet.models.controls(sender, block))
-    reply.assert_equals(fleet.models.expected(receiver, sender, tokens, block))
+    team.send(sender, tokens)
+    reply = team.ask(receiver, tokens, droidspeak=team.models.controls(sender, block))
+    reply.assert_equals(team.models.expected(receiver, sender, tokens, block))
     assert reply.provenance["outcome"] == "reused"
     assert reply.provenance["location"].startswith("tcp://")
 
 
-def test_an_adapter_reads_its_base_elsewhere_without_a_profile(fleet: Fleet) -> None:
+def test_an_adapter_reads_its_base_elsewhere_without_a_profile(team: Team) -> None:
     tokens = prompt(200, seed=800)
-    fleet.send("base", tokens)
-    reply = fleet.ask("upper", tokens)
+    team.send("base", tokens)
+    reply = team.ask("upper", tokens)
     told = reply.provenance
     assert (told["outcome"], told["exact"], told["block"]) == ("reused", True, [4, 6])
-    reply.assert_equals(fleet.models.expected("upper", "upper", tokens, EMPTY_SPAN))
+    reply.assert_equals(team.models.expected("upper", "upper", tokens, EMPTY_SPAN))
 
 
-def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(fleet: Fleet) -> None:
+def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(team: Team) -> None:
     asked = questions(seed=820)
     for it in asked.values():
-        fleet.send(BASE, it.document)
+        team.send(BASE, it.document)
     answers = assert_same_answers_without_reuse(
-        fleet.servers["judge"], fleet.models, "judge", asked, lambda _it: None
+        team.servers["judge"], team.models, "judge", asked, lambda _it: None
     )
     for case, it in answers.items():
         told = it.provenance
@@ -125,11 +100,11 @@ def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(fleet: Fl
         assert told["not_invoked"] == (case == "never")
 
 
-def test_the_base_reads_elsewhere_what_came_before_an_invocation(fleet: Fleet) -> None:
+def test_the_base_reads_elsewhere_what_came_before_an_invocation(team: Team) -> None:
     before = plain_prompt(160, 840)
-    fleet.ask("judge", [*before, *INVOCATION, *plain_prompt(20, 841)])
-    fleet.watcher.wait_for_model(before, fleet.models.model_id(BASE))
-    reply = fleet.ask(BASE, before)
+    team.ask("judge", [*before, *INVOCATION, *plain_prompt(20, 841)])
+    team.watcher.wait_for_model(before, team.models.model_id(BASE))
+    reply = team.ask(BASE, before)
     assert reply.provenance["location"].startswith("tcp://")
     assert reply.provenance["reused_tokens"] == 144
-    reply.assert_equals(fleet.models.expected(BASE, BASE, before, EMPTY_SPAN))
+    reply.assert_equals(team.models.expected(BASE, BASE, before, EMPTY_SPAN))

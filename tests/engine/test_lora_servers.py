@@ -9,19 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_parts import (
-    SLOW_DEVICE,
     answer,
     eventually,
     family_of,
+    free_address,
     load_adapter,
     oracle,
     page_hashes,
     prompt,
     whole_pages,
 )
-from forked import ServerSpec
-from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints, Team
 from sglang.srt.lora.lora_registry import LoRARef
+from teams import BASE, NUM_LAYERS, WITH_LORA, Checkpoints, Team, team_of
 
 from benchmarks.oracle import Generated
 from benchmarks.random_adapters import write_adapter
@@ -30,7 +29,6 @@ from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.fleet.servers import free_port, running
 from tools.merge import merge_folder
 
 pytestmark = pytest.mark.server
@@ -45,20 +43,18 @@ ADAPTERS = {
 
 @contextmanager
 def team_in(folder: Path, **options) -> Iterator[Team]:
-    models, address = Checkpoints.write(folder, ADAPTERS), f"tcp://127.0.0.1:{free_port()}"
-    spec = ServerSpec(
-        model=models.whole[BASE],
+    models = Checkpoints.write(folder, ADAPTERS)
+    spec = models.server(
+        BASE,
         options=WITH_LORA | options,
         adapters=models.adapters,
-        droidspeak={
-            "gate": "none",
-            "capture_layers": list(range(1, NUM_LAYERS)),
-            "host_gb": 0.25,
-            "listen": address,
-        },
+        gate="none",
+        capture_layers=[*range(1, NUM_LAYERS)],
+        host_gb=0.25,
+        listen=free_address(),
     )
-    with running(spec, folder=folder / "logs", env=SLOW_DEVICE) as (server,):
-        yield Team(server, address, models)
+    with team_of(models, spec) as team:
+        yield team
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +173,7 @@ def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Pat
         folder = write_adapter(
             tmp_path / str(seed), team.models.whole[BASE], rank=8, layers=(3, 4, 5), seed=seed
         )
-        load_adapter(team.server, "late", folder)
+        load_adapter(team.servers[BASE], "late", folder)
         merge_folder(team.models.whole[BASE], folder, tmp_path / f"merged-{seed}")
 
     def whole(seed: int) -> Generated:
@@ -185,19 +181,19 @@ def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Pat
         return oracle(merged, merged, tokens, block=EMPTY_SPAN, num_reused=192, max_new=12)
 
     load(60)
-    first = answer(team.server, tokens, lora_path="late")
+    first = answer(team.servers[BASE], tokens, lora_path="late")
     assert first.provenance["outcome"] == "no_match"
     first.assert_equals(whole(60))
-    team.server.post("/unload_lora_adapter", lora_name="late")
+    team.servers[BASE].post("/unload_lora_adapter", lora_name="late")
     load(61)
-    second = answer(team.server, tokens, lora_path="late")
+    second = answer(team.servers[BASE], tokens, lora_path="late")
     assert second.provenance["outcome"] in ("no_match", "no_profile")
     second.assert_equals(whole(61))
     # What the two have in common is found all the same: through the base.
     team.ask(BASE, tokens, max_new_tokens=1)
-    team.server.post("/unload_lora_adapter", lora_name="late")
+    team.servers[BASE].post("/unload_lora_adapter", lora_name="late")
     load(62)
-    third = answer(team.server, tokens, lora_path="late")
+    third = answer(team.servers[BASE], tokens, lora_path="late")
     assert (third.provenance["outcome"], third.provenance["block"]) == ("reused", [3, 6])
     third.assert_equals(whole(62))
 
@@ -206,8 +202,8 @@ class Reader:
     """A peer that fetches what a server has stored of its models."""
 
     def __init__(self, team: Team) -> None:
-        self._address = Location(team.address)
-        config = CacheConfig(peers=(team.address,), serves=False)
+        self._address = Location(team.addresses[0])
+        config = CacheConfig(peers=tuple(team.addresses), serves=False)
         self._cache = Cache(family_of(team.models.whole[BASE]), config)
         assert self._cache.wait_ready(20)
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from request_parts import loading
+from standins import loading
 from tree_parts import FAMILY
 
 from cachetree.cache import Cache

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 from answering import answering
-from permissive import made
+from standins import made
 from tree_parts import FAMILY
 
 from cachetree.cache import Cache

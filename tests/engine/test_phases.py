@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from request_parts import planned_as
-from waiting_parts import PAGE, PLAN
+from standins import PAGE, PLAN, planned_as
 
 from cachetree.ids import Span
 from sglang_droidspeak.request.request import IllegalTransition, Phase, Request

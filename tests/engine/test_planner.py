@@ -10,9 +10,8 @@ from unittest.mock import MagicMock
 
 import msgspec
 import pytest
-from permissive import made
+from standins import made, request, request_of
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, O, R, S, match
-from waiting_parts import request
 
 from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
@@ -85,14 +84,8 @@ def planned(
         ),
         pool=PoolIndex(MagicMock(), (), PAGE, 0, Ranks(None)),
     )
-    req = SimpleNamespace(
-        rid="r1",
-        lora_id=None,
-        extra_key=None,
-        cache_salt=None,
-        sampling_params=SimpleNamespace(custom_params={"droidspeak": controls or {}}),
-        full_untruncated_fill_ids=list(range(num_pages * PAGE + 1)),
-    )
+    req = request_of(range(num_pages * PAGE + 1))
+    req.sampling_params.custom_params = {"droidspeak": controls or {}}
     planner.asked = req
     pages = [PageHash(bytes([number] * 16)) for number in range(num_pages)]
     return planner, planner.plan(req, pages, TREE, 0)
@@ -132,12 +125,7 @@ def test_a_requests_own_target_counts() -> None:
 
 def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
     planner, _ = planned(10)
-    before, after = (
-        SimpleNamespace(
-            extra_key=None, lora_id=None, cache_salt=None, full_untruncated_fill_ids=[1, 2]
-        )
-        for _ in range(2)
-    )
+    before, after = (request_of([1, 2]) for _ in range(2))
     planner.meet(before)
     planner.put_in_service(PROFILE)
     planner.meet(after)
@@ -335,10 +323,7 @@ def test_request_follows_nobody_in_its_own_namespace() -> None:
         SimpleNamespace(remote=SimpleNamespace(reach=lambda *_: 0)), planner, models, PAGE
     )
     for lora_id, follows in ((None, False), ("x", True)):
-        leader: Any = SimpleNamespace(
-            rid="leads", lora_id=lora_id, extra_key=lora_id, cache_salt=None
-        )
-        first, second = Request(leader), Request(planner.asked)
+        first, second = Request(request("leads", lora_id)), Request(planner.asked)
         first.pages = second.pages = PAGES
         assert not followers.follow(first, Declined("no_match"), TREE)
         assert followers.follow(second, Declined("no_match"), TREE) == follows
@@ -374,7 +359,7 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
     models.owner_of = lambda req: Owner(S if req is leader else R, None, None)
     remote = SimpleNamespace(reach=lambda *_: 0)
     leaders = Followers(SimpleNamespace(remote=remote), planner, models, PAGE)
-    leader: Any = SimpleNamespace(rid="leads", lora_id="x", extra_key="x", cache_salt=None)
+    leader = request("leads", "x")
     first, second = Request(leader), Request(planner.asked)
     first.pages = second.pages = PAGES
     assert not leaders.follow(first, Declined("no_match"), TREE)

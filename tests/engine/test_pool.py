@@ -6,9 +6,8 @@ import importlib.util
 import json
 import multiprocessing
 import threading
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,12 @@ import msgspec
 import pytest
 import torch
 from engine_parts import PAGE, family_of
-from permissive import made
-from radix_parts import Named, request_of, sglang_tree
 from safetensors.torch import load_file, save_file
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from standins import Named, made, request, request_of, sglang_tree
 
 from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint import Codec, adapted, adapter_digest, read_model_identity
@@ -65,6 +63,17 @@ def pages_of(num_pages: int, seed: int = 0) -> list[PageHash]:
     return page_hashes(random_prompt(num_pages * PAGE, seed), PAGE)
 
 
+def plan_of(num_pages: int, block: Span = EMPTY_SPAN) -> Plan:
+    return Plan(
+        sender=BASE,
+        receiver=ADAPTED,
+        location=pool_of(""),
+        pages=Span(1, num_pages),
+        block=block,
+        num_layers=4,
+    )
+
+
 @dataclass
 class Shelf:
     """An index over a tree, and what SGLang's own tree would say of it."""
@@ -73,16 +82,6 @@ class Shelf:
     tree: CacheTree
     num_there: int = 100
     """Pages that SGLang has not evicted."""
-
-    def plan(self, num_pages: int, block: Span = EMPTY_SPAN) -> Plan:
-        return Plan(
-            sender=BASE,
-            receiver=ADAPTED,
-            location=pool_of(""),
-            pages=Span(1, num_pages),
-            block=block,
-            num_layers=4,
-        )
 
     def insert(self, pages: list[PageHash], num_there: int = 0, num_loaded: int = 0) -> None:
         """SGLang's tree has some of them, others of them were loaded, the rest was computed."""
@@ -117,7 +116,7 @@ def test_what_is_noted_is_found(shelf: Shelf) -> None:
     shelf.insert(pages, num_there=4)
     (match,) = shelf.tree.match(pages)
     assert (match.location, match.num_pages, match.e_pages) == (pool_of(""), 6, {2: 6})
-    found = shelf.index.lock(shelf.plan(5), pages, None, MagicMock())
+    found = shelf.index.lock(plan_of(5), pages, None, MagicMock())
     assert found.slots.tolist() == list(range(PAGE, 5 * PAGE))
 
 
@@ -125,7 +124,7 @@ def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> Non
     pages = pages_of(6)
     shelf.insert(pages)
     shelf.num_there = 3
-    assert not shelf.index.has(shelf.plan(6), pages, None, None)
+    assert not shelf.index.has(plan_of(6), pages, None, None)
     assert shelf.noted(pages) == 3
     shelf.num_there = 6
     shelf.insert(pages, num_there=3)
@@ -136,7 +135,7 @@ def test_to_look_for_e_is_no_use_of_it(shelf: Shelf, monkeypatch) -> None:
     pages = pages_of(6)
     shelf.insert(pages)
     monkeypatch.setattr(shelf.tree, "match", lambda *_: pytest.fail("it counts as a use"))
-    assert shelf.index.has(shelf.plan(6, Span(2, 4)), pages, None, None)
+    assert shelf.index.has(plan_of(6, Span(2, 4)), pages, None, None)
 
 
 def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
@@ -155,12 +154,12 @@ def test_what_is_loaded_in_place_of_what_was_evicted_has_no_e(shelf: Shelf) -> N
     pages = pages_of(6)
     shelf.insert(pages)
     assert shelf.e_pages(pages) == 6
-    recompute, copy = shelf.plan(6, Span(2, 4)), shelf.plan(6)
+    recompute, copy = plan_of(6, Span(2, 4)), plan_of(6)
     assert shelf.index.has(recompute, pages, None, None)
     shelf.insert(pages, num_there=3, num_loaded=5)
     assert shelf.e_pages(pages) == 3
     assert not shelf.index.has(recompute, pages, None, None)
-    assert shelf.index.has(shelf.plan(3, Span(2, 4)), pages, None, None)
+    assert shelf.index.has(plan_of(3, Span(2, 4)), pages, None, None)
     assert shelf.index.has(copy, pages, None, None)
     shelf.insert(pages, num_there=3)
     assert shelf.e_pages(pages) == 6
@@ -187,10 +186,10 @@ def test_nobody_loads_what_another_rank_has_not_and_all_note_it(shelf: Shelf) ->
     least = 5
     shelf.insert(pages)
     shelf.index._ranks = SimpleNamespace(least=lambda mine: asked.append(mine) or [least])  # type: ignore[assignment]
-    assert shelf.index.lock(shelf.plan(6, Span(2, 4)), pages, None, MagicMock()) is None
+    assert shelf.index.lock(plan_of(6, Span(2, 4)), pages, None, MagicMock()) is None
     assert shelf.e_pages(pages[:5]) == shelf.noted(pages) == 5
     shelf.num_there = least = 3
-    assert shelf.index.lock(shelf.plan(5), pages, None, MagicMock()) is None
+    assert shelf.index.lock(plan_of(5), pages, None, MagicMock()) is None
     assert asked == [[6], [3]]
     assert shelf.noted(pages) == 3
 
@@ -203,7 +202,7 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
     pool: Any = SimpleNamespace(
         page_size=PAGE, e_pool=SimpleNamespace(adopt=lambda *it: adopted.append(it))
     )
-    plan = shelf.plan(6)
+    plan = plan_of(6)
     source = InPool(plan, pool, lambda: shelf.index.lock(plan, pages, None, tree))  # type: ignore[arg-type]
     assert source.admit()
     assert source.adopt_e(Span(PAGE, 2 * PAGE), torch.arange(PAGE)) == has_e
@@ -220,14 +219,7 @@ def test_only_what_is_read_is_a_use_of_sglangs_tree(model: Path, core: str) -> N
     models = Models(Named(BASE), 4, lambda _folder: ADAPTED)
     insertions = Insertions(models, index, None, PAGE)  # type: ignore[arg-type]
     older, newer = (request_of(random_prompt(6 * PAGE, seed)) for seed in range(2))
-    plan = Plan(
-        sender=BASE,
-        receiver=ADAPTED,
-        location=pool_of(""),
-        pages=Span(1, 4),
-        block=Span(2, 4),
-        num_layers=4,
-    )
+    plan = plan_of(4, Span(2, 4))
 
     def insert(_tree: object, req: Any, *, up_to: int) -> None:
         tokens, start = req.full_untruncated_fill_ids[:up_to], NUM_SLOTS * (req is newer)
@@ -296,7 +288,7 @@ def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
     shelf.insert(shared)
     for seed in range(1, 8):
         shelf.insert(pages_of(8, seed))
-    assert shelf.index.lock(shelf.plan(8, Span(2, 4)), shared, None, MagicMock())
+    assert shelf.index.lock(plan_of(8, Span(2, 4)), shared, None, MagicMock())
     shelf.insert(pages_of(4, seed=9))
     assert [shelf.noted(pages_of(8, seed)) for seed in (0, 1, 7)] == [8, 0, 8]
 
@@ -385,6 +377,12 @@ def test_an_adapter_is_another_model_once_its_base_is(model: Path, tmp_path: Pat
     assert models.first_differences(None) == {models.of("a"): 0}
 
 
+def planner_over(models: Models) -> Any:
+    family = SimpleNamespace(codec=Codec.NONE)
+    cache = SimpleNamespace(family=family)
+    return made(Planner, cache=cache, models=models, activated=ActivatedAdapters(models))
+
+
 def load(models: Models, lora_id: str, folder: Path, meanwhile: Callable[[], object]) -> None:
     models.load(lora_id, folder, meanwhile)
     while models.is_reading(lora_id):
@@ -462,14 +460,6 @@ def test_an_adapter_that_two_ranks_read_differently_is_unknown(model: Path, tmp_
 
 
 @dataclass
-class FakeReq:
-    rid: str
-    lora_id: str | None = None
-    kv: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(holds_kv=False))
-    output_ids: list[int] = field(default_factory=list)
-
-
-@dataclass
 class Crowd:
     leaders: Followers
     index: PoolIndex
@@ -496,7 +486,7 @@ def crowd(shelf: Shelf) -> Crowd:
 
 def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd) -> None:
     pages, longer = pages_of(4), [*pages_of(3), *pages_of(2, seed=5)]
-    first, second, same = FakeReq("1"), FakeReq("2", "x"), FakeReq("3")
+    first, second, same = request("1"), request("2", "x"), request("3")
     assert follow(crowd.leaders, first, pages) is None
     assert follow(crowd.leaders, same, pages) is None, "its own tree will have it"
     following = follow(crowd.leaders, second, longer)
@@ -511,9 +501,9 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
     """Or until it has left the queue for good, as an aborted one does; then it is forgotten."""
     pages = pages_of(4)
     for rid in ("answers", "aborted"):
-        leader = FakeReq(rid)
+        leader = request(rid)
         follow(crowd.leaders, leader, pages)
-        following = follow(crowd.leaders, FakeReq("2", "x"), pages)
+        following = follow(crowd.leaders, request("2", "x"), pages)
         crowd.leaders.prune({rid, "2"})
         assert not following.may_be_planned()
         if rid == "answers":
@@ -523,7 +513,7 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
             leader.output_ids.append(1)
         crowd.leaders.prune({"2"})
         assert following.may_be_planned()
-        assert follow(crowd.leaders, FakeReq("3", "x"), pages) is None
+        assert follow(crowd.leaders, request("3", "x"), pages) is None
         crowd.leaders.clear()
 
 
@@ -531,17 +521,17 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of the scheduler would be longer by all that wait."""
-    pages, leader = pages_of(4), FakeReq("1")
+    pages, leader = pages_of(4), request("1")
     follow(crowd.leaders, leader, pages)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(RemoteEntries, "reach", lambda *_: pytest.fail("nobody follows"))
         crowd.leaders.prune({"1"})
-    assert follow(crowd.leaders, FakeReq("2", "x"), pages)
+    assert follow(crowd.leaders, request("2", "x"), pages)
     crowd.index.note("", BASE, pages[:3], 0, 0)
     crowd.leaders.prune({"1"})
-    assert follow(crowd.leaders, FakeReq("3", "x"), pages)
+    assert follow(crowd.leaders, request("3", "x"), pages)
     common = [*pages[:3], *pages_of(1, seed=5)]
-    assert follow(crowd.leaders, FakeReq("4", "x"), common) is None, "these are there"
+    assert follow(crowd.leaders, request("4", "x"), common) is None, "these are there"
 
 
 def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(
@@ -556,17 +546,17 @@ def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed
     leaders = replace(crowd.leaders, _planner=planner)
     for number in range(20):
         mine = [*pages_of(1 + number % 3), *pages_of(1, seed=10 + number)]
-        assert follow(leaders, FakeReq(f"{number}"), mine) is None
+        assert follow(leaders, request(f"{number}"), mine) is None
     assert not weighed, "its own tree will have it"
-    assert follow(leaders, FakeReq("other", "x"), pages_of(4)) is None
+    assert follow(leaders, request("other", "x"), pages_of(4)) is None
     assert weighed == [(4, 3, BASE, pool_of(""))]
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
 def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
-    pages, first = pages_of(4), FakeReq("1")
+    pages, first = pages_of(4), request("1")
     assert follow(crowd.leaders, first, pages, Declined(outcome)) is None
-    other = FakeReq("2", "x")
+    other = request("2", "x")
     assert follow(crowd.leaders, other, pages, Declined(outcome)) is None
     assert follow(crowd.leaders, other, pages)
 
@@ -576,10 +566,8 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
 def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: str | None) -> None:
     """Of the same tenant and adapter; and hashes that say the same to other servers."""
     key = (tenant or "") + (lora_id or "") or None  # As SGLang makes it.
-    tokens = array("q", random_prompt(4 * PAGE, 1))
-    req: Any = SimpleNamespace(
-        lora_id=lora_id, extra_key=key, cache_salt="salt", full_untruncated_fill_ids=tokens
-    )
+    tokens = random_prompt(4 * PAGE, 1)
+    req = request_of(tokens, lora_id, extra_key=key, cache_salt="salt")
     own, shared = (of(req, 4 * PAGE, PAGE) for of in (prefixes.own_pages_of, prefixes.pages_of))
     prefixes.move(req, approximate=True)
     assert req.extra_key == (tenant or "") + prefixes.APPROXIMATE + (lora_id or "")
@@ -627,13 +615,8 @@ def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as another:
         another.setattr("sglang_droidspeak.engine.asking.SECRET", "another server's")
         spec.loader.exec_module(elsewhere)
-    tokens = array("q", random_prompt(4 * PAGE, 1))
-    approximate, known, user = (
-        SimpleNamespace(
-            lora_id=None, extra_key=None, cache_salt=None, full_untruncated_fill_ids=tokens
-        )
-        for _ in range(3)
-    )
+    tokens = random_prompt(4 * PAGE, 1)
+    approximate, known, user = (request_of(tokens) for _ in range(3))
     for of, req in ((prefixes, approximate), (elsewhere, known)):
         of.move(req, approximate=True)
     user.extra_key = known.extra_key
@@ -653,13 +636,7 @@ def test_no_extra_key_of_a_user_names_an_adapters_kv(
     models.add(lora_id, write_adapter(tmp_path / "sql", model))
     if is_activated:
         models._invocations[lora_id] = tuple(prompt[17:19])
-    family = SimpleNamespace(codec=Codec.NONE)
-    planner = made(
-        Planner,
-        cache=SimpleNamespace(family=family),
-        models=models,
-        activated=ActivatedAdapters(models),
-    )
+    planner = planner_over(models)
     adapters = unsent(prompt, lora_id, tenant, None)
     planner.meet(adapters)
     namespace = f"{lora_id}@17" if is_activated else lora_id
@@ -693,13 +670,7 @@ def test_nor_where_the_users_own_adapter_is_never_invoked(model: Path, tmp_path:
     for lora_id in (sql, judge):
         models.add(lora_id, write_adapter(tmp_path / lora_id, model))
     models._invocations[judge] = (7,)
-    family = SimpleNamespace(codec=Codec.NONE)
-    planner = made(
-        Planner,
-        cache=SimpleNamespace(family=family),
-        models=models,
-        activated=ActivatedAdapters(models),
-    )
+    planner = planner_over(models)
     user = unsent([5] * 20, judge, sql, None)
     for _ in range(2):
         planner.meet(user)
@@ -718,9 +689,7 @@ def test_any_other_extra_key_stays_as_it_is() -> None:
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
 def test_a_generation_reads_no_approximate_kv_of_another(lora_id: str | None) -> None:
     """And the same exact KV, whichever of the two it looks for when it joins."""
-    reqs: list[Any] = [
-        SimpleNamespace(lora_id=lora_id, extra_key="tenant" + (lora_id or "")) for _ in range(3)
-    ]
+    reqs = [request("r", lora_id, extra_key="tenant" + (lora_id or "")) for _ in range(3)]
     prefixes.move(reqs[1], approximate=True)
     for req, generation in zip(reqs[1:], "12", strict=True):
         prefixes.join(req, generation)
@@ -742,7 +711,7 @@ def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
             most, 5 if place.startswith(prefixes.APPROXIMATE) else 3
         ),
     )
-    req: Any = SimpleNamespace(lora_id=None)
+    req = request()
     assert shelf.index.held(req, 8, None) == Held(3, 0), "none was ever loaded"
     shelf.index.has_approximate = True
     assert shelf.index.held(req, 8, None) == Held(3, 5)

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
-from waiting_parts import (
+from standins import (
     PAGE,
     PLAN,
     STEP_BYTES,

@@ -12,9 +12,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from engine_parts import PAGE, page_hashes
-from permissive import made
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
+from standins import made
 
 from cachetree.ids import ModelId, Span
 from sglang_droidspeak.adapters.models import Owner

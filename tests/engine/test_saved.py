@@ -9,22 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from permissive import made
-from request_parts import loading
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from waiting_parts import (
+from standins import (
     NUM_PAGES,
     PAGE,
     PLAN,
     Asked,
     Now,
-    keys_of,
+    loading,
     look,
+    made,
     planner_of,
     request,
     waiting_with,
 )
-from waiting_parts import loading as loading_of
 
 from cachetree.ids import Span
 from cachetree.names import ModelNames
@@ -36,10 +34,8 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.forward import BatchForward
 from sglang_droidspeak.request.meta_info import KEY
-from sglang_droidspeak.request.planner import Declined
 from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Request
-from sglang_droidspeak.store.pool import Held
 
 NUM_TOKENS, NUM_NEW = NUM_PAGES * PAGE, 16
 TOKEN_S = 0.01
@@ -172,31 +168,6 @@ def test_a_request_that_waited_in_vain_has_lost_its_wait(monkeypatch: pytest.Mon
 def test_tokens_are_counted_as_exact_or_approximate(rig: Rig) -> None:
     rig.run(rig.loading(), takes_s=0.3)
     assert rig.metrics.reused_tokens.labels("approximate")._value.get() == NUM_TOKENS
-
-
-def test_an_answer_counts_tokens_that_were_loaded_and_none_that_were_computed() -> None:
-    """The first request loads two pages of four; the second finds all four on the device."""
-    plan = replace(PLAN, pages=Span(0, 2))
-    cache, planner = Asked(), planner_of(plan=plan, patience=Patience(saving_s=1.0))
-    waiting, _ = waiting_with(cache, planner=planner)
-    first, second = request(), request("r2", prefix_len=NUM_TOKENS)
-    assert look(waiting, first)
-    loading_of(waiting, cache, first, *keys_of(first)[:2])
-    assert prefixes.num_approximate(first) == 2 * PAGE
-    cache.has = Held(0, NUM_PAGES)
-    waiting._planner.plan = lambda *_: Declined("on_device")
-    look(waiting, second)
-    waiting.admitted([second])
-    assert prefixes.num_approximate(second) == 2 * PAGE
-
-
-def test_an_exact_load_counts_none() -> None:
-    cache, planner = Asked(), planner_of(plan=OWN, patience=Patience(saving_s=1.0))
-    waiting, _ = waiting_with(cache, planner=planner)
-    req = request()
-    assert look(waiting, req)
-    loading_of(waiting, cache, req)
-    assert (prefixes.num_approximate(req), cache.loaded) == (0, [])
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
-from waiting_parts import (
+from standins import (
     NUM_PAGES,
     PAGE,
     PLAN,

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-import lora_parts
-import msgspec
 import pytest
 import requests
-import torch
 from breaking import BROKEN_BLOCK, NUM_BROKEN
 from engine_parts import (
     CPU,
@@ -21,25 +17,23 @@ from engine_parts import (
     answer,
     eventually,
     family_of,
+    free_address,
     load_adapter,
     oracle,
     page_hashes,
-    profile_of,
     prompt,
     whole_pages,
 )
-from forked import BEFORE, ServerSpec
-from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
+from forked import BEFORE
 from stalling import StallingWorker
+from teams import BASE, NUM_LAYERS, WITH_LORA, Checkpoints, Team, random_correction, team_of
 
 from benchmarks.random_adapters import write_adapter
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
-from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning import BlockQuality, write_profile
 from sglang_droidspeak.fleet import servers
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import free_port, running
 from sglang_droidspeak.start.config import at_rank
 from tools.merge import merge_folder
 
@@ -51,9 +45,7 @@ READER = "reader"
 LATE, NEVER = "late", "never"
 """Models of workers whose second rank does not send the last layer, and does not send anything."""
 NUM_STALLED = 330
-_DRAWN = torch.Generator().manual_seed(17)
-_BIAS, _MATRIX = (torch.randn(*it, 256, generator=_DRAWN) / 16 for it in ((), (256,)))
-CORRECTED, E_MAP = Span(3, 5), Correction(_BIAS, _MATRIX)
+CORRECTED, E_MAP = Span(3, 5), random_correction()
 """A block of the reader's profile, and what corrects E before it."""
 ADAPTERS = {"wide": {"rank": 8}, "upper": {"rank": 4, "layers": (4, 5), "seed": 1}}
 TP = {**CPU, "tp-size": NUM_RANKS}
@@ -64,27 +56,16 @@ ENV_OF_RANKS = {
 }
 
 
-@dataclass(frozen=True)
-class Team(lora_parts.Team):
-    """And a fine-tune that reads from it in another server."""
-
-    reader: Server
-
-    def ask(self, name: str, tokens: list[int], **options) -> Answer:
-        if name == READER:
-            return answer(self.reader, tokens, **options)
-        return super().ask(name, tokens, **options)
-
-    def is_advertised(self, tokens: list[int]) -> bool:
-        """Whether every rank offers to peers what it has of the prompt."""
-        pages = page_hashes(tokens)
-        for rank in range(NUM_RANKS):
-            peer = at_rank(self.address, rank)
-            family = family_of(self.models.whole[BASE], NUM_RANKS, rank)
-            with Cache(family, CacheConfig(peers=(peer,), serves=False)) as cache:
-                assert cache.wait_ready(20)
-                eventually(lambda: any(it.num_pages == len(pages) for it in cache.match(pages)))
-        return True
+def is_advertised(team: Team, tokens: list[int]) -> bool:
+    """Whether every rank offers to peers what it has of the prompt."""
+    pages = page_hashes(tokens)
+    for rank in range(NUM_RANKS):
+        peer = at_rank(team.addresses[0], rank)
+        family = family_of(team.models.whole[BASE], NUM_RANKS, rank)
+        with Cache(family, CacheConfig(peers=(peer,), serves=False)) as cache:
+            assert cache.wait_ready(20)
+            eventually(lambda: any(it.num_pages == len(pages) for it in cache.match(pages)))
+    return True
 
 
 @contextlib.contextmanager
@@ -106,48 +87,34 @@ def stalling(model: Path, name: str, num_unsent: int, seed: int) -> Iterator[str
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory) -> Iterator[Team]:
-    folder = tmp_path_factory.mktemp("tp")
-    models = Checkpoints.write(folder, ADAPTERS, READER)
-    base, reader = models.whole[BASE], models.whole[READER]
-    address = f"tcp://127.0.0.1:{free_port(NUM_RANKS)}"
-    profile = folder / "pair.json"
-    named = E_MAP.named(CORRECTED.start)
-    block = BlockQuality(start=CORRECTED.start, stop=CORRECTED.stop, quality=0.5, e_map=named)
-    paired = profile_of(models.identity(BASE), models.identity(READER))
-    paired = msgspec.structs.replace(paired, blocks=(*paired.blocks, block))
-    write_profile(paired, profile)
-    write_corrections(paired, {named.sha256: E_MAP}, profile)
-    with contextlib.ExitStack() as stack:
-        stalls = [
-            stack.enter_context(stalling(base, LATE, 1, seed=600)),
-            stack.enter_context(stalling(base, NEVER, NUM_LAYERS, seed=601)),
-        ]
-        server = ServerSpec(
-            model=base,
+    """A base with adapters, and a fine-tune that reads from it in another server."""
+    models = Checkpoints.write(tmp_path_factory.mktemp("tp"), ADAPTERS, READER)
+    base, address = models.whole[BASE], free_address(NUM_RANKS)
+    profile = models.profile(BASE, READER, {CORRECTED: E_MAP})
+    with (
+        stalling(base, LATE, 1, seed=600) as late,
+        stalling(base, NEVER, NUM_LAYERS, seed=601) as never,
+    ):
+        server = models.server(
+            BASE,
             options=TP | WITH_LORA | {"tp-size": NUM_RANKS},
             adapters=models.adapters,
-            droidspeak={
-                "gate": "none",
-                "capture_layers": list(range(1, NUM_LAYERS)),
-                "host_gb": 0.25,
-                "listen": address,
-            },
+            gate="none",
+            capture_layers=[*range(1, NUM_LAYERS)],
+            host_gb=0.25,
+            listen=address,
         )
-        reading = ServerSpec(
-            model=reader,
-            name=READER,
+        reader = models.server(
+            READER,
             options=TP,
-            droidspeak={
-                "gate": "none",
-                "host_gb": 0,
-                "peers": [address, *stalls],
-                "profiles": [str(profile)],
-                "fetch_deadline_s": DEADLINE_S,
-            },
+            gate="none",
+            host_gb=0,
+            peers=[address, late, never],
+            profiles=[profile],
+            fetch_deadline_s=DEADLINE_S,
         )
-        servers = running(server, reading, folder=folder / "logs", env=ENV_OF_RANKS)
-        server, reading = stack.enter_context(servers)
-        yield Team(server, address, models, reading)
+        with team_of(models, server, reader, env=ENV_OF_RANKS) as team:
+            yield team
 
 
 CASES = [
@@ -178,9 +145,9 @@ def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> No
     folder = write_adapter(
         tmp_path / "new", team.models.whole[BASE], rank=8, layers=(3, 4, 5), seed=2
     )
-    load_adapter(team.server, "new", folder)
+    load_adapter(team.servers[BASE], "new", folder)
     merge_folder(team.models.whole[BASE], folder, tmp_path / "merged")
-    reply = answer(team.server, tokens, lora_path="new")
+    reply = answer(team.servers[BASE], tokens, lora_path="new")
     assert (reply.provenance["outcome"], reply.provenance["block"]) == ("reused", [3, 6])
     reply.assert_equals(
         oracle(
@@ -197,8 +164,8 @@ def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> No
 def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
     tokens = prompt(200, seed=506)
     first = team.ask(BASE, tokens)
-    assert team.is_advertised(tokens)
-    team.server.flush()
+    assert is_advertised(team, tokens)
+    team.servers[BASE].flush()
     reply = team.ask(BASE, tokens)
     told = reply.provenance
     assert (told["outcome"], told["location"], told["exact"]) == ("own", "local", True)
@@ -209,11 +176,11 @@ def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
 def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     tokens = prompt(200, seed=504)
     team.ask(BASE, tokens, max_new_tokens=1)
-    assert team.is_advertised(tokens)
+    assert is_advertised(team, tokens)
     # The reader's own peers are told at the same time as these were.
     reply = eventually(lambda: found_by(team, tokens, Span(2, 5)))
     told = reply.provenance
-    assert told["location"] == team.address
+    assert told["location"] == team.addresses[0]
     reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
     # Half of E too: what both ranks fetch is E once, as a server with one rank fetches it.
     shard, whole = (family_of(team.models.whole[BASE], size) for size in (NUM_RANKS, 1))
@@ -225,20 +192,11 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
 def test_each_rank_corrects_e_that_all_put_together(team: Team) -> None:
     tokens = prompt(200, seed=509)
     team.ask(BASE, tokens, max_new_tokens=1)
-    assert team.is_advertised(tokens)
+    assert is_advertised(team, tokens)
     reply = eventually(lambda: found_by(team, tokens, CORRECTED))
     assert reply.provenance["e_corrected"]
-    reply.assert_equals(
-        oracle(
-            team.models.whole[READER],
-            team.models.whole[BASE],
-            tokens,
-            block=CORRECTED,
-            num_reused=whole_pages(len(tokens)),
-            max_new=12,
-            correct=lambda e: e + e @ _MATRIX + _BIAS,
-        )
-    )
+    corrected = team.models.expected(READER, BASE, tokens, CORRECTED, correction=E_MAP)
+    reply.assert_equals(corrected)
     plain = team.models.expected(READER, BASE, tokens, CORRECTED)
     assert reply.logprobs != pytest.approx(plain.logprobs, abs=2e-3), "not corrected"
 
@@ -247,9 +205,9 @@ def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team
     """None of them waits in a layer for one that will not come."""
     tokens = prompt(NUM_BROKEN + 10, seed=507)
     alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
-    team.reader.flush()
+    team.servers[READER].flush()
     team.ask(BASE, tokens, max_new_tokens=1)
-    assert team.is_advertised(tokens)
+    assert is_advertised(team, tokens)
     outcomes = ("fallback: FetchError", "reused")
     reply = eventually(lambda: found_by(team, tokens, Span(2, 5), outcomes))
     assert reply.provenance["outcome"] == "fallback: FetchError"
@@ -261,21 +219,21 @@ def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team
 def test_all_ranks_keep_approximate_kv_apart(team: Team) -> None:
     tokens = prompt(200, seed=508)
     team.ask(BASE, tokens, max_new_tokens=1)
-    assert team.is_advertised(tokens)
+    assert is_advertised(team, tokens)
     read = eventually(lambda: approximate(team, tokens))
     read.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 3)))
     for _ in range(2):
         alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
         assert alone.provenance["exact"]
         alone.assert_equals(team.models.expected(READER, READER, tokens, EMPTY_SPAN))
-    team.reader.flush()
+    team.servers[READER].flush()
 
 
 def approximate(team: Team, tokens: list[int]) -> Answer | None:
     reply = team.ask(READER, tokens)
     if not reply.provenance["exact"]:
         return reply
-    team.reader.flush()
+    team.servers[READER].flush()
     return None
 
 
@@ -283,7 +241,7 @@ def found_by(
     team: Team, tokens: list[int], block: Span, outcomes: Sequence[str] = ("reused",)
 ) -> Answer | None:
     reply = team.receive(READER, BASE, tokens, block)
-    team.reader.flush()
+    team.servers[READER].flush()
     return reply if reply.provenance["outcome"] in outcomes else None
 
 
@@ -294,7 +252,7 @@ def test_where_one_rank_lacks_its_part_all_prefill_in_full(
     """While the request waits, and after all ranks have admitted it."""
     tokens = prompt(NUM_STALLED, seed)
     alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
-    team.reader.flush()
+    team.servers[READER].flush()
     reply = team.ask(READER, tokens, droidspeak={"sender": name, "block": "1:5"})
     assert reply.provenance["outcome"].startswith("fallback: ")
     is_admitted = reply.provenance["fetched_bytes"] > 0
@@ -307,11 +265,13 @@ def test_where_one_rank_lacks_its_part_all_prefill_in_full(
 def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path) -> None:
     """The other one waits for it there; SGLang's watchdog would look at that for minutes."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
-    spec = ServerSpec(
-        model=models.whole[BASE],
+    spec = models.server(
+        BASE,
         options=TP | WITH_LORA | {"tp-size": NUM_RANKS},
         adapters=models.adapters,
-        droidspeak={"gate": "none", "capture_layers": [BROKEN_BLOCK.start], "host_gb": 0},
+        gate="none",
+        capture_layers=[BROKEN_BLOCK.start],
+        host_gb=0,
     )
     tokens = prompt(200, seed=1)
     with running(spec, folder=tmp_path / "logs", env=ENV_OF_RANKS) as (server,):

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from waiting_parts import (
+from standins import (
     PLAN,
     STEP_BYTES,
     WANTED,
     Asked,
-    loading,
+    begin_load,
     look,
     planner_of,
     planner_without,
@@ -79,7 +79,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: s
     look(waiting, req)
     (staging,) = cache.stagings
     staging.traceparent = CONTEXT
-    taken, _ = loading(waiting, cache, req)
+    taken, _ = begin_load(waiting, cache, req)
     taken.runnable_s = taken.seen_s + taken.queued_s - 1.5
     taken.load.copies_s = [(5.0, 6.0), (6.5, 7.5)]
     report.loaded(taken, (3.0, 4.0))

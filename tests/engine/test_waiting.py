@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from request_parts import planned_as
-from waiting_parts import (
+from standins import (
     METER,
     NUM_PAGES,
     PAGE,
@@ -27,13 +26,16 @@ from waiting_parts import (
     STEP_BYTES,
     STORE,
     TREE,
+    UNCOUNTED,
     WANTED,
     Asked,
     FakeMeter,
     Now,
+    Pair,
+    begin_load,
     keys_of,
-    loading,
     look,
+    planned_as,
     planner_of,
     planner_that,
     planner_without,
@@ -58,7 +60,6 @@ from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held
 
 DEADLINE_S = 0.2
-UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, **__: None)
 OPTIONAL = planner_of(patience=Patience(saving_s=SAVING_S))
 """Chosen by the server, which predicts that it saves so much."""
 WAIT_S, MARGIN_S, STEP_S = 0.12, 0.03, 0.0005
@@ -74,32 +75,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 # What it is planned with.
 
 
-def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
-    asked: list[Any] = []
-    planner = planner_that(lambda *args: asked.append(args) or Declined("no_match"))
-    waiting, told = waiting_with(Asked(), planner=planner)
-    queue = [request(f"r{i}") for i in range(3)]
-    look(waiting, queue[0])
-    look(waiting, *queue)
-    pages = reusable_pages(queue[0], PAGE)
-    assert asked == [(req, pages, TREE, num) for req, num in zip(queue, (0, 2, 2), strict=True)]
-    assert {rid: it.outcome for rid, it in told.by_rid.items()} == dict.fromkeys(
-        ("r0", "r1", "r2"), "no_match"
-    )
-
-
-def test_who_is_planned_finds_the_links_as_busy_as_those_before_make_them() -> None:
-    """Of all that come at once: each fetch is begun before the next request is planned."""
-    cache, begun = Asked(), []
-    planner = planner_of(**WANTED)
-    plan, planner.plan = planner.plan, lambda *it: begun.append(len(cache.fetched)) or plan(*it)
-    waiting, _ = waiting_with(cache, planner=planner)
-    look(waiting, *(request(f"r{i}") for i in range(3)))
-    assert begun == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("has_come", "left_s"), [(True, 1.0), (False, 0.25)])
-def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
+def test_plan_whose_first_pages_the_device_lost_is_made_anew(
     now: Now, has_come: bool, left_s: float
 ) -> None:
     """What is loaded follows on what is there. It waits no longer in all, unless its wait was over
@@ -112,7 +89,7 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
             patience=Patience(saving_s=1.0),
         )
     )
-    waiting, told = waiting_with(cache, planner=planner)
+    waiting, recorded = waiting_with(cache, planner=planner)
     assert look(waiting, req) == {"r1"}
     waiting.pass_over(["r1"])
     now.now_s += 0.75
@@ -129,7 +106,7 @@ def test_what_a_plan_stands_on_is_planned_anew_once_the_device_has_lost_it(
     assert look(waiting, req) == {"r1"}, "no more was lost"
     now.now_s += 0.25
     assert not look(waiting, req)
-    assert told.by_rid["r1"].outcome == "fallback: SlowLink"
+    assert recorded.by_rid["r1"].outcome == "fallback: SlowLink"
     cache.has = Held(0, 0)
     assert not look(waiting, req)
     assert len(cache.fetched) == 2, "who has given up is not planned again"
@@ -162,7 +139,7 @@ def waiting_in(team: Any) -> WaitingRequests:
     return waiting_with(Asked(), planner=team, followers=leaders)[0]
 
 
-def test_a_follower_waits_for_its_leader_until_that_is_gone_or_has_answered(now: Now) -> None:
+def test_follower_waits_until_its_leader_is_gone_or_has_answered(now: Now) -> None:
     """Nobody else keeps an aborted leader; and none waits longer than reading saves."""
     for end in ("aborted", "answered", "late"):
         waiting, leader, follower = waiting_in(Team()), request("leads"), request("follows", "x")
@@ -188,72 +165,14 @@ def test_a_follower_waits_for_its_leader_until_that_is_gone_or_has_answered(now:
             assert gone() is None
 
 
-@pytest.mark.parametrize("held", [Held(1, 3), Held(3, 1)])
-def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held: Held) -> None:
-    followed: list[Any] = []
-    followers = SimpleNamespace(
-        follow=lambda it, *_: followed.append(it.req), prune=lambda _waiting: None
-    )
-    planner, req = planner_without("no_match"), request()
-    waiting, _ = waiting_with(Asked(held=held), planner=planner, followers=followers)
-    look(waiting, req)
-    assert followed == ([] if (held.approximate > held.exact) else [req])
-
-
-@pytest.mark.parametrize("is_approximate", [False, True])
-def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
-    """A request that was retracted after its first tokens were sent is planned again."""
-    cache, req = Asked(), request()
-    labels = Labels(UNCOUNTED, ModelNames())
-    prefixes.move(req, approximate=is_approximate)
-    req.extend_end = 4 * PAGE
-    labels.report([req])
-    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"is_experiment": False}))
-    held = look(waiting, req)
-    assert bool(held) == prefixes.is_approximate(req) == is_approximate
-    waiting.clear()
-
-
-def test_what_was_told_to_be_exact_still_loads_exact_kv() -> None:
-    cache, req = Asked(), request()
-    Labels(UNCOUNTED, ModelNames()).report([req])
-    own = replace(PLAN, sender=PLAN.receiver)
-    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"plan": own}))
-    assert look(waiting, req)
-    loading(waiting, cache, req)
-    assert prefixes.num_approximate(req) == 0 and not prefixes.is_approximate(req)
-    assert not req.skip_radix_cache_insert, "exact KV is kept, also of an experiment"
-
-
-def test_what_was_told_to_be_exact_reads_no_approximate_kv_of_the_device() -> None:
-    req = request()
-    Labels(UNCOUNTED, ModelNames()).report([req])
-    waiting, _ = waiting_with(Asked(held=Held(1, 3)), planner=planner_without("no_match"))
-    assert not look(waiting, req)
-    assert not prefixes.is_approximate(req)
-
-
 @pytest.mark.parametrize("found", [planned_as(PLAN), Declined("no_match")])
-def test_what_was_told_to_be_exact_waits_for_nobody_whom_it_may_not_read(found: Any) -> None:
+def test_request_that_stays_exact_waits_for_no_leader_of_another_model(found: Any) -> None:
     team: Any = Team()
     waiting = waiting_in(team)
     leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
     Labels(UNCOUNTED, ModelNames()).report([exact])
     team.plan = lambda req, *_: found if req is exact else Declined("no_match")
     assert look(waiting, leader, exact, other) == {"other"}
-
-
-@pytest.mark.parametrize("outcome", ["off", "no_match"])
-def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing(outcome: str) -> None:
-    """Not by a plan, nor what earlier reuse has left on the device."""
-    req = request()
-    Labels(UNCOUNTED, ModelNames()).report([req])
-    planned = planner_of(**WANTED | {"is_experiment": False})
-    planner = planned if outcome == "off" else planner_without(outcome)
-    waiting, told = waiting_with(Asked(held=Held(1, 3)), planner=planner)
-    assert not look(waiting, req)
-    assert told.by_rid["r1"].outcome == outcome
-    assert not prefixes.is_approximate(req)
 
 
 # What a store that does not advertise is asked for.
@@ -266,7 +185,7 @@ def asks(req: Any, cache: Asked, **parts: Any) -> bool:
     return look(waiting, req) == {"r1"} and not cache.fetched
 
 
-def test_a_store_is_asked_for_what_the_device_lacks_where_that_is_enough() -> None:
+def test_store_is_asked_if_the_device_lacks_enough_pages() -> None:
     for num_held, is_enough in ((0, True), (2, True), (3, False)):
         req, cache = request(), Asked(held=Held(num_held, 0))
         assert asks(req, cache) == is_enough
@@ -274,7 +193,7 @@ def test_a_store_is_asked_for_what_the_device_lacks_where_that_is_enough() -> No
         assert cache.where[0] == ("r1", NUM_PAGES, TREE)
 
 
-def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
+def test_request_that_may_reuse_nothing_asks_no_store() -> None:
     assert not asks(request(), Asked(), server=server_with())
     assert not asks(request(), Asked(), custom_params={"droidspeak": {"mode": "off"}})
     assert asks(request(), Asked(), custom_params={"droidspeak": {"mode": "auto"}})
@@ -288,7 +207,7 @@ def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
     assert not cache.searched
 
 
-def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
+def test_request_plans_without_a_store_that_raises() -> None:
     class Broken(Asked):
         def search(self, pages: Any) -> list[Any]:
             raise OSError("a test")
@@ -299,7 +218,9 @@ def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("full_s", [0.5, None])
-def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: float | None) -> None:
+def test_request_waits_for_a_store_as_long_as_a_prefill_takes(
+    now: Now, full_s: float | None
+) -> None:
     cache, req, asked = Asked(now, held=Held(1, 0)), request(), []
     prefill = SimpleNamespace(
         knows=lambda num_tokens: asked.append(num_tokens) or full_s is not None,
@@ -318,7 +239,7 @@ def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: fl
     assert look(waiting, req) and cache.fetched
 
 
-def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
+def test_wait_for_a_store_uses_up_the_wait_for_a_fetch(now: Now) -> None:
     waiting, _ = waiting_with(Asked(now), server=STORE, planner=OPTIONAL, meter=METER)
     req = request()
     assert look(waiting, req) == {req.rid}
@@ -330,7 +251,7 @@ def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
 # How long it waits.
 
 
-def test_a_fetch_has_one_deadline_from_its_requests_first_sight() -> None:
+def test_fetch_deadline_counts_from_the_first_sight_of_its_request() -> None:
     cache, req = Asked(time.monotonic), request()
     waiting, _ = waiting_with(cache, server=server_with(fetch_deadline_s=DEADLINE_S))
     before_s = time.monotonic()
@@ -340,26 +261,26 @@ def test_a_fetch_has_one_deadline_from_its_requests_first_sight() -> None:
     assert before_s < staging.deadline.at_s - DEADLINE_S < time.monotonic()
 
 
-def test_a_request_given_up_because_its_peer_is_gone_says_since_when(now: Now) -> None:
+def test_request_without_its_peer_says_since_when_the_peer_is_gone(now: Now) -> None:
     cache, req = Asked(now), request()
-    waiting, told = waiting_with(cache, planner=OPTIONAL)
+    waiting, recorded = waiting_with(cache, planner=OPTIONAL)
     assert look(waiting, req) == {req.rid}
     waiting.pass_over([req.rid])
     now.now_s += 2 * SAVING_S
     since = "the peer is unreachable since 14:52:15: Connection reset by peer"
     cache.peers = (Source(address=PLAN.location, state="connecting", reason=since),)
     assert not look(waiting, req)
-    ((_, note),) = told.notes
+    ((_, note),) = recorded.notes
     assert (note.outcome, note.detail) == ("fallback: FetchError", f"{PLAN.location}: {since}")
 
 
 @pytest.mark.parametrize(("location", "is_fetched"), [(PLAN.location, True), (LOCAL, False)])
-def test_how_late_the_end_of_a_fetch_is_seen_is_told_once(
+def test_delay_until_a_fetch_is_seen_to_end_is_noted_once(
     location: Location, is_fetched: bool
 ) -> None:
     """Not of what lies in this server's own memory."""
-    cache, req, told = Asked(), request(), []
-    meter: Any = SimpleNamespace(recompute=None, noticed=told.append)
+    cache, req, delays_s = Asked(), request(), []
+    meter: Any = SimpleNamespace(recompute=None, noticed=delays_s.append)
     planner = planner_of(
         plan=replace(PLAN, location=location), patience=Patience(saving_s=math.inf)
     )
@@ -367,32 +288,18 @@ def test_how_late_the_end_of_a_fetch_is_seen_is_told_once(
     assert look(waiting, req) == {req.rid}
     (staging,) = cache.stagings
     cache.land()
-    assert not told
+    assert not delays_s
     for _ in range(2):
         assert not look(waiting, req)
-        assert len(told) == is_fetched
-    for late_s in told:
+        assert len(delays_s) == is_fetched
+    for late_s in delays_s:
         assert 0 <= late_s <= time.monotonic() - staging.completed_s
-
-
-def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
-    cache, req, asked = Asked(held=Held(2, 0)), request(), []
-    demand: Any = object()
-    planner = planner_of(patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=demand))
-    planner.still_saves = lambda *args: asked.append(args) or True
-    waiting, _ = waiting_with(cache, planner=planner)
-    assert look(waiting, req) == {req.rid}
-    assert not asked, "nothing has come"
-    cache.land()
-    assert not look(waiting, req)
-    assert cache.where == [("r1", NUM_PAGES, TREE)]
-    assert asked == [(PLAN, demand, Held(2, 0))]
 
 
 def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any, Any]:
     """A request of whose 120 bytes so many have come in so many seconds, in its turn at once."""
     cache, req = Asked(now, held=Held(1, 0)), request()
-    waiting, told = waiting_with(cache, **parts)
+    waiting, recorded = waiting_with(cache, **parts)
     look(waiting, req)
     waiting.pass_over(["r1"])
     now.now_s += seconds
@@ -402,12 +309,12 @@ def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any,
         num_bytes -= part
         if part:
             staging.land(step, part)
-    return waiting, (req, told)
+    return waiting, (req, recorded)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.7])
 @pytest.mark.parametrize(("most_s", "is_held"), [(0.91, True), (0.89, False)])
-def test_the_rest_is_expected_at_the_rate_so_far(
+def test_missing_bytes_are_expected_at_the_rate_so_far(
     now: Now, most_s: float, is_held: bool, wait_s: float
 ) -> None:
     """60 of 120 bytes in 0.45 s: the rest takes as long, and all of it must come in time."""
@@ -415,29 +322,27 @@ def test_the_rest_is_expected_at_the_rate_so_far(
     patience = Patience(saving_s=most_s - wait_s, wait_s=wait_s, link=link)
     planner = planner_of(**WANTED | {"patience": patience})
     meter = FakeMeter(recompute=PrefillCost(token_s=1e-9, context_s=0.0))
-    waiting, (req, told) = landed(now, 60, 0.45, planner=planner, meter=meter)
+    waiting, (req, recorded) = landed(now, 60, 0.45, planner=planner, meter=meter)
     assert bool(look(waiting, req)) == is_held
     if not is_held:
-        assert told.by_rid["r1"].outcome == "fallback: SlowLink"
+        assert recorded.by_rid["r1"].outcome == "fallback: SlowLink"
 
 
-def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> None:
+def test_fetch_that_is_too_slow_is_given_up_once_its_request_could_run(now: Now) -> None:
     cache, req = Asked(now), request()
     planner = planner_of(patience=Patience(saving_s=10.0))
-    waiting, told = waiting_with(cache, planner=planner, meter=METER)
+    waiting, recorded = waiting_with(cache, planner=planner, meter=METER)
     assert look(waiting, req) == {req.rid}
     cache.stagings[0].land(PLAN.steps[0], 1)  # One of 120 bytes.
     now.now_s += 0.25
     assert look(waiting, req) == {req.rid}, "it waits its turn"
     waiting.pass_over([req.rid])
     assert not look(waiting, req)
-    assert [it.outcome for _, it in told.notes] == ["fallback: SlowLink"]
+    assert [it.outcome for _, it in recorded.notes] == ["fallback: SlowLink"]
 
 
 @pytest.mark.parametrize(("token_s", "is_held"), [(9.7e-3, True), (1.0e-2, False)])
-def test_the_rest_may_come_while_the_plans_tokens_are_recomputed(
-    now: Now, token_s: float, is_held: bool
-) -> None:
+def test_missing_kv_may_come_during_the_recompute(now: Now, token_s: float, is_held: bool) -> None:
     """One layer of 48 tokens. E has come, and the rest takes 0.4725 s."""
     plan = replace(PLAN, pages=Span(1, 4))
     planner = planner_of(**WANTED | {"plan": plan})
@@ -475,7 +380,7 @@ def held_for(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_a_fetch_is_given_up_when_it_is_later_than_what_it_saves(now: Now, share: float) -> None:
+def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now: Now, share: float) -> None:
     """It stalls at a share of its bytes: on time it is waited for, however long that takes."""
     waited_s, has_come = held_for(now, lambda after_s: min(after_s / WAIT_S, share))
     assert has_come == (share == 1.0)
@@ -486,7 +391,7 @@ def test_a_fetch_is_given_up_when_it_is_later_than_what_it_saves(now: Now, share
 @pytest.mark.parametrize("times", [1.0, 20.0])
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.99, 1.0])
 @pytest.mark.parametrize("slower", [0.5, 1.0, 1.1, 1.2, 1.4, 3.0, 50.0])
-def test_however_its_bytes_come_it_is_answered_within_twice_a_full_prefill(
+def test_no_fetch_makes_an_answer_later_than_two_full_prefills(
     now: Now, slower: float, share: float, times: float
 ) -> None:
     """What reuse saves without its wait is less than one: so long it waits, and then takes one."""
@@ -495,14 +400,14 @@ def test_however_its_bytes_come_it_is_answered_within_twice_a_full_prefill(
     assert has_come == (share == 1.0 and slower <= 1.2)
 
 
-def test_a_rate_that_is_too_low_is_seen_long_before(now: Now) -> None:
+def test_low_rate_of_a_long_fetch_is_seen_early(now: Now) -> None:
     """Of 2.4 seconds that it was to take, and takes three times as long."""
     waited_s, has_come = held_for(now, lambda it: it / WAIT_S / 3, MARGIN_S, times=20)
     assert not has_come
     assert 20 * waited_s == pytest.approx(0.2, abs=0.05)
 
 
-def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_gives_up_logs_the_cause(now: Now, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     planner = planner_of(**WANTED | {"patience": Patience(saving_s=0.25)})
     waiting, (req, _) = landed(now, 0, 0.5, planner=planner)
@@ -524,7 +429,7 @@ def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixt
 # What it loads.
 
 
-def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
+def test_plan_that_loads_nothing_is_ready_at_once() -> None:
     """All layers are computed anew: from the receiver's own embeddings, with no E."""
     planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience=Patience(saving_s=0.0))
     req = request()
@@ -534,7 +439,7 @@ def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
     assert waiting.take(req.rid, keys, torch.arange(4 * PAGE))
 
 
-def test_what_the_pool_has_is_locked_when_it_is_taken() -> None:
+def test_pages_of_the_pool_are_locked_when_they_are_taken() -> None:
     """By the plan, for the request, in the tree of that moment."""
     cache, req, locked = Asked(), request(), []
     plan = replace(PLAN, location=Location("pool:x"))
@@ -544,15 +449,26 @@ def test_what_the_pool_has_is_locked_when_it_is_taken() -> None:
     )
     waiting, _ = waiting_with(cache, pool=pool, planner=planner_of(**WANTED | {"plan": plan}))
     assert not look(waiting, req)
-    loading(waiting, cache, req)
+    begin_load(waiting, cache, req)
     assert locked == [(plan, reusable_pages(req, PAGE), req, TREE)]
 
 
-def test_approximate_pages_that_were_loaded_are_noted_and_count_for_whoever_finds_them() -> None:
+def test_request_that_stays_exact_loads_exact_kv() -> None:
+    cache, req = Asked(), request()
+    Labels(UNCOUNTED, ModelNames()).report([req])
+    own = replace(PLAN, sender=PLAN.receiver)
+    waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"plan": own}))
+    assert look(waiting, req)
+    begin_load(waiting, cache, req)
+    assert prefixes.num_approximate(req) == 0 and not prefixes.is_approximate(req)
+    assert not req.skip_radix_cache_insert, "exact KV is kept, also of an experiment"
+
+
+def test_loaded_approximate_pages_count_for_the_next_request() -> None:
     cache, first, second = Asked(held=Held(0, 3)), request("first"), request("second")
     waiting, _ = waiting_with(cache, planner=planner_of(**WANTED | {"is_experiment": False}))
     look(waiting, first)
-    loading(waiting, cache, first)
+    begin_load(waiting, cache, first)
     assert cache.loaded == reusable_pages(first, PAGE)
     assert prefixes.num_approximate(first) == len(cache.loaded) * PAGE
     waiting, _ = waiting_with(cache, planner=planner_without("no_match"))
@@ -562,28 +478,17 @@ def test_approximate_pages_that_were_loaded_are_noted_and_count_for_whoever_find
     assert prefixes.num_approximate(second) == 3 * PAGE
 
 
-@pytest.mark.parametrize("waited_s", [3.0, 12.0])
-def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: float) -> None:
+def test_taken_request_knows_how_long_its_planning_took(now: Now) -> None:
     def plan(*_: Any) -> Planned:
         now.now_s += 0.5
-        return Planned(
-            plan=PLAN, **WANTED | {"patience": Patience(saving_s=10.0), "is_experiment": False}
-        )
+        return planned_as(PLAN)
 
     cache, req = Asked(now), request()
     waiting, _ = waiting_with(cache, planner=planner_that(plan))
     assert look(waiting, req) == {"r1"}
     now.now_s += 1.0
-    waiting.pass_over(["r1"])
-    now.now_s += waited_s
-    taken, slots = loading(waiting, cache, req, *keys_of(req)[1:])
-    load = taken.load
-    assert (taken.req, load.plan, load.at) == (req, PLAN, Span(PAGE, 4 * PAGE))
-    assert load.slots is slots
-    assert taken.match_s == pytest.approx(0.5)
-    assert taken.queued_s == pytest.approx(1.5 + waited_s)
-    assert load.patience_s == pytest.approx(max(0.0, 10.0 - waited_s))
-    assert not waiting.has_source("r1")
+    taken, _ = begin_load(waiting, cache, req)
+    assert (taken.match_s, taken.queued_s) == (pytest.approx(0.5), pytest.approx(1.5))
 
 
 @pytest.mark.parametrize(
@@ -597,7 +502,7 @@ def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: floa
         (9, True, 0),
     ],
 )
-def test_beside_who_decodes_no_more_is_loaded_than_a_step_recomputes(
+def test_load_beside_decoding_is_at_most_one_step(
     share: float, is_decoding: bool, num_pages: int
 ) -> None:
     """A step has 56 tokens, three and a half pages: one of these is for the request's own."""
@@ -622,79 +527,7 @@ def test_beside_who_decodes_no_more_is_loaded_than_a_step_recomputes(
 # Ranks.
 
 
-class Pair:
-    """Two ranks in one thread: the second hears what the first has shared, by its bytes."""
-
-    def __init__(self) -> None:
-        self._shared: list[bytes] = []
-
-    def rank(self, number: int) -> Any:
-        return SimpleNamespace(
-            is_first=not number, rank=number, least=lambda values: values, share=self._share(number)
-        )
-
-    def _share(self, number: int) -> Any:
-        def share(value: Any, kind: Any) -> Any:
-            if number:
-                return msgspec.msgpack.decode(self._shared.pop(0), type=kind)
-            self._shared.append(msgspec.msgpack.encode(value))
-            return value
-
-        return share
-
-
-def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
-    """The first thinks again for all of them."""
-    told: list[Any] = []
-    ranks = SimpleNamespace(
-        is_first=True, rank=0, share=lambda it, _kind: told.append(it) or it, least=lambda it: it
-    )
-    planner = planner_of(
-        patience=Patience(saving_s=1e3), considered=SimpleNamespace(demand=object())
-    )
-    waiting, _ = waiting_with(Asked(), planner=planner, ranks=ranks)
-    req = request()
-    look(waiting, req)
-    (((rid, _, planned, _),),) = told
-    assert (rid, planned.plan, planned.demand) == (req.rid, PLAN, None)
-
-
-def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
-    pair, reqs, caches = Pair(), [request("r1"), request("r1")], [Asked(), Asked()]
-    planned = WANTED | {"is_experiment": False, "patience": Patience(saving_s=7.0)}
-    planners: list[Any] = [
-        planner_of(**planned),
-        planner_that(None),  # type: ignore[arg-type]
-    ]
-    both = [
-        waiting_with(cache, planner=planner, ranks=pair.rank(number))
-        for number, (cache, planner) in enumerate(zip(caches, planners, strict=True))
-    ]
-    for (waiting, _), req in zip(both, reqs, strict=True):
-        assert look(waiting, req) == {"r1"}
-    theirs = replace(PLAN, location=Location("tcp://127.0.0.1:2"))
-    assert [cache.fetched[0][0] for cache in caches] == [PLAN, theirs]
-    assert caches[1].fetched[0][1] == reusable_pages(reqs[1], PAGE)
-    assert prefixes.is_approximate(reqs[1])
-    assert [waiting.step_tokens("r1", 8) for waiting, _ in both] == [4, 4]
-    for (waiting, _), cache, req in zip(both, caches, reqs, strict=True):
-        taken, _ = loading(waiting, cache, req)
-        assert taken.load.patience_s == 7.0
-    assert not reqs[1].skip_radix_cache_insert
-
-
-def test_a_rank_keeps_an_experiment_to_itself_as_the_first_one_does() -> None:
-    pair, reqs = Pair(), [request("r1"), request("r1")]
-    for number, req in enumerate(reqs):
-        cache = Asked()
-        waiting, _ = waiting_with(cache, ranks=pair.rank(number))
-        look(waiting, req)
-        assert not prefixes.is_approximate(req)
-        loading(waiting, cache, req)
-        assert req.skip_radix_cache_insert
-
-
-def test_where_the_first_rank_cannot_begin_all_prefill_in_full() -> None:
+def test_failure_of_the_first_rank_settles_all_ranks() -> None:
     """The others have begun, and hear that it is settled there."""
     pair, caches = Pair(), [Asked(), Asked()]
     caches[0].fetch = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
@@ -703,57 +536,14 @@ def test_where_the_first_rank_cannot_begin_all_prefill_in_full() -> None:
     ):
         ranks = pair.rank(caches.index(cache))
         ranks.least = lambda mine, least=least: [min(it, least) for it in mine]
-        waiting, told = waiting_with(cache, ranks=ranks)
+        waiting, recorded = waiting_with(cache, ranks=ranks)
         assert not look(waiting, request())
-        assert told.by_rid["r1"].outcome == outcome
+        assert recorded.by_rid["r1"].outcome == outcome
         assert cache.memory.lent_bytes == 0
 
 
-def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
-    pair, reqs = Pair(), [request("r1"), request("r1")]
-    for number, req in enumerate(reqs):
-        cache = Asked(held=None if number else Held(1, 3))
-        planner = planner_without("no_match")
-        waiting, _ = waiting_with(cache, planner=planner, ranks=pair.rank(number))
-        assert not look(waiting, req)
-        assert prefixes.is_approximate(req)
-        assert not cache.fetched
-
-
-def test_ranks_look_in_the_same_place_for_one_that_waits_for_another() -> None:
-    """It was retracted, and had read approximate KV. SGLang may sort and touch it by its place."""
-    pair = Pair()
-    planner = planner_without("no_profile")
-    followers = SimpleNamespace(follow=lambda *_: True, prune=lambda _waiting: None)
-    for number in range(2):
-        req = request()
-        prefixes.move(req, approximate=True)
-        waiting, _ = waiting_with(
-            Asked(held=Held(3, 1)), planner=planner, followers=followers, ranks=pair.rank(number)
-        )
-        assert look(waiting, req) == {"r1"}
-        assert not prefixes.is_approximate(req)
-
-
-def test_ranks_know_alike_that_the_device_has_still_what_a_request_counts_on() -> None:
-    """Seen anew on one of them alone, it would wait there for what the others do not tell."""
-    demand: Any = SimpleNamespace(first_page=2, first_approximate=None)
-    considered: Any = SimpleNamespace(demand=demand)
-    pair, plans = Pair(), [Declined("too_short", considered=considered)]
-    for number in range(2):
-        cache, req = Asked(), request()
-        cache.held = lambda req, num_pages, _tree: Held(  # type: ignore[method-assign]
-            min(num_pages, len(req.full_untruncated_fill_ids) // PAGE), 0
-        )
-        planner = planner_that(lambda *_: plans.pop())
-        waiting, told = waiting_with(cache, planner=planner, ranks=pair.rank(number))
-        assert [look(waiting, req) for _step in range(3)] == 3 * [set()]
-        assert {it.outcome for it in told.by_rid.values()} == (set() if number else {"too_short"})
-    assert not pair._shared
-
-
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_ranks_of_which_one_has_no_memory_read_in_the_same_place(lacking: int) -> None:
+def test_ranks_read_one_namespace_if_one_has_no_memory(lacking: int) -> None:
     """Beyond the next in the queue nobody looks again where the others have more."""
     pair, arrivals, places = Pair(), [], []
     for number in range(2):
@@ -780,7 +570,8 @@ def test_only_the_first_rank_asks_a_store() -> None:
         cache, req = Asked(), request()
         req.sampling_params.custom_params = None
         pair = Pair()
-        pair._shared.append(msgspec.msgpack.encode([]))
+        pair.shared.append(msgspec.msgpack.encode([]))
+        pair.least.append([])
         waiting, _ = waiting_with(cache, server=STORE, meter=METER, ranks=pair.rank(number))
         look(waiting, req)
         assert len(cache.searched) == (not number)

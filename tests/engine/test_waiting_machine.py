@@ -1,4 +1,7 @@
-"""Requests in the queue against a slow model of them: hypothesis chooses what happens."""
+"""Requests in the queues of two ranks against a slow model: hypothesis chooses what happens.
+
+The second rank has the same resources and no planner: it only follows the first.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -13,13 +17,16 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from waiting_parts import (
+from standins import (
     NUM_PAGES,
     PAGE,
     PLAN,
     STEP_BYTES,
+    TREE,
+    UNCOUNTED,
     Asked,
     Now,
+    Pair,
     counting_on,
     keys_of,
     look,
@@ -30,19 +37,24 @@ from waiting_parts import (
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
-from cachetree.ids import Span
+from cachetree.ids import Location, Span
+from cachetree.names import ModelNames
 from cachetree.planning import Patience
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.request.arrivals import NUM_NEXT
 from sglang_droidspeak.request.planner import Declined, Planned
+from sglang_droidspeak.request.report import Labels
 from sglang_droidspeak.request.request import Phase
+from sglang_droidspeak.start.config import at_rank
 from sglang_droidspeak.store.pool import Held
 
 PLANNED: Final = ("approximate", "experiment", "exact", "exact experiment", "optional")
-KINDS: Final = (*PLANNED, "no_match", "off", "too_short", "on_device", "session", "error")
-"""What is found for a request: a plan, or why there is none."""
+KINDS: Final = (
+    *(*PLANNED, "no_match", "follows", "off", "too_short", "on_device", "session", "error"),
+)
+"""What the planner chooses for a request: a plan, or why there is none."""
 DEADLINE_S, SAVING_S = 10.0, 2.0
 NUM_BYTES: Final = len(PLAN.steps) * STEP_BYTES
 PAGES: Final[list[Any]] = []
@@ -62,7 +74,7 @@ def _pages() -> None:
 
 
 class Limited(Asked):
-    """Has memory for so many fetches at once, which end in time by this clock."""
+    """A cache with memory for so many fetches at once, which end in time by this clock."""
 
     room = 3
     num_asked = 0
@@ -76,10 +88,11 @@ class Limited(Asked):
         )
 
 
-def found_for(req: Any, has: Held) -> Planned | Declined:
-    if req.kind in ("too_short", "no_match"):
+def choice_for(req: Any, has: Held) -> Planned | Declined:
+    if req.kind in ("too_short", "no_match", "follows"):
         considered = counting_on(has.exact, has.approximate)
-        return Declined(req.kind, "in words", considered=considered)
+        outcome = "no_match" if req.kind == "follows" else req.kind
+        return Declined(outcome, "in words", considered=considered)
     if req.kind not in PLANNED:
         return Declined(req.kind)
     start = min(has.exact, NUM_PAGES - 1)
@@ -96,9 +109,20 @@ def found_for(req: Any, has: Held) -> Planned | Declined:
     )
 
 
+class Rank:
+    """The waiting requests of one rank, and its resources."""
+
+    def __init__(self, now: Now, number: int, **parts: Any) -> None:
+        self.cache = Limited(now)
+        self.cache.has_approximate = True
+        self.waiting, self.recorded = waiting_with(self.cache, **parts)
+        self.queue: list[Any] = []
+        self.location = Location(at_rank(PLAN.location, number))
+
+
 @dataclass(eq=False)
 class Fetch:
-    """One that was begun, and what has become of it."""
+    """A fetch and its end."""
 
     plan: Plan
     begun_s: float
@@ -128,7 +152,7 @@ class Entry:
 
 
 class Model:
-    """What is to become of each request."""
+    """Phases of requests, written as simply as possible."""
 
     def __init__(self, now: Now) -> None:
         self.now, self.has, self.room, self.pays = now, Held(2, 3), 3, True
@@ -138,7 +162,11 @@ class Model:
         """Times that memory for one was asked for."""
         self.notes: list[tuple[str, str, str | None, float]] = []
         self.approximate: set[str] = set()
-        """Who reads approximate KV."""
+        """Requests that read approximate KV."""
+        self.loaded: set[int] = set()
+        """Numbers of pages that were loaded as approximate KV."""
+        self.begun: list[int] = []
+        """Number of fetches that had begun when each plan was made."""
 
     def look(self, queue: list[Any]) -> set[str]:
         self.see_anew([self.entries[it.rid] for it in queue if it.rid in self.entries])
@@ -168,8 +196,8 @@ class Model:
             if entry.phase in (Phase.FETCHING, Phase.READY):
                 self.read(entry, entry.req.kind in ("approximate", "optional"))
             elif outcome or entry in seen or entry in without[:NUM_NEXT]:
-                self.read(entry, self.is_longer)
-        return {it.req.rid for it in entries if it.phase is Phase.FETCHING}
+                self.read(entry, self.is_longer(entry))
+        return {it.req.rid for it in entries if it.phase in (Phase.SEEN, Phase.FETCHING)}
 
     def see_anew(self, known: list[Entry]) -> None:
         for entry in [it for it in known if it.num_there][:NUM_NEXT]:
@@ -187,16 +215,23 @@ class Model:
         return entry
 
     def decide(self, entry: Entry) -> None:
-        found = found_for(entry.req, self.has)
-        if isinstance(found, Planned):
-            entry.phase, entry.plan = Phase.PLANNED, found.plan
+        req, choice = entry.req, choice_for(entry.req, self.has)
+        if req.kind != "session":
+            self.begun.append(len(self.fetches))
+        if isinstance(choice, Planned) and req.was_told and "exact" not in req.kind.split():
+            choice = Declined("off")
+        if isinstance(choice, Planned):
+            entry.phase, entry.plan = Phase.PLANNED, choice.plan
             self.begin(entry)
             return
+        is_near = choice.outcome in ("no_match", "too_short", "on_device")
+        self.read(entry, is_near and self.is_longer(entry))
+        if req.kind == "follows" and req.rid not in self.approximate:
+            return
         entry.settle()
-        self.notes.append((entry.req.rid, found.outcome, found.detail or None, 0.0))
-        is_approximate = found.outcome in ("no_match", "too_short", "on_device") and self.is_longer
-        self.read(entry, is_approximate)
-        if found.outcome == "too_short":
+        self.notes.append((req.rid, choice.outcome, choice.detail or None, 0.0))
+        if choice.outcome == "too_short":
+            is_approximate = req.rid in self.approximate
             entry.num_there = self.has.approximate if is_approximate else self.has.exact
 
     def begin(self, entry: Entry) -> bool:
@@ -210,21 +245,29 @@ class Model:
         return True
 
     def outcome_of(self, entry: Entry) -> str:
-        """Why it is given up, if it is."""
-        it = entry.fetch
-        if it is None:
+        """Cause that it is given up for, if any."""
+        fetch = entry.fetch
+        if fetch is None:
             return ""
-        if it.num_landed == NUM_BYTES:
+        if fetch.num_landed == NUM_BYTES:
             entry.phase = Phase.READY
             return ""
-        if it.has_failed:
+        if fetch.has_failed:
             return "fallback: FetchError"
-        if self.now() >= it.begun_s + DEADLINE_S:
-            it.is_late = True
+        if self.now() >= fetch.begun_s + DEADLINE_S:
+            fetch.is_late = True
             return "fallback: DeadlineExceeded"
-        waited_s = 0.0 if entry.runnable_s is None else self.now() - entry.runnable_s
         most_s = math.inf if entry.req.kind == "optional" else entry.req.saving_s
-        return "fallback: SlowLink" if waited_s > most_s else ""
+        return "fallback: SlowLink" if self.waited_s(entry) > most_s else ""
+
+    def waited_s(self, entry: Entry) -> float:
+        return 0.0 if entry.runnable_s is None else self.now() - entry.runnable_s
+
+    def num_approximate(self, entry: Entry, num_read: int) -> int:
+        """Tokens of the first pages that are approximate on the device."""
+        if entry.req.rid not in self.approximate:
+            return 0
+        return PAGE * sum(it in self.loaded for it in range(num_read))
 
     def give_up(self, entry: Entry, outcome: str) -> None:
         queued_ms = round(1000 * (self.now() - entry.seen_s), 3)
@@ -234,10 +277,9 @@ class Model:
     def read(self, entry: Entry, is_approximate: bool) -> None:
         (self.approximate.add if is_approximate else self.approximate.discard)(entry.req.rid)
 
-    @property
-    def is_longer(self) -> bool:
-        """Whether the device has more approximate KV than exact."""
-        return self.has.approximate > self.has.exact
+    def is_longer(self, entry: Entry) -> bool:
+        """Whether a request that may read approximate KV finds more of it than of exact KV."""
+        return not entry.req.was_told and self.has.approximate > self.has.exact
 
 
 def event(function: Callable[..., None]) -> Callable[..., None]:
@@ -258,38 +300,62 @@ helds = st.builds(Held, st.integers(0, NUM_PAGES), st.integers(0, NUM_PAGES))
 
 
 class WaitingMachine(RuleBasedStateMachine):
-    """SGLang's scheduler, its device and the network, with both."""
+    """SGLang's scheduler, its device and the network, with the ranks and the model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.now = Now(self.patch)
-        self.model, self.cache = Model(self.now), Limited(self.now)
-        self.cache.has, self.cache.has_approximate = self.model.has, True
-        planner = planner_that(lambda req, *_: self.found_for(req))
-        planner.still_saves = lambda plan, demand, has: self.model.pays
-        self.waiting, self.told = waiting_with(self.cache, planner=planner)
-        self.queue: list[Any] = []
+        self.model, pair = Model(self.now), Pair()
+        planner = planner_that(self.plan)
+        planner.still_saves = self.still_saves
+        followers = SimpleNamespace(
+            follow=lambda it, *_: it.req.kind == "follows",
+            prune=lambda _waiting: None,
+            clear=lambda: None,
+        )
+        self.ranks = [
+            Rank(self.now, number, planner=it, followers=followers, ranks=pair.rank(number))
+            for number, it in enumerate((planner, planner_that(None)))  # type: ignore[arg-type]
+        ]
+        self.cache = self.ranks[0].cache
+        self.begun: list[int] = []
+        self.hold_pages(self.model.has)
         self.num_rids, self.is_quiet = 0, False
 
-    def found_for(self, req: Any) -> Planned | Declined:
-        if req.kind in ("error", "session"):
-            raise RuntimeError("a test: not to be planned, or to fail")
-        return found_for(req, self.cache.has)
+    @property
+    def queue(self) -> list[Any]:
+        return self.ranks[0].queue
+
+    def plan(self, req: Any, pages: Any, tree: Any, num_waiting: int) -> Planned | Declined:
+        assert (pages, tree, num_waiting) == (PAGES, TREE, len(self.queue) - 1)
+        self.begun.append(len(self.cache.fetched))
+        if req.kind == "error":
+            raise RuntimeError("a test")
+        assert req.kind != "session"
+        return choice_for(req, self.cache.has)
+
+    def still_saves(self, plan: Plan, demand: Any, has: Held) -> bool:
+        assert (demand.first_page, has) == (plan.pages.start, self.cache.has)
+        return self.model.pays
 
     def teardown(self) -> None:
-        self.waiting.clear()
-        assert self.cache.memory.lent_bytes == 0
+        for rank in self.ranks:
+            rank.waiting.clear()
+            assert rank.cache.memory.lent_bytes == 0
         self.patch.undo()
 
     # What comes and goes.
 
     @rule(
-        kind=st.sampled_from((*KINDS, *PLANNED)), is_patient=st.booleans(), is_skipped=st.booleans()
+        kind=st.sampled_from((*KINDS, *PLANNED)),
+        is_patient=st.booleans(),
+        is_skipped=st.booleans(),
+        was_told=st.sampled_from((False, False, True)),
     )
     @event
-    def arrive(self, kind: str, is_patient: bool, is_skipped: bool) -> None:
-        self.come(kind, is_patient, is_skipped)
+    def arrive(self, kind: str, **drawn: bool) -> None:
+        self.come(kind, **drawn)
 
     @rule(kind=st.sampled_from(KINDS))
     @event
@@ -299,23 +365,38 @@ class WaitingMachine(RuleBasedStateMachine):
             self.come(kind)
 
     def come(
-        self, kind: str, is_patient: bool = True, is_skipped: bool = False, rid: str = ""
+        self,
+        kind: str,
+        is_patient: bool = True,
+        is_skipped: bool = False,
+        was_told: bool = False,
+        rid: str = "",
     ) -> None:
+        """Queue a request. One that was told that it is exact, and then retracted, stays exact."""
         self.num_rids += 1
         rid = rid or f"r{self.num_rids}"
-        saving_s = math.inf if is_patient else SAVING_S
-        session = object() if kind == "session" else None
-        fields = {"kind": kind, "saving_s": saving_s, "session": session}
-        self.queue.append(request(rid, skip_radix_cache_insert=is_skipped, **fields))
+        fields = {"kind": kind, "saving_s": math.inf if is_patient else SAVING_S}
+        fields["session"] = object() if kind == "session" else None
+        for rank in self.ranks:
+            req = request(rid, skip_radix_cache_insert=is_skipped, was_told=was_told, **fields)
+            if was_told:
+                Labels(UNCOUNTED, ModelNames()).report([req])
+            rank.queue.append(req)
 
     @precondition(lambda self: self.queue)
     @rule(at=places, kind=st.sampled_from(KINDS), comes_again=st.booleans())
     @event
     def leave(self, at: int, kind: str, comes_again: bool) -> None:
         """Aborted; another one may come with its name."""
-        req = self.queue.pop(at % len(self.queue))
+        req = self.remove(self.queue[at % len(self.queue)])
         if comes_again:
             self.come(kind, rid=req.rid)
+
+    def remove(self, req: Any) -> Any:
+        place = self.queue.index(req)
+        for rank in self.ranks:
+            rank.queue.pop(place)
+        return req
 
     @rule(seconds=st.sampled_from((0.0001234567, 0.5, 1.5, 6.0)))
     @event
@@ -325,13 +406,18 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(has=helds)
     @event
     def hold(self, has: Held) -> None:
-        self.cache.has = self.model.has = has
+        self.hold_pages(has)
+
+    def hold_pages(self, has: Held) -> None:
+        self.model.has = has
+        for rank in self.ranks:
+            rank.cache.has = has
 
     @rule()
     @event
     def lose(self) -> None:
         has = self.cache.has
-        self.cache.has = self.model.has = Held(max(0, has.exact - 1), max(0, has.approximate - 1))
+        self.hold_pages(Held(max(0, has.exact - 1), max(0, has.approximate - 1)))
 
     @rule(pays=st.booleans())
     @event
@@ -341,7 +427,9 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(room=st.integers(0, 3))
     @event
     def make_room(self, room: int) -> None:
-        self.cache.room = self.model.room = room
+        self.model.room = room
+        for rank in self.ranks:
+            rank.cache.room = room
 
     @precondition(lambda self: self.fetching())
     @rule(at=places, num_steps=st.sampled_from((1, len(PLAN.steps))))
@@ -352,7 +440,8 @@ class WaitingMachine(RuleBasedStateMachine):
     def finish(self, number: int, num_steps: int) -> None:
         staging, fetch = self.cache.stagings[number], self.model.fetches[number]
         for step in [it for it in staging.steps if not staging.has_landed(it)][:num_steps]:
-            staging.land(step, STEP_BYTES)
+            for rank in self.ranks:
+                rank.cache.stagings[number].land(step, STEP_BYTES)
             fetch.num_landed += STEP_BYTES
 
     @precondition(lambda self: self.fetching())
@@ -360,7 +449,8 @@ class WaitingMachine(RuleBasedStateMachine):
     @event
     def fail(self, at: int) -> None:
         number = self.fetching()[at % len(self.fetching())]
-        self.cache.stagings[number].fail(FetchError("a test"))
+        for rank in self.ranks:
+            rank.cache.stagings[number].fail(FetchError("a test"))
         self.model.fetches[number].has_failed = True
 
     def fetching(self) -> list[int]:
@@ -378,28 +468,35 @@ class WaitingMachine(RuleBasedStateMachine):
     # What SGLang does.
 
     def look(self) -> None:
-        held = look(self.waiting, *self.queue)
-        assert held == self.model.look(self.queue)
-        assert [plan for plan, _ in self.cache.fetched] == [it.plan for it in self.model.fetches]
-        assert all(pages == PAGES for _, pages in self.cache.fetched)
-        for req in self.queue:
+        held = [look(rank.waiting, *rank.queue) for rank in self.ranks]
+        assert held == 2 * [self.model.look(self.queue)]
+        assert self.begun == self.model.begun
+        for rank in self.ranks:
+            self.check(rank)
+
+    def check(self, rank: Rank) -> None:
+        plans = [replace(it.plan, location=rank.location) for it in self.model.fetches]
+        assert rank.cache.fetched == [(plan, PAGES) for plan in plans]
+        waiting = rank.waiting
+        for req in rank.queue:
             assert prefixes.is_approximate(req) == (req.rid in self.model.approximate)
             entry, keys = self.model.entries[req.rid], KEYS[prefixes.is_approximate(req)]
             has_source = entry.phase in (Phase.FETCHING, Phase.READY)
-            assert self.waiting.has_source(req.rid) == has_source
-            assert [self.waiting.num_restorable(req.rid, it) for it in keys] == [
+            assert waiting.has_source(req.rid) == has_source
+            assert [waiting.num_restorable(req.rid, it) for it in keys] == [
                 NUM_PAGES - i if entry.plan and has_source and i in entry.plan.pages else 0
                 for i in range(NUM_PAGES)
             ]
-            assert self.waiting.num_restorable(req.rid, "00" * 32) == 0
-            assert self.waiting.step_tokens(req.rid, 3) == (2 if has_source else 0)
-        assert self.waiting.num_restorable("another", KEYS[False][0]) == 0
-        assert self.waiting.step_tokens("another", 3) == 0
+            assert waiting.num_restorable(req.rid, "00" * 32) == 0
+            assert waiting.step_tokens(req.rid, 3) == (2 if has_source else 0)
+        assert waiting.num_restorable("another", KEYS[False][0]) == 0
+        assert waiting.step_tokens("another", 3) == 0
 
     @invariant()
-    def each_is_told_once_what_becomes_of_it(self) -> None:
-        told = [(rid, it.outcome, it.detail, it.queued_ms) for rid, it in self.told.notes]
-        assert told == self.model.notes
+    def each_request_has_one_note_of_its_end(self) -> None:
+        notes = self.ranks[0].recorded.notes
+        notes = [(rid, it.outcome, it.detail, it.queued_ms) for rid, it in notes]
+        assert notes == self.model.notes
         assert self.cache.num_asked == self.model.num_asked
         for staging, fetch in zip(self.cache.stagings, self.model.fetches, strict=True):
             assert staging.is_released == fetch.is_released
@@ -414,7 +511,8 @@ class WaitingMachine(RuleBasedStateMachine):
     @event
     def pass_over(self, at: int) -> None:
         entry = [*self.model.entries.values()][at % len(self.model.entries)]
-        self.waiting.pass_over([entry.req.rid, "another"])
+        for rank in self.ranks:
+            rank.waiting.pass_over([entry.req.rid, "another"])
         if entry.runnable_s is None:
             entry.runnable_s = self.now()
 
@@ -424,14 +522,18 @@ class WaitingMachine(RuleBasedStateMachine):
     def admit(self, at: int, num_on_device: int) -> None:
         """Without what its plan would load."""
         entry = self.known()[at % len(self.known())]
-        entry.req.prefix_len = num_on_device * PAGE
+        num_approximate = self.model.num_approximate(entry, num_on_device)
         if entry.phase in WAITING:
             outcome = "staging_full" if entry.fetch is None else "no_slots"
             is_there = num_on_device == NUM_PAGES
             self.model.give_up(entry, "on_device" if is_there else outcome)
         del self.model.entries[entry.req.rid]
-        self.queue.remove(entry.req)
-        self.waiting.admitted([entry.req])
+        place = self.queue.index(entry.req)
+        for rank in self.ranks:
+            req = rank.queue.pop(place)
+            req.prefix_len = num_on_device * PAGE
+            rank.waiting.admitted([req])
+            assert prefixes.num_approximate(req) == num_approximate
 
     @precondition(lambda self: self.known())
     @rule(
@@ -448,35 +550,52 @@ class WaitingMachine(RuleBasedStateMachine):
         self.look()
         known = [it for it in self.known() if it.phase is Phase.READY] or self.known()
         entry = known[at % len(known)]
-        req, keys = entry.req, KEYS[prefixes.is_approximate(entry.req)][first:]
-        was_skipped, slots = req.skip_radix_cache_insert, torch.arange(len(keys) * PAGE)
-        is_taken = self.waiting.take(req.rid, keys, slots)
-        assert is_taken == (entry.phase is Phase.READY and first in entry.plan.pages)  # type: ignore[union-attr]
-        is_kept = is_taken and req.kind == "experiment"
-        assert req.skip_radix_cache_insert == (was_skipped or is_kept)
-        if is_cancelled:
-            assert self.waiting.cancel(req.rid) == is_taken
-        elif is_taken:
-            (loading,) = self.waiting.start()
-            assert (loading.req, loading.load.plan) == (req, entry.plan)
-            assert (loading.load.at.start, loading.load.at.stop) == (first * PAGE, NUM_PAGES * PAGE)
-            assert loading.load.slots is slots
-            self.queue.remove(req)
-            loading.settle()
+        place, kind = self.queue.index(entry.req), entry.req.kind
+        is_taken = entry.phase is Phase.READY and first in entry.plan.pages  # type: ignore[union-attr]
+        num_tokens = (NUM_PAGES - first) * PAGE
+        num_approximate = self.model.num_approximate(entry, first)
+        num_approximate += 0 if "exact" in kind else num_tokens
+        for rank in self.ranks:
+            req = rank.queue[place]
+            keys = KEYS[prefixes.is_approximate(req)][first:]
+            was_skipped, slots = req.skip_radix_cache_insert, torch.arange(num_tokens)
+            assert rank.waiting.take(req.rid, keys, slots) == is_taken
+            is_kept_apart = is_taken and kind == "experiment"
+            assert req.skip_radix_cache_insert == (was_skipped or is_kept_apart)
+            if is_taken:
+                assert prefixes.num_approximate(req) == num_approximate
+            if is_cancelled:
+                assert rank.waiting.cancel(req.rid) == is_taken
+            elif is_taken:
+                (loading,) = rank.waiting.start()
+                assert loading.req is req
+                assert loading.load.plan == replace(entry.plan, location=rank.location)
+                assert loading.load.at == Span(first * PAGE, NUM_PAGES * PAGE)
+                assert loading.load.slots is slots
+                assert loading.queued_s == self.now() - entry.seen_s
+                saving_s = 1e9 if kind == "optional" else entry.req.saving_s
+                left_s = max(0.0, saving_s - self.model.waited_s(entry))
+                assert loading.load.patience_s == pytest.approx(left_s)
+                loading.settle()
         if is_taken:
+            if kind in ("approximate", "optional"):
+                self.model.loaded |= {*range(first, NUM_PAGES)}
+            if not is_cancelled:
+                self.remove(entry.req)
             entry.settle()
-            del self.model.entries[req.rid]
+            del self.model.entries[entry.req.rid]
 
     def known(self) -> list[Entry]:
-        """Requests of the queue that were looked at; with a plan, if one has."""
+        """Entries of the queue; those with a plan, if any has one."""
         known = [it for it in self.model.entries.values() if it.req in self.queue]
         return [it for it in known if it.phase in WAITING] or known
 
     @rule()
     @event
     def clear(self) -> None:
-        """After an update of the weights, say."""
-        self.waiting.clear()
+        """As after an update of the weights."""
+        for rank in self.ranks:
+            rank.waiting.clear()
         for entry in self.model.entries.values():
             entry.settle()
         self.model.entries.clear()

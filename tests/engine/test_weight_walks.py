@@ -23,7 +23,7 @@ import pytest
 import torch
 from checkpoint_parts import CONFIG, write
 from engine_parts import PAGE
-from permissive import made
+from standins import made
 
 from cachetree.checkpoint.codecs import Codec
 from cachetree.checkpoint.identity import read_weights

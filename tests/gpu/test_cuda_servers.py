@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import answer, eventually, prompt, whole_pages
-from lora_parts import BASE, Checkpoints
 from quantised_parts import write_quantised
+from teams import BASE, Checkpoints
 
 from benchmarks.gpu.servers import SizedServer
 from benchmarks.oracle import generate

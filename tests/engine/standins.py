@@ -1,17 +1,25 @@
-"""Waiting requests among stand-ins that remember what they were asked."""
+"""Stand-ins for SGLang's parts and for this extension's, which remember what they were asked.
+
+Each has one meaning in all tests: a request, its planner, a cache with a pool, SGLang's radix tree.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 import torch
-from permissive import made
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, Span
@@ -24,7 +32,8 @@ from sglang_droidspeak.engine.prefixes import own_pages_of
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned
-from sglang_droidspeak.request.source import Sources
+from sglang_droidspeak.request.request import Phase, Request
+from sglang_droidspeak.request.source import Source, Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held
 
@@ -46,9 +55,13 @@ WANTED = {"is_experiment": True, "patience": Patience(saving_s=math.inf), "step_
 """As where a request asks for a block by name and no gate decides."""
 
 
+UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, **__: None)
+"""Metrics of labels that no test counts."""
+
+
 @dataclass
-class Told:
-    """Labels: what requests were told. Its metrics: what each plan has saved."""
+class Recorded:
+    """Labels and their metrics: what requests are told, and what each plan has saved."""
 
     notes: list[tuple[str, RequestProvenance]] = field(default_factory=list)
     savings: list[float] = field(default_factory=list)
@@ -60,18 +73,17 @@ class Told:
     def count_saving(self, _plan: Plan, seconds: float) -> None:
         self.savings.append(seconds)
 
-    def note(self, req: Any, told: RequestProvenance) -> None:
-        self.notes.append((req.rid, told))
+    def note(self, req: Any, provenance: RequestProvenance) -> None:
+        self.notes.append((req.rid, provenance))
 
     @property
     def by_rid(self) -> dict[str, RequestProvenance]:
-        """The last of each."""
+        """Last note of each request."""
         return dict(self.notes)
 
 
 class Asked:
-    """A cache that remembers what it was asked for, and a pool that has some of it. Its worker
-    takes every request, and sends nothing."""
+    """A pool that has some pages, and a cache: its worker takes every request and sends nothing."""
 
     def __init__(self, clock: Clock = lambda: 0.0, held: Held | None = None) -> None:
         self.memory = Arena(1 << 20)
@@ -112,7 +124,7 @@ class Asked:
         return sum(it in self.loaded for it in pages)
 
     def land(self, number: int | None = None) -> None:
-        """All that is still missing of that fetch, or of each."""
+        """Land all steps that the fetch lacks, or that each fetch lacks."""
         for staging in self.stagings if number is None else (self.stagings[number],):
             for step in PLAN.steps:
                 if not staging.has_landed(step):
@@ -120,7 +132,7 @@ class Asked:
 
 
 class FakeMeter(SimpleNamespace):
-    """Knows what it is made with."""
+    """A meter that knows what it is made with."""
 
     def noticed(self, late_s: float) -> None:
         """Of no use here."""
@@ -132,8 +144,8 @@ METER: Any = FakeMeter(
 )
 
 
-class Request(SimpleNamespace):
-    """Unlike its base it can be referred to weakly. Like SGLang's it has no tokens at first."""
+class FakeReq(SimpleNamespace):
+    """A request of SGLang. Weak references work; it has no tokens before `refresh_fill_ids`."""
 
     full_untruncated_fill_ids: Sequence[int] = ()
 
@@ -149,7 +161,7 @@ def request(
     max_new_tokens: int = 8,
     **fields: Any,
 ) -> Any:
-    """In the queue; with these fields of its own."""
+    """A request in the queue, with these fields of its own."""
     params = SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=None)
     known = {
         "rid": rid,
@@ -173,7 +185,30 @@ def request(
         "to_finish": None,
         "_compute_max_prefix_len": lambda length: length - 1,
     }
-    return Request(**known | fields)
+    return FakeReq(**known | fields)
+
+
+class Pair:
+    """Agreement of two ranks in one thread: the second looks after the first."""
+
+    def __init__(self) -> None:
+        self.shared: list[bytes] = []
+        self.least: list[list[int]] = []
+
+    def rank(self, number: int) -> Any:
+        def least(mine: Any) -> list[int]:
+            if number:
+                return [*map(min, mine, self.least.pop(0))]
+            self.least.append([*mine])
+            return [*mine]
+
+        def share(mine: Any, kind: Any) -> Any:
+            if number:
+                return msgspec.msgpack.decode(self.shared.pop(0), type=kind)
+            self.shared.append(msgspec.msgpack.encode(mine))
+            return mine
+
+        return SimpleNamespace(is_first=not number, rank=number, least=least, share=share)
 
 
 class Now:
@@ -206,13 +241,13 @@ def planner_without(outcome: str, detail: str = "") -> Any:
 
 
 def counting_on(exact: int, approximate: int | None = None) -> Any:
-    """What was considered for a request of which the device has so many pages."""
+    """Candidates of a request that has so many pages on the device."""
     demand = SimpleNamespace(first_page=exact, first_approximate=approximate)
     return SimpleNamespace(demand=demand, matches=())
 
 
 def server_with(**settings: Any) -> Any:
-    """Without a store that is asked what it has, unless it is given one."""
+    """A server without a store to ask, except if a setting names one."""
     known = {
         "hicache_backend": None,
         "fetch_deadline_s": 1e3,
@@ -226,11 +261,11 @@ def server_with(**settings: Any) -> Any:
 STORE = server_with(hicache_backend="file")
 
 
-def waiting_with(cache: Asked, **parts: Any) -> tuple[WaitingRequests, Told]:
-    told = Told()
-    given: Any = {
+def waiting_with(cache: Asked, **parts: Any) -> tuple[WaitingRequests, Recorded]:
+    recorded = Recorded()
+    parts: Any = {
         "meter": FakeMeter(recompute=None),
-        "labels": told,
+        "labels": recorded,
         "planner": planner_of(**WANTED),
         "followers": SimpleNamespace(
             follow=lambda *_: False, prune=lambda _waiting: None, clear=lambda: None
@@ -238,17 +273,17 @@ def waiting_with(cache: Asked, **parts: Any) -> tuple[WaitingRequests, Told]:
         "ranks": Ranks(None),
         **parts,
     }
-    server, pool = given.get("server", server_with()), given.get("pool", cache)
+    server, pool = parts.get("server", server_with()), parts.get("pool", cache)
     sources = Sources(server, cache, pool, SimpleNamespace(page_size=PAGE))  # type: ignore[arg-type]
-    return made(WaitingRequests, sources=sources, **given), told
+    return made(WaitingRequests, sources=sources, **parts), recorded
 
 
 def look(waiting: WaitingRequests, *reqs: Any, is_decoding: bool = False) -> set[str]:
     return waiting.look(list(reqs), TREE, is_decoding=is_decoding)
 
 
-def loading(waiting: WaitingRequests, cache: Asked, req: Any, *keys: str) -> tuple[Any, Any]:
-    """What has begun to load once all has come: these pages, or all; and its slots."""
+def begin_load(waiting: WaitingRequests, cache: Asked, req: Any, *keys: str) -> tuple[Any, Any]:
+    """The load of these pages, or of all, begun once all bytes have landed; and its slots."""
     cache.land()
     assert not look(waiting, req)
     wanted = keys or keys_of(req)
@@ -260,3 +295,62 @@ def loading(waiting: WaitingRequests, cache: Asked, req: Any, *keys: str) -> tup
 
 def keys_of(req: Any) -> list[str]:
     return [page.hex() for page in own_pages_of(req, NUM_PAGES * PAGE, PAGE)]
+
+
+def made(part: type, **parts: Any) -> Any:
+    """A part of the extension; collaborators that are not named answer anything."""
+    names = inspect.signature(part).parameters
+    return part(**{name: parts.get(name.lstrip("_"), MagicMock()) for name in names})
+
+
+def planned_as(plan: Plan, **others: Any) -> Planned:
+    """A plan that a request names, and which leaves KV that others may read."""
+    fixed = {
+        "is_experiment": False,
+        "patience": Patience(saving_s=math.inf),
+        "step_share": 0.0,
+    }
+    return Planned(plan=plan, **fixed | others)
+
+
+def loading(plan: Plan, source: Source, at: Span, slots: torch.Tensor, req: Any) -> Request:
+    """A request that loads tokens of the plan's pages into these slots."""
+    request = Request(req)
+    request.take_up(planned_as(plan))
+    request.fetch(SimpleNamespace(of=lambda *_: source), None)  # type: ignore[arg-type]
+    request.reach(Phase.READY)
+    request.begin_load(at, slots)
+    return request
+
+
+@dataclass(frozen=True)
+class Named:
+    """A base that is a name. An adapter of it is what the adapter is called."""
+
+    model_id: ModelId
+
+    def with_adapter(self, digest: str) -> Named:
+        return Named(ModelId(digest))
+
+
+def sglang_tree(core: str, **options: Any) -> UnifiedRadixCache:
+    """SGLang's own radix tree, over slots that are all free."""
+    slots: Any = SimpleNamespace(
+        page_size=PAGE, device="cpu", free_segment=lambda _slots, *, start_pos: None
+    )
+    return UnifiedRadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=slots,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=core,
+            **options,
+        )
+    )
+
+
+def request_of(tokens: Sequence[int], lora_id: str | None = None, **fields: Any) -> Any:
+    """A request with these tokens."""
+    return request(lora_id=lora_id, **{"full_untruncated_fill_ids": array("q", tokens)} | fields)

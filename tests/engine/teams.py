@@ -1,25 +1,46 @@
-"""A small base with random adapters, and what the oracle says of each."""
+"""Small random models in real servers that read one another's KV, and what the oracle says of each.
+
+Some models are adapters, which their base's server answers as.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from engine_parts import CPU, PAGE, Answer, answer, oracle, prompt, whole_pages
+import torch
+from engine_parts import (
+    CPU,
+    PAGE,
+    SLOW_DEVICE,
+    Answer,
+    Watcher,
+    answer,
+    oracle,
+    profile_of,
+    prompt,
+    whole_pages,
+)
+from forked import ServerSpec
 
 from benchmarks.oracle import Generated
 from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
+from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import EMPTY_SPAN, ModelId, Span
+from cachetree.planning.profile import BlockQuality, write_profile
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.fleet.servers import Server
+from sglang_droidspeak.fleet.servers import Server, running
 from tools.merge import merge_folder
 
+HIDDEN = 256
 NUM_LAYERS = 6
 BASE = "base"
 WITH_LORA = CPU | {
@@ -35,6 +56,19 @@ INVOCATION = [77, 78]
 """Tokens that no `plain_prompt` has."""
 
 
+def random_correction(seed: int = 17) -> Correction:
+    drawn = torch.Generator().manual_seed(seed)
+    bias, matrix = (
+        torch.randn(*it, generator=drawn) / HIDDEN**0.5 for it in ((HIDDEN,), (HIDDEN,) * 2)
+    )
+    return Correction(bias, matrix)
+
+
+def literal(block: Span) -> str:
+    """The block as a request names it."""
+    return f"{block.start}:{block.stop}" if len(block) else "none"
+
+
 def plain_prompt(num_tokens: int, seed: int) -> list[int]:
     return [token if token not in INVOCATION else 5 for token in prompt(num_tokens, seed)]
 
@@ -43,16 +77,21 @@ def plain_prompt(num_tokens: int, seed: int) -> list[int]:
 class Checkpoints:
     """Models by name."""
 
+    folder: Path
     adapters: Mapping[str, Path]
     whole: Mapping[str, Path]
     """Each as a checkpoint of its own; adapters merged into the base."""
 
     @classmethod
     def write(
-        cls, folder: Path, adapters: Mapping[str, Mapping[str, Any]], *others: str
+        cls,
+        folder: Path,
+        adapters: Mapping[str, Mapping[str, Any]],
+        *others: str,
+        kind: str = "llama",
     ) -> Checkpoints:
         """A base, adapters as `write_adapter` makes them, and fine-tunes of other weights."""
-        config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+        config = shape(kind, layers=NUM_LAYERS, hidden=HIDDEN, heads=4, kv_heads=2)
         names = (BASE, *others)
         whole = dict(zip(names, write_models(folder, config, names), strict=True))
         base, paths = whole[BASE], {}
@@ -60,7 +99,48 @@ class Checkpoints:
             paths[name] = write_adapter(folder / name, base, **made)
             whole[name] = folder / f"{name}-merged"
             merge_folder(base, paths[name], whole[name])
-        return cls(paths, whole)
+        return cls(folder, paths, whole)
+
+    def server(
+        self,
+        model: str,
+        *,
+        name: str = "",
+        options: Mapping[str, Any] = CPU,
+        adapters: Mapping[str, Path] = {},
+        **settings: Any,
+    ) -> ServerSpec:
+        """A server of this model, by its name if it has no other, with these settings."""
+        return ServerSpec(
+            model=self.whole[model],
+            name=name or model,
+            options=options,
+            adapters=adapters,
+            droidspeak=settings,
+        )
+
+    def profile(
+        self,
+        sender: str,
+        receiver: str,
+        corrections: Mapping[Span, Correction] = {},
+        recommended: Span | None = None,
+    ) -> str:
+        """Write a made-up profile, with blocks that begin with corrected E beside its own."""
+        profile = profile_of(self.identity(sender), self.identity(receiver))
+        blocks = [
+            BlockQuality(start=it.start, stop=it.stop, quality=0.9, e_map=by.named(it.start))
+            for it, by in corrections.items()
+        ]
+        blocks = (*profile.blocks, *blocks)
+        best = next((it for it in blocks if it.block == recommended), profile.recommended)
+        profile = msgspec.structs.replace(profile, blocks=blocks, recommended=best)
+        path = self.folder / f"{sender}-{receiver}.json"
+        write_profile(profile, path)
+        if corrections:
+            maps = {it.named(block.start).sha256: it for block, it in corrections.items()}
+            write_corrections(profile, maps, path)
+        return str(path)
 
     def identity(self, name: str) -> ModelIdentity:
         adapter = self.adapters.get(name)
@@ -72,8 +152,7 @@ class Checkpoints:
 
     def controls(self, sender: str, block: Span) -> dict[str, str]:
         """What a request says that wants just this."""
-        literal = f"{block.start}:{block.stop}" if len(block) else "none"
-        return {"sender": self.model_id(sender), "block": literal}
+        return {"sender": self.model_id(sender), "block": literal(block)}
 
     def expected(
         self,
@@ -83,8 +162,11 @@ class Checkpoints:
         block: Span,
         *,
         num_reused: int | None = None,
+        own: int = 0,
+        correction: Correction | None = None,
     ) -> Generated:
-        """The oracle's answer where so many tokens are the sender's; None: as many as can be."""
+        """The oracle's answer where tokens [own, num_reused) are the sender's; None: as many as can
+        be."""
         return oracle(
             self.whole[name],
             self.whole[sender],
@@ -92,25 +174,40 @@ class Checkpoints:
             block=block,
             num_reused=whole_pages(len(tokens)) if num_reused is None else num_reused,
             max_new=12,
+            own=own,
+            correct=(
+                (lambda e: e + e @ correction.matrix + correction.bias)
+                if correction
+                else lambda e: e
+            ),
         )
 
 
 @dataclass(frozen=True)
 class Team:
-    """A base and its adapters in one server."""
+    """Servers by the models that they answer as."""
 
-    server: Server
-    address: str
-    """Where its first rank serves its cache."""
+    servers: Mapping[str, Server]
     models: Checkpoints
+    addresses: Sequence[str]
+    """Where they serve their caches; of several ranks the first."""
+    watcher: Watcher
 
     def ask(self, name: str, tokens: list[int], **options: Any) -> Answer:
-        lora = {} if name == BASE else {"lora_path": name}
-        return answer(self.server, tokens, **lora, **options)
+        lora = {"lora_path": name} if name in self.models.adapters else {}
+        return answer(self.servers[name], tokens, **lora, **options)
 
-    def receive(self, name: str, sender: str, tokens: list[int], block: Span) -> Answer:
+    def send(self, name: str, tokens: list[int], max_new_tokens: int = 1) -> Answer:
+        """Have a model read tokens; returns once they are on offer."""
+        reply = self.ask(name, tokens, max_new_tokens=max_new_tokens, droidspeak={"mode": "off"})
+        self.watcher.wait_for_model([*tokens, *reply.ids[:-1]], self.models.model_id(name))
+        return reply
+
+    def receive(
+        self, name: str, sender: str, tokens: list[int], block: Span, **options: Any
+    ) -> Answer:
         controls = self.models.controls(sender, block)
-        return self.ask(name, tokens, droidspeak=controls)
+        return self.ask(name, tokens, droidspeak=controls, **options)
 
     def assert_block_equals_the_oracle(
         self, sender: str, receiver: str, tokens: list[int], block: Span
@@ -163,6 +260,24 @@ class Team:
         assert outcomes == ["no_match", "reused"]
         for name, reply in zip(names, replies, strict=True):
             reply.result().assert_equals(self.models.expected(name, name, tokens, EMPTY_SPAN))
+
+
+@contextmanager
+def team_of(
+    models: Checkpoints, *specs: ServerSpec, env: Mapping[str, str] = SLOW_DEVICE
+) -> Iterator[Team]:
+    settings = [it.droidspeak or {} for it in specs]
+    addresses = [it["listen"] for it in settings if "listen" in it]
+    with (
+        running(*specs, folder=models.folder / "logs", env=env) as started,
+        closing(Watcher(models.whole[BASE], addresses)) as watcher,
+    ):
+        servers = {
+            name: server
+            for spec, server in zip(specs, started, strict=True)
+            for name in (spec.name, *spec.adapters)
+        }
+        yield Team(servers, models, addresses, watcher)
 
 
 @dataclass(frozen=True)
