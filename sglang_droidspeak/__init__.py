@@ -1,15 +1,15 @@
-"""The SGLang side: capture E, match across models, load, recompute one block, decode.
+"""Load KV that another model has computed, and recompute one block of layers, inside SGLang.
 
-    engine     what SGLang is to us: the only folder that names it
-    start      settings, what is refused, what this server is
-    adapters   LoRA: which models one server answers as
-    store      E by KV slot, what the pool has, the way out into the cache
-    hicache    what is stored, in the backends of SGLang's HiCache, too
-    request    what one request goes through: begin there
-    guard      what approximate KV does to answers, and plans that drift
+    engine     the parts of SGLang that this package uses; no other folder names SGLang
+    start      settings, refused configurations, and this server's model
+    adapters   LoRA: the models that one server answers as
+    store      E by KV slot, an index of the KV pool, and copies to the cache
+    hicache    a tier of the cache in the storage backends of SGLang's HiCache
+    request    the life of one request; read this folder first
+    guard      compares reused answers with exact ones, and stops plans that drift
 
-Each folder knows only those above it. `plugin` is what SGLang's entry point calls, and `linker`
-what its radix cache drives; they put the rest together. `cli`, `demo` and `fleet` are commands.
+Each folder imports only folders above it. SGLang's entry point calls `plugin`, and its radix cache
+drives `linker`; these two put the rest together. `cli`, `demo` and `fleet` are commands.
 """
 
 __version__ = "0.1.0"

@@ -1,14 +1,15 @@
-"""What this server's forwards, recomputes and copies take, fitted as it serves.
+"""Predict the seconds of this server's forwards, recomputes and copies, from those it has run.
 
-A pass over n tokens with a mean of c tokens before each takes, for each of its layers, `a + b n +
-c' n c` seconds, whether all run, as in SGLang's own forwards, or those of a block. A GPU takes that
-or its launches, whichever is longer. Of every length the latest passes are kept, so that many short
-prompts do not drive out what is known of long ones. The lengths that take longer than the shortest
-are fitted by least squares of relative errors in which a pass that was held up counts little, and
-how passes of a length differ from the fit corrects it there.
+A pass runs over n tokens, each with c tokens before it in the mean. It takes `a + b n + c' n c`
+seconds per layer. This holds for SGLang's forwards of all layers, and for recomputes of a block. A
+GPU needs at least the time of its kernel launches.
 
-A fetch costs what the link takes (`cachetree.transport.pace`), what copying it into slots takes,
-and until the scheduler sees its end.
+The latest passes of every length are kept. So many short prompts do not displace the few long ones.
+The lengths that take longer than the shortest are fitted by least squares of relative errors. A
+pass that was held up counts little. The fit is then corrected at each length by the passes there.
+
+A fetch takes the time of its link (`cachetree.transport.pace`), of its copies into slots, and until
+the scheduler notices its end.
 """
 
 from __future__ import annotations
@@ -33,36 +34,39 @@ from cachetree.planning import Margin, PrefillCost, full_prefill_s, most_of, wei
 _PER_LENGTH: Final = 8
 """Passes kept of each power of two of tokens."""
 _LEAST_PER_LENGTH: Final = 3
-"""So many of one length say how that differs from the fit: of fewer one may be an outlier."""
+"""Fewest passes of one length that correct the fit there. Of fewer, one may be an outlier."""
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
-"""Of each of these beside one pass."""
+"""Weight of each prior length in the fit. A measured pass has weight 1."""
 _ABOVE_LEAST: Final = 1.25
-"""Lengths that take this many times what the shortest take have more than that to do."""
+"""Lengths that take more than this multiple of the fastest length are fitted. The others are taken
+to be launches."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
-"""Passes this many times longer than the longest that was seen are predicted."""
+"""Longest pass that is predicted, as a multiple of the longest that was measured."""
 _MIN_LOAD_BYTES: Final = 256 << 10
 _NUM_LOADS: Final = 16
 _PCIE_BYTE_S: Final = 1 / 12e9
-"""Page-locked copies over PCIe 3.0 x16, the slowest that such a device sits on: a prior."""
+"""Seconds per byte of page-locked copies over PCIe 3.0 x16, the slowest bus of such devices. Used
+until copies are measured."""
 _NOTICE_S: Final = 0.001
-"""A turn of the scheduler: a prior."""
+"""Seconds of one turn of the scheduler. Used until notices are measured."""
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
-"""Models whose own passes are kept. The one that was first measured goes first."""
+"""Most models with passes of their own. The model that was measured first is dropped first."""
 _MAX_OPEN: Final = 64
-"""Passes timed and not yet read; the oldest are dropped."""
+"""Most passes that are timed and not yet read. The oldest are dropped."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
+"""First and last event of a pass on the device, and the function to call with its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     num_tokens: int
     context: float
-    """Tokens before each, summed over all."""
+    """Number of tokens before each token, summed over all tokens of the pass."""
     seconds: float
 
     @classmethod
@@ -73,7 +77,7 @@ class _Pass:
         return cls(num_tokens, context, max(seconds, 1e-9))
 
     def of(self, cost: PrefillCost) -> float:
-        """What it took of what `cost` predicts."""
+        """Seconds of the pass, divided by the seconds that `cost` predicts."""
         return self.seconds / max(1e-12, cost.pass_s(self.num_tokens, self.context))
 
 
@@ -95,8 +99,8 @@ class _Latest:
         return self._by_length.values()
 
     def ratio(self, cost: PrefillCost) -> float:
-        """Sum of these passes' seconds, divided by the sum that `cost` predicts. The first pass
-        of all warms up and counts only while it is alone."""
+        """Sum of the seconds of all passes, divided by the sum that `cost` predicts. The very first
+        pass warms up: it counts only while it is the only one."""
         every = [it for each in self.by_length for it in each]
         passes = [it for it in every if it is not self._first] or every
         predicted_s = sum(cost.pass_s(it.num_tokens, it.context) for it in passes)
@@ -104,10 +108,12 @@ class _Latest:
 
 
 class Fit:
-    """Of one kind of pass. `add` costs microseconds; the first look after some was added refits."""
+    """Fitted cost of one kind of pass. `add` takes microseconds. `cost` refits if passes were
+    added."""
 
     def __init__(self, prior: Callable[[], PrefillCost | None]) -> None:
-        """`prior` gives the shape of what is not seen yet; its scale follows what was seen."""
+        """`prior` returns the shape of the cost at lengths without passes. Its scale follows the
+        measured passes."""
         self._prior: Final = prior
         self._margin: Final = Margin()
         self.latest: Final = _Latest()
@@ -115,7 +121,8 @@ class Fit:
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> _Pass:
-        """Add one pass over these tokens of some prompts; `seconds` are of one of its layers."""
+        """Add one pass over these tokens of one or more prompts. `seconds` are those of one
+        layer."""
         new = _Pass.over(tokens, seconds)
         if self._cost is not None:
             self._margin.add(new.of(self._cost), 1.0)
@@ -125,17 +132,20 @@ class Fit:
 
     @property
     def cost(self) -> PrefillCost | None:
-        """None until a pass was added. Refitted where an eighth of what it rests on is new."""
+        """Cost in seconds per layer. None before the first pass. Refitted once an eighth of its
+        passes is new."""
         if self._num and (self._num - self._num_fitted) * 8 >= min(self._num, 8 * _PER_LENGTH):
             self._cost, self._num_fitted = self._fit(), self._num
         return self._cost
 
     def _fit(self) -> PrefillCost:
-        kept = self.latest.by_length
-        usual_s = [statistics.median(it.seconds for it in each) for each in kept]
+        lengths = self.latest.by_length
+        usual_s = [statistics.median(it.seconds for it in each) for each in lengths]
         least_s = min(usual_s)
-        longer = [each for each, s in zip(kept, usual_s, strict=True) if s > _ABOVE_LEAST * least_s]
-        passes = [it for each in longer or kept for it in each]
+        longer = [
+            each for each, s in zip(lengths, usual_s, strict=True) if s > _ABOVE_LEAST * least_s
+        ]
+        passes = [it for each in longer or lengths for it in each]
         prior = self._prior_passes(passes)
         a, b, c = _solve((*passes, *prior), [1.0] * len(passes) + [_PRIOR_WEIGHT] * len(prior))
         cost = PrefillCost(
@@ -161,34 +171,36 @@ class Fit:
 
     def _curve(self, cost: PrefillCost) -> tuple[tuple[float, float], ...]:
         points = []
-        for kept in self.latest.by_length:
-            if len(kept) >= _LEAST_PER_LENGTH:
-                at = statistics.median(math.log2(max(1, it.num_tokens)) for it in kept)
-                points.append((at, statistics.median(it.of(cost) for it in kept)))
+        for passes in self.latest.by_length:
+            if len(passes) >= _LEAST_PER_LENGTH:
+                at = statistics.median(math.log2(max(1, it.num_tokens)) for it in passes)
+                points.append((at, statistics.median(it.of(cost) for it in passes)))
         return tuple(sorted(points))
 
 
 def _solve(passes: Sequence[_Pass], weights: Sequence[float]) -> tuple[float, float, float]:
-    """Coefficients >= 0 of the least sum of squares of relative errors, those far off left out."""
+    """Find coefficients >= 0 with the least sum of squared relative errors. Each round gives less
+    weight to passes that are far off."""
     relative = np.array([(1, it.num_tokens, it.context) for it in passes], dtype=float)
     relative /= np.array([it.seconds for it in passes])[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
-    relative, given = relative / scale, np.array(weights)
-    kept = given
+    relative, initial = relative / scale, np.array(weights)
+    current = initial
     for _ in range(_ROUNDS):
-        root = np.sqrt(kept)
-        found, _ = nnls(relative * root[:, None], root)
-        errors = np.abs(np.log(np.maximum(relative @ found, 1e-9)))
+        root = np.sqrt(current)
+        scaled, _ = nnls(relative * root[:, None], root)
+        errors = np.abs(np.log(np.maximum(relative @ scaled, 1e-9)))
         spread = max(_LEAST_SPREAD, 1.5 * float(np.median(errors)))
-        kept = given / (1 + (errors / (2 * spread)) ** 2)
-    a, b, c = (found / scale).tolist()
+        current = initial / (1 + (errors / (2 * spread)) ** 2)
+    a, b, c = (scaled / scale).tolist()
     return a, b, c
 
 
 class Meter:
-    """Times what is served. On CUDA it does so with events and never synchronises.
+    """Measure forwards, recomputes and copies while the server serves. On CUDA with events, without
+    synchronising.
 
-    Made and fed by the scheduler thread; any thread reads.
+    The scheduler thread makes it and adds measurements. Any thread reads costs.
     """
 
     def __init__(
@@ -199,8 +211,8 @@ class Meter:
         prior: PrefillCost,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`step_tokens` are those of SGLang's largest prefill in one step; of `prior` the shape
-        counts, and not the scale."""
+        """`step_tokens` is the most tokens that SGLang prefills in one step. Only the shape of
+        `prior` counts, not its scale."""
         self._clock: Final = clock
         self.step_tokens: Final = step_tokens
         self._num_layers: Final = num_layers
@@ -209,18 +221,18 @@ class Meter:
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(lambda: self._forwards.cost)
         self._by_model: Final[dict[object, _Latest]] = {}
-        """The latest forwards of each model alone."""
+        """The latest forwards with requests of one model only, by model."""
         self._lock: Final = threading.Lock()
-        """Of both fits, which are of one layer, and of what is open."""
+        """Guards both fits, which have costs per layer, and the passes that are not yet read."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
-        """Their first and last event, and who is told the seconds between."""
+        """Passes on the device that are not yet read, the oldest first."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
-        """When, and how late."""
+        """Time of each notice of a fetch's end, and seconds since that end."""
 
     @property
     def prefill(self) -> PrefillCost | None:
-        """Of all layers; None until a forward was measured."""
+        """Cost of a full prefill, of all layers. None until a forward was measured."""
         with self._lock:
             self._read()
             cost = self._forwards.cost
@@ -232,11 +244,11 @@ class Meter:
         return replace(cost, least_s=least_s, fixed_s=a, token_s=b, context_s=c, most_tokens=most)
 
     def mean_prefill_s(self, tokens: Span, model: object) -> float | None:
-        """Seconds of a full prefill by a model, in the mean of its latest forwards, or of all
-        models' if it had none; None if unknown.
+        """Seconds of a full prefill by a model, by the mean of its latest forwards. A model without
+        any has the mean of all models. None if unknown.
 
-        `prefill` follows the median. Slow passes are rare and long, so a sum of medians is less
-        than what clients wait for in all. An adapter's pass takes longer than its base's.
+        `prefill` follows the median instead. Slow passes are rare and long, so a sum of medians is
+        less than clients wait in total. A pass with an adapter takes longer than one without.
         """
         full_s = full_prefill_s(tokens, self.prefill)
         with self._lock:
@@ -245,7 +257,8 @@ class Meter:
 
     @property
     def recompute(self) -> PrefillCost | None:
-        """Of one layer of a block: of a forward's until a recompute was measured."""
+        """Cost of recomputing one layer of a block. Until a recompute was measured, the cost of a
+        forward's layer. None if neither was measured."""
         with self._lock:
             self._read()
             cost = self._blocks.cost or self._forwards.cost
@@ -255,8 +268,8 @@ class Meter:
 
     @property
     def copy_byte_s(self) -> float:
-        """Of what the loader brings into slots: the median of the latest bytes, of which long
-        loads have more. A prior until something was measured, and nothing on a CPU."""
+        """Seconds per byte that the loader copies into slots: the median over the latest bytes, so
+        long loads count more. Until a load was measured, a usual value; 0 on a CPU."""
         if not self._copies:
             return _PCIE_BYTE_S if self._on_cuda else 0.0
         return weighted_median(
@@ -265,27 +278,31 @@ class Meter:
 
     @property
     def notice_s(self) -> float:
-        """From the end of a fetch until the scheduler sees it: what two in three did not exceed,
-        one of `_NOTICE_S` among them, and the others for a minute. Whoever avoids what was slow
-        would not see that it has recovered."""
+        """Seconds from the end of a fetch until the scheduler notices it. Two in three notices of
+        the last minute were at least as fast; one of `_NOTICE_S` counts among them.
+
+        Older notices do not count: a plan that avoids slow fetches never measures that they are
+        fast again.
+        """
         since_s = self._clock() - _NOTICES_AGE_S
         known = (late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)
         return most_of((_NOTICE_S, *known)) or _NOTICE_S
 
     def noticed(self, late_s: float) -> None:
-        """The end of a fetch was seen so long after it."""
+        """Record that the scheduler noticed the end of a fetch `late_s` seconds after it."""
         self._notices.append((self._clock(), late_s))
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """What the copies of one load took; on CUDA, of the copy stream."""
+        """Record the seconds that the copies of one load took. On CUDA, seconds of the copy
+        stream."""
         if num_bytes >= _MIN_LOAD_BYTES:
             self._copies.append((num_bytes, seconds))
 
     def forward(
         self, tokens: Sequence[Span], models: Iterable[object] = ()
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure a forward of all layers over these tokens of prompts of those models; none of
-        none."""
+        """Measure a forward of all layers over these tokens of prompts, for requests of `models`.
+        Does nothing without tokens."""
         if not tokens:
             return contextlib.nullcontext()
         alone = {*models}
@@ -302,7 +319,7 @@ class Meter:
     def block(
         self, tokens: Sequence[Span], num_layers: float
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure a recompute that is the work of so many layers."""
+        """Measure a recompute over these tokens with the work of `num_layers` layers."""
         return self._measure(self._blocks.add, tokens, num_layers)
 
     @contextlib.contextmanager
@@ -334,8 +351,11 @@ class Meter:
                 add(self._clock() - started_s)
 
     def _read(self) -> None:
-        """With the lock held. Another thread is on the process's first device, and to ask for an
-        event would make a context there, on what may be another server's."""
+        """Read the passes that are over. The caller holds the lock.
+
+        Only the scheduler thread reads. Other threads are on the process's first device, which may
+        be another server's. Asking for an event there would create a context on it.
+        """
         if threading.get_ident() != self._thread:
             return
         while self._open and self._open[0][1].query():

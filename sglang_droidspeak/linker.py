@@ -260,9 +260,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """True but where a copy into slots broke under the forward: SGLang then aborts the batch.
+        """End a batch. False if a copy into slots failed during the forward: SGLang then aborts
+        the batch.
 
-        A fetch that failed has been replaced by a full prefill before the forward.
+        A failed fetch is no such case: a full prefill has replaced it before the forward.
         """
         self._loader.finish(counter_index)
         if not all(self._ranks.least([self._loader.is_alive])):
@@ -284,7 +285,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     # Life.
 
     def reset(self) -> None:
-        """SGLang flushes its tree: nothing may be in flight, and no slot means anything now."""
+        """Forget everything about KV slots: SGLang flushes its tree. Waits until no copy is in
+        flight."""
         self._waiting.clear()
         self._offloader.reset()
         self._pool_index.clear()
@@ -292,10 +294,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader.counter.reset()
 
     def _weights_change(self) -> None:
-        """Weights are about to be written: what waits is planned anew, by what is served then.
+        """Stop reuse before new weights are written. Waiting requests are planned again later, for
+        the new weights.
 
-        What is being stored was computed before, and what is stored is the KV of the model that it
-        names.
+        Copies to the cache continue. Their KV was computed by the old weights, and is stored under
+        the old model's id.
         """
         self._metrics.tell_pairs(self._planner.profiles, are_off=True)
         self._waiting.clear()
@@ -307,7 +310,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         name = folder or f"{self._served}+{self._models.generation}"
         if model not in self._cache.names.now:
             self._cache.names.call(model, name)
-        # No profile names the models between: only the present one may find its own KV.
+        # No profile names the models of former updates. Only the present model may find its own KV.
         for former in self._senders.keys() - self._started_with.keys():
             del self._senders[former]
         self._senders.setdefault(model, self._started_with[self._started_as])
@@ -319,7 +322,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
 
     def _retire(self, outcome: str, why: str) -> None:
-        """Once, and on all ranks in the same step."""
+        """Turn droidspeak off until the server restarts. All ranks do so in the same step. Further
+        calls do nothing."""
         if self._planner.off:
             return
         log.warning("%s: droidspeak is off until this server restarts", why)

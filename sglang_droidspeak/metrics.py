@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PERIOD_S: Final = 2.0
-"""Between two looks at the cache's own counters."""
+"""Seconds between two copies of the cache's own counters."""
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -46,7 +46,7 @@ class Metrics:
     def __init__(self, *, enabled: bool) -> None:
         self._are_off = False
         self._usable: set[tuple[ModelId, ModelId]] = set()
-        """Pairs that could be reused at some time."""
+        """Pairs that were usable at some time since the start."""
         registry = REGISTRY if enabled else None
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
@@ -106,7 +106,7 @@ class Metrics:
             pair,
         )
         self.savings: Final[dict[tuple[ModelId, ModelId], Saving]] = {}
-        """By (sender, receiver)."""
+        """Seconds saved and lost since the start, by (sender, receiver)."""
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes",
             "Bytes of E and KV staged for requests by when they were admitted; "
@@ -163,11 +163,11 @@ class Metrics:
         )
 
     def count_hicache_objects(self, result: str, num: int) -> None:
-        """Any thread."""
+        """Count objects of the HiCache backend by result. Any thread."""
         self.hicache_objects.labels(result).inc(num)
 
     def count_outcome(self, outcome: str, *, exact: bool = True, num_approximate: int = 0) -> None:
-        """A request, once; `outcome`, `exact` and its approximate tokens as in its meta_info."""
+        """Count a request. Call it once for each, with the values of its meta_info."""
         kind, _, cause = outcome.partition(": ")
         self.requests.labels(kind).inc()
         self.approximate.inc(not exact)
@@ -176,8 +176,8 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Say which pairs may be reused: none while they are off. `are_off` None: as before. A pair
-        that never could be reused has no sample, so that it raises no alert."""
+        """Set which pairs may be reused. None may while `are_off`; if `are_off` is None, it stays
+        as it was. A pair that was never usable has no sample, so that it raises no alert."""
         if are_off is not None:
             self._are_off = are_off
         self._in_pairs = {**self._in_pairs, **{str(it): it[:8] for pair in profiles for it in pair}}
@@ -186,7 +186,7 @@ class Metrics:
             self.pair_usable.labels(*pair).set(profiles[pair].is_usable and not self._are_off)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
-        """Names by model id, as they are now; from one thread."""
+        """Set the present names, by model id. Call it from one thread only."""
         now = {**self._in_pairs, **names}
         for model, name in self._named.items() - now.items():
             self.model_info.labels(model, name).set(0)
@@ -196,13 +196,13 @@ class Metrics:
 
     def tell_guard(self, pair: WatchedPair) -> None:
         names = (pair.sender, pair.receiver)
-        self.guard_changes.labels(*names)  # 0 is told too.
+        self.guard_changes.labels(*names)  # This makes a sample of 0.
         self.guard_plans.labels(*names).set(pair.num_left)
         self.guard_evidence.labels(*names).set(pair.strength)
 
     def count_load(self, request: Request, *, is_good: bool) -> None:
-        """One that has loaded, or was prefilled in full where it should have; where its batch is
-        not good, SGLang aborts it."""
+        """Count a request that has loaded its pages, or was prefilled in full instead. If its batch
+        is not good, SGLang aborts it."""
         self.fetched_bytes.inc(request.source.staging.num_landed_bytes)
         self.queued_s.observe(request.queued_s)
         if is_good and not request.load.cause:
@@ -210,7 +210,7 @@ class Metrics:
             self.reused_tokens.labels(kind).inc(len(request.load.at))
 
     def count_saving(self, plan: Plan, seconds: float) -> None:
-        """What one request has saved by a plan; less than 0 if it took longer."""
+        """Add the seconds that one request has saved by a plan. Negative if it took longer."""
         models = plan.sender, plan.receiver
         saved, lost = self.saved_s.labels(*models), self.lost_s.labels(*models)
         total = self.savings.setdefault(models, Saving(sender=plan.sender, receiver=plan.receiver))
@@ -223,9 +223,9 @@ class Metrics:
 
 
 class CacheMetrics:
-    """The cache's own metrics, copied into this process's registry every two seconds.
+    """Copy the cache's own metrics into this process's registry every two seconds, in a thread.
 
-    SGLang gathers metrics of several processes from files, which only written values reach.
+    SGLang gathers the metrics of its processes from files. Only values that are written get there.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class CacheMetrics:
         *,
         beside: Callable[[], None],
     ) -> None:
-        """`beside` writes what else only a look can tell, as often."""
+        """`beside` is called after each copy, to write other values."""
         self._status = status
         self._beside = beside
         gauge = partial(Gauge, multiprocess_mode="livesum")
@@ -271,11 +271,11 @@ class CacheMetrics:
             for labels, value in metric.samples(status).items():
                 sample = made.labels(*labels) if labels else made
                 self._told[sample] = value
-                told = before.pop(sample, 0.0)
+                previous = before.pop(sample, 0.0)
                 if isinstance(sample, Gauge):
                     sample.set(value)
-                else:  # A peer that is back counts from 0.
-                    sample.inc(value - told if value >= told else value)
-        for gone in before:  # Files keep its labels, and 0 would be a peer that cannot be read.
+                else:  # A peer that has restarted counts from 0.
+                    sample.inc(value - previous if value >= previous else value)
+        for gone in before:  # The files keep its labels. A 0 would mean a peer that cannot be read.
             if isinstance(gone, Gauge):
                 gone.set(nan)

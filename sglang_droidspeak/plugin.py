@@ -1,15 +1,17 @@
-"""The entry point that SGLang calls in each of its processes.
+"""SGLang calls this entry point in each of its processes. It places hooks on SGLang's functions.
 
-Only cold hooks are placed here. The hot ones are placed by the linker, so a server that does not
-configure it runs exactly SGLang's own code after start-up.
+The hooks placed here run only at start-up, or in the front end. The linker places the hooks that
+run in every step. So a server that does not configure the linker runs SGLang's own code.
 
-    process    hook                              when
-    front end  the step before SGLang's default of page_size  raises that default
-               ServerArgs.check_server_args      checks the configuration before anything loads,
-               adds the pages that operators ask and the headers of answers, marks SGLang's
-               warm-up, and watches answers
-    scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
-               available bytes                   without those of the recompute's attention
+process    hooked function                hook
+front end  the step before SGLang's       raises the default
+           default of page_size
+           ServerArgs.check_server_args   checks the configuration before anything loads;
+                                          adds pages for operators and headers of answers;
+                                          marks SGLang's warm-up; watches answers
+scheduler  pool cell size,                counts E and allocates it, before CUDA graphs
+           alloc_memory_pool
+           available bytes                subtracts the memory of the recompute's attention
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def register() -> None:
     """Place the cold hooks that this process needs."""
     engine.default_page_size(MIN_PAGE_SIZE, is_configured)
     HookRegistry.register(release.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
-    # The front end and the detokenizer load plugins too, before (or without ever) importing the
-    # scheduler; hooking its parts there would only slow their start.
+    # The front end and the detokenizer load plugins too, but have not imported the scheduler.
+    # Importing it for its hooks would slow their start.
     if release.SCHEDULER_MODULE in sys.modules:
         for target, (hook, kind) in _SCHEDULER_HOOKS.items():
             HookRegistry.register(target, hook, kind)
@@ -61,13 +63,14 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
             shadows = Shadows(settings)
             engine.place_hooks({release.GENERATE: (shadows.generate, HookType.AROUND)})
         engine.place_hooks({release.GENERATE: (mark_warm_up, HookType.BEFORE)})
-        # A scheduler that is forked, not spawned, has only the hooks of this process.
+        # A forked scheduler has only the hooks of this process.
         if multiprocessing.get_start_method(allow_none=True) == "fork":
             engine.place_hooks(_SCHEDULER_HOOKS)
 
 
 def check_front_end(server_args: ServerArgs) -> Settings:
-    """Stop the server with one line where its configuration cannot work; else its settings."""
+    """Check the configuration and return its settings. If it cannot work, end the process with one
+    line."""
     from cachetree.checkpoint import read_invocation
     from cachetree.disk import Directory
     from cachetree.transport import Address, bind_ports, open_port, parse_http
@@ -92,7 +95,7 @@ def check_front_end(server_args: ServerArgs) -> Settings:
         if settings.guard_path is not None:
             check_record(Path(settings.guard_path))
         with ExitStack() as held:
-            # SGLang's own; its Engine takes none, and may run beside who has it.
+            # SGLang's own port. `sgl.Engine` opens none, and may run beside a server that has it.
             with suppress(ConfigError):
                 held.enter_context(open_port(Address(args.host, args.port), field="port"))
             if settings.http is not None:
@@ -144,7 +147,7 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
 
 
 def _server(args: ServerArgs) -> ThisServer | None:
-    """None where it is not configured to use the extension."""
+    """Load this server's settings. None if it does not use this package's linker."""
     if not is_configured(engine.resolved(args)):
         return None
     from sglang_droidspeak.start.this_server import load_this_server

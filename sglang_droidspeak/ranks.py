@@ -1,21 +1,21 @@
-"""The tensor-parallel ranks of one server: what the first decides all do, and all or none can.
+"""Keep the tensor-parallel ranks of one server together: all do the same, and all or none can.
 
-Decisions depend on clocks, measured speeds and what has arrived, which differ between ranks, and
-every rank has to run the same forwards. So per round of scheduling with requests that wait:
+Decisions depend on clocks, measured speeds and arrived bytes. These differ between ranks, but every
+rank has to run the same forwards. So in each round of scheduling with waiting requests:
 
-    first rank   plans what is new ─► broadcast ─► each rank stages its own shard
-    every rank   how far its staging is, and before a forward whether it landed ─► minimum ─► all
-    every rank   whether the pool has what a plan is to read there              ─► minimum ─► all
-    every rank   whether it has what one forward of a partial prefill takes     ─► minimum ─► all
+    first rank   plans new requests ─► broadcast ─► each rank stages its own shard
+    every rank   progress of its staging; before a forward, whether it landed  ─► minimum ─► all
+    every rank   whether the pool has the pages that a plan reads there        ─► minimum ─► all
+    every rank   whether it can run one forward of a partial prefill           ─► minimum ─► all
 
-Layers reduce over all ranks: a rank that fails has to say so before the others begin. One that
-fails within a layer, or where E is put together, ends the server. The others wait for it in the
-next sum over all ranks, and it cannot take part for form's sake: how many sums are left is known to
-SGLang's layers alone, which join some of them to the kernel after, as sizes and devices have it. A
-sum too many or too few would be taken for the next one's.
+Layers reduce over all ranks. So a rank that fails has to say so before the others begin. A rank
+that fails within a layer, or while E is gathered, ends the server. The others already wait for it
+in the next sum. It cannot join that sum for form's sake, because only SGLang's layers know how many
+sums are left. They fuse some with the next kernel, depending on sizes and device. After one sum too
+many or too few, ranks would add values of different sums.
 
-SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told, as
-long as all make the same uses of the trees: what one rank asks alone counts as none.
+SGLang's radix trees and the data per slot are equal on all ranks without messages. The condition is
+that all ranks make the same uses of the trees. A lookup by one rank only is not such a use.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ T = TypeVar("T")
 
 
 class AnotherRankFailed(Exception):
-    """What this rank did in vain, too."""
+    """Another rank failed at this step, so this rank's work on it is void too."""
 
 
 class RanksApart(Exception):
-    """This rank has failed where others wait for it; only a restart brings them together."""
+    """This rank has failed while others wait for it. Only a restart helps."""
 
 
 class Ranks:
-    """One of them. Each makes the same calls in the same order, on its scheduler thread; a rank
-    that is alone sends nothing.
+    """One rank's view of all ranks. Each rank makes the same calls in the same order, on its
+    scheduler thread.
 
-    A call blocks until all ranks have made it.
+    A call blocks until all ranks have made it. A server of one rank sends nothing.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """`group` carries host memory: the one over which SGLang's radix cache agrees."""
+        """`group` sends host memory. It is the group over which SGLang's radix caches agree."""
         self._group = group
         self._size = 1 if group is None else torch.distributed.get_world_size(group)
         self.rank = 0 if self._size == 1 else torch.distributed.get_rank(group)
@@ -59,7 +59,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, value: T, kind: type[T]) -> T:
-        """The first rank's `value`, of a type that msgspec knows; those of others are ignored."""
+        """Return the first rank's `value` on all ranks. msgspec has to know its type, `kind`."""
         if self._size == 1:
             return value
         message = bytearray(msgspec.msgpack.encode(value)) if self.is_first else bytearray()
@@ -74,9 +74,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks leave the body, or all raise: what went wrong there, or AnotherRankFailed.
+        """Make all ranks leave the body, or all raise. The failed rank raises its own error, the
+        others raise AnotherRankFailed.
 
-        Whatever blocks until other ranks do it too comes right after `agree`.
+        Call `agree` right before any step that blocks until other ranks do it too.
         """
         try:
             yield
@@ -88,14 +89,14 @@ class Ranks:
             raise
 
     def agree(self) -> None:
-        """Within `together`: go on, or raise AnotherRankFailed where another cannot."""
+        """Raise AnotherRankFailed if another rank has failed. Call it inside `together`."""
         if not all(self.least([True])):
             raise AnotherRankFailed("another rank failed")
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """In the body ranks meet without being asked; what goes wrong there becomes RanksApart,
-        which nobody catches: SGLang ends the server. On a rank that is alone it stays what it is.
+        """Turn an error of the body into RanksApart, which ends the server. The body reduces over
+        all ranks, so the others wait for this one. A server of one rank keeps the error as it is.
         """
         try:
             yield
@@ -108,8 +109,8 @@ class Ranks:
             ) from exc
 
     def whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """All ranks' columns side by side, of `[tokens, columns of this rank]`. Within `together`;
-        on the current stream."""
+        """Gather the columns of all ranks side by side, from `[tokens, columns of this rank]`. Runs
+        on the current stream. Call it inside `together`."""
         if self._size == 1:
             return shard
         from sglang_droidspeak.engine.names import tensor_model_parallel_all_gather
@@ -119,7 +120,8 @@ class Ranks:
             return tensor_model_parallel_all_gather(shard)
 
     def least(self, values: Sequence[int]) -> Sequence[int]:
-        """The smallest of all ranks' values, one by one; each rank has as many."""
+        """Return the minimum over all ranks at each position of `values`. Each rank passes equally
+        many values."""
         if self._size == 1 or not values:
             return values
         reduced = torch.tensor(values)

@@ -1,4 +1,4 @@
-"""`droidspeak doctor`: looks at an installation, a configuration, a running server."""
+"""`droidspeak doctor`: check an installation, a configuration, or running servers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from sglang_droidspeak.verify.check import Check, line
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0
-"""For a peer's answer."""
+"""Seconds to wait for a peer's answer."""
 _MANY_LAYERS: Final = 1 << 20
-"""More than any model has, in place of a number that is not known."""
+"""Number of layers if it is not known: more than any model has."""
 _WOULD_SHARE: Final = (
     "`droidspeak distill` makes an activated LoRA of it, which does; a LoRA on upper layers only "
     "(PEFT's layers_to_transform) shares the others; `droidspeak profile` measures which layers "
@@ -107,16 +107,16 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.sglang is not None:
         return _compare(args.sglang)
     if args.adapter is not None:
-        found = [*adapter(args.adapter, args.model)]
-        tell(args, found, map(line, found))
-        return int(not all(it.ok for it in found))
-    found = [*installation()]
+        checks = [*adapter(args.adapter, args.model)]
+        tell(args, checks, map(line, checks))
+        return int(not all(it.ok for it in checks))
+    checks = [*installation()]
     if args.config is not None:
-        found += configuration(args.config)
+        checks += configuration(args.config)
     for url in args.url:
-        found += running(url, args.api_key)
-    tell(args, found, map(line, found))
-    return int(not all(it.ok for it in found))
+        checks += running(url, args.api_key)
+    tell(args, checks, map(line, checks))
+    return int(not all(it.ok for it in checks))
 
 
 def _compare(folder: str) -> int:
@@ -137,19 +137,19 @@ def _compare(folder: str) -> int:
     return int(bool(lacking or changed))
 
 
-def _check(name: str, ok: bool, found: str, remedy: str = "") -> Check:
-    return Check(name=name, ok=ok, found=found, remedy="" if ok else remedy)
+def _check(name: str, ok: bool, text: str, remedy: str = "") -> Check:
+    return Check(name=name, ok=ok, found=text, remedy="" if ok else remedy)
 
 
 def installation() -> Iterator[Check]:
-    """Imports as much of SGLang and torch as tells what they are."""
+    """Check versions, hooks, plugin and device. Imports torch, and SGLang only in part."""
     import torch
 
     from sglang_droidspeak.engine import probe, release
 
-    found = version("sglang")
+    present = version("sglang")
     install = f"pip install sglang=={release.VERSION}"
-    yield _check("SGLang", found.split("+")[0] == release.VERSION, found, install)
+    yield _check("SGLang", present.split("+")[0] == release.VERSION, present, install)
     moved = sum(map(len, probe.compare(probe.installed())))
     yield _check(
         "hooks",
@@ -176,15 +176,15 @@ def installation() -> Iterator[Check]:
 
 
 def adapter(path: Path, base: Path | None) -> Iterator[Check]:
-    """Of a PEFT folder, on the base that is given or that its config names; raises ConfigError if
-    it is none, or none of this base."""
+    """Check the adapter in a PEFT folder: what it shares with its base, `base` or the one that its
+    config names. Raises ConfigError if the folder has no adapter, or one of another base."""
     where, ignored = acting(path)
     base = base or base_of(path)
     if base is not None:
         require_base(path, base)
     num_layers = _MANY_LAYERS if base is None else int(read_shape(base)["num_layers"])
-    it = read_adapter(path, num_layers)
-    first = it.first_difference(NO_ADAPTER, num_layers)
+    lora = read_adapter(path, num_layers)
+    first = lora.first_difference(NO_ADAPTER, num_layers)
     names = ", ".join(targets(path))
     yield _check("adapter", True, f"{where}; changes {names} from layer {first} on")
     yield _check(
@@ -195,14 +195,14 @@ def adapter(path: Path, base: Path | None) -> Iterator[Check]:
     )
     yield _check("base", True, "is not here; give --model" if base is None else str(base))
     of_layers = "" if base is None else f" of {num_layers}"
-    if it.invocation:
+    if lora.invocation:
         shared = "yes: all layers of what comes before the invocation; none is recomputed"
     elif first:
         shared = f"yes: layers below {first}{of_layers}; from layer {first} on all are recomputed"
     else:
         shared = "no: it changes KV from token 0 and layer 0 on"
-    yield _check("shares exactly", bool(it.invocation or first), shared, _WOULD_SHARE)
-    if it.invocation:
+    yield _check("shares exactly", bool(lora.invocation or first), shared, _WOULD_SHARE)
+    if lora.invocation:
         yield _check(
             "server",
             True,
@@ -212,7 +212,8 @@ def adapter(path: Path, base: Path | None) -> Iterator[Check]:
 
 
 def configuration(path: Path) -> Iterator[Check]:
-    """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
+    """Check a file for `sglang.launch_server --config`, on the machine where that server will
+    run."""
     try:
         options = settings_of(read_yaml(path, "config") or {}, dict[str, Any], f"config {path}")
         extra, flags = _extra_of(options, path), [*as_flags(options)]
@@ -227,11 +228,11 @@ def configuration(path: Path) -> Iterator[Check]:
     served = options.get("served-model-name", Path(model).name)
     names = adapters | {str(server.identity.model_id): served}
     yield _check("settings", True, with_names(f"model {server.identity.model_id}", names))
-    for it in server.profiles:
-        pair = with_names(f"{it.sender.model_id} to {it.receiver.model_id}", names)
-        said = f"{it.reason}; {it.controls or 'no controls were measured'}"
-        # A failed one that is named ends the start. One of a folder is only not used.
-        yield _check(f"profile {pair}", True, said if it.is_usable else f"{_NOT_USED}: {said}")
+    for profile in server.profiles:
+        pair = with_names(f"{profile.sender.model_id} to {profile.receiver.model_id}", names)
+        said = f"{profile.reason}; {profile.controls or 'no controls were measured'}"
+        # A failed profile that is named ends the start. One of a folder is only not used.
+        yield _check(f"profile {pair}", True, said if profile.is_usable else f"{_NOT_USED}: {said}")
     settings = server.settings
     yield from _room(settings, server.identity.model_id, own_of(flags).tp)
     for address in settings.peers:
@@ -240,7 +241,7 @@ def configuration(path: Path) -> Iterator[Check]:
 
 def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
-    with contextlib.suppress(TypeError, ValueError):  # As on a command line.
+    with contextlib.suppress(TypeError, ValueError):  # A text is JSON, as on a command line.
         linker = json.loads(linker)
     check_flags(str(path), options)
     if not isinstance(linker, dict):
@@ -261,12 +262,12 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
-    """For all ranks: each takes as much as the settings say."""
+    """Check that memory and disk have room for all ranks. Each rank takes what the settings say."""
     from profiles.environment import free_memory_bytes
 
     wanted, free = settings.taken_gb(ranks), free_memory_bytes() / GIB
-    found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
-    yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
+    sizes = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
+    yield _check("memory", wanted < free, sizes, "lower host_gb or staging_gb")
     if settings.disk_path is not None:
         try:
             for rank in range(ranks):
@@ -278,42 +279,42 @@ def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
         folder = Path(settings.disk_path).absolute()
         place = next(it for it in (folder, *folder.parents) if it.exists())
         entries = (*folder.glob("entry-*"), *folder.glob("rank*/entry-*"))
-        there = sum(it.stat().st_size for it in entries if it.exists()) / GIB
-        wanted = max(0.0, ranks * settings.disk_gb - there)
+        written = sum(it.stat().st_size for it in entries if it.exists()) / GIB
+        wanted = max(0.0, ranks * settings.disk_gb - written)
         free = psutil.disk_usage(str(place)).free / GIB
-        found = f"up to {wanted:.1f} GiB more are written, {free:.1f} GiB are free"
-        yield _check("disk", wanted < free, found, "lower disk_gb, or make room")
+        sizes = f"up to {wanted:.1f} GiB more are written, {free:.1f} GiB are free"
+        yield _check("disk", wanted < free, sizes, "lower disk_gb, or make room")
 
 
 def _peer(address: str, settings: Settings) -> Check:
-    """Connects as the server would."""
+    """Check a peer: connect to it as the server would."""
     name = f"peer {without_password(address)}"
     if is_directory(address):
         return _check(name, True, "looked into while it runs: see `droidspeak peers`")
     try:
         keys = credentials_of(settings.key_file, settings.peer_keys.get(address))
-        told = ask(address, StatusRequest(), Status, timeout_s=PATIENCE_S, credentials=keys)
+        status = ask(address, StatusRequest(), Status, timeout_s=PATIENCE_S, credentials=keys)
     except CacheTreeError as exc:
         return _check(name, False, str(exc), _START)
-    return _check(name, True, f"serves {told.model or 'many models'}")
+    return _check(name, True, f"serves {status.model or 'many models'}")
 
 
 def running(url: str, key: str | None) -> Iterator[Check]:
-    """Of a server, by what it says itself."""
+    """Check a running server by its own reports."""
     try:
         state, off_s = state_of(url, key)
     except CacheTreeError as exc:
         yield _check(url, False, str(exc), "start it, or give its --api-key")
         return
-    told = state[KEY]
-    names = told["names"]
+    report = state[KEY]
+    names = report["names"]
     yield _check(url, True, f"SGLang serves {state.get('model_path')}")
     linker = state.get("unified_cache_external_linker_config") or {}
     try:
         settings = parse_settings(linker.get("linker_extra_config") or {})
-    except CacheTreeError as exc:  # They stand in a file of the server's machine.
-        there = "ask where the server runs, in its working directory"
-        yield _check("backends, keys", False, f"not known here: {exc}", there)
+    except CacheTreeError as exc:  # The settings are in a file on the server's machine.
+        remedy = "ask where the server runs, in its working directory"
+        yield _check("backends, keys", False, f"not known here: {exc}", remedy)
     else:
         attention, storage = state.get("attention_backend"), settings.hicache_backend
         used = f"attention by {attention or 'default'}, storage {storage or 'none'}"
@@ -325,42 +326,44 @@ def running(url: str, key: str | None) -> Iterator[Check]:
         f"{off_s:+.0f} s" if round(off_s) else "well",
         "set it by NTP: logs are compared by it",
     )
-    peers, is_up = [it["address"] for it in told["peers"]], told["health"]["live"]
-    # Each peer has a line of its own.
-    degraded = [it for it in told["health"]["degraded"] if not any(at in it for at in peers)]
+    peers, is_up = [it["address"] for it in report["peers"]], report["health"]["live"]
+    # Each peer gets a line of its own below.
+    degraded = [it for it in report["health"]["degraded"] if not any(at in it for at in peers)]
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
     restart = "see docs/run.md; restart it where the thread is stuck"
     yield _check("memory, disk", not wrong, wrong or "well", restart)
-    for it in told["peers"]:
-        found = ": ".join(filter(None, [it["state"], with_names(it["model"], names), it["reason"]]))
-        yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)
-    if told["off"]:
-        yield _check("server", False, told["off"])
+    for peer in report["peers"]:
+        words = ": ".join(
+            filter(None, [peer["state"], with_names(peer["model"], names), peer["reason"]])
+        )
+        yield _check(f"peer {peer['address']}", peer["state"] == "ready", words, _START)
+    if report["off"]:
+        yield _check("server", False, report["off"])
         return
-    if not told["pairs"]:
+    if not report["pairs"]:
         none = "none: only caches of this very model are read; `droidspeak profile` makes one"
         yield _check("profiles", True, none)
-    read = {it["model"] for it in told["peers"]}
-    for pair in told["pairs"]:
+    read = {it["model"] for it in report["peers"]}
+    for pair in report["pairs"]:
         name = with_names(f"profile {pair['sender']} to {pair['receiver']}", names)
         is_note = pair["failed"] and pair["sender"] not in read
         said = f"{_NOT_USED}: {pair['reason']}" if pair["failed"] else pair["reason"]
         yield _check(name, pair["usable"] or is_note, said, "see `droidspeak profile show`")
-    prices = [it["price"] for it in told["pairs"] if it["usable"] and it["price"]]
-    if told["peers"]:
-        yield from _links(told["links"], prices)
+    prices = [it["price"] for it in report["pairs"] if it["usable"] and it["price"]]
+    if report["peers"]:
+        yield from _links(report["links"], prices)
 
 
 def _keys(settings: Settings) -> Iterator[Check]:
-    found = "sealed" if settings.key_file else "none"
+    keys = "sealed" if settings.key_file else "none"
     if settings.listen is not None:
         is_safe = not settings.insecure or settings.key_file is not None
         seal = "give it a key_file and allowed_peers: others may read and change what it sends"
-        yield _check("keys", is_safe, f"{found}, listens at {settings.listen}", seal)
+        yield _check("keys", is_safe, f"{keys}, listens at {settings.listen}", seal)
 
 
 def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Whether each link that was used of late is faster than the break-even of every pair."""
+    """Check that each recently used link is faster than the break-even of every pair."""
     known = [it for it in map(break_even_byte_s, prices) if it is not None]
     if not known:
         yield _check("break-even", True, "no prefill of such a length was measured yet")
@@ -368,15 +371,15 @@ def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> I
     least = f"break-even {max(known) / 1e9:.3g} GB/s for {prices[0]['num_tokens']:,} tokens"
     for address, byte_s in links.items():
         slow = "take a faster link, a codec, or a profile with a smaller block; see docs/why.md"
-        found = f"{byte_s / 1e9:.3g} GB/s, {least}"
-        yield _check(f"link {address}", byte_s > max(known), found, slow)
+        speed = f"{byte_s / 1e9:.3g} GB/s, {least}"
+        yield _check(f"link {address}", byte_s > max(known), speed, slow)
     if not links:
         yield _check("break-even", True, f"{least}; no link was used of late")
 
 
 def break_even_byte_s(price: Mapping[str, Any]) -> float | None:
-    """Speed of a link over which reuse takes as long as a full prefill (docs/why.md); infinite
-    where none is fast enough, None while the device's speed is unknown."""
+    """Bytes per second of a link over which reuse takes as long as a full prefill (docs/why.md).
+    Infinite if no link is fast enough. None while the device's speed is unknown."""
     full_s, block_s = price["full_prefill_s"], price["recompute_s"]
     if full_s is None or block_s is None:
         return None

@@ -1,16 +1,19 @@
-"""What SGLang is to this package: the only place that names it.
+"""Wrap the parts of SGLang that this package uses. No other folder names SGLang.
 
-    v0_5_23    what of that release is hooked and read; its JSON file has hashes of what is used
-    probe      refuses another SGLang, and tells from its source what moved in it
-    names      its types and functions, in one list
-    layers     its decoder layers: where E leaves them, and how a block of them is run
-    replay     its batches: how prefix tokens are run once more, before a batch's own forward
-    prefixes   its requests and its tree: pages, tenants, exact and approximate KV
-    asking     its HTTP server: how an operator asks the scheduler; requests that no user has sent
-    tracing    its trace of a request
-    hashing, attention, hicache
+    v0_5_23    names of that release that are hooked and read; a JSON file has source hashes
+    probe      refuses another release, and lists the differences of its source
+    names      imports SGLang's types and functions, in one list
+    layers     decoder layers: capture E, and run a block
+    replay     batches: run prefix tokens once more before a batch's own forward
+    prefixes   requests and the radix tree: pages, tenants, exact and approximate KV
+    asking     the HTTP server: questions of operators, and the server's own requests
+    headers    headers of answers
+    tracing    the trace of a request
+    hashing    page hashes without a compiler
+    attention  an attention backend for recomputes
+    hicache    storage backends of HiCache
 
-The next release gets a module of its own, a copy of this release's with what moved.
+The next release gets its own module: a copy of this release's, with the differences.
 """
 
 from __future__ import annotations
@@ -45,19 +48,19 @@ log = logging.getLogger(__name__)
 
 Hook = tuple[Callable[..., object], HookType]
 Hooks = Mapping[str, Hook]
-"""By dotted name of a function of SGLang."""
+"""Hooks by the dotted name of a function of SGLang."""
 
 
 def resolved(server_args: Any) -> Any:
-    """The arguments as SGLang resolved them, by attribute."""
+    """Return the server arguments as SGLang has resolved them, as attributes."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
 
 
 def switched_on(names: Collection[str]) -> list[str]:
-    """Which of these of its environment variables are; its list lacks some, which it compares with
-    1 itself."""
+    """Return the environment variables of SGLang that are on, among `names`. SGLang's list lacks
+    some; those are on if they are 1."""
     from sglang.srt.environ import envs
 
     known = {it: getattr(envs, it).get() for it in names if hasattr(envs, it)}
@@ -65,15 +68,16 @@ def switched_on(names: Collection[str]) -> list[str]:
 
 
 def step_tokens(server_args: Any) -> int:
-    """Of the largest prefill in one step; SGLang says -1 where it does not cut prefills."""
+    """Return the most tokens that SGLang prefills in one step. If it does not cut prompts into
+    chunks (-1), that is the limit of a batch."""
     args = resolved(server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
 
 
 def default_page_size(num_tokens: int, applies: Callable[[Any], bool]) -> None:
-    """Make this the page size of servers to which it applies, if no flag, model or backend has set
-    one. `applies` takes the arguments as SGLang has resolved them so far."""
+    """Set the page size of servers for which `applies` is true, unless a flag, model or backend
+    sets one. `applies` takes the arguments as SGLang has resolved them so far."""
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
@@ -88,16 +92,17 @@ def default_page_size(num_tokens: int, applies: Callable[[Any], bool]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Of a checkpoint."""
+    """Quantisation of a checkpoint."""
 
     method: str
-    """As what SGLang runs its weights here."""
+    """Method by which SGLang runs the weights on this device."""
     kv: str
-    """How its KV is to be kept; empty where nothing is said of that."""
+    """Format that the checkpoint states for KV. Empty if it states none."""
 
 
 def quantization(server_args: Any) -> Quantization | None:
-    """What SGLang makes of the checkpoint and the arguments, before it reads any weight."""
+    """Return the quantisation that SGLang will use, before it reads any weight. None if the weights
+    are not quantised."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     config = model_config_of(server_args)
@@ -109,9 +114,10 @@ def quantization(server_args: Any) -> Quantization | None:
 
 
 def place_hooks(hooks: Hooks) -> None:
-    """Hook each target now; ConfigError where SGLang did not take one, which it only logs.
+    """Hook each target now. Raises ConfigError if SGLang did not apply a hook, which it only logs.
 
-    What another plugin has hooked already SGLang would pass over in silence: it is hooked again.
+    SGLang silently skips a target that another plugin has already hooked. Such a target is hooked
+    again here.
     """
     for target, (hook, kind) in hooks.items():
         if target in HookRegistry._patched:

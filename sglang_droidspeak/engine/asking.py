@@ -1,8 +1,8 @@
-"""What the scheduler is asked that no user has sent.
+"""Carry questions of operators to the scheduler, and mark requests that the server itself sends.
 
-Questions of an operator go over SGLang's own HTTP server to its scheduler and back. They travel as
-SGLang's question about its scheduler's state: a page of ours puts what is asked in the place of
-that question's id. What the server itself sends says so in `custom_params`.
+A question goes through SGLang's HTTP server to its scheduler and back. It travels as SGLang's own
+question about the scheduler's state, with the operator's question in place of its id. Requests that
+the server itself sends are marked in `custom_params`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
 SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
-"""Of a server, which no user can tell: the process that starts its others draws `authkey` and hands
-it on."""
+"""Secret of one server, unknown to users. All its processes have it: the first one draws `authkey`
+and passes it on."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
-"""Key that the server's own requests have, with the number of tokens at the end of their input that
-are of an answer. No user can name it."""
+"""Key in `custom_params` of the server's own requests. Its value is the number of tokens at the end
+of the input that belong to an answer. Users cannot know the key."""
 
 
 def add_pages(key: str) -> None:
-    """In the front end, before its HTTP server starts: what the scheduler says under `key`, and the
-    headers of answers.
+    """Add pages that show the scheduler's answer under `key`, and headers of answers. Call it in
+    the front end, before its HTTP server starts.
 
-    Asks for SGLang's admin key where there is one, else for its API key, as SGLang's own pages for
-    operators do.
+    The pages need SGLang's admin key if there is one, else its API key, like SGLang's own pages for
+    operators.
     """
     from sglang.srt.entrypoints.http_server import app, get_global_state
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -46,8 +46,8 @@ def add_pages(key: str) -> None:
     async def answer(request: Request) -> JSONResponse:
         manager = get_global_state().tokenizer_manager
         path = next(it for it in (EXPLAIN, GUARD) if request.url.path.endswith(it))
-        told = await ask(manager, path, (await request.body()).decode(), key)
-        return JSONResponse(told, status_code=404 if "error" in told else 200)
+        content = await ask(manager, path, (await request.body()).decode(), key)
+        return JSONResponse(content, status_code=404 if "error" in content else 200)
 
     for path in (EXPLAIN, GUARD):
         if all(getattr(it, "path", "") != path for it in app.routes):
@@ -57,22 +57,22 @@ def add_pages(key: str) -> None:
 
 
 async def ask(manager: Any, path: str, question: str, key: str) -> dict[str, Any]:
-    """What the first rank's scheduler answers to a page's question; all ranks hear it. `manager` is
-    SGLang's TokenizerManager."""
+    """Return the answer of the first rank's scheduler to a page's question. All ranks get the
+    question. `manager` is SGLang's TokenizerManager."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     manager.auto_create_handle_loop()
     asked = GetInternalStateReq(rid=path + _END + question)
     first, *_ = await manager.get_internal_state_communicator(asked)
-    told: dict[str, Any] = first.internal_state.get(
+    answer: dict[str, Any] = first.internal_state.get(
         key, {"error": "this server runs without droidspeak"}
     )
-    return told
+    return answer
 
 
 def asked(recv_req: Any) -> tuple[str, str]:
-    """The page and what it asks, of a question about the scheduler's state; the page is empty where
-    the question is SGLang's own."""
+    """Split a question about the scheduler's state into our page and its question. Both are empty
+    if the question is SGLang's own."""
     path, end, question = (recv_req.rid or "").partition(_END)
     return (path, question) if end and path in (EXPLAIN, GUARD) else ("", "")
 
@@ -80,11 +80,11 @@ def asked(recv_req: Any) -> tuple[str, str]:
 def unsent(
     tokens: Sequence[int], lora_id: str | None, extra_key: str | None, cache_salt: str | None
 ) -> Req:
-    """A request as SGLang makes one, which nobody has sent."""
+    """Make a request as SGLang would, although no user has sent one."""
     from sglang_droidspeak.engine.names import Req, SamplingParams
 
     return Req(
-        f"unsent-{uuid.uuid4().hex}",  # That no user's request has.
+        f"unsent-{uuid.uuid4().hex}",  # No user's request has this id.
         "",
         array("q", tokens),
         SamplingParams(max_new_tokens=1),
@@ -95,8 +95,11 @@ def unsent(
 
 
 def mark_warm_up(manager: Any, obj: Any, request: Any = None) -> None:
-    """Hooks TokenizerManager.generate_request: what comes over HTTP before SGLang's warm-up has
-    ended counts as the server's own. Without HTTP (`sgl.Engine`) SGLang's status stays Starting."""
+    """Mark requests that arrive over HTTP before SGLang's warm-up has ended as the server's own.
+    Hooks TokenizerManager.generate_request.
+
+    Without HTTP (`sgl.Engine`), SGLang's status stays Starting, and no request is marked.
+    """
     if request is None or manager.server_status.name != "Starting":
         return
     each = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
@@ -112,5 +115,6 @@ def is_own(req: Req) -> bool:
 
 
 def num_answered(req: Req) -> int:
-    """Tokens at the end of the prompt that are of an answer; 0 for a user's request."""
+    """Number of tokens at the end of the prompt that belong to an answer. 0 for a user's
+    request."""
     return req.sampling_params.custom_params[ANSWERED] if is_own(req) else 0

@@ -1,7 +1,7 @@
-"""The attention that a partial prefill runs on: an instance of its own, made at start.
+"""Make a second attention backend at start, for partial prefills.
 
-SGLang's own instance has plans and buffers that forwards under way, and CUDA graphs, still read.
-What a second one takes of the device's memory is left out of what SGLang sizes its KV pool by.
+Running forwards and CUDA graphs still read the plans and buffers of SGLang's own backend. The
+device memory of the second one is subtracted before SGLang sizes its KV pool.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from sglang_droidspeak.engine.names import ModelRunner
 
 _MIB: Final = 1 << 20
 _PLANS_BYTES: Final = 4 * 8 * _MIB
-"""Of FlashInfer's four wrappers, each with 8 MiB for its plan."""
+"""Bytes for the plans of FlashInfer's four wrappers, 8 MiB each."""
 _LARGE_BYTES: Final = {"Qwen2ForCausalLM": 512 * _MIB, "Qwen3ForCausalLM": 512 * _MIB}
-"""By architecture what SGLang gives FlashInfer in place of what is set."""
+"""Bytes of workspace that SGLang gives FlashInfer for an architecture, whatever is configured."""
 
 
 def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
-    """Device memory that the instance will take, known before there is one: see
-    FlashInferAttnBackend.__init__."""
+    """Predict the bytes of device memory that the second backend will take. The numbers are those
+    of FlashInferAttnBackend.__init__."""
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import attention_backends
 
     prefill, _decode = attention_backends()
     if choice == "server" and prefill == "trtllm_mha":
-        return _PLANS_BYTES  # It has FlashInfer's plans, and shares the workspace of the first.
+        return _PLANS_BYTES  # It has FlashInfer's plans, and shares the first one's workspace.
     if "flashinfer" not in (choice, prefill):
         return 0
     workspace = envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
@@ -36,9 +36,9 @@ def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
 
 
 def recompute_attention(runner: ModelRunner, choice: str) -> Any:
-    """Another instance of SGLang's backend of that name, with a workspace of its own.
+    """Make another instance of SGLang's attention backend of that name, with its own workspace.
 
-    Raises ConfigError where it cannot be made here.
+    Raises ConfigError if this device cannot run it.
     """
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
@@ -49,7 +49,7 @@ def recompute_attention(runner: ModelRunner, choice: str) -> Any:
         made = attention_backend_setup._build_backend_from_str(
             model_runner=runner,
             backend_str=name,
-            # Of a kind that the server does not use, what instances share is this one's alone.
+            # If the server uses no such backend, this instance need not share with another.
             init_new_workspace=name in (prefill, runner.decode_attention_backend_str),
         )
     except Exception as exc:

@@ -1,4 +1,4 @@
-"""SGLang's page hashes where its compiled ones cannot be had."""
+"""Compute SGLang's page hashes in Python if its compiled extension is missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def ensure_page_hashes() -> None:
 def hash_in_python(
     token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
 ) -> str | list[str]:
-    """As SGLang's `get_native_hash` for keys that are not bigrams; a last part page counts."""
+    """Compute the hashes of SGLang's `get_native_hash`, for keys that are not bigrams. An
+    incomplete last page has a hash, too."""
     tokens = token_ids.raw_token_ids() if hasattr(token_ids, "raw_token_ids") else token_ids
     tokens = tokens[: len(token_ids)]
     page = page_size or max(1, len(tokens))

@@ -1,10 +1,10 @@
-"""A request's outcome as response headers, so that every client sees it, streamed or not.
+"""Add a request's outcome to the response headers, for streamed answers and others.
 
-SGLang waits for the first reply before it sends headers, and the first reply has the label. So the
-label is put beside the HTTP request when it passes, and read when the headers are sent.
+SGLang sends headers after the first reply, and the first reply has the label. So the label is noted
+in the state of the HTTP request, and read when the headers are sent.
 
-Routers that speak semantic-router's cross-model contract say by `x-vsr-kv-source-pod` where the
-server should look, and read `x-vsr-kv-transfer-status`.
+Routers with semantic-router's cross-model contract name a peer in `x-vsr-kv-source-pod`, and read
+the result from `x-vsr-kv-transfer-status`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _UNSUPPORTED: Final = frozenset(
         *("bad_controls", "longer_than_measured", "unknown_adapter", "weights_updated"),
     }
 )
-"""Outcomes that the same request would have again."""
+"""Outcomes that the same request would get again."""
 
 Label = Mapping[str, Any]
 Reply = Any
 
 
 class OutcomeHeaders:
-    """ASGI middleware: adds the headers of a request that has a label."""
+    """ASGI middleware that adds headers to the answer of a request with a label."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._key = app, key
@@ -46,8 +46,8 @@ class OutcomeHeaders:
 
         async def labelled(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start" and self._key in state:
-                told = headers_of(state[self._key], asks_status)
-                message["headers"] = [*message["headers"], *told]
+                added = headers_of(state[self._key], asks_status)
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
         await self._app(scope, receive, labelled)
@@ -67,8 +67,8 @@ def headers_of(label: Label, asks_status: bool) -> list[tuple[bytes, bytes]]:
 
 
 class LabelNotes:
-    """Puts the first label of a request beside the HTTP request that asked for it, and what its
-    header says of a peer into its controls."""
+    """Note a request's first label in the state of its HTTP request. Copy the peer that a header
+    names into the request's controls."""
 
     def __init__(self, key: str) -> None:
         self._key: Final = key
@@ -81,7 +81,8 @@ class LabelNotes:
         return replies if request is None else self._noted(request.scope["state"], replies)
 
     def _hint(self, obj: Any, source: bytes) -> None:
-        """A request's own controls stay as they are, also wrong ones. A long header is no host."""
+        """Add the named peer to the controls, unless the request has its own. Ignore a header that
+        is too long for a host."""
         if not 0 < len(source) <= _MAX_SOURCE:
             return
         hint = {"peer": source.decode("latin-1")}
@@ -96,7 +97,7 @@ class LabelNotes:
     ) -> AsyncGenerator[Reply, None]:
         async with aclosing(replies):
             async for reply in replies:
-                # A batch of prompts has a label for each, and headers can say only one.
+                # Each prompt of a batch has a label, but headers have room for one only.
                 if self._key not in state and isinstance(reply, dict):
                     labels = reply["meta_info"].get(self._key)
                     if labels:

@@ -1,8 +1,8 @@
-"""SGLang's HiCache storage backends, as a store of byte objects that is given memory to work in.
+"""Use SGLang's HiCache storage backends as a store of byte objects, with memory that we allocate.
 
-the backend implements   how objects move
-batch_get_v1             whole slots of a host pool that is registered with it
-else                     tensors of the objects' own sizes, by batch_get and batch_set
+the backend has   objects move as
+batch_get_v1      whole slots of a host pool that is registered with the backend
+otherwise         tensors of the objects' own sizes, by batch_get and batch_set
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cachetree import ConfigError
 
 _DYNAMIC: Final = ("backend_name", "module_path", "class_name")
 _KEEP_NOTHING: Final = frozenset({"sim", "shm"})
-"""Backends that answer without keeping what they are given."""
+"""Backends that answer, but store nothing."""
 _NAME: Final = "droidspeak"
-"""In place of a model's name, which backends make part of their keys: models share here."""
+"""Name that backends put into their keys, in place of a model's name: all models share objects."""
 
 
 def check_backend(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where no such backend can be made; imports its module, connects nowhere,
-    and makes the folders of `file` and `nixl`."""
+    """Raise ConfigError if such a backend cannot be made. Imports its module, makes the folders of
+    `file` and `nixl`, and connects nowhere."""
     known = StorageBackendFactory._registry
     if name == "dynamic":
         missing = [key for key in _DYNAMIC if key not in config]
@@ -56,7 +56,7 @@ def check_backend(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _folders(name: str, config: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """In which the backend keeps files, and what names them."""
+    """Folders in which the backend stores files, each with the setting that names it."""
     if name == "file":
         folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
         return [("file_storage_path", folder or config.get("file_storage_path"))]
@@ -71,7 +71,10 @@ def _folders(name: str, config: Mapping[str, Any]) -> list[tuple[str, object]]:
 
 
 def _require_private(field: str, folder: object) -> None:
-    """Prompts can be read out of KV, and whoever writes it decides what requests answer."""
+    """Make the folder if it is missing. Raises ConfigError if other users can reach it.
+
+    A reader of KV can reconstruct prompts from it, and a writer can change answers.
+    """
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"{field} is {folder!r}; name a folder that only this user can reach")
     try:
@@ -88,10 +91,10 @@ def _require_private(field: str, folder: object) -> None:
 
 
 class Backend:
-    """One backend, and `num_slots` slots of memory between which and it objects move.
+    """One backend, and `num_slots` slots of host memory. Objects move between slots and backend.
 
-    Every call may block for as long as the backend likes, and raise whatever it raises. Calls from
-    several threads are safe as far as they are in the backend, on slots of their own.
+    Every call may block without a limit, and raise any error of the backend. Threads may call it at
+    the same time, each with its own slots, if the backend allows that.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Backend:
         slot_bytes: int,
         num_slots: int,
     ) -> None:
-        """Raises ConfigError where the backend cannot be made."""
+        """Make the backend. Raises ConfigError if that fails."""
         self._pool = _HostPool(slot_bytes, num_slots)
         self.slots: Final[Sequence[memoryview]] = [
             row.numpy().data for row in self._pool.kv_buffer.unbind()
@@ -138,19 +141,20 @@ class Backend:
         self._is_paged = type(self._storage).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
     def num_leading(self, keys: Sequence[str]) -> int:
-        """How many of the first keys are there without a gap."""
+        """Number of leading keys that the backend has, without a gap."""
         return int(self._storage.batch_exists(list(keys)))
 
     def read(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-        """Fill the start of each slot; which of the objects were there."""
+        """Read objects into the start of their slots. Returns for each whether the backend had
+        it."""
         if self._is_paged:
             return list(self._storage.batch_get_v1(list(keys), torch.tensor(slots)) or ())
         targets = self._tensors(slots, sizes)
-        found = self._storage.batch_get(list(keys), targets)
-        return [_has_landed(it, to) for it, to in zip(found or (), targets, strict=False)]
+        answers = self._storage.batch_get(list(keys), targets)
+        return [_has_landed(it, to) for it, to in zip(answers or (), targets, strict=False)]
 
     def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Store the start of each slot; False where the backend did not take one of them."""
+        """Store the start of each slot as an object. False if the backend refused one."""
         if self._is_paged:
             return all(self._storage.batch_set_v1(list(keys), torch.tensor(slots)) or (False,))
         return bool(self._storage.batch_set(list(keys), self._tensors(slots, sizes)))
@@ -163,19 +167,21 @@ class Backend:
         return [self._pool.kv_buffer[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
 
 
-def _has_landed(found: torch.Tensor | None, target: torch.Tensor) -> bool:
-    """A backend may fill the target that it was given, or answer with a tensor of its own."""
-    if found is None:
+def _has_landed(answer: torch.Tensor | None, target: torch.Tensor) -> bool:
+    """Return whether the backend had the object. A backend fills the target, or answers with its
+    own tensor; copy that to the target."""
+    if answer is None:
         return False
-    if found.data_ptr() != target.data_ptr():
-        if found.nbytes != target.nbytes:
+    if answer.data_ptr() != target.data_ptr():
+        if answer.nbytes != target.nbytes:
             return False
-        target.copy_(found.view(torch.uint8).flatten())
+        target.copy_(answer.view(torch.uint8).flatten())
     return True
 
 
 class _HostPool:
-    """What backends use of SGLang's host pool in layout `page_first`; one page is one slot."""
+    """Host memory with the attributes of SGLang's host pool that backends use, in layout
+    `page_first`. One page is one slot."""
 
     layout: Final = "page_first"
     page_size: Final = 1
@@ -196,7 +202,7 @@ class _HostPool:
         self.size_per_token: Final = slot_bytes
         self.size: Final = num_slots
         self.page_num: Final = num_slots
-        # Of whole pages of the system, which backends that bypass its cache can use as they are.
+        # mmap starts at a page of the system, as backends need that bypass the system's cache.
         pages = mmap.mmap(-1, num_slots * slot_bytes)
         self.kv_buffer: Final = torch.frombuffer(pages, dtype=torch.uint8).view(-1, slot_bytes)
 
@@ -207,7 +213,7 @@ class _HostPool:
         return self.head_dim
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Address and size of the two halves of each slot, where others have K and V."""
+        """Addresses and sizes of both halves of each slot. SGLang's own pool has K and V there."""
         base = self.kv_buffer.data_ptr()
         starts = [base + slot * self.size_per_token for slot in indices.tolist()]
         halves = [start + offset for start in starts for offset in (0, self.head_dim)]

@@ -1,7 +1,7 @@
-"""The decoder layers of a loaded model: where E leaves them, and how a block of them is run.
+"""Capture E from the decoder layers of a loaded model, and run a block of them.
 
-It serves those that are called as `layer(positions, hidden_states, forward_batch)` and whose
-residual stream lives in the batch: the classes that `start.refuse` names.
+Layers have to be callable as `layer(positions, hidden_states, forward_batch)`, with the residual
+stream in the batch. `start.refuse` lists the classes for which this holds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from sglang_droidspeak.engine.names import (
 )
 
 OnE = Callable[["ForwardBatch", torch.Tensor], None]
-"""Called with the batch and E, `[tokens or more, hidden]`, to be copied before it returns."""
+"""Callback with the batch and E, `[tokens or more, hidden]`. It has to copy E before it returns."""
 
 
 class _BlockDone(Exception):
-    """The last KV of the block is written; nothing after it in that layer is of use."""
+    """The last KV of the block is written. The rest of that layer is not needed."""
 
 
 class LayerStack:
-    """The layers of one model. Raises ConfigError naming class and signature it cannot drive."""
+    """The layers of one model. Raises ConfigError with the class and signature if it cannot run
+    them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._inner: Any = model.model
@@ -41,10 +42,10 @@ class LayerStack:
         return len(self._layers)
 
     def on_e(self, layer: int, callback: OnE) -> None:
-        """Have `callback` see E of `layer` in every forward from now on, CUDA graphs included.
+        """Call `callback` with E of `layer` in every forward from now on, also in CUDA graphs.
 
-        Inside a graph the callback's kernels are captured and replayed, so it must not decide
-        anything in Python that may differ between replays.
+        A graph captures the kernels of the callback and replays them. So its Python code must not
+        decide anything that may differ between replays.
         """
         boundary = self._layers[layer].attn_boundary
         prepare = boundary.prepare
@@ -62,12 +63,13 @@ class LayerStack:
         boundary.prepare = prepare_and_see
 
     def run(self, block: Span, e: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
-        """Run layers `[block.start, block.stop)` over the batch's tokens for their KV alone.
+        """Run layers `[block.start, block.stop)` over the batch's tokens, only for their KV.
 
-        `e` is `[tokens, hidden]`, the residual stream entering `block.start`; None starts from the
-        embeddings (block.start is 0 then). The caller has set the forward context and the
-        attention metadata. Stops right after the last layer's KV write: its attention and MLP
-        would serve nobody.
+        `e` is `[tokens, hidden]`, the residual stream that enters `block.start`. If it is None, the
+        block starts from the embeddings, and block.start is 0. The caller has set the forward
+        context and the attention metadata.
+
+        Stops right after the last layer has written its KV: its attention and MLP are not needed.
         """
         attention = self._layers[block.stop - 1].self_attn.attn
         stop = attention.register_forward_pre_hook(_write_kv_and_stop, with_kwargs=True)

@@ -1,6 +1,6 @@
-"""The types and functions of SGLang that the engine extension works with, in one list.
+"""Import the types and functions of SGLang that this package uses, in one list.
 
-Heavy to import: only the scheduler process does.
+The import is slow. Only the scheduler process needs it.
 """
 
 from sglang.srt.disaggregation.kv_events import (

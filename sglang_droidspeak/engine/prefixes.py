@@ -1,22 +1,24 @@
-"""A request's prompt as page hashes: SGLang's own chain over tokens, salt and extra key.
+"""Hash the pages of a request's prompt, and choose its namespace in SGLang's radix tree.
 
-SGLang appends the adapter's id to the extra key, which gives each adapter a tree and hashes of its
-own. The cache's hashes leave it out: they say which tokens of which tenant, never which model. KV
-that descends from another model's lies in a namespace of its own, so that whoever wants exact KV
-finds no other, also when SGLang inserts a chunk and goes on with what the tree has of it:
+Page hashes are SGLang's own chain over tokens, salt and extra key. SGLang appends the adapter's id
+to the extra key. So each adapter has its own tree and its own hashes. The cache's hashes omit that
+id: they depend on tokens and tenant, never on the model.
+
+KV that was made from another model's KV is in a namespace of its own. So a request that needs exact
+KV finds only exact KV. This holds also if SGLang inserts a chunk and continues from the tree.
 
     extra key   tenant │ model's namespace                  exact KV of this model
-                tenant │ APPROXIMATE │ model's namespace    what was made with another's
+                tenant │ APPROXIMATE │ model's namespace    KV made from another model's KV
 
-SGLang joins the two without a mark between. A key of the base model's that ends like a namespace
-of an adapter is therefore made another tenant's, which no user can name.
+SGLang joins tenant and namespace without a separator. So a user's key could end like an adapter's
+namespace. A request of the base model with such a key gets another tenant, which users cannot name.
 
-After a change of plans a new generation of requests reads none of the approximate KV from before:
-its number stands after APPROXIMATE. After it stands how many first pages the prompt shares with
-many others: in that namespace these are exact.
+After a change of plans, requests are of a new generation. Its number follows APPROXIMATE, so they
+read no approximate KV from before. The length of the prompt's head follows the generation. The head
+is the first pages, which many prompts share; in that namespace they are exact.
 
-After an update of weights the model's namespace ends with a mark of that update, until SGLang
-flushes its tree: what the weights before have left is then out of reach.
+After an update of weights, the model's namespace ends with a mark of that update, until SGLang
+flushes its tree. So requests cannot reach KV of the former weights.
 """
 
 from __future__ import annotations
@@ -49,22 +51,23 @@ _NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
 _WEIGHTS: Final = "droidspeak_weights"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
 _FIRST: Final = (0, "")
-"""Generation of weights, and the end of its namespaces, of a request that was met before any
-update."""
+"""Generation of weights of a request that was met before any update, and the end of its
+namespaces."""
 _ID_CHARS: Final = 32
-"""Of an adapter's id, SGLang's hexadecimal UUID."""
+"""Characters of an adapter's id, a hexadecimal UUID by SGLang."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
-"""A user can give any extra key, but none that names this: what is read there would count as
-exact."""
+"""Start of the namespaces of approximate KV. The secret keeps users from naming it in an extra key:
+KV read that way would count as exact."""
 
 
 def page_hash(key: str) -> PageHash:
-    """SGLang's hexadecimal page key, shortened."""
+    """Shorten SGLang's hexadecimal page key to a page hash."""
     return PageHash(bytes.fromhex(key[: 2 * PAGE_HASH_BYTES]))
 
 
 def refusal(req: Req) -> str:
-    """Why this request's KV is not a function of its token ids and the model; empty if it is."""
+    """Return why this request's KV depends on more than its token ids and the model. Empty if it
+    does not."""
     if req.multimodal_inputs is not None:
         return "multimodal"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
@@ -75,12 +78,13 @@ def refusal(req: Req) -> str:
 
 
 def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """As SGLang names them where it looks for the request's prefix."""
+    """Hashes of the request's pages in the namespace in which SGLang looks for its prefix."""
     return pages_of(req, num_tokens, page_size, place_of(req))
 
 
 def pages_of(req: Req, num_tokens: int, page_size: int, namespace: str = "") -> list[PageHash]:
-    """Hashes of the whole pages among the request's first `num_tokens` tokens, for any model."""
+    """Hashes of the whole pages among the request's first `num_tokens` tokens. Without a namespace
+    they are the cache's, the same for all models."""
     length = num_tokens // page_size * page_size
     if not length:
         return []
@@ -89,14 +93,15 @@ def pages_of(req: Req, num_tokens: int, page_size: int, namespace: str = "") -> 
 
 
 def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
-    """Pages that may come from a cache: never the last token, nothing after a wanted logprob."""
+    """Hashes of the pages that may be read from a cache. The last token, and tokens after a
+    requested log-probability, have to be computed."""
     return pages_of(req, req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)), page_size)
 
 
 def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
-    """How many of the first pages, of the same tokens and tenant, the device holds in a namespace.
+    """Number of the request's first pages that the device holds in a namespace.
 
-    SGLang evicts by uses, and this is none: each rank may ask when it likes.
+    This does not count as a use, by which SGLang evicts. So each rank may ask at any time.
     """
     key = _key(req, namespace, num_pages * tree.page_size)
     num_tokens, _node, _num_pinned = tree.tree_core.match_full_device_prefix(key)
@@ -106,34 +111,34 @@ def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) 
 def use(
     req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache
 ) -> tuple[NodeId, torch.Tensor]:
-    """Of pages that are held the last node of SGLang's tree, which keeps all of them, and the
-    slots. All ranks have to make the same uses, in the same order."""
+    """Return the last tree node of pages that the device holds, and their slots. A lock on the node
+    keeps all the pages. All ranks have to make the same uses, in the same order."""
     key = _key(req, namespace, num_pages * tree.page_size)
     node = tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
     return node, tree.path_device_indices(node)
 
 
 def namespace_of(req: Req) -> str:
-    """Of the model that answers: the adapter's id, and where an activated one begins to act,
-    because what it has computed from there on is no other request's."""
+    """Namespace of the model that answers: the adapter's id, and the token at which an activated
+    adapter begins to act. Requests with another such token share no KV behind it."""
     at = invoked_at(req)
     name = (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
     return name + getattr(req, _WEIGHTS, _FIRST)[1]
 
 
 def generation_of(req: Req) -> int:
-    """The generation of weights in which the request was last met; see `Models`."""
+    """Generation of weights in which the request was last met; see `Models`."""
     return getattr(req, _WEIGHTS, _FIRST)[0]
 
 
 def place_of_generation(generation: int) -> str:
-    """The end of its namespaces, which no user can name."""
+    """End of the namespaces of a generation of weights. Users cannot name it."""
     return f"@{SECRET}-{generation}"
 
 
 def run_with(req: Req, generation: int, place: str) -> None:
-    """Have the request find and leave KV of this generation of weights only; while the request
-    holds nothing of SGLang's tree."""
+    """Let the request find and leave only KV of this generation of weights. Call it while the
+    request holds nothing of SGLang's tree."""
     if getattr(req, _WEIGHTS, _FIRST) != (generation, place):
         _note(req, _WEIGHTS, (generation, place))
 
@@ -144,91 +149,97 @@ def is_approximate(req: Req) -> bool:
 
 
 def move(req: Req, *, approximate: bool) -> None:
-    """Have SGLang look there from now on; while the request holds nothing of its tree."""
+    """Let SGLang look for the request's prefix among approximate KV, or among exact KV. Call it
+    while the request holds nothing of SGLang's tree."""
     if is_approximate(req) != approximate:
         _note(req, _APPROXIMATE, approximate)
 
 
 def place_of(req: Req) -> str:
-    """What stands behind the user's extra key now."""
+    """Present namespace of the request, which follows the user's extra key."""
     return approximate_of(req) if is_approximate(req) else namespace_of(req)
 
 
 def approximate_of(req: Req) -> str:
-    """Where approximate KV lies for requests of its generation, with a head as long."""
+    """Namespace of approximate KV for requests of the same generation, with a head of the same
+    length."""
     head = f"#{num_head(req)}" if num_head(req) else ""
     return APPROXIMATE + getattr(req, _GENERATION, "") + head + namespace_of(req)
 
 
 def join(req: Req, generation: str) -> None:
-    """Have the request share approximate KV with those of its generation only; while the request
-    holds nothing of SGLang's tree."""
+    """Let the request share approximate KV only with requests of this generation. Call it while the
+    request holds nothing of SGLang's tree."""
     _note(req, _GENERATION, generation)
 
 
 def has_head(req: Req) -> bool:
-    """Whether it was decided how long the request's head is, which then stays."""
+    """Whether the length of the request's head is decided. It then stays the same."""
     return hasattr(req, _HEAD)
 
 
 def num_head(req: Req) -> int:
-    """First pages of its prompt that its own model computes, whoever has them."""
+    """Number of first pages that the request's own model computes, even if a peer has them."""
     return getattr(req, _HEAD, 0)
 
 
 def lead(req: Req, num_pages: int) -> None:
-    """Have the request read approximate KV behind so many exact pages only; while it holds nothing
-    of SGLang's tree."""
+    """Let the request read approximate KV only behind its first `num_pages` pages, which are exact.
+    Call it while the request holds nothing of SGLang's tree."""
     _note(req, _HEAD, num_pages)
 
 
 def keep_apart(req: Req, adapters: Collection[str]) -> None:
-    """Have a request of the base model's read and leave nothing where one of these adapters' KV
-    lies, whatever extra key its user gave; while it holds nothing of SGLang's tree."""
+    """Keep a request of the base model out of the namespaces of these adapters, whatever extra key
+    its user gave. Call it while the request holds nothing of SGLang's tree."""
     tenant = tenant_of(req) or ""
     if req.lora_id is None and _AT.sub("", tenant)[-_ID_CHARS:] in adapters:
         _note(req, _TENANT, f"{tenant}~{SECRET}")
 
 
 def invoked_at(req: Req) -> int | None:
-    """The token from which the request's activated LoRA acts; None for any other."""
+    """First token on which the request's activated LoRA acts. None for other requests."""
     return getattr(req, _INVOKED_AT, None)
 
 
 def invoke(req: Req, at: int) -> None:
-    """Have the request's adapter act from token `at` on; before SGLang looks for its prefix."""
+    """Let the request's adapter act from token `at` on. Call it before SGLang looks for the
+    request's prefix."""
     _note(req, _INVOKED_AT, at)
 
 
 def ask_base(req: Req) -> None:
-    """Have no adapter act on any of the request; before SGLang looks for its prefix."""
+    """Let the base model answer the request, without an adapter. Call it before SGLang looks for
+    the request's prefix."""
     tenant, req.lora_id = tenant_of(req), None
     setattr(req, _NOT_INVOKED, True)
     _note(req, _TENANT, tenant)
 
 
 def is_not_invoked(req: Req) -> bool:
-    """Whether the base answers because the prompt never invokes the activated LoRA it names."""
+    """Whether the base answers because the prompt never invokes the activated LoRA that the request
+    names."""
     return getattr(req, _NOT_INVOKED, False)
 
 
 def num_without_e(req: Req) -> int:
-    """How many of its first tokens may have been loaded without E."""
+    """Number of the request's first tokens that may have been loaded without E."""
     return getattr(req, _WITHOUT_E, 0)
 
 
 def note_without_e(req: Req, num_tokens: int) -> None:
-    """So many of its first tokens are there, and those that were loaded have no E."""
+    """Note that the request's first `num_tokens` tokens have KV. Loaded ones of them have no E."""
     setattr(req, _WITHOUT_E, num_tokens)
 
 
 def num_approximate(req: Req) -> int:
-    """How many tokens of the prompt have KV that was made from another model's."""
+    """Number of prompt tokens with KV that was made from another model's."""
     return getattr(req, _NUM_APPROXIMATE, 0)
 
 
 def note_approximate(req: Req, num_tokens: int) -> None:
-    """So many are read or loaded; what the request computes after them is not counted."""
+    """Note the number of prompt tokens with approximate KV that the request reads or loads. Tokens
+    that it computes after them are not counted."""
     setattr(req, _NUM_APPROXIMATE, num_tokens)
 
 
@@ -239,7 +250,7 @@ def _note(req: Req, name: str, value: object) -> None:
 
 
 def tenant_of(req: Req) -> str | None:
-    """The extra key as the user gave it; of an adapter's request None for an empty one."""
+    """Extra key as the user gave it. For a request of an adapter, an empty key gives None."""
     if hasattr(req, _TENANT):
         return getattr(req, _TENANT)
     place = place_of(req)
@@ -247,12 +258,13 @@ def tenant_of(req: Req) -> str | None:
 
 
 def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:
-    """SGLang's key of the request's first tokens, in its tenant's namespace and this one."""
+    """Key of the request's first tokens in SGLang's tree, in a namespace of its tenant."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
     return RadixKey(tokens, _extra_key(req, namespace), cache_salt=req.cache_salt)
 
 
 def _extra_key(req: Req, namespace: str) -> str | None:
-    """As SGLang makes one: an empty key is another tenant's than none."""
+    """Join the tenant's extra key and a namespace as SGLang does. An empty key and no key are two
+    tenants."""
     tenant = tenant_of(req)
     return (tenant or "") + namespace if namespace else tenant

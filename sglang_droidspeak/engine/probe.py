@@ -1,7 +1,7 @@
-"""Whether the installed SGLang is what this package was built for, and what moved if not.
+"""Check that the installed SGLang is the release this package was built for, or list differences.
 
-What moved is found in its source, read and never imported. So a release is examined that cannot run
-here, and no examination starts anything.
+The source is read, never imported. So a release that cannot run here can be examined, and nothing
+of it runs.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from cachetree import ConfigError
 from sglang_droidspeak.engine import release
 
 USED: Final[Mapping[str, str]] = json.loads(Path(release.__file__).with_suffix(".json").read_text())
-"""Functions and classes that are hooked, called or done in their place, where they are defined, and
-a hash of the source of each."""
+"""Functions and classes of SGLang that this package hooks, calls or replaces, each with a hash of
+its source. Names are those of the modules that define them."""
 _HASH_DIGITS: Final = 12
 _DEFINES: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def require_supported() -> None:
-    """Raise ConfigError where SGLang is another one."""
-    found = version("sglang")
-    if found.split("+")[0] != release.VERSION:
+    """Raise ConfigError if the installed SGLang is another release."""
+    present = version("sglang")
+    if present.split("+")[0] != release.VERSION:
         raise ConfigError(
-            f"sglang-droidspeak supports SGLang {release.VERSION}, found {found}; "
+            f"sglang-droidspeak supports SGLang {release.VERSION}, found {present}; "
             f"install 'sglang=={release.VERSION}' (`droidspeak doctor --sglang` says what moved)"
         )
 
 
 def installed() -> Path:
-    """The folder that holds the package `sglang`."""
+    """Return the folder that contains the installed package `sglang`."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("SGLang is not installed")
@@ -45,18 +45,18 @@ def installed() -> Path:
 
 
 def compare(root: Path) -> tuple[list[str], list[str]]:
-    """What is used and the SGLang in that folder does not have, and functions and classes whose
-    source there is not the one that was read; one sentence each."""
+    """Compare the SGLang in that folder with the names and sources that this package uses. Returns
+    two lists with a sentence each: names that are missing, and definitions with another source."""
     lacking, changed = [], []
     for target, recorded in USED.items():
         try:
-            found = source_hash(root, target)
+            present = source_hash(root, target)
         except NotThere as exc:
             lacking.append(str(exc))
             continue
-        if found != recorded:
+        if present != recorded:
             changed.append(
-                f"{target} has another source: {found}, and {recorded} in {release.VERSION}"
+                f"{target} has another source: {present}, and {recorded} in {release.VERSION}"
             )
     for target, names in release.FIELDS.items():
         try:
@@ -70,36 +70,37 @@ def compare(root: Path) -> tuple[list[str], list[str]]:
 
 
 class NotThere(LookupError):
-    """No such module, class or function."""
+    """The source has no such module, class or function."""
 
 
 def source_hash(root: Path, target: str) -> str:
-    """Of the lines of a definition, without those that are empty or comments; raises NotThere."""
+    """Hash the lines of a definition, without empty lines and comments. Raises NotThere."""
     node, lines = _definition(root, target)
     start = min([node.lineno, *(it.lineno for it in node.decorator_list)])
-    found = [it.strip() for it in lines[start - 1 : node.end_lineno]]
-    text = "\n".join(it for it in found if it and not it.startswith("#"))
+    stripped = [it.strip() for it in lines[start - 1 : node.end_lineno]]
+    text = "\n".join(it for it in stripped if it and not it.startswith("#"))
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
 def fields(root: Path, target: str) -> set[str]:
-    """Names in a class's own body, or given to `self` in it; raises NotThere."""
+    """Names that a class defines in its body, or assigns as attributes of `self`. Raises
+    NotThere."""
     node, _ = _definition(root, target)
-    found = set()
-    for it in (*node.body, *(it for it in ast.walk(node) if isinstance(it, ast.Attribute))):
-        match it:
+    names = set()
+    for item in (*node.body, *(it for it in ast.walk(node) if isinstance(it, ast.Attribute))):
+        match item:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found.add(name)
+                names.add(name)
             case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
-                found.add(name)
+                names.add(name)
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def _definition(root: Path, target: str) -> tuple[ast.ClassDef, Sequence[str]]:
-    """Of `package.module.name` or `package.module.Class.name`, where it is defined, and the lines
-    of its file."""
+    """Find the definition of `package.module.name` or `package.module.Class.name`. Returns its node
+    and the lines of its file. Raises NotThere."""
     *above, name = target.split(".")
     num_modules = next((i for i, it in enumerate(above) if it[0].isupper()), len(above))
     try:
@@ -107,7 +108,7 @@ def _definition(root: Path, target: str) -> tuple[ast.ClassDef, Sequence[str]]:
     except OSError:
         raise NotThere(f"there is no {target}") from None
     for each in (*above[num_modules:], name):
-        # The outermost of them: not one within another function or class.
+        # The first match is the outermost definition, not one inside another function or class.
         defined = (it for it in ast.walk(node) if isinstance(it, _DEFINES) and it.name == each)
         if (node := next(defined, None)) is None:
             raise NotThere(f"there is no {target}")

@@ -1,4 +1,4 @@
-"""SGLang's batches: prefix tokens that are run once more, before a batch's own forward."""
+"""Run some prefix tokens of an SGLang batch once more, before the batch's own forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from sglang_droidspeak.engine.names import (
 def replay_of(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ForwardBatch:
-    """A forward over tokens of rows of `batch`, each `(row, tokens)`, whose slots are allocated."""
+    """Make a forward over some tokens of some rows of `batch`, as `(row, tokens)`. Their KV slots
+    are allocated."""
     return ForwardBatch.init_new(
         _extending(batch, parts, runner),
         runner,
@@ -41,8 +42,8 @@ def replay_of(
 
 @contextmanager
 def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
-    """A batch of one prompt, at most a page, in the row and the page that SGLang keeps for padding:
-    nobody reads what a forward over it writes. Before anything is served."""
+    """Make a batch of one prompt of at most a page, in the row and the page that SGLang reserves
+    for padding. No request reads what a forward writes there. Call it before anything is served."""
     table = runner.req_to_token_pool.req_to_token
     req = Req(
         rid="warm",
@@ -68,8 +69,8 @@ def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
 
 @contextmanager
 def prepared(forward_batch: ForwardBatch, runner: ModelRunner, attention: Any) -> Iterator[None]:
-    """Within it the model's layers can be called over that batch, on that attention. A recording of
-    experts has none of them: they are no pass of SGLang's."""
+    """Let the caller run the model's layers over a batch with this attention, inside the `with`
+    block. SGLang's recorder of experts ignores these runs."""
     with (
         torch.no_grad(),
         get_global_expert_distribution_recorder().disable_this_region(),
@@ -82,18 +83,19 @@ def prepared(forward_batch: ForwardBatch, runner: ModelRunner, attention: Any) -
 
 
 def run_as_sglang(forward_batch: ForwardBatch, runner: ModelRunner) -> None:
-    """The model's own forward, as SGLang runs a batch; what it answers is dropped."""
+    """Run the model's forward over a batch as SGLang does, and drop its output."""
     with torch.no_grad():
         runner.forward(forward_batch)
-    # "All that the scheduler may overwrite has been read" is said of this forward. A batch's own,
-    # which comes after it, does not always say so, and must not be taken to have.
+    # The forward has set this event: the scheduler may now overwrite its inputs. The batch's own
+    # forward does not always set it anew, and the old event must not stand for it.
     runner.shared_read_done_event = None
 
 
 def _extending(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ScheduleBatch:
-    """A batch that extends each part's row by its tokens; as SGLang's own encoder-SWA replay."""
+    """Make a batch that extends each part's row by its tokens, as SGLang's encoder-SWA replay
+    does."""
     device = runner.device
     rows = [row for row, _ in parts]
     starts = [tokens.start for _, tokens in parts]
@@ -112,7 +114,7 @@ def _extending(
     ]
     replay.input_ids = async_h2d(tokens, dtype=torch.int64, device=device)
     replay.prefill_input_ids_cpu = None
-    # Of other rows: who brings embeddings reuses nothing.
+    # Embeddings belong to other rows: a request with embeddings reuses nothing.
     replay.input_embeds = replay.replace_embeds = replay.replace_positions = None
     replay.req_pool_indices = async_h2d(table_rows, dtype=torch.int64, device=device)
     replay.req_pool_indices_cpu = batch.req_pool_indices_cpu[rows]

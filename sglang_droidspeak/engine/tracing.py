@@ -1,4 +1,4 @@
-"""SGLang's trace of a request: slices that are added after the fact, and what else hangs on it."""
+"""Add slices and attributes to SGLang's trace of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Attributes = Mapping[str, str | int | float]
 
 _LEVEL = 2
-"""SGLANG_TRACE_LEVEL below which there are none."""
+"""Lowest SGLANG_TRACE_LEVEL with slices of this package."""
 
 
 def is_on() -> bool:
@@ -23,7 +23,7 @@ def is_on() -> bool:
 
 
 def context_of(req: Req) -> str:
-    """A W3C traceparent; empty where this request is not traced."""
+    """Return the request's W3C traceparent. Empty if it is not traced."""
     if not is_on() or not req.time_stats.trace_ctx.tracing_enable:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -34,18 +34,20 @@ def context_of(req: Req) -> str:
 
 
 def add_slice(req: Req, name: str, start_s: float, stop_s: float, attributes: Attributes) -> None:
-    """Times are monotonic; SGLang's performance counter is the same clock on Linux."""
+    """Add a slice to the request's trace, after it has ended. Times are of `time.monotonic`, which
+    on Linux is the clock of SGLang's traces."""
     stage = RequestStageConfig(f"droidspeak.{name}", level=_LEVEL)
     req.time_stats.trace_slice(stage, start_s, stop_s, _ours(attributes))
 
 
 def mark(req: Req, attributes: Attributes) -> None:
-    """Of all that this scheduler does for the request."""
+    """Set attributes on the part of the trace that has all work of this scheduler for the
+    request."""
     req.time_stats.trace_ctx.trace_set_thread_attrs(_ours(attributes))
 
 
 def event(name: str, attributes: Attributes) -> None:
-    """What no request has brought about: a trace of its own, without duration."""
+    """Record an event that no request has caused, as a trace of its own without duration."""
     if is_on():
         from opentelemetry import trace
 

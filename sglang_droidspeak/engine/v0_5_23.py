@@ -1,8 +1,7 @@
-"""SGLang 0.5.23, as far as this package depends on it: what a next release gets a copy of.
+"""List the names of SGLang 0.5.23 that this package depends on. Another release gets its own copy.
 
-What is written here, and in the JSON file beside it, is compared with the installed source by
-`probe`, never imported: names that another release has moved are told of, and so is a function that
-is still there and does something else.
+`probe` compares this file, and the JSON file beside it, with the installed source, without
+importing it. It reports names that another release lacks, and functions with another source.
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""Hooked where it is imported; the JSON file has where it is defined."""
+"""Function that is hooked in a module that imports it. The JSON file names the module that defines
+it."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"
@@ -38,7 +38,7 @@ _CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
 BEFORE_PAGE_SIZE = "handle_mxfp8_kv_cache_compatibility"
-"""The step of SGLang's resolution of arguments after which it falls back to its own page size."""
+"""Step of SGLang's resolution of arguments. After it, SGLang falls back to its own page size."""
 ALLOC_MEMORY_POOL = f"{_RUNNER}.alloc_memory_pool"
 CELL_SIZE = f"{_CELLS}._compute_cell_size"
 AVAILABLE_BYTES = f"{_SIZES}._profile_available_bytes"
@@ -69,14 +69,14 @@ UPDATES_BY_NAME = (
     f"{_WEIGHT_UPDATER}.update_weights_from_tensor",
     f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
 )
-"""Each has the model's `load_weights` load what it was given."""
+"""Updates that pass named tensors to the model's `load_weights`."""
 
 WEIGHTS_WRITTEN = (WEIGHTS_RESTORED, *UPDATES_BY_NAME, WEIGHTS_RESET)
-"""Each of them, and nothing else, goes before a write to weights that serve; what writes into
-memory from outside (RDMA) does so after the first, and before END_UPDATE."""
+"""Functions of which one runs before every write to the served weights. Writes from outside (RDMA)
+come after the first of them and before END_UPDATE."""
 
 FIELDS: Mapping[str, str] = {
-    # of these classes what is read or written
+    # class: its attributes that this package reads or writes
     f"{_BATCH}.Req": (
         "rid lora_id extra_key cache_salt origin_input_ids origin_input_ids_unpadded output_ids "
         "full_untruncated_fill_ids kv prefix_len extend_end sampling_params customized_info "

@@ -1,1 +1,1 @@
-"""What is known and checked when a server starts."""
+"""Read and check the settings, the model and the profiles when a server starts."""

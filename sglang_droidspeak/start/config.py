@@ -1,6 +1,6 @@
-"""The configuration of one server: what stands under `linker_extra_config`, or in a file it names.
+"""Settings of one server, from `linker_extra_config` or from a file that it names.
 
-In SGLang's own `--config server.yaml`:
+An example, in SGLang's own `--config server.yaml`:
 
     enable-unified-cache-external-linker: true
     unified-cache-external-linker-backend: dynamic
@@ -32,10 +32,10 @@ MIN_PAGE_SIZE = 16
 GIB = 1 << 30
 _SHADOW_RATE = 0.05
 _MOST = 1e6
-"""Of what takes memory, GiB, or a while, seconds."""
+"""Largest value of settings in GiB or seconds."""
 
 _NEEDS = (
-    # a setting, the one without which it does nothing, and why
+    # a setting, another one that it needs to have an effect, and why
     ("disk_path", "host_gb", "nothing is ever stored"),
     ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
     ("shadow_deadline_s", "guard_path", "no answer is compared"),
@@ -50,10 +50,11 @@ _NEEDS = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """Memory of one rank if the settings do not say: a share of the host's, or the container's.
+    """Default memory of one rank: a share of the memory of the host, or of the container.
 
-    It depends on nothing else, so that all processes of a server agree. `HOST` and `STAGING` of
-    eight ranks, of any servers on one host, take three quarters of it at most, beside the least.
+    It depends on nothing else, so all processes of a server agree. Eight ranks on one host, of any
+    servers, take at most three quarters of its memory for `HOST` and `STAGING`, if `least_gb` does
+    not apply.
     """
 
     divisor: int
@@ -61,7 +62,7 @@ class MemoryShare:
     most_gb: float
 
     def of(self, memory_gb: float) -> float:
-        """Whole tenths, rounded down."""
+        """Share in GiB of so much memory, rounded down to tenths."""
         share_gb = math.floor(10 * memory_gb / self.divisor) / 10
         return min(max(self.least_gb, share_gb), self.most_gb)
 
@@ -79,117 +80,121 @@ STAGING = MemoryShare(32, least_gb=1.0, most_gb=8.0)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a server can be told. Relative paths are relative to the working directory."""
+    """All settings of a server. Relative paths are relative to the working directory."""
 
     config: str | None = None
-    """A YAML file with these same keys; no other key may stand beside it."""
+    """YAML file with these same keys. It allows no other key beside it."""
     gpu_tested_weights: tuple[Literal["awq", "gptq", "fp8"], ...] = ()
-    """Formats of quantised weights, `awq`, `gptq` and `fp8`, with which `make gpu` has passed on
-    this device: no CPU runs them, so no other test has. A checkpoint in one that is not named is
-    refused."""
+    """Formats of quantised weights (`awq`, `gptq`, `fp8`) with which `make gpu` has passed on this
+    device. CPUs cannot run them, so no other test has. The server refuses checkpoints in a format
+    that is not named here."""
     listen: str | None = None
-    """Address at which others may read this server's cache, `tcp://host:port`, and workers of their
-    own keep copies of it. None serves no other server."""
+    """Address at which others may read this server's cache, and may keep copies of it:
+    `tcp://host:port`. If it is none, no other server can read it."""
     peers: tuple[str, ...] = ()
-    """Servers whose caches this one may read, `tcp://host:port`, or where they are found:
-    `dns://name:port`, all addresses of a name. Each is trusted to have computed what it serves, for
-    all tenants."""
+    """Servers from which this one may read: `tcp://host:port`, or `dns://name:port` for all
+    addresses of a name. This server trusts what they send, for all tenants."""
     http: str | int | None = None
-    """`HOST:PORT` of /metrics and /health of this server's cache; a port alone is for this machine.
-    None has neither."""
+    """`HOST:PORT` that serves /metrics and /health of this server's cache. A port without a host is
+    reachable on this machine only. If it is none, there are no such pages."""
     profiles: tuple[str, ...] = ()
-    """Pair profiles, or folders of them; a file must name this server's model on one side, or an
-    adapter on it."""
+    """Pair profiles, or folders of them. A named file must have this server's model, or an adapter
+    on it, as sender or receiver."""
     e_correction: Literal["none", "profile"] = "profile"
-    """`profile` also uses plans that bring the sender's E closer to this model's by a map of the
-    profile, which lies beside it (`PAIR.maps.safetensors`), where the profile has some; `none` uses
-    no such plan. The same at the senders, which keep E for the plan that is recommended then."""
+    """`profile` allows plans that correct the sender's E by a map of the profile. The maps are in
+    `PAIR.maps.safetensors` beside the profile. `none` allows no such plan. Give senders the same
+    value: they keep E for the plan that is then recommended."""
     capture_layers: tuple[int, ...] | None = None
-    """Layers whose E is kept; none takes them from the profiles in which this model sends."""
+    """Layers at which the server keeps E. None: those that the profiles with this model as sender
+    need."""
     gate: Literal["enforce", "none"] = "enforce"
-    """`none` lets a request name any block of any sender, profile or not, that the drift guard has
-    not taken out of service; for measurements."""
+    """`none` is for measurements: a request may name any block of any sender, even without a
+    profile. Plans that the drift guard has stopped stay stopped."""
     host_gb: float = msgspec.field(default_factory=HOST)
-    """Host memory for this server's own KV and E, GiB for each rank; made, and on CUDA page-locked,
-    at start. 0 stores nothing. In a container the default is a share of its limit; with a disk it
-    is at most half of `disk_gb`."""
+    """Host memory for this server's own KV and E, in GiB for each rank. It is allocated at start,
+    on CUDA page-locked. 0 stores nothing. In a container, the default is a share of its limit. With
+    a disk, the default is at most half of `disk_gb`."""
     ttl_s: float | None = None
-    """What nobody has used for so long leaves it in any case; none keeps it until room is
-    needed."""
+    """Seconds after which an unused entry leaves host memory. None: entries stay until their room
+    is needed."""
     disk_path: str | None = None
-    """Folder that keeps the same also when it leaves memory or the server ends; one server at a
-    time. Prompts can be read out of KV: folder and files are this user's alone, and one that others
-    could read is closed to them."""
+    """Folder that keeps the same entries after they leave memory, and for the next start. Only one
+    server may use it at a time. A reader of KV can reconstruct prompts: the server closes the
+    folder and its files to other users."""
     disk_gb: float = 0.0
-    """Budget of all files in it, GiB; above `host_gb`, because it holds what memory holds too."""
+    """Most GiB of all files in `disk_path`. It has to exceed `host_gb`: the disk also has all
+    entries of the host memory."""
     hicache_backend: str | None = None
-    """Storage backend of SGLang's HiCache that keeps the same for a whole cluster: `file`, `nixl`,
-    `mooncake` and others."""
+    """Storage backend of SGLang's HiCache that stores the same entries for a whole cluster: `file`,
+    `nixl`, `mooncake` and others."""
     hicache_config: dict[str, Any] = {}
-    """What the backend is made with, as in SGLang's `hicache-storage-backend-extra-config`."""
+    """Options of that backend, as in SGLang's `hicache-storage-backend-extra-config`."""
     codec: Codec = Codec.NONE
-    """How KV and E are kept and sent: `int8` and `int4` take fewer bytes and are not exact;
-    the same on all that share."""
+    """Encoding in which KV and E are stored and sent. `int8` and `int4` take fewer bytes, but are
+    not exact. All servers that share need the same value."""
     staging_gb: float = msgspec.field(default_factory=STAGING)
-    """Host memory for fetches in flight, GiB for each rank, made at start too. Of a prefix that
-    does not fit only the first pages are fetched. In a container the default is a share of its
+    """Host memory for fetches in flight, in GiB for each rank, also allocated at start. If a prefix
+    does not fit, only its first pages are fetched. In a container, the default is a share of its
     limit."""
     min_tokens: int = 64
-    """Shorter reuse is not worth a fetch."""
+    """Fewest tokens that are worth a fetch."""
     max_recompute_tokens: int = 32768
-    """Of longer prefixes only so many tokens are reused with layers recomputed."""
+    """Most tokens that a plan with recomputed layers reuses."""
     max_stall_ms: float | None = None
-    """Longest that recomputed layers and copies to the device may hold up decoding requests in one
-    step: less of a prefix is reused, and requests wait for the next step. By default layers and
-    copies take their share of the tokens of one step (`chunked-prefill-size`), so that decoding
-    requests wait no longer than beside SGLang's own prefill."""
+    """Most milliseconds that recomputed layers and copies may delay decoding requests in one step.
+    Beyond that, less of a prefix is reused, and requests wait for the next step. None: layers and
+    copies count as tokens of a step (`chunked-prefill-size`), so the delay is at most that of
+    SGLang's own prefill."""
     fetch_deadline_s: float = 10.0
-    """After this, at most 60, a fetch is given up and its request does a full prefill. A request
-    that names no block gives up sooner: once its fetch is as late as reuse would save."""
+    """Seconds, at most 60, after which a fetch is given up and its request does a full prefill. A
+    request that names no block gives up earlier: when its fetch is late by the time that reuse
+    would save."""
     peer_cooldown_s: float = 30.0
-    """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
-    times this, each time that the one fetch which then tries it fails."""
+    """Seconds without a fetch from a worker after three errors within ten seconds. Then one fetch
+    tries it. If that fails, the time doubles, up to ten times this."""
     recompute_attention: Literal["server", "flashinfer"] = "server"
-    """What layers are recomputed on: `server`, another instance of the attention backend of this
-    server's own prefills, or `flashinfer`, one of FlashInfer beside any other. It is made and run
-    at start, and its device memory (of FlashInfer 384 MiB to 2 GiB) is left out of the KV pool."""
+    """Attention backend for recomputed layers. `server` is another instance of the backend of this
+    server's own prefills. `flashinfer` is one of FlashInfer beside any other. It is made and run at
+    start. Its device memory (FlashInfer: 384 MiB to 2 GiB) is subtracted from the KV pool."""
     forward_wait_s: float = 0.05
-    """How much longer a forward waits for layers than they should take at the rate so far; then
-    full prefill."""
+    """Seconds that a forward waits for late layers, beyond the time predicted from the rate so far.
+    After that, the prefix is prefilled in full."""
     ttft_target_ms: float | None = None
-    """While no request waits, recompute as many layers as meet this; none recomputes what the
-    profile recommends."""
+    """Time to first token, in milliseconds. While no request waits, a plan recomputes as many
+    layers as still meet it. None: plans recompute what the profile recommends."""
     shadow_rate: float | None = None
-    """Share of the requests that reuse another model's KV whose answers the drift guard compares
-    with an exact run, 0 to 1; by default 0.05 where there is a `guard_path`."""
+    """Share of the requests with another model's KV that the drift guard compares with an exact
+    run, 0 to 1. By default 0.05 if there is a `guard_path`."""
     shadow_deadline_s: float = 60.0
-    """How long such a comparison waits for its turn; then it is dropped, and counted."""
+    """Seconds that such a comparison waits for its turn. Then it is dropped, and counted."""
     shadow_busy_share: float = 0.01
-    """Share of all time that comparisons may take beside other requests, 0 to 1; with 0 they run
+    """Share of all time that comparisons may run beside other requests, 0 to 1. With 0 they run
     only while no request does."""
     guard_path: str | None = None
-    """File in which the drift guard keeps what it knows of pairs, this server's alone and this
-    user's alone; a pair that is out of service stays so after a restart. None turns it off."""
+    """File with the drift guard's evidence about pairs, of this server and this user only. A pair
+    that the guard has stopped stays stopped after a restart. None turns the guard off."""
     max_link_mb_s: float | None = None
-    """Cap on what this server sends to those that read its cache, 10^6 bytes per second; none does
-    not cap it."""
+    """Most megabytes (10^6 bytes) per second that this server sends to readers of its cache. None:
+    no limit."""
     shared_memory: bool = True
-    """Between servers of one host, pages are copied from memory to memory; elsewhere they always
+    """Whether servers on one host copy pages from memory to memory. Between hosts, pages always
     come over the connection."""
     key_file: str | None = None
-    """This server's secret key file, made by `cachetree keygen`; none encrypts nothing."""
+    """File with this server's secret key, made by `cachetree keygen`. None: nothing is
+    encrypted."""
     allowed_peers: tuple[str, ...] = ()
-    """Who may read this server's cache, the pages of all its tenants: public keys, files of them,
-    folders of `.pub` files."""
+    """Public keys of the servers that may read this cache, with the pages of all its tenants. Give
+    keys, files of them, or folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
-    """Address of a peer to its public key, or to the file with it; to the others this server talks
-    in clear. Those that are found have to prove the key of where they are found."""
+    """Public key of each peer, or the file with it, by the peer's address. Connections to other
+    peers are not encrypted. Peers that a `dns://` address finds have to prove the key of that
+    address."""
     bulk_port: int = 0
-    """Where KV, E and the messages about them go, over a TCP connection that each peer opens after
-    its handshake at `listen`, on the same host; 0 takes a free port. A firewall or a container has
-    to let both ports through, under the same numbers."""
+    """Port for KV, E and the messages about them, on the same host as `listen`. Each peer opens a
+    TCP connection to it after its handshake. 0 takes a free port. A firewall or a container has to
+    let both ports through, with the same numbers."""
     insecure: bool = False
-    """Allows a `listen` address other than loopback without keys."""
+    """Whether `listen` may be an address other than loopback without keys."""
 
     def __post_init__(self) -> None:
         for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
@@ -218,9 +223,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         defaults = {it.name: it.default for it in msgspec.structs.fields(self)}
         for field, needed, why in _NEEDS:
-            given, other = getattr(self, field), getattr(self, needed)
-            if given and given != defaults[field] and not other:
-                raise ConfigError(  # Credentials may be in what is given.
+            setting, other = getattr(self, field), getattr(self, needed)
+            if setting and setting != defaults[field] and not other:
+                raise ConfigError(  # The message omits the value, which may have credentials.
                     f"{field} is set and {needed} is {other}, so {why}; set {needed}, or remove "
                     f"{field}"
                 )
@@ -246,9 +251,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def at_rank(location: str, tp_rank: int) -> str:
-    """Where that rank of a server or worker is, whose first is there: so many ports further.
+    """Return the address of a rank, from the address of the first rank: the port plus `tp_rank`.
 
-    A free port stays one, and so does what is no address.
+    Port 0, which takes a free port, stays 0. A text that is no address stays as it is.
 
     >>> at_rank("tcp://127.0.0.1:7001", 2), at_rank("tcp://127.0.0.1:0", 2), at_rank("disk", 2)
     ('tcp://127.0.0.1:7003', 'tcp://127.0.0.1:0', 'disk')
@@ -261,7 +266,8 @@ def at_rank(location: str, tp_rank: int) -> str:
 
 
 def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheConfig:
-    """What the settings mean for the cache of one rank that runs `model`; raises ConfigError."""
+    """Translate the settings into the cache's configuration, for one rank that runs `model`. Raises
+    ConfigError."""
     worker = WorkerConfig()
     if settings.listen is not None:
         cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
@@ -305,7 +311,8 @@ def is_configured(args: Any) -> bool:
 
 
 def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") -> Settings:
-    """Settings as they stand in `where`; raises ConfigError naming it, the key and the remedy."""
+    """Parse the settings that `where` has. Raises ConfigError with `where`, the key and the
+    remedy."""
     settings = _settings(extra, where)
     if settings.config is None:
         return settings
@@ -330,13 +337,13 @@ def _settings(content: Any, where: str) -> Settings:
     settings = settings_of(content, Settings, where)
     if not settings.disk_gb or "host_gb" in content:
         return settings
-    # A disk holds what memory holds too, so a smaller one would keep nothing for longer.
+    # The disk also has all entries of the memory. A smaller disk would keep nothing for longer.
     host_gb = min(settings.host_gb, settings.disk_gb / 2)
     return msgspec.structs.replace(settings, host_gb=host_gb)
 
 
 def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's options that have a server use the extension with these settings."""
+    """Return SGLang's options for a server that uses this package with these settings."""
     return {
         "enable-unified-cache-external-linker": True,
         "unified-cache-external-linker-backend": "dynamic",

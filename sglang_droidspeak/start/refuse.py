@@ -1,7 +1,7 @@
-"""What is refused before a server takes a request: a configuration that cannot work ends its start.
+"""Refuse configurations that cannot work, before a server takes a request.
 
-Each function looks at values alone, and raises ConfigError or ProfileError, which name the value
-and the remedy, or does nothing. What contradicts itself within the settings, `Settings` refuses.
+Each function looks only at values. It does nothing, or raises ConfigError or ProfileError with the
+value and the remedy. `Settings` itself refuses settings that contradict each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
-"""Classes that share by blocks: their layers hand on one residual stream, at a boundary."""
+"""Model classes that can recompute a block. Their layers pass on one residual stream, and state
+where it enters."""
 EXACT_ONLY = frozenset(
     {
         "ApertusForCausalLM",
@@ -49,8 +50,8 @@ EXACT_ONLY = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Classes without that boundary, which load KV and recompute nothing: a model reads what it has
-computed itself, anywhere, and an activated LoRA what its base has."""
+"""Model classes that can load KV, but recompute nothing. A model reads KV that it has computed on
+any server, and an activated LoRA reads its base's KV."""
 
 
 _NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's, by which a model is known"
@@ -63,13 +64,13 @@ READ_AS_SAFETENSORS = [
     "layered",
     "runai_streamer",
 ]
-"""Ways to load the files by whose content a model is known, and nothing else."""
+"""Values of `load_format` that load only the files that the model id is computed from."""
 _SCALED = "scales of quantised KV belong to one model"
 _SHARED_OUT = "a rank would have E of a share of the tokens alone"
 _PADDED = "SGLang pads a forward to the tokens of its batch, and a recompute has others"
 
 _FORMATS: Final[Mapping[str, str]] = {
-    # what SGLang runs weights as: how they are stored
+    # method by which SGLang runs weights: format in which they are stored
     "awq": "awq",
     "awq_marlin": "awq",
     "gptq": "gptq",
@@ -126,7 +127,7 @@ ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
 }
 
 VARIABLES: Final[Mapping[str, str]] = {
-    # of the environment, which SGLang reads: why it cannot be set
+    # environment variable that SGLang reads: why it must not be set
     "SGLANG_RUST_SERVER": "that front end has no drift guard, and answers no page",
     "SGLANG_USE_HND_KVCACHE": "its KV pool is not per-layer rows",
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool is resized when E stands beside it",
@@ -137,12 +138,14 @@ VARIABLES: Final[Mapping[str, str]] = {
 # Before anything is loaded.
 
 
-def check_arguments(given: Any, args: Any, hip: str | None, variables: Collection[str]) -> None:
-    """Those of SGLang, as they were given and as it resolved them, and which of `VARIABLES` are
-    set; `hip` is torch's version of ROCm."""
+def check_arguments(
+    server_args: Any, args: Any, hip: str | None, variables: Collection[str]
+) -> None:
+    """Check SGLang's arguments, as the user gave them and as SGLang resolved them (`args`).
+    `variables` are those of `VARIABLES` that are set. `hip` is torch's version of ROCm."""
     for field, (accepted, why) in ACCEPTED.items():
-        # On some devices SGLang resolves that to the checkpoint's own; see `check_weights`.
-        value = getattr(given if field == "quantization" else args, field)
+        # On some devices SGLang resolves it to the checkpoint's own method; see `check_weights`.
+        value = getattr(server_args if field == "quantization" else args, field)
         if value not in accepted:
             raise ConfigError(
                 f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
@@ -165,22 +168,25 @@ def check_page_size(num_tokens: int) -> None:
         )
 
 
-def check_weights(model_path: str, found: Quantization | None, tested: Collection[str]) -> None:
-    """`found` is what SGLang makes of the checkpoint, and `tested` the setting."""
-    if found is None:
+def check_weights(
+    model_path: str, quantization: Quantization | None, tested: Collection[str]
+) -> None:
+    """Check a checkpoint's quantisation. `tested` is the setting `gpu_tested_weights`."""
+    if quantization is None:
         return
-    told = f"the checkpoint {model_path} is quantised ({found.method})"
+    cause = f"the checkpoint {model_path} is quantised ({quantization.method})"
     remedy = "serve an unquantised one, or start the server without droidspeak"
-    stored_as = _FORMATS.get(found.method)
+    stored_as = _FORMATS.get(quantization.method)
     if stored_as is None:
         raise ConfigError(
-            f"{told}: of quantised weights profiles are made with AWQ, GPTQ and FP8 alone; {remedy}"
+            f"{cause}: of quantised weights profiles are made with AWQ, GPTQ and FP8 alone; "
+            f"{remedy}"
         )
-    if found.kv:
-        raise ConfigError(f"{told}, and so is its KV ({found.kv}): {_SCALED}; {remedy}")
+    if quantization.kv:
+        raise ConfigError(f"{cause}, and so is its KV ({quantization.kv}): {_SCALED}; {remedy}")
     if stored_as not in tested:
         raise ConfigError(
-            f"{told}: no CPU runs such weights, and nobody has run this with them; where `make "
+            f"{cause}: no CPU runs such weights, and nobody has run this with them; where `make "
             f"gpu` has passed on this device, set gpu_tested_weights: [{stored_as}], or {remedy}"
         )
 
@@ -201,7 +207,7 @@ def check_model(identity: ModelIdentity, model_path: str) -> None:
 
 
 def check_blocks(settings: Settings, identity: ModelIdentity) -> None:
-    """What only a class that shares by blocks has a use for."""
+    """Refuse settings about blocks if the model's class cannot recompute a block."""
     if identity.architecture in ARCHITECTURES:
         return
     for field, value, without in (
@@ -224,7 +230,7 @@ def check_capture_layers(settings: Settings, identity: ModelIdentity) -> None:
 
 
 def check_ports(settings: Settings, tp_size: int) -> None:
-    """Those of all ranks, which follow on the first rank's."""
+    """Check the ports of all ranks, which follow the first rank's ports."""
     port = int((settings.listen or ":0").rpartition(":")[2])
     if settings.listen and not port and tp_size > 1:
         raise ConfigError(
@@ -239,7 +245,8 @@ def check_ports(settings: Settings, tp_size: int) -> None:
 
 
 def check_memory(settings: Settings, tp_size: int, free_gb: float) -> None:
-    """Of the host, which all ranks page-lock before the first request, where there is a device."""
+    """Check that the host has the memory that all ranks page-lock at start. Call it for a server
+    with a device."""
     taken_gb = settings.taken_gb(tp_size)
     if taken_gb >= free_gb:
         raise ConfigError(
@@ -250,7 +257,7 @@ def check_memory(settings: Settings, tp_size: int, free_gb: float) -> None:
 
 
 def check_failed_profile(settings: Settings, failed: str) -> None:
-    """One that is named in the settings; `failed` says what is wrong."""
+    """Refuse a profile that the settings name and that did not pass. `failed` says why."""
     if settings.gate == "enforce":
         raise ProfileError(
             f"{failed}; remove the file from `profiles`, or profile the pair on more data"
@@ -258,8 +265,8 @@ def check_failed_profile(settings: Settings, failed: str) -> None:
 
 
 def refuse_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> None:
-    """A profile without this model: names the first field in which the side that is more like it
-    differs."""
+    """Refuse a profile without this model. The error names the first field that differs, on the
+    side that is more like this model."""
     differing = {
         role: [
             it for it in identity.__struct_fields__ if getattr(side, it) != getattr(identity, it)
@@ -282,8 +289,11 @@ def check_activated(
     num_slots: int,
     modules: Collection[str],
 ) -> None:
-    """Those of some adapters that have an `invocation`, by how many a batch has room for, and what
-    they may change: SGLang takes the rows of lm_head from what it is told of a batch."""
+    """Check the activated LoRAs among adapters: those with an `invocation`.
+
+    Each needs two slots of a batch. They work only if no adapter may change lm_head: SGLang takes
+    its rows from the batch's adapters.
+    """
     num_unpinned = num_slots - sum(bool(it.pinned) for it in refs)
     for ref in filter(invocation, refs):
         if not {"all", "lm_head"}.isdisjoint(modules):
@@ -304,7 +314,8 @@ def check_activated(
 
 
 def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
-    """One that is none of `plain`, whose KV is one row per slot, layer and half."""
+    """Refuse a KV pool of another class than `plain`, which has a row of K and one of V for each
+    slot and layer."""
     layout = getattr(pool, "kv_cache_layout", "none")
     if type(pool) is not plain or layout != "nhd":
         raise ConfigError(
@@ -319,7 +330,7 @@ def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None
 
 
 def check_tree_components(names: set[str]) -> None:
-    """Of SGLang's radix tree."""
+    """Check the components of SGLang's radix tree."""
     if names != {"FULL"}:
         raise ConfigError(
             f"tree components {', '.join(sorted(names))} are not supported; only FULL is"

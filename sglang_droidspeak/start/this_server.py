@@ -1,4 +1,4 @@
-"""What this server is: its model by content, its settings, its profiles. Checked at start-up."""
+"""Read and check this server's model, settings and profiles at start."""
 
 from __future__ import annotations
 
@@ -46,28 +46,30 @@ log = logging.getLogger(__name__)
 
 _SERVED: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _BESIDE: Final = ["*/*", "consolidated*"]
-"""Of a repository: the same weights once more, in other formats."""
+"""Files of a repository that are not downloaded: the same weights in other formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThisServer:
-    """As the extension sees it. Made once per process by `load_this_server`."""
+    """This server's model, settings and profiles. `load_this_server` makes it once per process."""
 
     settings: Settings
     weights: Weights
-    """Those of the checkpoint, read at start."""
+    """Weights of the checkpoint, as read at start."""
     profiles: tuple[PairProfile, ...]
     page_size: int
     e_width: int
     """Columns of E on each rank."""
     adapters: Mapping[Path, ModelId] | None
-    """What those make of it that it starts with; None where it serves none at all."""
+    """Model id with each adapter of the start, by the adapter's folder. None if the server cannot
+    serve adapters."""
     corrections: Mapping[str, Correction]
-    """Maps of E of the profiles in which this model may receive, by digest, in host memory."""
+    """Maps that correct E, by digest, in host memory, of the profiles with this model as
+    receiver."""
 
     @property
     def identity(self) -> ModelIdentity:
-        """The model that the server starts with; `Models` knows the present one."""
+        """Model that the server starts with. `Models` has the present one."""
         return self.weights.started_as
 
     @property
@@ -77,8 +79,10 @@ class ThisServer:
 
     @functools.cached_property
     def transition_layers(self) -> tuple[int, ...]:
-        """Layers whose E this server keeps: configured, or those that its profiles need, and those
-        from which adapters differ. A profile of adapters may be needed as soon as they are loaded.
+        """Layers at which this server keeps E, in ascending order.
+
+        They are the configured ones, or those that its profiles and adapters need. Profiles of
+        adapters count from the start, because an adapter may be loaded at any time.
         """
         if not self._keeps_e:
             return ()
@@ -92,7 +96,7 @@ class ThisServer:
 
     @property
     def senders(self) -> dict[ModelId, frozenset[int]]:
-        """Models whose caches this server may use, and the layers whose E it needs of each."""
+        """Models from which this server may read, and the layers at which it needs E of each."""
         receives = self._profiles_of("receiver")
         own = {self.identity.model_id, *(self.adapters or {}).values()}
         return dict.fromkeys(own, self._first_differences) | {
@@ -101,8 +105,8 @@ class ThisServer:
 
     @property
     def prefill_prior(self) -> PrefillCost:
-        """How a forward's time grows with its tokens, until that is measured: as in a profile of
-        this model, or by its sizes."""
+        """Growth of a forward's time with its tokens, used until the server has measured it. It
+        comes from a profile of this model, or from the model's sizes."""
         times = (it.costs for it in self._profiles_of("receiver") if it.costs is not None)
         measured = next(times, None)
         if measured is None:
@@ -119,17 +123,17 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """Of every two of the base and its adapters, whose files are read when it is first asked
-        for."""
+        """First layers at which two of the base and its adapters differ, for every two of them.
+        Reads the adapters' files once."""
         if not self.has_blocks:
             return frozenset()
         num_layers = self.identity.num_layers
         read = [NO_ADAPTER, *(read_adapter(it, num_layers) for it in self.adapters or ())]
-        found = {one.first_difference(other, num_layers) for one in read for other in read}
-        return frozenset(found - {0, num_layers})
+        layers = {one.first_difference(other, num_layers) for one in read for other in read}
+        return frozenset(layers - {0, num_layers})
 
     def _profiles_of(self, role: Literal["sender", "receiver"]) -> Iterator[PairProfile]:
-        """Usable ones of pairs in which this server's model, or an adapter on it, has that role."""
+        """Usable profiles in which this server's model, or an adapter on it, has that role."""
         for profile in self.profiles:
             is_ours = getattr(profile, role) == self.identity or self.adapters is not None
             if is_ours and profile.is_usable:
@@ -137,9 +141,9 @@ class ThisServer:
 
 
 def load_this_server(server_args: ServerArgs) -> ThisServer:
-    """This server, which is configured to use the extension.
+    """Read and check everything for a server that uses this package.
 
-    Raises ConfigError or ProfileError naming the field, the value and the remedy.
+    Raises ConfigError or ProfileError with the field, the value and the remedy.
     """
     args = engine.resolved(server_args)
     require_supported()
@@ -168,7 +172,8 @@ def read_server(
     tp_size: int,
     lora_paths: tuple[str, ...] | None,
 ) -> ThisServer:
-    """What settings mean for a checkpoint that is served so; raises ConfigError or ProfileError."""
+    """Read the checkpoint, adapters and profiles that these settings need, and check them. Raises
+    ConfigError or ProfileError."""
     settings = parse_settings(msgspec.json.decode(extra_json))
     _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:
@@ -203,14 +208,14 @@ def read_server(
 
 
 def name_of(args: ServerArgs) -> str:
-    """The base's name for a person: as it is served, or the last part of its path."""
+    """Return the base's name for a person: the served name, or the last part of its path."""
     served: str = args.served_model_name or args.model_path
     return Path(served).name if served == args.model_path else served
 
 
 def folder_of(path: str, revision: str | None = None) -> Path:
-    """Where a model or an adapter lies that SGLang was given by path or by repository; raises
-    ConfigError."""
+    """Return the local folder of a model or an adapter, from a path or a repository's name.
+    Downloads the repository if necessary. Raises ConfigError."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -229,7 +234,8 @@ def folder_of(path: str, revision: str | None = None) -> Path:
 
 
 def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int) -> int:
-    """Of each rank; raises ConfigError where it, or what it has of KV, cannot be encoded."""
+    """Return the columns of E on each rank. Raises ConfigError if the codec cannot encode them, or
+    the rank's KV."""
     family = Family(
         **identity.shape,
         model_dtype="float32",
@@ -244,7 +250,8 @@ def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int
 
 
 def _check_transport(settings: Settings, tp_size: int) -> None:
-    """Addresses and keys of all ranks, before a model is loaded for nothing; raises ConfigError."""
+    """Check addresses and keys of all ranks, before the slow loading of a model. Raises
+    ConfigError."""
     for rank in range(tp_size):
         config = cache_config(settings, ModelId(""), rank)
         if config.serves:
@@ -257,9 +264,11 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
 def _read_profiles(
     settings: Settings, identity: ModelIdentity, *, has_adapters: bool
 ) -> Iterable[tuple[Path, PairProfile]]:
-    """By their files. One that is named has to be usable; a folder may hold those of a whole fleet.
+    """Read the profiles that concern this server, each with its file. A named file has to be
+    usable. A folder may have profiles of a whole fleet; those of other models are skipped.
 
-    Where there are adapters, those of its family may be of pairs that are loaded later.
+    If the server serves adapters, all profiles of its family concern it: their adapters may be
+    loaded later.
     """
     for name in settings.profiles:
         path = Path(name)
