@@ -1,4 +1,4 @@
-"""Who may import whom, and what no package may do: the import table, held by the source itself."""
+"""The source follows the import table, and the calls that packages must not make."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def public_names(face: Path) -> set[str]:
 
 
 def private_names(module: PurePosixPath, source: str) -> list[str]:
-    """What `source` takes of the cache that no package there exports."""
+    """Names of the cache that `source` imports although no package exports them."""
     return [
         f"{module} imports {name}"
         for name in imports(source, ".".join(module.parent.parts))
@@ -222,8 +222,8 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     graph = {}
     for module, source in sources.items():
         names = set(imports(source, module.rpartition(".")[0]))
-        found = {name if name in sources else name.rpartition(".")[0] for name in names}
-        graph[module] = (found & sources.keys()) - {module}
+        imported = {name if name in sources else name.rpartition(".")[0] for name in names}
+        graph[module] = (imported & sources.keys()) - {module}
     return graph
 
 
@@ -237,7 +237,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def _sources(package: str) -> dict[str, str]:
-    """By dotted name; a package's `__init__` under the package's name."""
+    """Sources by dotted name. A package's `__init__` has the package's name."""
     modules = [module for module in _modules() if module.parts[0] == package]
     return {_dotted_name(module): (ROOT / module).read_text() for module in modules}
 
@@ -253,9 +253,9 @@ def test_no_modules_import_one_another(package: str) -> None:
 
 def test_no_folders_of_the_cache_import_one_another() -> None:
     folders: dict[str, set[str]] = {}
-    for module, found in import_graph(_sources("cachetree")).items():
+    for module, imported in import_graph(_sources("cachetree")).items():
         folder = ".".join(module.split(".")[:2])
-        others = {".".join(name.split(".")[:2]) for name in found} - {folder}
+        others = {".".join(name.split(".")[:2]) for name in imported} - {folder}
         folders.setdefault(folder, set()).update(others)
     assert circle(folders) == []
 
@@ -335,7 +335,7 @@ def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
         ("profiles/sweep.py", "model.eval()\nfile.load()\nyaml.safe_load(file)"),
     ],
 )
-def test_what_is_allowed_passes(module: str, source: str) -> None:
+def test_allowed_imports_pass(module: str, source: str) -> None:
     path = PurePosixPath(module)
     assert import_offences(path, source) + call_offences(path, source) == []
 

@@ -52,7 +52,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def droidspeak(installed: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """From another folder, with nothing of the repository on the path."""
+    """Run `droidspeak` from another folder, without the repository on the path."""
     return subprocess.run(
         [sys.executable, "-c", RUN, *args],
         cwd=folder,

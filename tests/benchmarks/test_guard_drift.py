@@ -1,4 +1,5 @@
-"""What is recorded of the drift guard is what its code does today, by the distances beside it."""
+"""The recorded results of the drift guard equal those of its present code, for the recorded
+distances."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def answer(due_s: float, ttft_s: float, *gaps_s: float, **more: object) -> Answer:
     tokens_s = np.cumsum([due_s + ttft_s, *gaps_s]).tolist()
-    told = {
+    label = {
         "document": 0,
         "replica": "",
         "output_ids": [1],
@@ -32,7 +32,7 @@ def answer(due_s: float, ttft_s: float, *gaps_s: float, **more: object) -> Answe
         "cached_tokens": 0,
         "outcome": "none",
     }
-    return Answer(due_s=due_s, sent_s=due_s, tokens_s=tokens_s, **{**told, **more})
+    return Answer(due_s=due_s, sent_s=due_s, tokens_s=tokens_s, **{**label, **more})
 
 
 def test_gaps_have_the_mean_and_the_spread_that_they_should() -> None:
@@ -89,8 +89,8 @@ def test_a_rate_that_is_told_was_run_and_nine_of_ten_were_in_time() -> None:
     assert in_time(rows[1:]) == (rows[2], {})
     assert in_time(rows[:1]) == ({}, rows[0])
     assert in_time([*rows, {"request_rate": 1.5, "attainment": 0.5}])[0] == rows[1]
-    found = {"rows": {"block": rows, "SGLang alone": rows[:1]}, "size": {}}
-    text = next(shown("serving_study/s15", found))
+    result = {"rows": {"block": rows, "SGLang alone": rows[:1]}, "size": {}}
+    text = next(shown("serving_study/s15", result))
     assert "95% of 44 requests were in time at 2.00 requests a second" in text
     assert "SGLang alone had 85% in time at 4.00 a second" in text
 
@@ -112,17 +112,17 @@ def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
     assert late.latency_s == pytest.approx(1.1)
 
 
-def test_what_a_run_says() -> None:
+def test_run_reports_its_measures() -> None:
     answers = [answer(float(i), 0.1 if i % 4 else 0.5, 0.01, 0.03) for i in range(100)]
-    told = summary(answers, rate=1.0, target_s=0.2)
-    assert told["attainment"] == 0.75
-    assert told["request_goodput"] == pytest.approx(0.75 * told["request_throughput"])
-    assert told["median_ttft_ms"] == pytest.approx(100)
-    assert told["p90_ttft_ms"] == pytest.approx(500)
-    assert told["median_itl_ms"] == pytest.approx(20)
-    low, high = told["median_ttft_ms_interval"]
+    measures = summary(answers, rate=1.0, target_s=0.2)
+    assert measures["attainment"] == 0.75
+    assert measures["request_goodput"] == pytest.approx(0.75 * measures["request_throughput"])
+    assert measures["median_ttft_ms"] == pytest.approx(100)
+    assert measures["p90_ttft_ms"] == pytest.approx(500)
+    assert measures["median_itl_ms"] == pytest.approx(20)
+    low, high = measures["median_ttft_ms_interval"]
     assert [low, high] == pytest.approx([100, 100])
-    assert told["outcomes"] == {"none": 100}
+    assert measures["outcomes"] == {"none": 100}
     assert len(trimmed(answers)) == 90
 
 
@@ -167,10 +167,12 @@ def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
             assert name not in expected or row["outcomes"][expected[name]] > 0, name
     requests = [json.loads(line) for line in (tmp_path / "s15_requests.jsonl").open()]
     layers = {"SGLang alone": set(), "full reuse": {0}, "block": {2}, "adaptive": {2, 3}}
-    for it in requests:
-        assert it["recomputed_layers"] in layers[it["arm"]] or not it["reused_tokens"]
+    for request in requests:
+        assert (
+            request["recomputed_layers"] in layers[request["arm"]] or not request["reused_tokens"]
+        )
     assert len(requests) == 4 * 6
-    assert {len(it["tokens_s"]) for it in requests} == {4}
+    assert {len(request["tokens_s"]) for request in requests} == {4}
     assert found(tmp_path, "s21")["below_the_quality_floor"] == 0
 
     for name in ("s15b", "trace"):

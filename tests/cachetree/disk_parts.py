@@ -2,10 +2,10 @@
 
 Run as a script:
 
-    disk_parts.py write PATH NUM_BYTES SEED   write random entries for ever, name each that is in
+    disk_parts.py write PATH NUM_BYTES SEED   write random entries for ever; print each written one
     disk_parts.py die PATH                    be killed before and after every step of a write
     disk_parts.py starve PATH                 be killed at every second byte of a write
-    disk_parts.py full PATH                   fill a file system of 128 KiB of its own
+    disk_parts.py full PATH                   fill a separate file system of 128 KiB
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def files_bytes(path: Path) -> int:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Those that hold entries, in the order in which they were begun."""
+    """Files that hold entries, in the order in which they were begun."""
     files = (it for it in path.iterdir() if it.name != "cachetree.lock")
     return sorted(files, key=lambda it: it.stat().st_mtime_ns)
 
@@ -172,7 +172,7 @@ def file_of(path: Path, model: ModelId, text: str) -> Path:
 
 
 def random_texts(seed: int) -> Callable[[], tuple[ModelId, str, int, list[int]]]:
-    """What a writer writes: models, texts that share prefixes, where they start, layers with E."""
+    """Draw entries for a writer: models, texts with shared prefixes, start pages, layers with E."""
     rng = random.Random(seed)
     known = [""]
 

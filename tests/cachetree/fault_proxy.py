@@ -1,4 +1,4 @@
-"""A TCP proxy between a peer and a worker that does harm at an exact frame of a connection.
+"""A TCP proxy between a peer and a worker. It causes one fault at an exact frame of a connection.
 
     peer ──► proxy ──► worker      Towards.WORKER
     peer ◄── proxy ◄── worker      Towards.PEER
@@ -7,9 +7,9 @@ ZMTP (RFC 37 of ZeroMQ): each side sends a greeting of 64 bytes, then frames: a 
 of flags (1 more, 2 long, 4 command), the size in one byte or, if long, in eight, and the body.
 The parts of a greeting count as frames here, as do the commands of the handshake.
 
-The data connection has a proxy of its own, at the port that the worker's hello names: a token of
-the peer, then headers and payloads of `cachetree.transport.frames`. Where they are sealed nobody
-in between knows where one ends, and what comes together counts as a frame.
+The data connection has its own proxy, at the port that the worker's hello names. The peer sends a
+token; then headers and payloads of `cachetree.transport.frames` follow. If they are sealed, the
+proxy cannot see where one ends: bytes that arrive together count as a frame.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Via(Enum):
 
 
 _hosts = itertools.count(2)
-"""Of the proxies of this process: they have the ports of their workers."""
+"""Numbers of this process's proxies, for host addresses: a proxy has its worker's port."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Strike:
 
 @dataclass(frozen=True)
 class Deed:
-    """Anything else that is done before frame number `index` of one direction goes on.
+    """An action before frame number `index` of one direction is forwarded.
 
-    `act` is called in a thread of the proxy, and may cut the proxy's connections: then neither
-    this frame nor any other goes on.
+    A thread of the proxy calls `act`. It may cut the proxy's connections: then neither this frame
+    nor a later one is forwarded.
     """
 
     act: Callable[[], None]
@@ -117,7 +117,8 @@ class _Frame:
         return self.head + self.body
 
     def flipped(self, fault: Fault, chance: random.Random) -> bytes:
-        """With one bit changed; in the body where there is no head, and the other way round."""
+        """Return the frame with one changed bit: in its head or its body, as the fault says, or in
+        the other part if that one is empty."""
         raw = bytearray(self.raw)
         is_in_head = self.head and (fault is Fault.FLIP_FRAMING or not self.body)
         start, stop = (0, len(self.head)) if is_in_head else (len(self.head), len(raw))
@@ -143,7 +144,7 @@ class _Link:
             side.settimeout(_POLL_S)
 
     def frames(self, towards: Towards) -> Iterator[_Frame]:
-        """What comes in this direction; raises _Over."""
+        """Read the frames of one direction. Raises _Over."""
         (source,) = (side for to, side in self._sockets.items() if to is not towards)
         if self.via is Via.ZMQ:
             for num_bytes in _GREETING:
@@ -178,7 +179,7 @@ class _Link:
             self.pause(0)
 
     def pause(self, seconds: float | None) -> None:
-        """None for ever; raises _Over."""
+        """Wait for so many seconds, or for ever if None. Raises _Over if the connection ends."""
         if self.over.wait(seconds):
             raise _Over
 
@@ -188,7 +189,7 @@ class _Link:
             side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
 
     def leave(self, towards: Towards) -> None:
-        """This direction has ended, and so will the other."""
+        """End this direction. The other direction then ends, too."""
         self.over.set()
         with self._lock:
             self._open.remove(towards)
@@ -197,7 +198,7 @@ class _Link:
                     side.close()
 
     def _read_some(self, source: socket.socket) -> bytes:
-        """What is there now, and no more than the rest of 4 KiB."""
+        """Read the bytes that have arrived, at most the rest of 4 KiB."""
         with suppress(BlockingIOError, TimeoutError):
             return source.recv(4095, socket.MSG_DONTWAIT)
         return b""
@@ -237,7 +238,7 @@ class FaultProxy:
         self._host = f"127.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self.address = Location(f"tcp://{self._host}:{self._target.port}")
         self._threads: dict[int, threading.Thread] = {}
-        """By the port that they listen at."""
+        """Listening threads, by port."""
         self._listen(self._target.port, Via.ZMQ)
         if sealed_port is not None:
             self._listen(sealed_port, Via.SEALED)

@@ -76,5 +76,5 @@ def _plain(attributes: Any) -> dict[str, Any]:
 
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
-    found = getattr(value, kind) if kind else None
-    return [_value(it) for it in found.values] if kind == "array_value" else found
+    content = getattr(value, kind) if kind else None
+    return [_value(it) for it in content.values] if kind == "array_value" else content

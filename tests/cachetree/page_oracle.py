@@ -1,7 +1,7 @@
-"""What a tree must hold, as a slow and obvious set: per model and part, the prefixes it has.
+"""The content that a tree must have, as a slow and obvious set of prefixes per model and part.
 
-A page is named by the text up to and including it, so "abc" is the page after "ab". That is its
-place, too. In a place that a wrong advert gave it, it is named by the place before that as well.
+A page is named by the text up to and including it: "abc" is the page after "ab". The name is also
+its place. If a wrong advert puts a page elsewhere, its place also names the place before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prefixes(text: str, start: int) -> list[str]:
 
 
 def page_at(place: str) -> str:
-    """The page that is there."""
+    """Name of the page at a place."""
     return place.rpartition("|")[2]
 
 
@@ -54,7 +54,7 @@ class OpenReservation:
     key: Key
     pages: list[str]
     ground: set[Named]
-    """What they hang on."""
+    """Pages that must stay until the reservation ends: all pages before it, and their KV."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ class OpenLease:
 
 @dataclass
 class Oracle:
-    """What is there, by whom it is held, and what may go."""
+    """Pages that the tree has, the holders of each, and the pages that may be evicted."""
 
     family: Family = FAMILY
     budget: int = 16 * PAGE
@@ -88,7 +88,7 @@ class Oracle:
     pins: dict[tuple[ModelId | None, str], OpenPin] = field(default_factory=dict)
     num_uses: int = 0
     keep: set[Named] = field(default_factory=set)
-    """What the reservation being made hangs on."""
+    """Pages that must stay for the reservation that is being made."""
     is_sweeping: bool = False
 
     @property
@@ -103,7 +103,7 @@ class Oracle:
         return set().union(*[it.pages for it in self.pins.values()])
 
     def bytes_of(self, pages: Iterable[Named]) -> int:
-        """What stays where all pages but these go."""
+        """Bytes of these pages."""
         return sum(page_bytes(key) for key, _ in pages)
 
     def present(self, key: Key, pages: Iterable[str]) -> list[str]:
@@ -120,7 +120,8 @@ class Oracle:
         return {(each, page) for each in (key, (key[0], KV)) for page in pages}
 
     def held_bytes(self, also: Collection[Named]) -> int:
-        """What is held stays, and all that it hangs on; `also` is about to be."""
+        """Bytes that cannot be evicted: held pages, pages that are about to be held (`also`), and
+        all pages before them."""
         ends = [it for it in {*self.held(), *also} if it in self.local]
         pages = set().union(*[self.with_ground(*it) for it in ends])
         return sum(it.num_bytes for it in self.reservations) + self.bytes_of(pages)

@@ -1,4 +1,4 @@
-"""Models and profiles of them that nobody measured, for tests of what is made of these."""
+"""Invented models and profiles, for tests of code that reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def identity(weights: str, num_layers: int = 10) -> ModelIdentity:
 
 
 def family(**settings: Any) -> Family:
-    """Of four such layers, in pages of 16 tokens."""
+    """Family of four small layers, with pages of 16 tokens."""
     usual = {"model_dtype": "float32", "kv_dtype": "float32", "page_size": 16}
     return Family(**{**identity("r", 4).shape, **usual, **settings})
 
@@ -31,7 +31,7 @@ def family(**settings: Any) -> Family:
 def profile_of(
     sender: ModelIdentity, receiver: ModelIdentity, *blocks: BlockQuality, **others: Any
 ) -> PairProfile:
-    """That has passed, and recommends the first of the blocks."""
+    """Profile that has passed, and recommends the first of the blocks."""
     fields = {
         "version": PROFILE_VERSION,
         "metric": "f1",

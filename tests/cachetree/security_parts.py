@@ -115,7 +115,7 @@ def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garba
 
 @contextlib.contextmanager
 def greeted(address: Location, config: PeerConfig) -> Iterator[Ticket]:
-    """What a worker hands out to a peer that says hello, and no other word while it stays."""
+    """The hello of a worker to a peer that says only hello while it stays."""
     with dealer_to(address, credentials_for(config)) as dealer:
         dealer.send(wire.encode(wire.hello(FAMILY, "", 0)))
         assert dealer.poll(20_000)

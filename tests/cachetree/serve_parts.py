@@ -20,11 +20,11 @@ COMMAND = ("-m", "cachetree.cli")
 def serving(
     folder: Path, python: Sequence[str] = COMMAND, **settings: object
 ) -> Iterator[subprocess.Popen[str]]:
-    """Serves what a file with these settings says, until it is told to end; then it has to end
-    well. What it prints may be read."""
+    """Run `cachetree serve` with a file of these settings until the block ends. It then has to end
+    with status 0. Its output may be read."""
     config = folder / "serve.yaml"
-    given = {"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}, **settings}
-    config.write_text(json.dumps(given))
+    content = {"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}, **settings}
+    config.write_text(json.dumps(content))
     command = [sys.executable, *python, "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,21 +1,23 @@
-"""Does memory stay where it is? A worker and a client at 75 % of their budgets, for half an hour.
+"""Does memory grow? A worker and a client run at 75 % of their budgets for half an hour.
 
     python tests/cachetree/soak_memory.py [--minutes 30] [--seed 1]
 
     client ──copy──► worker ──fetch──► client      every document differs; some share a beginning
 
-At first both are filled once. Then entries live for a fixed time after their last use and come at
-a fixed rate, so that three quarters of the worker's budget are in use, and renewed all the time.
-Some fetches are cancelled midway, some ask for what has gone. Resident memory, descriptors and
-threads of both processes are read every five seconds; after a fifth of the time, for warm-up, lines
-are fitted: to what is a process's own, and to what it maps, arenas and files. Ends in one JSON
-line; exit status 1 where a process's own memory grows in an hour by 1 % of all that it has resident
-or more, or where there are more descriptors or threads at the end than after the warm-up.
+At first both are filled once. Then entries live for a fixed time after their last use, and come at
+a fixed rate. So three quarters of the worker's budget are in use, and are renewed all the time.
+Some fetches are cancelled midway, and some ask for entries that are gone.
 
-What is mapped is stated and not judged: a client maps what it reads of its worker's arena, which
-counts as resident in both, and stops growing only when it has read from everywhere. It cannot grow
-beyond the arenas, whose budgets hold by other tests. Of a process's own memory the least of each
-minute counts: a document that is being stored is a hundredth of the client's, and is let go again.
+Resident memory, descriptors and threads of both processes are read every five seconds. The first
+fifth of the time is warm-up. Then lines are fitted to each process's own memory, and to the memory
+that it maps (arenas and files). The run ends in one JSON line. The exit status is 1 if a process's
+own memory grows by 1 % of its resident memory per hour or more. It is also 1 if there are more
+descriptors or threads at the end than after the warm-up.
+
+Mapped memory is reported, not judged. A client maps the parts of its worker's arena that it reads,
+so they count as resident in both processes, until it has read all of it. It cannot exceed the
+arenas, and other tests check their budgets. Of a process's own memory, the minimum of each minute
+counts: a document that is being stored takes a hundredth of the client's memory for a short time.
 """
 
 from __future__ import annotations
@@ -86,9 +88,9 @@ NUM_FILLING = int(1.5 * BUDGET_BYTES / (NUM_PAGES * PAGE_BYTES))
 budget, and what was read of another one's stays mapped, so both count as resident."""
 SAMPLE_S = 5.0
 FLOOR_S = 60.0
-"""Of own memory the least of so long counts."""
+"""Seconds over which the minimum of a process's own memory counts."""
 LIMIT_PER_HOUR = 0.01
-"""Of all that a process has resident; so much may its own memory grow."""
+"""Most growth of a process's own memory per hour, as a share of its resident memory."""
 
 Sample = tuple[float, Resident]
 """When, and what was resident."""
@@ -132,7 +134,7 @@ def be_client(address: str, listen: str, seed: int) -> None:
 
 
 def fill_staging(cache: Cache, pages: list[PageHash]) -> None:
-    """As many fetches at once as the budget of staging allows: its blocks, too, are kept."""
+    """Run as many fetches at once as the staging budget allows. Blocks of staging are kept, too."""
     stagings = []
     while (staging := begin(cache, pages)) is not None:
         stagings.append(staging)
@@ -153,11 +155,11 @@ def joined(pages: list[PageHash], step: Step) -> memoryview:
 
 def begin(cache: Cache, pages: list[PageHash]) -> Staging | None:
     """Raises IndexError where no worker has the pages."""
-    found = [it.location for it in cache.match(pages) if it.location.startswith("tcp")]
+    places = [it.location for it in cache.match(pages) if it.location.startswith("tcp")]
     plan = Plan(
         sender=MODEL,
         receiver=ModelId("receiver"),
-        location=found[0],
+        location=places[0],
         pages=Span(0, NUM_PAGES),
         block=Span(E_LAYER, 4),
         num_layers=FAMILY.num_layers,
@@ -179,15 +181,16 @@ def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
         try:
             for step in staging.steps:
                 staging.wait(step)
-                there = b"".join(staging.views(step))
-                assert there == joined(pages, step), "other bytes than were stored"
+                staged = b"".join(staging.views(step))
+                assert staged == joined(pages, step), "other bytes than were stored"
         except FetchError:
             return "gone"
     return "fetched"
 
 
 def growth_per_hour(samples: Sequence[Sample]) -> dict[str, float]:
-    """What is own and what is mapped, by a fitted line, as shares of all that is resident."""
+    """Growth of own and of mapped memory per hour by fitted lines, as shares of the resident
+    memory."""
     whole = float(np.mean([sum(held) for _, held in samples]))
     minutes: dict[int, Sample] = {}
     for at_s, held in samples:
@@ -272,9 +275,9 @@ def main() -> int:
         be_client(*args.client, args.seed)
     print(f"soak: seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(args.minutes, args.seed, Path(folder))
-    print(json.dumps(found), flush=True)
-    return 1 if found["problems"] else 0
+        result = soak(args.minutes, args.seed, Path(folder))
+    print(json.dumps(result), flush=True)
+    return 1 if result["problems"] else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an operator asks a worker and tells it, over the same connection as its peers."""
+"""Questions and orders of an operator to a worker, over the same connection as its peers."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ def test_match_says_who_has_how_much(run: Run, tmp_path: Path) -> None:
     with cache_of() as cache:
         store(cache.tree, pages[:4])
         assert run("match", cache.address, "--pages", *hexes(pages))["holdings"] == [holding]
-        given = ("--tokens", file, "--page-size", 16)
-        assert run("match", cache.address, *given)["holdings"] == [holding]
-        assert run("match", cache.address, *given, "--salt", "00" * 32)["holdings"] == []
+        options = ("--tokens", file, "--page-size", 16)
+        assert run("match", cache.address, *options)["holdings"] == [holding]
+        assert run("match", cache.address, *options, "--salt", "00" * 32)["holdings"] == []
         store(cache.tree, salted)
-        (found,) = run("match", cache.address, *given, "--salt", "00" * 32)["holdings"]  # type: ignore[misc]
-        assert found["num_pages"] == 6
+        (holding,) = run("match", cache.address, *options, "--salt", "00" * 32)["holdings"]  # type: ignore[misc]
+        assert holding["num_pages"] == 6
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """What a person reads."""
+    """Run a command, and return its output for a person."""
     assert main([*map(str, argv), "--timeout", "5"]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
@@ -98,9 +98,9 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
             eventually(lambda: cache.status().peers[0].state == "ready")
             eventually(lambda: cache.status().peers[1].error)
             text = said(capsys, "status", cache.address)
-            found = said(capsys, "match", cache.address, "--pages", *hexes(PAGES))
+            output = said(capsys, "match", cache.address, "--pages", *hexes(PAGES))
             nothing = said(capsys, "match", cache.address, "--pages", "00" * 16)
-    assert [line.split() for line in found.splitlines()] == [
+    assert [line.split() for line in output.splitlines()] == [
         ["holdings"],
         ["model", "location", "num_pages", "e_pages"],
         [MODEL, "local", "64", f"{E_LAYER}:64"],
@@ -131,8 +131,8 @@ def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert not set("[]()='").intersection(text)
 
 
-def test_nobody_reads_on_is_no_fault() -> None:
-    """As with `cachetree status | head -1`."""
+def test_reader_that_closes_the_pipe_early_is_no_error() -> None:
+    """The case of `cachetree status | head -1`."""
     with (
         cache_of() as cache,
         Popen(
@@ -147,7 +147,7 @@ def test_nobody_reads_on_is_no_fault() -> None:
         assert command.wait() == 0
 
 
-def test_who_waits_no_longer_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -226,13 +226,13 @@ def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
         store(cache.tree, PAGES)
         prefix = ("--pages", *hexes(PAGES[:16]))
         assert run("pin", cache.address, *prefix)["pages_by_model"] == {MODEL: 16}
-        told = run("status", cache.address)
-        assert told["held_bytes"] == told["num_pinned_bytes"] == 16 * PAGE_TOTAL
+        status = run("status", cache.address)
+        assert status["held_bytes"] == status["num_pinned_bytes"] == 16 * PAGE_TOTAL
         cache.tree.evict()
         assert [match.num_pages for match in cache.match(PAGES)] == [16]
         assert run("unpin", cache.address, *prefix)["was_pinned"] is True
-        told = run("status", cache.address)
-        assert told["held_bytes"] == told["num_pinned_bytes"] == 0
+        status = run("status", cache.address)
+        assert status["held_bytes"] == status["num_pinned_bytes"] == 0
         assert run("unpin", cache.address, *prefix)["was_pinned"] is False
         run("pin", cache.address, *prefix, "--ttl", "0.01", "--model", MODEL)
 
@@ -296,12 +296,12 @@ def test_without_keys_only_a_loopback_worker_obeys() -> None:
 
 def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    given: dict[str, object] = {"family": msgspec.to_builtins(FAMILY)}
-    file.write_text(json.dumps(given))
+    content: dict[str, object] = {"family": msgspec.to_builtins(FAMILY)}
+    file.write_text(json.dumps(content))
     worker = read_config(file).cache.worker
     assert worker.admin == ()
-    given["cache"] = {"worker": {"admin": None}}
-    file.write_text(json.dumps(given))
+    content["cache"] = {"worker": {"admin": None}}
+    file.write_text(json.dumps(content))
     assert read_config(file).cache.worker.admin is None
 
 
@@ -321,9 +321,9 @@ def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
     ],
 )
 def test_a_family_that_cannot_be_is_refused(changed: dict[str, object], said: str) -> None:
-    given = {"family": {**msgspec.structs.asdict(FAMILY), **changed}}
+    content = {"family": {**msgspec.structs.asdict(FAMILY), **changed}}
     with pytest.raises(ConfigError, match=f"^file: .*{re.escape(said)}"):
-        parse_config(given, "file")
+        parse_config(content, "file")
 
 
 @pytest.mark.parametrize(
@@ -352,11 +352,11 @@ def test_bad_words_are_one_clear_line(
 def test_a_number_that_means_nothing_is_refused_by_name(
     number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To wait until it is not a number is to wait for ever, without a pause."""
+    """A deadline that is not a number (NaN) never ends, and a wait for it never pauses."""
     with pytest.raises(SystemExit):
         main(["ping", "tcp://127.0.0.1:1", f"--timeout={number}"])
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.endswith(f"argument --timeout: {number} is no finite number above 0")
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.endswith(f"argument --timeout: {number} is no finite number above 0")
 
 
 def test_questions_of_one_turn_are_counted_out_once() -> None:
@@ -378,7 +378,7 @@ def test_an_order_with_half_a_page_is_refused() -> None:
         assert ask_status(worker.address, timeout_s=5).num_protocol_errors == 0
 
 
-def test_nobody_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_worker_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
         for verb in (["match", "--pages", "00" * 16], ["evict", "--all"]):

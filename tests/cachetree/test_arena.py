@@ -1,4 +1,4 @@
-"""The arena: what is lent is nobody else's, and there is room as long as there are bytes."""
+"""The arena: lent memory belongs to one borrower, and free bytes can always be lent."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MODEL = ModelId("m")
 def test_free_bytes_are_few_runs(numbers: set[int], chance: random.Random) -> None:
     runs = [(number, number + 1) for number in numbers]
     chance.shuffle(runs)
-    found = joined(runs)
-    assert [number for run in found for number in range(*run)] == sorted(numbers)
-    assert len(found) == sum(number - 1 not in numbers for number in numbers)
+    joint = joined(runs)
+    assert [number for run in joint for number in range(*run)] == sorted(numbers)
+    assert len(joint) == sum(number - 1 not in numbers for number in numbers)
 
 
 def fill(loan: memoryview, mark: int) -> None:
@@ -115,7 +115,7 @@ def test_a_loan_lies_in_the_shortest_run_that_takes_it() -> None:
     assert places_of(again)[0].start == holes[0].start
 
 
-def test_what_no_large_block_fits_in_takes_the_small_ones() -> None:
+def test_request_without_a_fitting_large_block_takes_small_ones() -> None:
     arena = Arena(150)
     loans = [take(arena, (num, 10)) for num in (2, 1, 2, 1, 9)]
     for loan in loans[::2]:
@@ -191,16 +191,16 @@ def test_a_slab_gives_back_every_dropped_page_once(
             view for it in steps_of(KV, num_steps) for view in slab.views(it, Span(page, page + 1))
         ]
 
-    kept = set(range(num_pages))
-    for page in kept:
+    left = set(range(num_pages))
+    for page in left:
         for view in views(page):
             fill(view, page)
     del view
     for page in [page for page in order if page < num_pages]:
         assert slab.drop_pages(Span(page, page + 1)) == num_steps * step_bytes
-        kept.remove(page)
-        assert slab.num_bytes == arena.lent_bytes == len(kept) * num_steps * step_bytes
-        assert all(is_filled(view, it) for it in kept for view in views(it))
+        left.remove(page)
+        assert slab.num_bytes == arena.lent_bytes == len(left) * num_steps * step_bytes
+        assert all(is_filled(view, it) for it in left for view in views(it))
 
 
 KV_STEPS = steps_of(KV, FAMILY.num_layers)
@@ -244,8 +244,8 @@ def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker
         other.commit()
     store(tree, "abc", mark=7)
     (match,) = tree.match(path("abc"))
-    kept = path("abc")[: match.num_pages]
-    lease = tree.lease(MODEL, kept, "test", Deadline.after(60))
+    matched = path("abc")[: match.num_pages]
+    lease = tree.lease(MODEL, matched, "test", Deadline.after(60))
     for letter in "tuvwxyz":  # Take all that is free.
         store(tree, letter, mark=9)
     assert all(is_filled(view, 7) for step in KV_STEPS for view in lease.views(step))

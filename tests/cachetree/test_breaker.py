@@ -257,7 +257,7 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
 def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Which is longer than a poll can take, as its other waits are."""
+    """The cooldown and the other waits are longer than a poll can take."""
     patient = msgspec.structs.replace(
         STRICT, cooldown_s=1e8, connect_s=1e8, heartbeat_s=1e8, silence_s=1e9
     )
@@ -271,19 +271,19 @@ def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(
     assert "internal error" not in caplog.text
 
 
-@pytest.mark.parametrize(("told", "error"), [("stale", StaleEntry), ("failed", FetchError)])
-def test_that_pages_are_gone_or_a_worker_is_busy_is_no_error(
-    told: str, error: type[FetchError]
+@pytest.mark.parametrize(("answer", "error"), [("stale", StaleEntry), ("failed", FetchError)])
+def test_missing_pages_and_busy_workers_do_not_count_as_errors(
+    answer: str, error: type[FetchError]
 ) -> None:
     with MoodyWorker() as worker, peer_of(worker.address, new_tree(), STRICT) as peer:
-        worker.error = told
+        worker.error = answer
         for _ in range(10):
             assert type(failed_fetch(peer.fetch)) is error
         assert peer.status.probe_in_s is None
 
 
 @pytest.mark.parametrize("error", [Cancelled("it left"), FetchError("it could not compute")])
-def test_what_the_reader_gives_up_is_no_error_and_ends_no_other_fetch(error: FetchError) -> None:
+def test_cancelled_fetch_is_no_error_and_ends_no_other_fetch(error: FetchError) -> None:
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker,
         peer_of(worker.address, new_tree(), STRICT) as peer,

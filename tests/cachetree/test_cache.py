@@ -80,7 +80,7 @@ def plan_at(location: Location, pages: Span = ALL) -> Plan:
     return plan_of(location, pages)
 
 
-def test_what_one_cache_stores_another_matches_and_fetches() -> None:
+def test_entries_stored_by_one_cache_are_matched_and_fetched_by_another() -> None:
     with cache_of() as sender:
         assert sender.address
         assert fill(sender, PAGES)
@@ -189,18 +189,18 @@ def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
         assert fetch() is not None
 
 
-def test_who_asks_what_others_know_may_do_so_while_serving_ends() -> None:
+def test_question_about_peers_is_answered_while_serving_ends() -> None:
     class Ending(Cache):
-        """Stops serving as soon as somebody has looked at who serves."""
+        """Cache that stops serving as soon as the caller has read which worker serves."""
 
         is_ending = False
 
         def __getattribute__(self, name: str) -> object:
-            found = super().__getattribute__(name)
+            value = super().__getattribute__(name)
             if name == "_worker" and self.is_ending:
                 self.is_ending = False
                 self.stop_serving()
-            return found
+            return value
 
     with Ending(FAMILY, CacheConfig(host_bytes=1 << 20)) as cache:
         cache.is_ending = True
@@ -220,22 +220,22 @@ class Device:
 
     def knows(self, view: memoryview) -> bool:
         at = address(np.frombuffer(view, np.uint8))
-        there = [np.frombuffer(it, np.uint8) for it in self.registered]
-        return any(0 <= at - address(it) < it.nbytes for it in there)
+        arrays = [np.frombuffer(it, np.uint8) for it in self.registered]
+        return any(0 <= at - address(it) < it.nbytes for it in arrays)
 
 
 def test_a_device_knows_all_memory_from_the_start_to_the_end() -> None:
     device = Device()
     far = plan_at(Location("tcp://127.0.0.1:1"))
     with cache_of(serves=False, peers=(far.location,), register=device.register) as cache:
-        there = list(device.registered)
-        assert len(there) == 2
+        registered = list(device.registered)
+        assert len(registered) == 2
         fill(cache, PAGES)
         fetches = [cache.fetch(plan, PAGES, Deadline.after(5)) for plan in (plan_at(LOCAL), far)]
         for staging in fetches:
             assert all(device.knows(view) for it in staging.steps for view in staging.views(it))
             staging.release()
-        assert device.registered == there, "registered while serving"
+        assert device.registered == registered, "registered while serving"
     assert device.registered == []
 
 
@@ -282,7 +282,7 @@ def fails(cache: Cache, plan: Plan, seconds: float = 5.0) -> FetchError:
     return caught.value
 
 
-def test_what_goes_wrong_fails_the_staging_and_nothing_else() -> None:
+def test_error_of_a_fetch_fails_only_its_staging() -> None:
     with cache_of(serves=False, peers=("tcp://127.0.0.1:1",)) as cache:
         assert isinstance(fails(cache, plan_at(LOCAL)), StaleEntry)
         assert "is not a peer" in str(fails(cache, plan_at(Location("tcp://127.0.0.1:2"))))

@@ -1,4 +1,4 @@
-"""What commands say in a terminal of another encoding, and of errors of several lines."""
+"""Output of commands in a terminal of another encoding, and for errors of several lines."""
 
 import io
 import subprocess
@@ -18,7 +18,7 @@ complain("droidspeak", "a template\\nof two lines → said")
 """
 
 
-def test_what_an_encoding_lacks_is_escaped_and_an_error_is_one_line() -> None:
+def test_characters_missing_in_the_encoding_are_escaped_and_an_error_is_one_line() -> None:
     env = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", SAY], env=env, capture_output=True, timeout=60)
     assert ran.stdout == b"base \\u2192 json \\u2026\n", ran.stderr

@@ -38,16 +38,18 @@ def made(tmp_path: Path) -> tuple[PairProfile, Path]:
         BlockQuality(start=1 + i, stop=2 + i, quality=0.78, e_map=it.named(1 + i))
         for i, it in enumerate(CORRECTIONS)
     ]
-    found = msgspec.structs.replace(profile(blocks[0]), blocks=(*blocks, plain))
-    write_profile(found, path)
-    write_corrections(found, {it.named(0).sha256: it for it in CORRECTIONS}, path)
-    return found, path
+    corrected = msgspec.structs.replace(profile(blocks[0]), blocks=(*blocks, plain))
+    write_profile(corrected, path)
+    write_corrections(corrected, {it.named(0).sha256: it for it in CORRECTIONS}, path)
+    return corrected, path
 
 
 def test_a_map_adds_what_its_matrix_and_its_bias_say() -> None:
     e = drawn(5, HIDDEN)
-    for it in CORRECTIONS[:2]:
-        assert torch.allclose(it(e).double(), e + e.double() @ it.matrix.double() + it.bias)
+    for correction in CORRECTIONS[:2]:
+        assert torch.allclose(
+            correction(e).double(), e + e.double() @ correction.matrix.double() + correction.bias
+        )
 
 
 def test_zeros_change_nothing() -> None:
@@ -56,20 +58,20 @@ def test_zeros_change_nothing() -> None:
 
 
 def test_maps_survive_the_disk(made: tuple[PairProfile, Path]) -> None:
-    found, path = made
-    assert read_profile(path) == found
-    read = read_corrections(found, path)
-    assert list(read) == [it.sha256 for it in found.e_maps]
-    for name, it in zip(read, CORRECTIONS, strict=True):
-        assert len(read[name].tensors) == len(it.tensors)
-        assert all(map(torch.equal, read[name].tensors, it.tensors))
+    written, path = made
+    assert read_profile(path) == written
+    read = read_corrections(written, path)
+    assert list(read) == [it.sha256 for it in written.e_maps]
+    for name, correction in zip(read, CORRECTIONS, strict=True):
+        assert len(read[name].tensors) == len(correction.tensors)
+        assert all(map(torch.equal, read[name].tensors, correction.tensors))
 
 
 def test_a_layer_may_have_two_maps(made: tuple[PairProfile, Path]) -> None:
-    found, path = made
+    written, path = made
     zeros = Correction(torch.zeros(HIDDEN), torch.zeros(HIDDEN, HIDDEN))
     other = BlockQuality(start=1, stop=2, quality=0.7, e_map=zeros.named(1))
-    both = msgspec.structs.replace(found, blocks=(*found.blocks, other))
+    both = msgspec.structs.replace(written, blocks=(*written.blocks, other))
     maps = {it.named(0).sha256: it for it in (*CORRECTIONS, zeros)}
     write_corrections(both, maps, path)
     assert read_corrections(both, path).keys() == maps.keys()
@@ -101,7 +103,7 @@ def refusal(made: tuple[PairProfile, Path]) -> str:
 
 
 def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """With other tensors."""
+    """Write the file anew with changed tensors."""
     file = maps_path(path)
     tensors = load_file(file) | change
     save_file({name: it for name, it in tensors.items() if it is not None}, file)
@@ -109,31 +111,31 @@ def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 def test_a_missing_file_is_refused(made: tuple[PairProfile, Path]) -> None:
     maps_path(made[1]).unlink()
-    told = refusal(made)
-    assert "pair.maps.safetensors of profile pair.json cannot be read: No such file" in told
+    text = refusal(made)
+    assert "pair.maps.safetensors of profile pair.json cannot be read: No such file" in text
 
 
 def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> None:
-    found, path = made
+    written, path = made
     its = BlockQuality(start=1, stop=3, quality=0.78, e_map=CORRECTIONS[1].named(1))
     theirs = {its.e_map.sha256: CORRECTIONS[1]}
-    write_corrections(msgspec.structs.replace(found, blocks=(its,)), theirs, path)
-    told = refusal(made)
-    assert f"does not contain tensor {NAMES[0]}: bias, and the profile needs" in told
-    assert "set e_correction: none" in told
+    write_corrections(msgspec.structs.replace(written, blocks=(its,)), theirs, path)
+    text = refusal(made)
+    assert f"does not contain tensor {NAMES[0]}: bias, and the profile needs" in text
+    assert "set e_correction: none" in text
 
 
 def test_other_numbers_are_refused(made: tuple[PairProfile, Path]) -> None:
     rewrite(made[1], {f"{NAMES[0]}: bias": torch.zeros(HIDDEN)})
-    told, digest = refusal(made), made[0].e_maps[0].sha256
-    assert "layer 1 is float32 of sha256 " in told
-    assert f"and the profile needs float32 of sha256 {digest}" in told
+    text, digest = refusal(made), made[0].e_maps[0].sha256
+    assert "layer 1 is float32 of sha256 " in text
+    assert f"and the profile needs float32 of sha256 {digest}" in text
 
 
 def test_other_shapes_and_dtypes_are_refused(made: tuple[PairProfile, Path]) -> None:
     rewrite(made[1], {f"{NAMES[1]}: 0": drawn(HIDDEN, 1)})
-    told = refusal(made)
-    assert "shape of layer 2 is [[8], [8, 1]], and the profile needs [[8], [8, 8]]" in told
+    text = refusal(made)
+    assert "shape of layer 2 is [[8], [8, 1]], and the profile needs [[8], [8, 8]]" in text
     rewrite(made[1], {f"{NAMES[1]}: 0": drawn(HIDDEN, HIDDEN).half()})
     assert "layer 2 is float32 of sha256 " in refusal(made)
     rewrite(made[1], {f"{NAMES[1]}: 0": CORRECTIONS[1].matrix})
@@ -144,32 +146,34 @@ def test_other_shapes_and_dtypes_are_refused(made: tuple[PairProfile, Path]) -> 
     assert f"does not contain tensor {NAMES[1]}: 0" in refusal(made)
 
 
-def test_what_else_is_in_the_file_is_not_read(made: tuple[PairProfile, Path]) -> None:
+def test_other_tensors_in_the_file_are_not_read(made: tuple[PairProfile, Path]) -> None:
     rewrite(made[1], {"more": torch.zeros(1 << 20)})
     assert len(read_corrections(*made)) == len(CORRECTIONS)
 
 
 @pytest.mark.parametrize("raw", [b"", b"no safetensors", b"\x08\0\0\0\0\0\0\0notjson!"])
-def test_what_is_no_safetensors_file_is_refused(made: tuple[PairProfile, Path], raw: bytes) -> None:
+def test_file_that_is_not_safetensors_is_refused(
+    made: tuple[PairProfile, Path], raw: bytes
+) -> None:
     maps_path(made[1]).write_bytes(raw)
     assert "format is " in refusal(made)
 
 
 def test_a_map_of_another_layer_is_refused(made: tuple[PairProfile, Path]) -> None:
-    found, path = made
-    moved = msgspec.structs.replace(found.blocks[0], start=2, stop=3)
-    wrong = msgspec.structs.replace(found, blocks=(moved,))
-    told = refusal((wrong, path))
-    assert "the layer of the map of block 2:3 is 1, and the profile needs 2" in told
+    written, path = made
+    moved = msgspec.structs.replace(written.blocks[0], start=2, stop=3)
+    wrong = msgspec.structs.replace(written, blocks=(moved,))
+    text = refusal((wrong, path))
+    assert "the layer of the map of block 2:3 is 1, and the profile needs 2" in text
 
 
 def test_without_corrected_plans_another_is_recommended(made: tuple[PairProfile, Path]) -> None:
-    found, _ = made
-    plain = found.uncorrected()
-    assert (plain.blocks, plain.recommended) == (found.blocks[-1:], None)
+    corrected, _ = made
+    plain = corrected.uncorrected()
+    assert (plain.blocks, plain.recommended) == (corrected.blocks[-1:], None)
     assert not plain.passed, "what is left are all layers"
     smaller = BlockQuality(start=1, stop=3, quality=0.78)
-    both = msgspec.structs.replace(found, blocks=(*found.blocks, smaller))
+    both = msgspec.structs.replace(corrected, blocks=(*corrected.blocks, smaller))
     assert both.uncorrected().recommended == smaller
     assert both.uncorrected().passed
     assert plain.uncorrected() is plain

@@ -1,4 +1,5 @@
-"""The data connection by itself: what goes in comes out, whoever is slow, early, false or gone."""
+"""The data connection by itself: frames arrive whole, also if a side is slow, early, wrong or
+gone."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Memory:
     def __init__(self) -> None:
         self.rooms: list[memoryview] = []
         self.frames: list[Frame] = []
-        """Those that came whole, with a right checksum."""
+        """Frames that came whole, with a right checksum."""
         self.num_damaged = 0
         self.is_open = True
 
@@ -69,7 +70,7 @@ class Memory:
 
 Pair = tuple[Channel, Channel]
 SealsOf = Callable[[bool], Unsealed]
-"""Those of the worker, or of the peer."""
+"""Function that returns the seals of the worker (True) or of the peer (False)."""
 
 
 def unsealed(is_worker: bool) -> Unsealed:
@@ -141,7 +142,7 @@ def test_frames_of_all_sizes_come_whole_in_both_directions(
 def test_a_place_is_let_go_once_its_frame_is_there(
     connected: Callable[[SealsOf], Pair], seals_of: SealsOf
 ) -> None:
-    """What a fetch has filled can be lent anew, though nothing else ever comes."""
+    """Memory that a fetch has filled can be lent again, even if no other frame ever comes."""
 
     class Room(bytearray):
         pass
@@ -182,7 +183,7 @@ def test_a_place_that_is_given_up_is_written_no_more(
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_a_message_that_comes_in_parts_is_heard(seals_of: SealsOf) -> None:
-    """It belongs to no fetch, and so nobody gives it up."""
+    """A message belongs to no fetch, so no deadline ends the wait for its rest."""
     sink, message = Memory(), b"a word that is cut in two"
     sink.is_open = False
     (sending, between), (onward, receiving) = socket.socketpair(), socket.socketpair()
@@ -279,7 +280,7 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
 def test_a_fault_of_the_sending_thread_ends_the_connection(
     connected: Callable[[SealsOf], Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever reads there would wait for ever; a new session begins with new seals."""
+    """Otherwise its reader would wait for ever. A new session begins with new seals."""
     sender, receiver = connected(sealed)
     sender.put(frame_of(b"what cannot be sealed"), [None])  # type: ignore[list-item]
     eventually(lambda: sender.error is not None)
@@ -290,7 +291,7 @@ def test_a_fault_of_the_sending_thread_ends_the_connection(
     assert receiver.error is not None
 
 
-def test_who_found_no_room_is_told_when_there_is_some() -> None:
+def test_waiter_for_room_is_woken_when_there_is_room() -> None:
     woken = threading.Event()
     near, far = socket.socketpair()
     send_queue = SendQueue(near, Unsealed(), woken.set)
@@ -331,7 +332,7 @@ def test_a_batch_does_not_outgrow_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
         assert waiting_bytes < 2 * most_bytes + (4 << 20)
 
 
-def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_comes() -> None:
+def test_bytes_left_after_a_turn_are_read_in_the_next_without_new_ones() -> None:
     """A turn takes in so much and no more; the socket may still sleep until a MiB is there."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]

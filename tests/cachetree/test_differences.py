@@ -80,14 +80,14 @@ def two_adapters(
     base = write(folder / "base")
     a = write_lora(folder / "a", ours, target_modules=["q_proj"], lora_dropout=0.1)
     b = write_lora(folder / "b", theirs, **settings)
-    found = {first_difference(base, base, *pair) for pair in ((a, b), (b, a))}
+    layers = {first_difference(base, base, *pair) for pair in ((a, b), (b, a))}
     ours_read, theirs_read = (read_adapter(it, NUM_LAYERS) for it in (a, b))
-    found |= {
+    layers |= {
         one.first_difference(other, NUM_LAYERS)
         for one, other in ((ours_read, theirs_read), (theirs_read, ours_read))
     }
-    assert len(found) == 1
-    return found.pop()
+    assert len(layers) == 1
+    return layers.pop()
 
 
 def test_equal_adapters_differ_nowhere(tmp_path: Path) -> None:
@@ -159,7 +159,8 @@ def test_an_activated_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_factors_of_embeddings_that_sglang_would_leave_out_are_refused(tmp_path: Path) -> None:
-    """By its target_modules; two that differ in these alone would else be one model."""
+    """SGLang leaves them out if target_modules does not name embeddings. Two adapters that differ
+    only in them would get one model id."""
     tensors = factors(K1) | {"embed_tokens.lora_embedding_A": np.zeros((2, 200), np.float32)}
     for targets in (["k_proj", "model.embed_tokens"], "all-linear", None):
         folder = write_lora(tmp_path / f"{targets}", tensors, target_modules=targets)

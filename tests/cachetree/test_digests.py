@@ -94,8 +94,8 @@ def test_a_result_of_another_user_is_not_believed(tmp_path: Path) -> None:
 def test_a_file_that_changes_while_it_is_read_leaves_no_result(tmp_path: Path) -> None:
     file, cache = write(tmp_path / "m", large()) / "model.safetensors", tmp_path / "cache"
 
-    def compute(it: Path) -> dict[str, str]:
-        it.touch()
+    def compute(folder: Path) -> dict[str, str]:
+        folder.touch()
         return {"": "old"}
 
     assert kept(cache, "tensors", file, compute) == {"": "old"}

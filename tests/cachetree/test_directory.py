@@ -64,8 +64,8 @@ def peers_of(own: Worker | None = None) -> Iterator[tuple[Peers, Clock]]:
         peers.close()
 
 
-def look(peers: Peers, *found: Location) -> None:
-    peers.look(NAME, lambda: found, FAST)
+def look(peers: Peers, *addresses: Location) -> None:
+    peers.look(NAME, lambda: addresses, FAST)
 
 
 def states(peers: Peers) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_name_with_too_many_addresses_gives_some() -> None:
 
 
 def test_a_worker_that_is_found_is_read() -> None:
-    """By the resolver of this machine."""
+    """The resolver of this machine finds it."""
     with cache_of() as worker:
         store(worker.tree, PAGES)
         port = worker.address.rpartition(":")[2]
@@ -104,7 +104,7 @@ def test_a_worker_that_is_found_is_read() -> None:
             ]
 
 
-def test_what_was_found_stays_while_it_answers_or_the_directory_does_not() -> None:
+def test_found_peer_stays_while_it_answers_or_the_directory_is_silent() -> None:
     def fails() -> list[Location]:
         raise socket.gaierror("try again")
 
@@ -119,7 +119,7 @@ def test_what_was_found_stays_while_it_answers_or_the_directory_does_not() -> No
             assert states(peers) == ["ready"]
 
 
-def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
+def test_peer_no_longer_named_and_silent_is_forgotten() -> None:
     with peers_of() as (peers, clock):
         with worker_of(new_tree(PAGES)) as worker:
             look(peers, worker.address)
@@ -169,7 +169,7 @@ def test_a_worker_that_was_refused_is_tried_again(caplog: pytest.LogCaptureFixtu
 
 
 def test_all_peers_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can be told to end who looks up a name."""
+    """A lookup of a name cannot be stopped."""
     is_known, looked_up = threading.Event(), []
 
     def look_up(name: str, *_: object) -> list[object]:
@@ -232,7 +232,9 @@ def test_the_own_worker_is_nobodys_peer(listen: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "tcp://*:1", "tcp://h:0", "ipc:///tmp/x", "tcp://h:99999"])
-def test_what_is_no_address_is_skipped(address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_address_of_a_directory_is_skipped(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with peers_of() as (peers, _):
         look(peers, Location(address), Location("tcp://192.0.2.1:1"))
         assert list(peers.now) == ["tcp://192.0.2.1:1"]
@@ -265,7 +267,7 @@ def test_a_directory_forges_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert all(it.isprintable() for it in caplog.messages)
 
 
-def test_who_is_found_proves_the_key_that_the_settings_have(tmp_path: Path) -> None:
+def test_found_peer_must_prove_the_key_in_the_settings(tmp_path: Path) -> None:
     us, worker_key, stranger = (new_party(tmp_path, it) for it in ("us", "worker", "stranger"))
     config = keyed(us, worker_key)
     with (
@@ -291,7 +293,7 @@ def keyed(us: Party, worker: Party) -> PeerConfig:
 
 
 def test_no_request_waits_for_a_directory() -> None:
-    """Nor does anything else of a cache, while the resolver says nothing at all."""
+    """No other part of a cache waits either, while the resolver does not answer."""
     silent = threading.Event()
     with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, _):
         look(peers, worker.address)
@@ -351,7 +353,7 @@ def test_a_name_that_does_not_resolve_is_told_of(
         ({"keeps": ("dns://x:7",), "peers": ("tcp://x:7",)}, "peers and keeps are both set"),
     ],
 )
-def test_what_cannot_be_a_directory_is_refused(settings: dict[str, object], words: str) -> None:
+def test_invalid_directory_url_is_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught, cache_of(**settings):
         pass
     assert "secret" not in str(caught.value)

@@ -41,7 +41,7 @@ def only(store: DiskStore, text: str, part: Part = KV) -> DiskFile:
     return file
 
 
-def test_what_is_written_is_read_and_found_again(tmp_path: Path) -> None:
+def test_written_entries_are_read_and_found_after_reopening(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert write(store, A, "abcdef", e_layers=[2, 0], num_runs=3)
         assert write(store, A, "abcxyz", start=3)
@@ -186,7 +186,7 @@ def test_pages_that_all_lie_apart_are_written_too(tmp_path: Path) -> None:
         assert store.status().num_entries == 2
 
 
-def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
+def test_removed_entries_stay_removed(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         write(store, A, "ab")
         write(store, A, "abcd", start=2)
@@ -220,16 +220,16 @@ def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_pat
         assert num_right(store, A, "s" * 10 + "old") == 10
         status = store.status()
         assert status.counts.num_evicted_entries > 100
-        kept = [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8]
-        assert kept == list(range(kept[0], 200)), "not the oldest went"
+        left = [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8]
+        assert left == list(range(left[0], 200)), "not the oldest went"
         num_pages = status.num_pages
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         assert num_right(store, A, "s" * 10 + "used") == 14
         assert store.status().num_pages == num_pages
-        assert [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8] == kept
+        assert [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8] == left
 
 
-def test_what_new_pages_come_after_does_not_make_room_for_them(tmp_path: Path) -> None:
+def test_parents_of_new_pages_are_not_evicted_for_them(tmp_path: Path) -> None:
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         assert write(store, A, "parent")
         before = files_bytes(tmp_path)
@@ -258,7 +258,7 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
         assert write(store, A, "new")
 
 
-def test_what_is_larger_than_the_budget_makes_no_room(
+def test_entry_larger_than_the_budget_evicts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path) as store:
@@ -341,7 +341,7 @@ def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "while it is read"])
-def test_what_goes_during_a_read_is_right_or_a_miss_and_no_damage(
+def test_entry_removed_during_a_read_is_right_or_a_miss_and_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     with open_store(tmp_path) as store:
@@ -414,8 +414,8 @@ def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
         seen = []
         for number in range(120):
             assert write(store, B, text_of(number, 1))
-            there = (it.record for it in store.files.coldest_first())
-            seen.append({it.part for it in there if it.model == A})
+            records = (it.record for it in store.files.coldest_first())
+            seen.append({it.part for it in records if it.model == A})
         assert seen[0] == {KV, Part(1)} and seen[-1] == set()
         assert {Part(1)} not in seen
         assert write(store, A, "abc", e_layers=[1])
@@ -424,7 +424,7 @@ def test_e_leaves_the_disk_with_its_kv_or_before_it(tmp_path: Path) -> None:
             assert num_right(store, A, "abc", Part(1)) == num_right(store, A, "abc") == 3
 
 
-def test_what_begins_with_a_prefix_goes_with_its_e(tmp_path: Path) -> None:
+def test_removing_a_prefix_removes_all_pages_behind_it_with_their_e(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert write(store, A, "ab")
         assert write(store, A, "abcd", start=2)
@@ -436,7 +436,7 @@ def test_what_begins_with_a_prefix_goes_with_its_e(tmp_path: Path) -> None:
         assert store.status().num_entries == 2
 
 
-def test_what_was_published_twice_is_one_file(tmp_path: Path) -> None:
+def test_entry_published_twice_is_one_file(tmp_path: Path) -> None:
     """The copy of a folder that lost its tree."""
     one, other = tmp_path / "one", tmp_path / "other"
     for path in (one, other):

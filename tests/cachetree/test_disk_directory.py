@@ -1,4 +1,4 @@
-"""Which directories a disk store takes, and which it leaves alone."""
+"""Directories that a disk store accepts, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_others_can_read_neither_files_nor_folders(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_what_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+def test_directory_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
     with open_store(tmp_path / "own") as store:
         write(store, A, "abc")
     for path in (tmp_path / "own", *(tmp_path / "own").iterdir()):
@@ -87,16 +87,16 @@ def test_entries_of_another_release_are_refused(
         open_store(tmp_path).close()
     theirs = tmp_path / f"entry-{release}{FAMILY.digest[:8]}-000000000001"
     theirs.write_bytes(b"theirs")
-    there = sorted(tmp_path.iterdir())
+    files = sorted(tmp_path.iterdir())
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"holds {theirs.name} of .* release.*; {REMEDY}"):
             open_store(tmp_path)
-        assert sorted(tmp_path.iterdir()) == there
+        assert sorted(tmp_path.iterdir()) == files
     theirs.unlink()
     open_store(tmp_path).close()
 
 
-def test_what_dead_processes_had_begun_is_swept_whose_ever_it_is(tmp_path: Path) -> None:
+def test_unfinished_files_of_dead_processes_are_swept_for_any_owner(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
     ours = f"entry-8-{FAMILY.digest[:8]}-{'0' * 32}"
@@ -157,7 +157,7 @@ def test_a_directory_of_another_user_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_leads_elsewhere_is_neither_written_nor_read_nor_closed_to_others(
+def test_links_are_neither_written_nor_read_nor_closed_to_others(
     tmp_path: Path,
 ) -> None:
     other, folder = tmp_path / "other", tmp_path / "disk"

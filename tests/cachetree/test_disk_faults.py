@@ -78,10 +78,10 @@ def test_a_killed_writer_loses_at_most_its_last_entry(tmp_path: Path, num_bytes:
         assert files_bytes(tmp_path) <= num_bytes
         with open_store(tmp_path, num_bytes=num_bytes) as store:
             assert store.status().counts.num_damaged_entries == 0
-            found = {it for it in said if num_right(store, *it) == len(it[1])}
+            readable = {it for it in said if num_right(store, *it) == len(it[1])}
             assert store.status().counts.num_damaged_entries == 0
-            assert found == said or num_bytes < 1 << 20, f"seed {seed} lost {said - found}"
-            assert found or not said
+            assert readable == said or num_bytes < 1 << 20, f"seed {seed} lost {said - readable}"
+            assert readable or not said
     assert len(said) > 100, "the writers were killed before they wrote"
 
 
@@ -118,14 +118,15 @@ def _small(fast: Path) -> Path:
 
 
 NUM_LOST = [3, 1, 2]
-"""Files, with E that stands on them."""
+"""Files that are lost with each damaged one, with the E that needs them."""
 TEXTS = ((A, "ab"), (A, "abc"), (B, "ab"))
 LEFT = ([0, 0, 2], [2, 2, 2], [2, 3, 0])
-"""Pages that are right where an entry is damaged; the first takes the second with it."""
+"""Right pages of each text after each entry was damaged. The second entry needs the first."""
 
 
 def copies(path: Path, to: Path) -> Iterator[tuple[int, int, Path]]:
-    """A copy of the directory for each byte that entries take: whose file, which byte, the file."""
+    """Copy the directory once for each byte of its entries. Yields the number of the entry, the
+    position of the byte, and the file."""
     for number, (model, text) in enumerate(TEXTS):
         file = file_of(path, model, text)
         for at in range(file.stat().st_size):
@@ -202,7 +203,7 @@ def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:
     assert not copy.exists()
 
 
-def test_what_is_not_ours_is_left_alone(small: Path) -> None:
+def test_files_of_others_stay_untouched(small: Path) -> None:
     """Files of other names."""
     name = data_files(small)[-1].name
     (small / "letter.txt").write_text("dear")

@@ -91,7 +91,7 @@ def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path: Path) -
     assert done.stdout == "full\n"
 
 
-def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
+def test_too_many_open_files_do_not_count_as_damage(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
         ((entry, _),) = store.find(A, path_of("abc"))
@@ -104,7 +104,7 @@ def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_what_keeps_an_entry_from_being_read_at_start_is_no_reason_to_remove_it(
+def test_entry_that_cannot_be_read_at_start_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(*args: object) -> None:
@@ -122,7 +122,7 @@ def test_what_keeps_an_entry_from_being_read_at_start_is_no_reason_to_remove_it(
 
 
 @pytest.mark.parametrize("what", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
-def test_what_cannot_be_written_now_is_counted_and_is_no_damage(tmp_path: Path, what: int) -> None:
+def test_failed_writes_are_counted_and_are_no_damage(tmp_path: Path, what: int) -> None:
     """The budget is used up, so that others have to go for each write."""
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         texts = [text_of(number, 4) for number in range(100)]

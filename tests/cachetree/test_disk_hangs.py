@@ -71,8 +71,8 @@ def hanging(files: Sequence[Path]) -> Iterator[None]:
 
 
 def metric(cache: Cache, name: str) -> dict[tuple[str, ...], float]:
-    (found,) = (it for it in METRICS if it.name == name)
-    return found.samples(cache.status())
+    (samples,) = (it for it in METRICS if it.name == name)
+    return samples.samples(cache.status())
 
 
 def evicted(cache: Cache) -> tuple[int, int]:

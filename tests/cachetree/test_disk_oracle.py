@@ -25,15 +25,15 @@ from cachetree.ids import KV, ModelId, PageHash, Part
 
 
 class Oracle:
-    """What may be found: per model, the pages that were written and not removed since."""
+    """Pages that the store may have: per model, those written and not removed since."""
 
     def __init__(self) -> None:
         self.pages: dict[ModelId, set[PageHash]] = {A: set(), B: set()}
 
     def most(self, model: ModelId, text: str) -> int:
         pages = path_of(text)
-        there = self.pages[model]
-        return next((i for i, page in enumerate(pages) if page not in there), len(pages))
+        present = self.pages[model]
+        return next((i for i, page in enumerate(pages) if page not in present), len(pages))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -89,9 +89,10 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
 
 
 def evicted_with(store: DiskStore, model: ModelId, pages: Sequence[PageHash]) -> set[PageHash]:
-    """What stands on the last of `pages`, and of the entries up to there what nothing else does."""
-    there = reversed(store.files.coldest_first())
-    files = [it.record for it in there if (it.record.model, it.record.part) == (model, KV)]
+    """Pages that leave with the last of `pages`: all that follow it, and the entries up to it that
+    no other entry follows."""
+    records = reversed(store.files.coldest_first())
+    files = [it.record for it in records if (it.record.model, it.record.part) == (model, KV)]
     last = next((it for it in files if pages[-1] in it.pages), None)  # Parents come first.
     if last is None:
         return set()

@@ -46,7 +46,7 @@ ROOM = 64 * PAGE_TOTAL
 
 @contextlib.contextmanager
 def on_disk_only(folder: Path, **config: object) -> Iterator[tuple[Cache, Location]]:
-    """A worker whose memory lost what its disk has."""
+    """A worker that has entries on disk, and none in memory."""
     disk = {"disk_path": str(folder), "disk_bytes": 64 << 20, "host_bytes": ROOM}
     with cache_of(**{**disk, **config}) as worker:
         store(worker.tree, PAGES[:20])
@@ -63,7 +63,7 @@ def seen(cache: Cache, location: Location) -> list[tuple[int, dict[int, int]]]:
     return [(match.num_pages, dict(match.e_pages)) for match in matches]
 
 
-def test_what_is_only_on_disk_is_advertised_and_fetched(tmp_path: Path) -> None:
+def test_pages_only_on_disk_are_advertised_and_fetched(tmp_path: Path) -> None:
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         assert seen(cache, address) == [(64, {E_LAYER: 64})]
         fetched(cache, address, PAGES)
@@ -107,7 +107,7 @@ def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
         eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
 
-def test_where_memory_has_no_room_the_fetch_is_stale(
+def test_fetch_without_room_in_memory_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachetree.disk.asker._MAX_ROOM_S", 0.1)
@@ -184,7 +184,7 @@ def test_the_worker_answers_while_its_disk_is_slow(
         assert spans == [why.format("cancelled"), why.format("lost")]
 
 
-def test_what_fails_once_it_was_read_ends_no_session_but_its_own(tmp_path: Path) -> None:
+def test_failure_after_a_read_ends_only_its_session(tmp_path: Path) -> None:
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         lease = worker.tree.lease
 
@@ -216,7 +216,7 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
 
 
 def test_kv_in_memory_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
-    """As a server stores what it has read of its own: without E."""
+    """A server stores KV that it has read, of its own model, without E."""
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         num_written = worker._disk.status().counts.num_written_entries
         with worker.tree.reserve(MODEL, None, PAGES) as reservation:
@@ -267,7 +267,7 @@ def test_greedy_peer_leaves_promotions_for_others(
             assert modest.fetched(64 * PAGE_BYTES)
 
 
-def test_what_waits_to_be_fetched_comes_before_what_a_fetch_brings_into_memory(
+def test_waiting_fetches_come_before_promotion_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []

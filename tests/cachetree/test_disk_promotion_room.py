@@ -94,7 +94,7 @@ def test_line_that_cannot_fit_beside_readers_evicts_nothing(
         fetched(cache, address, FIRST)
 
 
-def test_what_a_peer_no_longer_wants_is_not_read(tmp_path: Path) -> None:
+def test_pages_that_a_peer_no_longer_wants_are_not_read(tmp_path: Path) -> None:
     with worker_of(tmp_path) as (worker, _):
         done = threading.Event()
         worker._disk.promote(
@@ -104,7 +104,7 @@ def test_what_a_peer_no_longer_wants_is_not_read(tmp_path: Path) -> None:
         assert num_local(worker, FIRST) == 0
 
 
-def test_what_was_read_for_a_peer_stays_until_the_fetch_begins(tmp_path: Path) -> None:
+def test_pages_read_for_a_peer_stay_until_its_fetch_begins(tmp_path: Path) -> None:
     with worker_of(tmp_path) as (worker, address):
         assert address
         let_go: list[object] = []

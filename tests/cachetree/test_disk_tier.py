@@ -66,7 +66,7 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, location: Locatio
     tier_parts.fetch(cache, location, pages, span)
 
 
-def test_what_left_memory_is_fetched_from_disk(tmp_path: Path) -> None:
+def test_pages_that_left_memory_are_fetched_from_disk(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         for number in range(12):
             store_and_wait(cache, prompt(number))
@@ -114,7 +114,7 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
 
 
 def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
-    """In the proportions of an 8B model, E of one layer is 1/16 of the KV."""
+    """For the sizes of an 8B model, E of one layer takes 1/16 of the KV's bytes."""
     family = msgspec.structs.replace(FAMILY, num_layers=32, page_size=64)
     pages = prompt(0)
     kv = [memoryview(bytes(8 * family.kv_page_bytes))] * family.num_layers
@@ -144,7 +144,7 @@ def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
         assert num_at(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
 
 
-def test_what_is_partly_in_memory_is_completed(tmp_path: Path) -> None:
+def test_pages_partly_in_memory_are_completed_from_disk(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         store_and_wait(cache, prompt(1))
@@ -226,7 +226,7 @@ def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:
         eventually(lambda: "disk is not a peer" in str(staging.error))
 
 
-def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path) -> None:
+def test_use_in_memory_keeps_an_entry_on_disk(tmp_path: Path) -> None:
     disk_bytes = 24 * PROMPT_BYTES
     with open_cache(tmp_path, disk_bytes=disk_bytes) as cache:
         store_and_wait(cache, prompt(0))
@@ -241,10 +241,11 @@ def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path)
         assert status.counts.num_evicted_entries > 0
 
 
-def test_what_could_not_be_written_is_written_with_what_comes_after_it(
+def test_failed_write_is_repeated_with_the_next_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else nothing that begins with it would ever be on disk, as long as it is in memory."""
+    """Otherwise no prompt that begins with such an entry would reach the disk while the entry is in
+    memory."""
 
     def fail(*args: object) -> int:
         raise OSError(errno.ENOSPC, "no space left")
@@ -279,7 +280,7 @@ def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_pat
         assert num_at(cache, pages, LOCAL) == 16
 
 
-def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
+def test_entries_evicted_before_they_are_written_are_counted(tmp_path: Path) -> None:
     # The one that is being written stays in memory until it is.
     with open_cache(tmp_path, host_bytes=2 * PROMPT_BYTES) as cache:
         with cache._disk._store._writing:
@@ -291,7 +292,7 @@ def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
         assert status().num_late_entries > 0
 
 
-def test_what_is_read_into_memory_is_not_written_again(tmp_path: Path) -> None:
+def test_entries_read_into_memory_are_not_written_again(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         for number in range(8):
             store_and_wait(cache, prompt(number))
@@ -331,7 +332,7 @@ def evict(cache: Cache, pages: Sequence[PageHash] = ()) -> queue.SimpleQueue[tup
     return freed
 
 
-def test_what_is_evicted_while_it_is_read_into_memory_is_gone_from_there_too(
+def test_eviction_from_disk_during_a_read_leaves_nothing_in_memory(
     tmp_path: Path,
 ) -> None:
     pages = pages_of(16)
@@ -356,7 +357,7 @@ def test_what_is_evicted_while_it_is_read_into_memory_is_gone_from_there_too(
         assert cache.tree.num_bytes == 0
 
 
-def test_what_is_evicted_while_it_is_written_is_gone_from_both(tmp_path: Path) -> None:
+def test_eviction_during_a_write_leaves_nothing_in_memory_or_on_disk(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         with cache._disk._store._writing:
             store(cache.tree, prompt(0))
@@ -503,11 +504,11 @@ def test_many_threads_get_right_bytes_or_a_miss(tmp_path: Path) -> None:
                 if turn >= 120 and (num_fetched[number] > 5 or deadline.has_passed):
                     return
                 pages = prompt(rng.randrange(40))
-                found = cache.match(pages)
-                if not found:
+                matches = cache.match(pages)
+                if not matches:
                     store(cache.tree, pages)
                     continue
-                match = rng.choice(found)
+                match = rng.choice(matches)
                 start = rng.randrange(match.num_pages)
                 try:
                     fetch(cache, pages, Span(start, match.num_pages), match.location)

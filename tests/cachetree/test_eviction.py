@@ -83,7 +83,7 @@ def test_the_tail_of_a_split_node_keeps_its_place() -> None:
     assert [num_pages(tree, A, text) for text in ("x", "abcd")] == [0, 4]
 
 
-def test_what_was_passed_by_comes_back_to_its_turn() -> None:
+def test_skipped_entry_gets_its_turn_again() -> None:
     tree = make_tree(4)
     store(tree, A, "a")
     store(tree, A, "b")
@@ -128,7 +128,7 @@ def test_bad_retention_is_refused_with_its_value() -> None:
 
 
 def test_a_search_meets_the_same_obstacle_once() -> None:
-    """What is held is passed by once, however many evictions follow."""
+    """A search skips a held entry once, even if many evictions follow."""
     tree = make_tree(40)
     held = [chr(0x100 + i) for i in range(30)]
     for text in held:

@@ -70,20 +70,21 @@ PEER = PeerConfig(
 FETCH_BYTES = 4 * len(PAGES) * FAMILY.kv_page_bytes
 DEADLINE_S = 2.0
 MARGIN_S = 1.0
-"""For threads that wait for a processor."""
+"""Seconds for threads that wait for a processor."""
 RECOVERY_S = 10.0
 NUM_AT_ONCE = 16
 MAX_LOST = 0.05
-"""Of the fetches that met a fault, on a machine that is too busy to recover in time. All others
-land whole, over the same connection or the next."""
+"""Largest share of fetches with a fault that may fail, if the machine is too busy to recover in
+time. All others land whole, over the same connection or the next."""
 BETWEEN_CONNECTIONS = " is connecting"
-"""In the error of a fetch that is refused at once, because there is no session to ask on."""
+"""Text in the error of a fetch that is refused at once, because there is no session."""
 NUM_ROUNDS = 30
-"""Of the slow tests."""
+"""Rounds of each slow test."""
 
 
 def fetch(cache: Cache, location: Location) -> FetchError | None:
-    """Why there is no answer; asserts that an answer is right and that either comes in time."""
+    """Fetch, and return the error, or None. Asserts that the content is right, and that content or
+    error comes in time."""
     begun_at_s = time.monotonic()
     staging = cache.fetch(plan_of(location, Span(0, len(PAGES))), PAGES, Deadline.after(DEADLINE_S))
     assert staging is not None, "an earlier fetch still holds the staging budget"
@@ -108,13 +109,14 @@ def receiver(location: Location) -> Cache:
 class Outcome:
     has_struck: bool
     error: FetchError | None
-    """Of the fetch that may have met the fault."""
+    """Error of the fetch that may have met the fault."""
 
 
 def strike_at(worker: Location, strike: Strike, seed: int) -> Outcome:
-    """Asserts that the fetch went right or failed, and that the next one went.
+    """Cause the fault during a fetch. Asserts that the fetch is right or fails, and that a later
+    one succeeds.
 
-    The connection heals or is replaced by itself: nobody closes the cache in between.
+    The connection recovers or is replaced by itself: the test does not close the cache in between.
     """
     with FaultProxy(worker, seed=seed) as proxy:
         proxy.arm(strike)
@@ -131,9 +133,9 @@ def strike_at(worker: Location, strike: Strike, seed: int) -> Outcome:
 @pytest.fixture(scope="module")
 def frames() -> list[tuple[Towards, int, Via]]:
     """The frames of one session with one undisturbed fetch."""
-    found = frames_of(new_tree(PAGES))
-    assert len(found) >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
-    return found
+    all_frames = frames_of(new_tree(PAGES))
+    assert len(all_frames) >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
+    return all_frames
 
 
 def frames_of(source: CacheTree) -> list[tuple[Towards, int, Via]]:
@@ -166,7 +168,8 @@ def nothing_stays() -> Iterator[None]:
 
 
 def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool | None = None) -> None:
-    """Each on a connection of its own, to one worker; afterwards it serves nobody any more."""
+    """Cause each fault on its own connection to one worker. Afterwards the worker has no open
+    fetch."""
     source = new_tree(PAGES, memory=memory)
     with worker_of(source, silence_s=1.0) as worker:
         with ThreadPoolExecutor(NUM_AT_ONCE) as pool:

@@ -60,15 +60,15 @@ def test_a_fetch_that_ended_early_says_why(caplog: pytest.LogCaptureFixture) -> 
         fill(cache, PAGES)
         fails(cache, plan_at(LOCAL), seconds=0)
         fetch(cache, LOCAL)
-        told = {counts.location: counts for counts in cache.status().fetches}
+        counted = {counts.location: counts for counts in cache.status().fetches}
     stale, elsewhere, late, done = fields(caplog)
     assert stale["outcome"] == "StaleEntry"
     assert "no longer here" in stale["cause"]
     assert "is not a peer" in elsewhere["cause"]
     assert late["outcome"] == "DeadlineExceeded"
     assert done["outcome"] == "ok"
-    assert told[LOCAL].outcomes == {"StaleEntry": 1, "DeadlineExceeded": 1, "ok": 1}
-    assert told[LOCAL].num_bytes == FETCH_BYTES
+    assert counted[LOCAL].outcomes == {"StaleEntry": 1, "DeadlineExceeded": 1, "ok": 1}
+    assert counted[LOCAL].num_bytes == FETCH_BYTES
 
 
 def test_a_model_of_a_peers_own_choice_begins_no_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,12 +24,12 @@ def test_a_link_is_kept_and_its_target_written(tmp_path: Path, is_there: bool) -
     link, maps = tmp_path / "link.json", tmp_path / "link.maps.safetensors"
     link.symlink_to("shared/pair.json")
     maps.symlink_to("shared/pair.maps.safetensors")
-    found = msgspec.structs.replace(profile(CORRECTED), blocks=(CORRECTED,))
-    write_profile(found, link)
-    write_corrections(found, {CORRECTIONS[0].named(1).sha256: CORRECTIONS[0]}, link)
+    written = msgspec.structs.replace(profile(CORRECTED), blocks=(CORRECTED,))
+    write_profile(written, link)
+    write_corrections(written, {CORRECTIONS[0].named(1).sha256: CORRECTIONS[0]}, link)
     target = tmp_path / "shared/pair.json"
     assert link.is_symlink() and maps.is_symlink() and maps == maps_path(link)
-    assert read_profile(target) == found and read_corrections(found, target)
+    assert read_profile(target) == written and read_corrections(written, target)
     assert len(list((tmp_path / "shared").iterdir())) == 2
 
 

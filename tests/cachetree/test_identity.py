@@ -19,7 +19,7 @@ from cachetree.checkpoint.safetensors_files import weight_files
 from cachetree.errors import ConfigError
 
 
-def test_what_an_identity_says(tmp_path: Path) -> None:
+def test_identity_of_a_checkpoint_has_all_its_fields(tmp_path: Path) -> None:
     identity = read_model_identity(write(tmp_path / "m"))
     assert identity.architecture == "LlamaForCausalLM"
     assert (identity.num_layers, identity.hidden_size) == (NUM_LAYERS, 32)
@@ -226,7 +226,7 @@ def write_index(folder: Path, *shards: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_of_two_sets_of_weights_none_is_taken(tmp_path: Path) -> None:
+def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
     """SGLang loads an index before a single file, and without one all files there are."""
     model = write(tmp_path / "m")
     identity = read_model_identity(model)

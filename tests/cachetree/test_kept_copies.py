@@ -71,7 +71,7 @@ def test_a_prompt_that_grows_is_copied_from_where_it_ended() -> None:
             fetched(second, worker.address, PAGES)
 
 
-def test_what_two_engines_computed_is_copied_once() -> None:
+def test_pages_of_two_engines_are_copied_once() -> None:
     with fleet(2) as (worker, engines):
         for engine in engines:
             store(engine.tree, PAGES)
@@ -177,7 +177,7 @@ def test_a_peer_that_is_only_read_is_not_copied() -> None:
             assert (reader.tree.num_pages, reader.status().peers[0].pulls) == (0, None)
 
 
-def test_what_several_engines_have_is_copied_once_also_while_the_first_copy_is_under_way() -> None:
+def test_pages_of_several_engines_are_copied_once_also_during_the_first_copy() -> None:
     slow = WorkerConfig(max_bytes_per_s=64 * PAGE_TOTAL / 0.2, shared_memory=False)
     with cache_of(worker=slow) as one, cache_of(worker=slow) as two:
         for engine in (one, two):
@@ -188,7 +188,7 @@ def test_what_several_engines_have_is_copied_once_also_while_the_first_copy_is_u
             assert moved_bytes(worker) == 64 * PAGE_TOTAL
 
 
-def test_what_left_the_engines_memory_is_no_fault() -> None:
+def test_pages_that_left_the_engines_memory_are_no_fault() -> None:
     with cache_of() as engine, keep(engine, max_pull_mb_s=0.001) as worker:
         store(engine.tree, pages_of(1, "first"))
         eventually(lambda: pulls(worker).num_fetched == 1)
@@ -199,7 +199,7 @@ def test_what_left_the_engines_memory_is_no_fault() -> None:
         assert pulls(worker).error == ""
 
 
-def test_what_is_on_the_engines_disk_alone_stays_there(tmp_path: Path) -> None:
+def test_pages_only_on_the_engines_disk_are_not_copied(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
     with cache_of(**disk) as engine:
         store(engine.tree, PAGES)
@@ -222,7 +222,7 @@ def test_a_copy_is_no_use_of_the_engines_pages() -> None:
         assert (num_kept(engine), num_kept(engine, OTHERS)) == (0, 64)
 
 
-def test_what_a_full_worker_gave_up_comes_back_only_once_it_is_used_again() -> None:
+def test_pages_that_a_full_worker_evicted_return_only_after_another_use() -> None:
     budget = {"host_bytes": 100 * PAGE_TOTAL}
     with cache_of() as engine, cut_off(engine, **budget) as (worker, cut):
         store(engine.tree, PAGES)
@@ -240,7 +240,7 @@ def test_what_a_full_worker_gave_up_comes_back_only_once_it_is_used_again() -> N
         eventually(lambda: num_kept(worker) == 64)
 
 
-def test_what_a_worker_has_on_disk_alone_is_not_fetched_again(tmp_path: Path) -> None:
+def test_pages_only_on_the_workers_disk_are_not_fetched_again(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
     with cache_of() as engine, cut_off(engine, **disk) as (worker, cut):
         store(engine.tree, PAGES)

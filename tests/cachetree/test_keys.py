@@ -101,7 +101,7 @@ def test_a_good_secret_file_may_have_comments_and_space(tmp_path: Path) -> None:
         (os.mkfifo, ["not a file"]),
     ],
 )
-def test_what_is_no_file_is_refused(tmp_path: Path, make, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_missing_key_file_is_refused(tmp_path: Path, make, words: list[str]) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "a.key"
     make(path)
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -119,8 +119,8 @@ def test_public_keys_come_singly_in_files_and_in_folders(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "c.pub").write_text(f"{c} c\n")
     (folder / "c.key").write_text(SECRET_TEXT)
-    found = keys.read_public_keys([str(tmp_path / "list"), str(folder), d, a], field="f")
-    assert found == {a, b, c, d}
+    public = keys.read_public_keys([str(tmp_path / "list"), str(folder), d, a], field="f")
+    assert public == {a, b, c, d}
     with pytest.raises(ConfigError, match="holds 2 keys"):
         keys.read_public_key(str(tmp_path / "list"), field="f")
 

@@ -82,7 +82,7 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
         eventually(lambda: worker.status().disk.num_entries == 2)  # type: ignore[union-attr]
         # The receiver may have the last frame before the worker has counted it.
         eventually(lambda: worker.status().worker.num_streams == 0)  # type: ignore[union-attr]
-        there, here = scraped(worker), scraped(cache)
+        of_worker, of_cache = scraped(worker), scraped(cache)
     sent = 64 * 4 * PAGE_BYTES
     expected = {
         ("cachetree:bytes", "memory"): 64 * PAGE_TOTAL,
@@ -98,14 +98,14 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
         ("cachetree:waiting_pulls", engine.address): 0,
         ("cachetree:streams",): 0,
     }
-    assert {key: there.get(key) for key in expected} == expected
-    assert there["cachetree:bytes", "disk"] >= 64 * PAGE_TOTAL
-    assert there["cachetree:disk_written_bytes_total",] >= 64 * PAGE_TOTAL
-    assert here["cachetree:fetches_total", worker.address, "ok"] == 1
-    assert here["cachetree:fetched_bytes_total", worker.address] == sent
-    assert here["cachetree:peer_ready", worker.address] == 1
-    assert here["cachetree:breaker_open", worker.address] == 0
-    assert ("cachetree:pulls_total", worker.address, "fetched") not in here
+    assert {key: of_worker.get(key) for key in expected} == expected
+    assert of_worker["cachetree:bytes", "disk"] >= 64 * PAGE_TOTAL
+    assert of_worker["cachetree:disk_written_bytes_total",] >= 64 * PAGE_TOTAL
+    assert of_cache["cachetree:fetches_total", worker.address, "ok"] == 1
+    assert of_cache["cachetree:fetched_bytes_total", worker.address] == sent
+    assert of_cache["cachetree:peer_ready", worker.address] == 1
+    assert of_cache["cachetree:breaker_open", worker.address] == 0
+    assert ("cachetree:pulls_total", worker.address, "fetched") not in of_cache
     assert files_bytes(tmp_path / "disk")
 
 
@@ -115,13 +115,13 @@ def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
             assert cache.wait_ready(20)
             with pytest.raises(Exception, match="no longer here"):
                 fetched(cache, worker.address, PAGES)
-        there = scraped(worker)
-    assert there["cachetree:misses_total", "memory"] == 1
-    assert there["cachetree:served_fetches_total", "stale"] == 1
-    assert ("cachetree:hits_total", "memory") not in there
+        of_worker = scraped(worker)
+    assert of_worker["cachetree:misses_total", "memory"] == 1
+    assert of_worker["cachetree:served_fetches_total", "stale"] == 1
+    assert ("cachetree:hits_total", "memory") not in of_worker
 
 
-def test_what_a_fetch_asks_for_again_is_counted() -> None:
+def test_repeated_requests_of_a_fetch_are_counted() -> None:
     with cache_of() as worker, FaultProxy(worker.address, seed=0) as proxy:
         store(worker.tree, PAGES)
         framed = msgspec.structs.replace(FAST, shared_memory=False)
@@ -141,8 +141,10 @@ def test_labels_are_bounded() -> None:
         for number in range(20):
             with pytest.raises(Exception, match="is not a peer"):
                 fetched(cache, f"tcp://127.0.0.1:{number}", PAGES)  # type: ignore[arg-type]
-        told = {key: num for key, num in scraped(cache).items() if "cachetree:fetches_total" in key}
-        assert told == {("cachetree:fetches_total", LOCAL, "ok"): 2}
+        counted = {
+            key: num for key, num in scraped(cache).items() if "cachetree:fetches_total" in key
+        }
+        assert counted == {("cachetree:fetches_total", LOCAL, "ok"): 2}
         assert list(cache._fetch_log._outcomes) == list(cache._fetch_log._num_bytes) == [LOCAL]
 
 
@@ -211,7 +213,7 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("setting", "meant"),
     [
         ("9464", "http://127.0.0.1:9464"),
         (9464, "http://127.0.0.1:9464"),
@@ -220,20 +222,20 @@ def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
         ("[::1]:80", "http://[::1]:80"),
     ],
 )
-def test_where_the_page_is(given: str | int, meant: str) -> None:
-    assert parse_http(given).url == meant
+def test_http_setting_names_the_pages_url(setting: str | int, meant: str) -> None:
+    assert parse_http(setting).url == meant
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("given", ["[::1]:0", "[::]:0"])
-def test_the_page_is_there_without_ipv4_too(given: str) -> None:
-    with cache_of() as cache, StatusPage(parse_http(given), cache.status) as page:
+@pytest.mark.parametrize("address", ["[::1]:0", "[::]:0"])
+def test_the_page_is_there_without_ipv4_too(address: str) -> None:
+    with cache_of() as cache, StatusPage(parse_http(address), cache.status) as page:
         assert get(page.url + "/health")[0] == 200
-        if given == "[::]:0":
+        if address == "[::]:0":
             assert get(page.url.replace("[::]", "127.0.0.1") + "/health")[0] == 200
 
 
-def test_who_says_nothing_or_goes_away_leaves_no_trace(
+def test_silent_or_lost_clients_leave_no_trace(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http._Handler, "timeout", 0.1)
@@ -284,7 +286,7 @@ def test_request_that_drips_ends_though_each_byte_is_in_time(
 
 
 def test_flood_of_real_requests_waits_for_threads() -> None:
-    """What answers cannot be broken off."""
+    """A thread that answers cannot be stopped."""
     go_on = threading.Event()
 
     def slow() -> CacheStatus:
@@ -303,7 +305,7 @@ def test_flood_of_real_requests_waits_for_threads() -> None:
         eventually(lambda: not num_threads_of_page())
 
 
-def test_what_breaks_here_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_of_the_page_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> CacheStatus:
         raise ValueError("a test")
 
@@ -324,10 +326,10 @@ def test_a_scrape_may_ask_for_a_form_and_is_told_it() -> None:
             assert gzip.decompress(answer.read()).endswith(b"# EOF\n")
 
 
-@pytest.mark.parametrize("given", ["", "host", "host:port", "127.0.0.1:70000", 70000, -1])
-def test_a_wrong_address_is_refused(given: str | int) -> None:
+@pytest.mark.parametrize("setting", ["", "host", "host:port", "127.0.0.1:70000", 70000, -1])
+def test_a_wrong_address_is_refused(setting: str | int) -> None:
     with pytest.raises(ConfigError, match="http is"):
-        parse_http(given)
+        parse_http(setting)
 
 
 def test_a_taken_port_is_refused() -> None:
@@ -363,7 +365,7 @@ def test_scrape_adds_up_what_is_held_once(monkeypatch: pytest.MonkeyPatch, serve
     assert len(looks) == 1
 
 
-def test_who_asks_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_request_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_PATIENCE_S", 0.2)
     with cache_of() as cache, page_of(cache) as page:
         netloc = urlsplit(page.url)

@@ -37,7 +37,7 @@ def stored(tree: CacheTree, advertiser: Advertiser, name: str) -> None:
     told(advertiser)
 
 
-def test_nobody_waits_for_a_mute_peer_for_long() -> None:
+def test_wait_for_a_mute_peer_is_short() -> None:
     now = [100.0]
     tree = new_tree()
     advertiser = Advertiser(tree, 16, lambda: None, lambda: now[0])

@@ -1,4 +1,4 @@
-"""What models are called: said by whoever runs them, and tidied by whoever hears of it."""
+"""Names of models: a server gives them, and each reader cleans the names that it receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_text_names_each_model_that_has_a_name() -> None:
     )
 
 
-def test_what_a_peer_says_is_tidied_and_bounded_and_renames_nothing() -> None:
+def test_names_from_a_peer_are_cleaned_and_bounded_and_rename_nothing() -> None:
     names = ModelNames()
     names.hear(OTHER, "")
     assert not names.now
@@ -53,11 +53,11 @@ def test_a_supposed_name_gives_way_to_what_a_peer_or_this_server_says() -> None:
 def test_an_advert_names_a_model_once() -> None:
     source, tree = new_tree(), new_tree()
     advertiser = Advertiser(source, 16, lambda: None, time.monotonic)
-    view, told = RemoteView(tree, Location("tcp://worker:1")), []
+    view, adverts = RemoteView(tree, Location("tcp://worker:1")), []
 
     def tell() -> None:
         while (advert := advertiser.next()) is not None:
-            told.append(advert)
+            adverts.append(advert)
             view.apply(advert)
 
     source.names.call(OTHER, "other")
@@ -65,7 +65,7 @@ def test_an_advert_names_a_model_once() -> None:
         source.names.call(BASE, "base")
         store(source, PAGES[stop - 1 : stop], PAGES[stop - 2] if stop > 1 else None, model=model)
         tell()
-    assert [it.names for it in told if isinstance(it, wire.Entries)] == [
+    assert [it.names for it in adverts if isinstance(it, wire.Entries)] == [
         {BASE: "base"},
         {OTHER: "other"},
         {},

@@ -15,7 +15,7 @@ NUM_CROWDED = 64
 
 
 def some_page(rng: random.Random) -> PageHash:
-    """At random; or one of many whose first eight bytes are alike."""
+    """Draw a random page hash, or one of many with the same first eight bytes."""
     if rng.random() < 0.7:
         return PageHash(rng.randbytes(16))
     word = rng.randrange(NUM_CROWDED) << rng.choice((0, 32, 58))

@@ -1,4 +1,4 @@
-"""How long a request waits for its fetch, by what has come of it."""
+"""Seconds that a request waits for its fetch, by the bytes that have arrived."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_it_may_be_late_by_what_it_saves(num_landed: int, limit_s: float) -> Non
     assert FOR_A_SECOND.limit_s(num_landed) == pytest.approx(limit_s)
 
 
-def test_what_comes_before_it_and_beside_it_does_not_make_it_late() -> None:
+def test_fetches_ahead_and_beside_do_not_make_a_fetch_late() -> None:
     """100 bytes with as many of one that has 300, all 50 of another, and 200 ahead of them."""
     busy = replace(LINK, backlog=[300, 50], ahead=200, fixed_s=0.1)
     patience = replace(FOR_A_SECOND, link=busy)
@@ -30,7 +30,7 @@ def test_what_comes_before_it_and_beside_it_does_not_make_it_late() -> None:
     assert patience.limit_s(0) == pytest.approx(0.25 + 0.1)
 
 
-def test_what_comes_is_seen_frame_by_frame() -> None:
+def test_arrived_bytes_are_seen_frame_by_frame() -> None:
     patience = replace(FOR_A_SECOND, link=replace(LINK, frame_bytes=50))
     assert patience.limit_s(0) == pytest.approx(0.30)
     assert patience.limit_s(100) == pytest.approx(0.40)

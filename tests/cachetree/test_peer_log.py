@@ -1,4 +1,4 @@
-"""What the reader's side says of peers that are not ready: every cause, and none too often."""
+"""Log lines of a reader about peers that are not ready: every cause, and none too often."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ HERE = Location("tcp://127.0.0.1:7")
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """What the logger says that a server can mark as its own."""
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Lines of the logger that a server marks as its own."""
     caplog.set_level(logging.INFO, "cachetree.peer")
     lines: list[str] = []
     handler = logging.Handler()
@@ -42,28 +42,28 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     logging.getLogger("cachetree.peer").removeHandler(handler)
 
 
-def test_a_worker_that_is_not_there_yet_and_leaves(told: list[str]) -> None:
+def test_a_worker_that_is_not_there_yet_and_leaves(logged: list[str]) -> None:
     with socket.socket() as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(("127.0.0.1", 0))
         address = Location(f"tcp://127.0.0.1:{place.getsockname()[1]}")
         with peer_of(address, new_tree(), is_ready=False) as peer:
-            eventually(lambda: told)
-            assert told == [
+            eventually(lambda: logged)
+            assert logged == [
                 f"peer {address} is not reached: worker {address} closed the connection or cannot "
                 "be reached"
             ]
             place.close()
             with worker_of(new_tree(), listen=address):
-                eventually(lambda: len(told) > 1)
-                assert told[1:] == [f"peer {address} is ready"]
-            eventually(lambda: len(told) > 2)
-            assert told[2].startswith(f"peer {address} is lost: worker {address} ")
+                eventually(lambda: len(logged) > 1)
+                assert logged[1:] == [f"peer {address} is ready"]
+            eventually(lambda: len(logged) > 2)
+            assert logged[2].startswith(f"peer {address} is lost: worker {address} ")
             eventually(lambda: peer.status.num_losses == 1)
-    assert len(told) == 3
+    assert len(logged) == 3
 
 
-def test_a_worker_of_another_family(told: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_of_another_family(logged: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Each side says so; the worker, of all who come from one place, once."""
     other = msgspec.structs.replace(FAMILY, rope="r" * 100_000)
     with (
@@ -73,7 +73,7 @@ def test_a_worker_of_another_family(told: list[str], caplog: pytest.LogCaptureFi
         eventually(lambda: peer.state is PeerState.REFUSED)
         with peer_of(worker.address, new_tree(), is_ready=False):
             eventually(lambda: worker.status().num_refused_peers == 2)
-    for line in told:
+    for line in logged:
         assert line.startswith(f"peer {worker.address} is refused: ")
         assert "rope" in line and len(line) < 1000
     (line,) = (it for it in caplog.messages if it.startswith(f"worker {worker.address}: refused: "))
@@ -81,7 +81,7 @@ def test_a_worker_of_another_family(told: list[str], caplog: pytest.LogCaptureFi
     assert "rope" in line and len(line) < 1000
 
 
-def test_what_a_worker_says_is_told_on_one_line_and_colours_nothing(told: list[str]) -> None:
+def test_text_from_a_worker_is_logged_on_one_line_without_colours(logged: list[str]) -> None:
     rude = "a reason\nWARNING forged\x1b[31m"
 
     def end(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
@@ -91,25 +91,25 @@ def test_what_a_worker_says_is_told_on_one_line_and_colours_nothing(told: list[s
     staging = new_staging(1)
     with ScriptedWorker(end) as worker, peer_of(worker.address, new_tree()) as peer:
         peer.fetch(MODEL, pages_of(1), staging)
-        eventually(lambda: told)
-        said = [told[0], str(staging.error), peer.status.error]
+        eventually(lambda: logged)
+        said = [logged[0], str(staging.error), peer.status.error]
     for line in said:
         assert "a reason WARNING forged" in line and line.isprintable()
 
 
-def test_a_worker_that_does_not_trust_us(told: list[str], tmp_path: Path) -> None:
+def test_a_worker_that_does_not_trust_us(logged: list[str], tmp_path: Path) -> None:
     us, them, friend = (new_party(tmp_path, name) for name in ("us", "them", "friend"))
     with (
         worker_of(new_tree(), **them.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), us.asking(them), is_ready=False),
     ):
         eventually(lambda: worker.status().num_failed_handshakes >= 3)
-    (line,) = told
+    (line,) = logged
     assert line.startswith(f"peer {worker.address} is untrusted: ")
     assert us.pair.public in line
 
 
-def test_a_worker_that_fails_too_often(told: list[str]) -> None:
+def test_a_worker_that_fails_too_often(logged: list[str]) -> None:
     def leave(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.send(identity, b"what is no message")
 
@@ -123,7 +123,7 @@ def test_a_worker_that_fails_too_often(told: list[str]) -> None:
         source = peer.status.source
         assert source.state == "resting"
         assert "it is tried again in " in source.reason
-    assert [line.partition(": ")[0] for line in told] == [f"peer {worker.address} is resting"]
+    assert [line.partition(": ")[0] for line in logged] == [f"peer {worker.address} is resting"]
 
 
 def test_a_server_that_is_its_own_peer_is_told_before_it_starts() -> None:
@@ -135,8 +135,8 @@ def test_a_server_that_is_its_own_peer_is_told_before_it_starts() -> None:
     CacheConfig(worker=WorkerConfig(listen=HERE), peers=(HERE,), serves=False)
 
 
-def test_or_when_they_shake_hands(told: list[str]) -> None:
-    """By the worker's identity, under whichever address it was found."""
+def test_two_addresses_of_one_worker_are_reported_when_they_shake_hands(logged: list[str]) -> None:
+    """The worker's identity is the same at each of its addresses."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -144,7 +144,7 @@ def test_or_when_they_shake_hands(told: list[str]) -> None:
     worker = WorkerConfig(listen=f"tcp://0.0.0.0:{port}", insecure=True)
     with cache_of(worker=worker, peers=(address,)) as cache:
         eventually(lambda: cache.status().peers[0].state == "refused")
-    assert told == [
+    assert logged == [
         f"peer {address} is refused: worker {address} is this server's own; remove it from peers "
         "or keeps"
     ]

@@ -46,7 +46,7 @@ def test_steps_name_e_first_and_then_kv_in_layer_order() -> None:
         (Span(0, 6), (), True),
     ],
 )
-def test_where_e_is_needed_and_what_is_exact(
+def test_plan_says_where_it_needs_e_and_whether_it_is_exact(
     block: Span, transition_layers: tuple[int, ...], is_exact: bool
 ) -> None:
     assert plan(block).transition_layers == transition_layers
@@ -78,9 +78,9 @@ def test_every_layer_is_loaded_or_recomputed_exactly_once(
     num_layers: int, one: int, two: int
 ) -> None:
     start, stop = sorted((min(one, num_layers), min(two, num_layers)))
-    it = plan(Span(start, stop), num_layers)
-    assert sorted([*it.loaded_layers, *it.block]) == list(range(num_layers))
-    assert [step.layer for step in it.steps if step.kind is Kind.KV] == list(it.loaded_layers)
+    made = plan(Span(start, stop), num_layers)
+    assert sorted([*made.loaded_layers, *made.block]) == list(range(num_layers))
+    assert [step.layer for step in made.steps if step.kind is Kind.KV] == list(made.loaded_layers)
 
 
 def test_spans_are_half_open() -> None:

@@ -118,11 +118,11 @@ def test_every_way_is_told_with_its_price_and_what_became_of_it() -> None:
     matches = [match(S, location=FAR), match(S, 4, LOCAL, e={3: 2}), match(O)]
     demand = replace(DEMAND, min_pages=3)
     considered = Considered(demand, matches, MEASURED)
-    told = {
+    outcomes = {
         (it.location, it.block): (it.reason, it.quality, it.ttft_s and round(it.ttft_s, 2))
         for it in weigh(considered, PROFILES)
     }
-    assert told == {
+    assert outcomes == {
         (FAR, (3, 6)): ("taken", 0.96, 0.34),
         (FAR, (2, 7)): ("not the best", 0.97, 0.66),
         (FAR, (0, 8)): ("not the best", 0.99, 1.12),
@@ -375,7 +375,7 @@ def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:
 
 
 def test_the_own_cache_answers_who_wants_nothing_recomputed() -> None:
-    """Such as an activated adapter before its invocation, where the model is the base."""
+    """An example is an activated adapter before its invocation: its model is then the base."""
     asked = replace(DEMAND, requested=Requested(block=EMPTY_SPAN))
     assert plan_for(match(R), demand=asked, profiles={}).is_exact
     assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
@@ -416,21 +416,21 @@ def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(
     demand = replace(DEMAND, first_approximate=0)
     most = 6 if costs is UNKNOWN else 7
     for num_exact in range(10):
-        found = choose(replace(demand, first_page=num_exact), [match(S)], PROFILES, costs)
+        choice = choose(replace(demand, first_page=num_exact), [match(S)], PROFILES, costs)
         if num_exact <= most:
-            assert isinstance(found, Plan)
-            assert found.pages == Span(0, 10)
+            assert isinstance(choice, Plan)
+            assert choice.pages == Span(0, 10)
         else:
-            assert isinstance(found, NoReuse)
-            assert found.reason is Reason.SLOWER
+            assert isinstance(choice, NoReuse)
+            assert choice.reason is Reason.SLOWER
 
 
 @pytest.mark.parametrize("place", ["pool:", "pool:lora"])
 def test_slower_plan_names_where_its_pages_are(place: str) -> None:
     nearly = replace(DEMAND, first_page=9, first_approximate=0)
-    found = choose(nearly, [match(S, location=Location(place))], PROFILES, MEASURED)
-    assert isinstance(found, NoReuse)
-    assert f" at {place.removesuffix(':')}: full prefill is faster" in found.detail
+    choice = choose(nearly, [match(S, location=Location(place))], PROFILES, MEASURED)
+    assert isinstance(choice, NoReuse)
+    assert f" at {place.removesuffix(':')}: full prefill is faster" in choice.detail
 
 
 def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
@@ -451,7 +451,7 @@ def test_the_reason_is_the_one_of_the_match_that_came_furthest() -> None:
 
 
 def test_a_repeat_that_the_device_answers_is_not_called_slower() -> None:
-    """Nor for the exact way to the same pages, which would take as long as a full prefill."""
+    """This holds also if an exact plan for the same pages would take as long as a full prefill."""
     held = replace(DEMAND, first_approximate=10)
     lossless = msgspec.structs.replace(PROFILE, first_difference=0)
     everything = msgspec.structs.replace(
@@ -521,7 +521,8 @@ def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(sl
 
 
 def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
-    """Of the recompute, or of a prompt that is longer than any so far, though not of its rest."""
+    """The recompute's speed is unknown, or the prompt is longer than any so far and its rest is
+    not."""
     prefill = MEASURED.prefill
     assert prefill is not None
     long = replace(MEASURED, prefill=replace(prefill, known_tokens=100))
@@ -532,7 +533,7 @@ def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
         assert saving_s(plan, DEMAND, costs) is None
 
 
-def test_what_the_plan_leaves_is_prefilled_all_the_same() -> None:
+def test_pages_beyond_the_plan_are_prefilled() -> None:
     """Four of ten pages, of 0.16 s each."""
     plan = replace(plan_for(match(S, location=FAR)), pages=Span(0, 6))
     ttft_s = times_of(plan, 16, MEASURED).ttft_s
@@ -563,8 +564,8 @@ def test_a_plan_may_wait_longer_than_it_saves(num_waiting: int) -> None:
     for mb_per_s in (124, 63, 62):
         waits_s = 100 / mb_per_s
         costs = replace(MEASURED, links=links({FAR: mb_per_s * 1e6}))
-        found = choose(demand, [match(R, location=FAR)], {}, costs)
-        assert isinstance(found, Plan) == (waits_s < 1.6)
+        choice = choose(demand, [match(R, location=FAR)], {}, costs)
+        assert isinstance(choice, Plan) == (waits_s < 1.6)
     plan = plan_for(match(R, location=FAR))
     costs = replace(MEASURED, links=links({FAR: 100e6}))
     assert saving_s(plan, demand, costs) == pytest.approx(0.6)

@@ -179,12 +179,12 @@ def test_a_plan_is_cut_to_what_the_staging_takes(most: int, block: Span, num_pag
     demand = replace(DEMAND, max_fetch_bytes=most * MB)
     plan = plan_for(match(S, location=FAR), demand=demand, costs=MEASURED)
     assert (plan.block, plan.pages) == (block, Span(0, num_pages))
-    there = plan_for(match(S), demand=demand, costs=MEASURED)
-    assert (there.block, there.pages) == (Span(3, 6), Span(0, 10)), "it is read in place"
+    local = plan_for(match(S), demand=demand, costs=MEASURED)
+    assert (local.block, local.pages) == (Span(3, 6), Span(0, 10)), "it is read in place"
 
 
 def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers() -> None:
-    """Of two senders, one of which has no proven block at all."""
+    """There are two senders, and one has no proven block at all."""
     other = msgspec.structs.replace(PROFILE, sender=OTHER, blocks=(block(1, 9, 0.99),))
     refused = choose(asking(Span(4, 5)), [match(R)], index_profiles([PROFILE, other]), UNKNOWN)
     assert isinstance(refused, NoReuse)
@@ -194,7 +194,7 @@ def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers()
 
 
 @pytest.mark.parametrize("requested", [Requested(), Requested(block=EMPTY_SPAN)])
-def test_of_plans_that_are_equal_in_everything_the_first_is_taken(requested: Requested) -> None:
+def test_first_of_equal_plans_is_taken(requested: Requested) -> None:
     demand = replace(DEMAND, requested=requested, first_differences={O: 10})
     for first, second in ((O, R), (R, O)):
         assert plan_for(match(first), match(second), demand=demand, profiles={}).sender == first
@@ -207,7 +207,7 @@ def test_entries_are_encoded_everywhere_but_in_the_engines_pool() -> None:
     assert not plan_for(match(S)).is_lossy
 
 
-def test_what_is_left_to_prefill_counts_towards_the_target() -> None:
+def test_remaining_prefill_counts_towards_the_target() -> None:
     """6 of 10 pages: 0.64 s for the rest, and 0.19 s or 0.67 s for the block."""
     demand = replace(DEMAND, ttft_target_s=1.0)
     profiles = profile_with(block(0, 8, 0.99), block(3, 6, 0.96))
@@ -215,7 +215,7 @@ def test_what_is_left_to_prefill_counts_towards_the_target() -> None:
     assert plan.block == Span(3, 6)
 
 
-def test_of_plans_in_time_that_recompute_as_much_the_better_one_is_taken() -> None:
+def test_better_plan_is_taken_among_equal_recomputes_in_time() -> None:
     demand = replace(DEMAND, ttft_target_s=60.0)
     profiles = profile_with(block(3, 8, 0.96), block(2, 7, 0.97))
     plan = plan_for(match(S), demand=demand, profiles=profiles, costs=MEASURED)
@@ -223,8 +223,8 @@ def test_of_plans_in_time_that_recompute_as_much_the_better_one_is_taken() -> No
 
 
 @pytest.mark.parametrize(("full", "chosen"), [(1.0, Span(3, 10)), (0.96, Span(2, 9))])
-def test_of_plans_that_save_the_same_the_better_one_is_taken(full: float, chosen: Span) -> None:
-    """What is lossless is as good as a full prefill was measured to be."""
+def test_better_plan_is_taken_among_equal_savings(full: float, chosen: Span) -> None:
+    """A lossless plan has the measured quality of a full prefill."""
     profiles = profile_with(block(2, 9, 0.97), full=full)
     demand = replace(BUSY, first_differences={S: 3})
     plan = plan_for(match(S, e={2: 10, 3: 10}), demand=demand, profiles=profiles)
@@ -232,7 +232,7 @@ def test_of_plans_that_save_the_same_the_better_one_is_taken(full: float, chosen
     assert plan.block == chosen
 
 
-def test_where_no_plan_is_in_time_the_fastest_is_taken() -> None:
+def test_fastest_plan_is_taken_if_none_is_in_time() -> None:
     profiles = profile_with(block(0, 8, 0.99), block(2, 7, 0.97), block(3, 6, 0.96))
     demand = replace(DEMAND, ttft_target_s=0.001)
     assert plan_for(match(S), demand=demand, profiles=profiles, costs=MEASURED).block == Span(3, 6)
@@ -252,8 +252,8 @@ def test_a_profile_is_used_up_to_the_length_that_it_was_measured_on() -> None:
     longer = replace(DEMAND, num_pages=11)
     profiles = measured_on(160)
     assert isinstance(choose(DEMAND, [match(S)], profiles, MEASURED), Plan)
-    told = choose(longer, [match(S)], profiles, MEASURED)
-    assert isinstance(told, NoReuse) and told.reason is Reason.LONGER_THAN_MEASURED
+    choice = choose(longer, [match(S)], profiles, MEASURED)
+    assert isinstance(choice, NoReuse) and choice.reason is Reason.LONGER_THAN_MEASURED
     free = replace(longer, gate=Gate.NONE)
     assert isinstance(choose(free, [match(S)], profiles, MEASURED), Plan), "no gate, no bound"
     alike = replace(longer, first_differences={S: 3})

@@ -39,14 +39,14 @@ def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path: Path) -
     """Its blocks alone were never proven."""
     file = tmp_path / "pair.json"
     write_profile(profile(BLOCK), file)
-    found = json.loads(file.read_text())
-    found["recommended"]["refreshed"] = [4, 5]
-    file.write_text(json.dumps(found | {"version": 3}))
+    content = json.loads(file.read_text())
+    content["recommended"]["refreshed"] = [4, 5]
+    file.write_text(json.dumps(content | {"version": 3}))
     with pytest.raises(ProfileError, match="make the profile again"):
         read_profile(file)
 
 
-def test_what_follows_from_a_profile() -> None:
+def test_profile_names_the_transition_layers_of_its_plans() -> None:
     assert profile(BLOCK).transition_layers() == {1}
     assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
     assert profile(None).transition_layers() == frozenset()
@@ -75,7 +75,7 @@ def test_unknown_fields_are_ignored_and_unknown_versions_are_not(tmp_path: Path)
         read_profile(file)
 
 
-def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
+def test_invalid_profile_is_refused_with_its_fault(tmp_path: Path) -> None:
     file = tmp_path / "pair.json"
     with pytest.raises(ProfileError, match=r"pair\.json cannot be read"):
         read_profile(file)

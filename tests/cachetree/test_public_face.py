@@ -1,4 +1,4 @@
-"""What a program may use of the cache is documented, and costs little to import."""
+"""The public names of the cache are documented, and importing them is cheap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import cachetree
 
 LATE = ("torch", "transformers", "sglang", "yaml", "prometheus_client", "scipy")
-"""What only a part needs that a program has to ask for."""
+"""Packages that only optional parts need, which a program imports by name."""
 
 
 def undocumented(name: str, thing: object) -> Iterator[str]:
@@ -32,7 +32,7 @@ def test_every_public_name_is_documented(name: str) -> None:
         assert list(undocumented(name, thing)) == []
 
 
-def test_what_is_not_documented_is_seen() -> None:
+def test_undocumented_names_are_reported() -> None:
     class Silent:
         """Says something, unlike its verb."""
 

@@ -85,7 +85,7 @@ class BreakingWorker(ScriptedWorker):
 
     @property
     def starts(self) -> list[int]:
-        """In frames."""
+        """First frame of each fetch that the worker got."""
         return [fetch.first_byte // FRAME_BYTES for fetch in self.fetches]
 
 
@@ -128,8 +128,8 @@ def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]
         peer_of(worker.address, new_tree(), PATIENT) as peer,
     ):
         staging = fetch_all(peer, PAGES)
-        kept = 3 if harm is doubled else 2
-        assert worker.starts == [0, kept, 2 * kept]
+        num_landed = 3 if harm is doubled else 2
+        assert worker.starts == [0, num_landed, 2 * num_landed]
         eventually(lambda: peer.status.num_landed_bytes == staging.num_bytes)
         assert peer.status.num_losses == (0 if harm in SAME_CONNECTION else 2)
         assert peer.status.num_retries == 2
@@ -154,9 +154,7 @@ def test_retries_are_bounded(harm: Callable[..., bool]) -> None:
 
 
 @pytest.mark.parametrize(("towards", "place"), [(Towards.WORKER, 0), (Towards.PEER, -1)])
-def test_what_is_lost_on_the_way_is_missed_at_the_next_heartbeat(
-    towards: Towards, place: int
-) -> None:
+def test_lost_frames_are_missed_at_the_next_heartbeat(towards: Towards, place: int) -> None:
     """The request, or the last frame: nothing comes that could show the gap."""
     rarely = msgspec.structs.replace(PATIENT, heartbeat_s=0.5, frame_bytes=FRAME_BYTES)
     with (
@@ -174,7 +172,7 @@ def test_what_is_lost_on_the_way_is_missed_at_the_next_heartbeat(
         assert peer.status.num_losses == 1
 
 
-def test_what_is_gone_after_a_restart_is_stale() -> None:
+def test_pages_gone_after_a_restart_are_stale() -> None:
     class Emptied(BreakingWorker):
         def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
             if self.fetches:
@@ -228,8 +226,10 @@ def test_a_handshake_that_breaks_off_meanwhile_is_tried_again() -> None:
         staging = begun(peer, PAGES)
         eventually(lambda: staging.writes)
         worker.close()
-        with socket.create_server(("127.0.0.1", parse_remote(worker.address, field="").port)) as it:
-            it.accept()[0].close()
+        with socket.create_server(
+            ("127.0.0.1", parse_remote(worker.address, field="").port)
+        ) as server:
+            server.accept()[0].close()
             eventually(lambda: peer.state is PeerState.UNTRUSTED)
         with worker_of(source, listen=worker.address):
             wait_all(staging)

@@ -1,4 +1,5 @@
-"""What stays though nobody uses it, and what goes though there is room: pins, the time to live."""
+"""Pins keep entries that are not used, and the time to live removes entries although there is
+room."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_a_cache_hands_its_settings_on() -> None:
         assert cache.tree.num_pages == 1
 
 
-def test_what_nobody_uses_goes_in_time() -> None:
+def test_unused_entries_leave_after_their_time() -> None:
     clock = FakeTime()
     tree = CacheTree(
         FAMILY,
@@ -156,7 +157,7 @@ def test_sweep_of_a_crowd_takes_several_turns() -> None:
 
 
 def test_an_operators_question_keeps_nothing_in_memory() -> None:
-    """Of what the cache has, and of what it knows of."""
+    """The question may be about the cache's own entries, or about those of peers."""
     clock, pages = FakeTime(), path("abcdefgh")
     with Cache(FAMILY, CacheConfig(host_bytes=100 * PAGE, ttl_s=1), clock=clock) as cache:
         assert cache.address

@@ -55,10 +55,10 @@ def test_nothing_to_do_takes_no_time() -> None:
 @st.composite
 def some_requests(draw: st.DrawFn) -> list[Request]:
     num_layers, durations = draw(st.integers(1, 6)), st.integers(1, 5)
-    found = []
+    requests = []
     for _ in range(draw(st.integers(1, 4))):
         block = Span(*sorted(draw(st.tuples(*[st.integers(0, num_layers)] * 2))))
-        found.append(
+        requests.append(
             Request(
                 block=block,
                 num_layers=num_layers,
@@ -68,19 +68,19 @@ def some_requests(draw: st.DrawFn) -> list[Request]:
                 arrival=draw(st.integers(0, 9)),
             )
         )
-    return found
+    return requests
 
 
 @settings(deadline=None)
 @given(some_requests())
 def test_a_request_alone_takes_what_its_parts_take(requests: list[Request]) -> None:
-    it = requests[0]
-    (everything,), (reused,), (pipelined,) = (ttfts([it], strategy) for strategy in Strategy)
-    e_load = it.e_load if it.block.start > 0 and len(it.block) else 0
-    loaded = it.load * sum(layer not in it.block for layer in range(it.num_layers))
-    assert everything == e_load + it.load * it.num_layers + it.recompute
-    assert reused == e_load + loaded + it.recompute
-    assert pipelined == e_load + max(loaded, it.recompute)
+    alone = requests[0]
+    (everything,), (reused,), (pipelined,) = (ttfts([alone], strategy) for strategy in Strategy)
+    e_load = alone.e_load if alone.block.start > 0 and len(alone.block) else 0
+    loaded = alone.load * sum(layer not in alone.block for layer in range(alone.num_layers))
+    assert everything == e_load + alone.load * alone.num_layers + alone.recompute
+    assert reused == e_load + loaded + alone.recompute
+    assert pipelined == e_load + max(loaded, alone.recompute)
 
 
 @settings(deadline=None)
@@ -88,12 +88,13 @@ def test_a_request_alone_takes_what_its_parts_take(requests: list[Request]) -> N
 def test_link_and_device_do_one_thing_at_a_time(
     requests: list[Request], strategy: Strategy
 ) -> None:
-    """What all of them need of either has to be done by the time of the last one's end."""
-    found = ttfts(requests, strategy)
-    for it, ttft in zip(requests, found, strict=True):
-        assert [ttft] >= ttfts([it], strategy)
+    """By the end of the last request, link and device must have had time for all work of all
+    requests."""
+    predicted = ttfts(requests, strategy)
+    for request, ttft in zip(requests, predicted, strict=True):
+        assert [ttft] >= ttfts([request], strategy)
     first = min(it.arrival for it in requests)
-    last = max(it.arrival + ttft for it, ttft in zip(requests, found, strict=True))
+    last = max(it.arrival + ttft for it, ttft in zip(requests, predicted, strict=True))
     of_device = sum(it.recompute for it in requests)
     of_link = sum(it.e_time + it.kv_time(strategy) for it in requests)
     both = of_device + of_link

@@ -27,22 +27,22 @@ def sealed(seals: Seals, payload: memoryview = PAYLOAD) -> tuple[bytes, ...]:
 
 def opened(seals: Seals, *parts: bytes) -> list[bytes]:
     header, *pieces = map(memoryview, parts)
-    found = [bytes(seals.open(header))]
+    plain = [bytes(seals.open(header))]
     for piece in pieces:
         into = memoryview(bytearray(max(0, piece.nbytes - seals.piece_tag_bytes)))
         seals.open_piece(piece, into)
-        found.append(bytes(into))
-    return found
+        plain.append(bytes(into))
+    return plain
 
 
 def test_messages_of_both_directions_are_opened_in_order() -> None:
     worker, peer = pair_of()
     for _ in range(3):
-        for here, there in ((worker, peer), (peer, worker)):
-            message = sealed(here)
+        for sender, receiver in ((worker, peer), (peer, worker)):
+            message = sealed(sender)
             assert HEADER not in message[0]
             assert bytes(PAYLOAD[:64]) not in message[1]
-            assert opened(there, *message) == [HEADER, bytes(PAYLOAD)]
+            assert opened(receiver, *message) == [HEADER, bytes(PAYLOAD)]
         assert opened(peer, worker.seal(b"")) == [b""]
 
 
@@ -92,7 +92,7 @@ def test_each_message_is_opened_once_at_its_place_and_by_its_receiver() -> None:
 
 
 def pair_like(seals: Seals) -> Seals:
-    """As `seals` before its first message."""
+    """Return new seals, as `seals` was before its first message."""
     fresh = type(seals)(bytes(32), is_worker=False)
     fresh._cipher = seals._cipher
     return fresh

@@ -100,7 +100,9 @@ class StalledStaging(RecordingStaging):
     ],
     ids=str,
 )
-def test_what_is_not_the_workers_memory_is_not_read(arena: Arena, wrong: dict[str, object]) -> None:
+def test_memory_of_another_process_than_the_worker_is_not_read(
+    arena: Arena, wrong: dict[str, object]
+) -> None:
     source, inode = new_tree(PAGES, memory=arena), inode_of(arena)
     arena.file = msgspec.structs.replace(arena.file, **wrong)  # type: ignore[misc]
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
@@ -264,7 +266,7 @@ def test_a_worker_that_is_killed_leaves_nothing_open() -> None:
 def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Arena) -> None:
     context = zmq.Context()
     with worker_of(new_tree(PAGES, memory=arena)) as worker:
-        for family, told in (
+        for family, expected in (
             (FAMILY, arena.file),
             (msgspec.structs.replace(FAMILY, rope="other"), None),
         ):
@@ -274,7 +276,7 @@ def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Are
             assert stranger.poll(20_000)
             hello = wire.decode_to_peer(memoryview(stranger.recv()))
             assert isinstance(hello, wire.Hello)
-            assert hello.arena == told
+            assert hello.arena == expected
     context.destroy(linger=0)
 
 

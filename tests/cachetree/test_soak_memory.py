@@ -1,4 +1,4 @@
-"""What the soak of memory calls growth, and what it does not."""
+"""Cases that the memory soak must report as growth, and cases that it must not."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_own_memory_is_told_from_mapped(kind: str, grows: tuple[int, int]) -> No
 
 
 def samples(own_mib_per_hour: float, mapped_mib_per_hour: float) -> list[tuple[float, Resident]]:
-    """Of a process that has 36 MiB of its own, later 8 more in every other sample, and maps 550."""
+    """Samples of a process with 36 MiB of its own, later 8 more in every other sample, and 550 MiB
+    mapped."""
     return [
         (
             float(at_s),
@@ -76,7 +77,7 @@ def samples(own_mib_per_hour: float, mapped_mib_per_hour: float) -> list[tuple[f
     ]
 
 
-def test_what_is_mapped_may_grow_and_what_is_own_may_come_and_go() -> None:
+def test_growing_mapped_memory_and_fluctuating_own_memory_pass() -> None:
     growth = growth_per_hour(samples(own_mib_per_hour=0, mapped_mib_per_hour=50))
     assert growth["mapped"] == pytest.approx(50 / 600, rel=0.05)
     assert abs(growth["own"]) < LIMIT_PER_HOUR / 100

@@ -96,7 +96,7 @@ def test_a_failure_wakes_every_reader_and_the_first_one_counts() -> None:
     assert staging.error is first
 
 
-def test_what_has_landed_stays_readable_after_a_failure() -> None:
+def test_landed_bytes_stay_readable_after_a_failure() -> None:
     staging = make()
     staging.write(E2, 0, payload("abcd"))
     staging.fail(ProtocolError("broken"))

@@ -39,7 +39,7 @@ def without_thread(name: str, num_started: int = 0) -> Callable[[threading.Threa
 
 
 def open_and_close(folder: Path) -> None:
-    """All that has threads or descriptors; nobody answers it."""
+    """Open and close every part that has threads or descriptors. No peer answers."""
     disk = {"disk_path": str(folder), "disk_bytes": 16 << 20, "host_bytes": 8 << 20}
     peers = ("tcp://127.0.0.1:9", "dns://127.0.0.1:9")
     with cache_of(**disk, peers=peers):
@@ -48,8 +48,8 @@ def open_and_close(folder: Path) -> None:
 
 def descriptors() -> list[str]:
     gc.collect()
-    there = Path("/proc/self/fd").iterdir()
-    return sorted(str(it.readlink()) for it in there if it.is_symlink())
+    links = Path("/proc/self/fd").iterdir()
+    return sorted(str(it.readlink()) for it in links if it.is_symlink())
 
 
 @pytest.mark.parametrize(

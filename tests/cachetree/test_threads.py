@@ -1,4 +1,4 @@
-"""A thread that ends by an error: whoever waits for it hears of that at once."""
+"""A thread that ends with an error wakes its waiters at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def breaking(items: Iterator[object]) -> None:
             raise RuntimeError("a test")
 
 
-def test_what_a_failed_thread_has_and_gets_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_items_of_a_failed_thread_fail_at_once(caplog: pytest.LogCaptureFixture) -> None:
     failed: list[tuple[int, str]] = []
     thread = WorkerThread(
         "a-thread", breaking, fail=lambda it, error: failed.append((it, str(error)))

@@ -152,8 +152,8 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
 def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(
     num_readers: int, num_ahead: int, beside: Sequence[int]
 ) -> None:
-    """Nor while what it reads is one part, of which nothing is seen before its end. While those
-    whose turn is before it are read, the longest are read on beside them."""
+    """It is not late either while the tier reads its single part, which is seen only at its end.
+    With several readers, the longest fetches continue beside those that are ahead."""
 
     class SlowTier(ShelfTier):
         def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
@@ -218,17 +218,17 @@ def written_behind(tree: CacheTree, write: Write) -> WriteBehind:
 
 
 def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
-    """From the first entry on, for which the thread may ask before the constructor returns."""
+    """This holds from the first entry on. The thread may ask before the constructor returns."""
     begun = threading.Event()
-    told: list[bool] = []
+    answers: list[bool] = []
 
     def write(change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        told.append(is_over())
+        answers.append(is_over())
         begun.set()
         until = Deadline.after(30)
         while not (is_over() or until.has_passed):
             time.sleep(0.01)
-        told.append(is_over())
+        answers.append(is_over())
         return True
 
     tree = CacheTree(FAMILY, host_bytes=1 << 20)
@@ -238,10 +238,10 @@ def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
     assert behind.close(0.0)
     behind.close(60.0)
     assert behind.is_over(), "a second close gave it more time"
-    assert (told, behind.num_late) == ([False, True], 0)
+    assert (answers, behind.num_late) == ([False, True], 0)
 
 
-def test_what_is_late_while_an_entry_is_written_stays_counted(
+def test_late_entries_stay_counted_while_another_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cachetree.tier.MAX_WAITING", 1)

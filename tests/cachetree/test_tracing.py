@@ -87,7 +87,7 @@ def test_a_fetch_of_pages_that_are_gone_says_so() -> None:
 
 
 @pytest.mark.parametrize("said", ["", "x", "00-" + 52 * "0", CONTEXT[:-3], "ff" + CONTEXT[2:]])
-def test_what_is_no_context_makes_no_span(said: str) -> None:
+def test_invalid_trace_context_makes_no_span(said: str) -> None:
     with traced_sender() as (sender, exporter):
         fetch(sender.address, said)
         fetch(sender.address, CONTEXT)  # So that one would have been there.

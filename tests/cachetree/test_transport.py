@@ -137,7 +137,7 @@ def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int)
         eventually(worker.knowing())
 
 
-def test_nobody_waits_for_what_a_peer_knows_that_has_left() -> None:
+def test_worker_does_not_wait_for_a_peer_that_left() -> None:
     source = new_tree()
     with worker_of(source) as worker:
         with RawPeer(worker.address):
@@ -263,7 +263,7 @@ def test_a_deadline_ends_both_sides() -> None:
         assert peer.status.bytes_per_s == pytest.approx(1e6, rel=0.5)
 
 
-def test_what_cannot_be_asked_for_fails_at_once_and_nothing_else_does() -> None:
+def test_impossible_fetch_fails_at_once_and_others_do_not() -> None:
     """A name that is no text, and a time without end, which is as long as a worker allows."""
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=5e6) as worker,
@@ -307,8 +307,7 @@ def test_two_fetches_share_the_link_evenly() -> None:
 
 
 def test_the_cap_is_kept_within_a_fifth_and_measured() -> None:
-    """By clocks at a quarter of the speed, which a thread that is not scheduled for a while puts
-    off by as much less."""
+    """The clocks run at a quarter of the speed, so a delayed thread changes the result less."""
 
     def clock() -> float:
         return time.monotonic() / 4

@@ -60,7 +60,7 @@ from cachetree.transport.frames import Frame, Seals
 
 PAGES = pages_of(256)
 ELSEWHERE = "127.0.0.2"
-"""Where something in between has the ports of the worker."""
+"""Host at which a proxy has the worker's ports."""
 SEED = 11
 
 
@@ -98,13 +98,13 @@ def test_nothing_is_readable_on_the_wire(us: Party, friend: Party) -> None:
 
 
 def test_entries_are_copied_and_read_from_the_copy(us: Party, friend: Party) -> None:
-    kept = new_tree()
+    copies = new_tree()
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as engine,
-        worker_of(kept, **us.serving(friend)) as worker,
+        worker_of(copies, **us.serving(friend)) as worker,
     ):
-        with peer_of(engine.address, kept, friend.asking(us), keeper=new_keeper(kept)):
-            eventually(lambda: kept.has(MODEL, PAGES[-1], Part(E_LAYER)))
+        with peer_of(engine.address, copies, friend.asking(us), keeper=new_keeper(copies)):
+            eventually(lambda: copies.has(MODEL, PAGES[-1], Part(E_LAYER)))
         with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
             fetch_all(peer, PAGES)
         assert engine.status().num_protocol_errors == 0
@@ -135,7 +135,7 @@ FAULTS = [
 def test_a_fetch_that_is_struck_brings_the_right_bytes(
     us: Party, friend: Party, fault: Fault
 ) -> None:
-    """What is missing is asked for again."""
+    """The reader asks for missing bytes again."""
     with behind_proxies(new_tree(PAGES), us, friend) as (address, proxy):
         for index in (3, 40):
             patience = {"silence_s": SILENCE_S} if fault is Fault.STALL else {}
@@ -153,16 +153,16 @@ def test_a_fetch_that_is_struck_brings_the_right_bytes(
 def test_a_copy_that_is_struck_is_made_again(
     us: Party, friend: Party, index: int, fault: Fault
 ) -> None:
-    kept, source = new_tree(), new_tree()
+    copies, source = new_tree(), new_tree()
     with behind_proxies(source, us, friend) as (address, proxy):
-        keeper = new_keeper(kept)
-        with peer_of(address, kept, friend.asking(us), keeper=keeper) as peer:
+        keeper = new_keeper(copies)
+        with peer_of(address, copies, friend.asking(us), keeper=keeper) as peer:
             proxy.arm(Strike(fault, Towards.PEER, index, Via.SEALED))
             store(source, PAGES)
             eventually(lambda: proxy.has_struck)
-            eventually(lambda: kept.num_pages == 256)
+            eventually(lambda: copies.num_pages == 256)
             assert peer.status.pulls.error == ""
-    lease = kept.lease(MODEL, PAGES, "a test", Deadline.after(5))
+    lease = copies.lease(MODEL, PAGES, "a test", Deadline.after(5))
     with lease:
         for step in steps_of(KV, FAMILY.num_layers):
             assert b"".join(lease.views(step)) == b"".join(content(page, step) for page in PAGES)

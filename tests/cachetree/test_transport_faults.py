@@ -1,4 +1,4 @@
-"""What a worker may do wrong, and what it costs a peer: one fetch, never its thread."""
+"""Faults of a worker cost a peer one fetch, and never its thread."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_broken_protocol_ends_the_connection_and_another_is_made(script: Scrip
 
 
 @pytest.mark.parametrize("breaker_errors", [1, 9])
-def test_what_ended_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
+def test_error_of_a_fetch_keeps_none_of_its_memory(breaker_errors: int) -> None:
     """The peer remembers why, until the next error; the first one may end the session too."""
     config = msgspec.structs.replace(ONCE, breaker_errors=breaker_errors, cooldown_s=0.1)
     arena = Arena(len(STEPS) * SIZE)
@@ -284,14 +284,14 @@ def test_a_peer_keeps_the_deadline_although_nobody_waits() -> None:
         eventually(lambda: wire.Cancel(id=1) in worker.received)
 
 
-def test_what_may_still_come_of_a_cancelled_fetch_is_ahead_of_the_next() -> None:
-    """Until it has come, or the worker says behind it that there is no more."""
+def test_rest_of_a_cancelled_fetch_counts_as_ahead_of_the_next() -> None:
+    """This holds until its bytes have come, or until the worker says that no more will come."""
     part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Ended | None]()
     pages = pages_of(256)
     sizes = [256 * PAGE_BYTES] * len(STEPS)
 
     def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        """The first comes whole, of the second what the test says."""
+        """Send the first fetch whole, and of the second what the test orders."""
         for offset in range(0, sum(sizes) if fetch.id == 1 else 0, part):
             payload = bytes(part)
             worker.send(identity, frame(fetch, payload, offset=offset), payload)
@@ -337,7 +337,7 @@ def test_what_may_still_come_of_a_cancelled_fetch_is_ahead_of_the_next() -> None
         assert peer.state is PeerState.READY
 
 
-def test_what_came_of_a_frame_is_measured_though_its_reader_left_before_the_rest() -> None:
+def test_part_of_a_frame_is_measured_if_its_reader_left_before_the_rest() -> None:
     """A user who stops two requests in a row makes no link look slow."""
     quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
     now, pages, half = [1000.0], pages_of(1024), bytes(512 * PAGE_BYTES)

@@ -1,6 +1,7 @@
-"""What many, slow or silent receivers cost a worker: equal shares, bounded memory, bounded time.
+"""A worker with many, slow or silent receivers: equal shares, bounded memory, bounded time.
 
-Run as a script it is a worker of many short runs, which tells its memory for every line it reads.
+Run as a script, this file is a worker of many short runs. It prints its memory for every line that
+it reads.
 """
 
 from __future__ import annotations
@@ -88,13 +89,14 @@ def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes: int)
     assert min(sent.values()) >= 0.8 * max(sent.values())
 
 
-# Memory: every frame of this worker is joined from short runs, so that copies of what waits in a
-# queue would show.
+# Memory: every frame of this worker is joined from short runs. So copies of queued frames would
+# show in its memory.
 
 NUM_LARGE = 4096
 LARGE_BYTES = 4 * NUM_LARGE * PAGE_BYTES
 SLACK_BYTES = 8 << 20
-"""What an allocator and the sessions take; an eighth of what is not sent to a slow receiver."""
+"""Bytes for an allocator and the sessions: an eighth of the bytes that a slow receiver does not
+get."""
 
 
 class MeteredWorker:
@@ -125,7 +127,7 @@ def metered_worker() -> Iterator[MeteredWorker]:
 
 @pytest.mark.parametrize("fault", [Fault.THROTTLE, Fault.STALL])
 def test_a_slow_receiver_takes_no_memory(fault: Fault) -> None:
-    """What the kernel does not take stays where it is."""
+    """Bytes that the kernel does not accept stay in the arena, without a copy."""
     with (
         metered_worker() as worker,
         FaultProxy(worker.address, seed=0) as proxy,
@@ -149,29 +151,29 @@ def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     source, tree = new_tree(PAGES[:1]), new_tree()
     advertiser = Advertiser(source, max_pending=3, wake=lambda: None, clock=time.monotonic)
     view = RemoteView(tree, Location("tcp://worker:1"))
-    told: list[Advert] = []
+    adverts: list[Advert] = []
 
     def tell(num: int) -> None:
         for _ in range(num):
             if (advert := advertiser.next()) is None:
                 break
             view.apply(advert)
-            told.append(advert)
+            adverts.append(advert)
 
     tell(99)
-    assert told.count(wire.Reset()) == 1
+    assert adverts.count(wire.Reset()) == 1
     for stop in range(2, 65):
         store(source, PAGES[stop - 1 : stop], PAGES[stop - 2])
         if stop % 16 == 0:
             tell(stop // 16)  # Slow: some of it only, then many more changes.
     tell(99)
-    assert told.count(wire.Reset()) > 1
-    assert wire.Synced() in told[-told[::-1].index(wire.Reset()) :]
+    assert adverts.count(wire.Reset()) > 1
+    assert wire.Synced() in adverts[-adverts[::-1].index(wire.Reset()) :]
     assert tree.match(PAGES)[0].num_pages == 64
     advertiser.close()
 
 
-def test_what_went_while_changes_were_dropped_is_known_no_more() -> None:
+def test_pages_that_left_while_changes_were_dropped_are_forgotten() -> None:
     source, tree, others = new_tree(PAGES[:8]), new_tree(), pages_of(3, "others ")
     advertiser = Advertiser(source, max_pending=1, wake=lambda: None, clock=time.monotonic)
     view = RemoteView(tree, Location("tcp://worker:1"))
@@ -201,10 +203,10 @@ def test_after_changes_were_dropped_the_next_ones_are_told_once_from_a_new_snaps
 
 
 def num_told(changes: Iterable[Change]) -> int:
-    """Pages that changes are about, none of whose parts is told twice."""
-    told = [(it.pages, it.part) for it in changes]
-    assert len(told) == len({*told})
-    return len({pages for pages, _ in told})
+    """Count the pages of all changes. Asserts that no change comes twice."""
+    parts = [(it.pages, it.part) for it in changes]
+    assert len(parts) == len({*parts})
+    return len({pages for pages, _ in parts})
 
 
 def accepted_at(port: int) -> Iterator[socket.socket]:

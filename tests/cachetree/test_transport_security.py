@@ -1,4 +1,4 @@
-"""Who gets in, who does not, and what they are told: CURVE over real sockets."""
+"""Peers that are let in or refused, and what each is told: CURVE over real sockets."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_frames_of_the_largest_size_come_through(
 
 
 ELSEWHERE = "127.0.0.2"
-"""Where a listener in the middle has the ports of the worker."""
+"""Host at which a listener in the middle has the worker's ports."""
 
 
 def data_port(worker: Worker) -> Location:
@@ -229,7 +229,7 @@ def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us: Party, friend: Par
 
 
 def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend: Party) -> None:
-    """The socket is bound before the thread runs; nobody slips in meanwhile."""
+    """The socket is bound before the thread runs. No peer gets in between."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     AccessControl(us.pair, frozenset([friend.pair.public])).guard(
@@ -416,7 +416,7 @@ def test_strangers_who_make_up_names_hide_no_other_line(caplog: pytest.LogCaptur
 
 
 def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) -> None:
-    """A plain ROUTER that speaks the protocol is told nothing, not even a hello."""
+    """A plain ROUTER that speaks the protocol gets no message, not even a hello."""
     with (
         ScriptedWorker(lambda *_: None) as impostor,
         peer_of(impostor.address, new_tree(), friend.asking(us), is_ready=False) as peer,

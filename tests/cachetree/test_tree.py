@@ -1,4 +1,4 @@
-"""The tree, one situation at a time: what is there, what is held, what moved."""
+"""The tree in one situation per test: its pages, holders and changes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_e_is_kept_only_without_a_gap_from_the_first_page() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 40])
-def test_what_is_there_of_a_new_prompt_is_found_by_halving(
+def test_known_pages_of_a_new_prompt_are_found_by_halving(
     num_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = make_tree(num_pages=200)
@@ -285,7 +285,7 @@ def test_adverts_that_could_never_match_hide_nothing() -> None:
 
 @pytest.mark.parametrize("head", ["abx", "xyz"])
 def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
-    """Of page d it names a depth that is right, and pages before it that are not."""
+    """The advert names the right depth of page d, but wrong pages before it."""
     tree = make_tree()
     store(tree, A, "ab")
     store(tree, A, "abx")
@@ -296,7 +296,7 @@ def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
 
 
 def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
-    """It says of c and d that they come after x, and at which depth they are is right."""
+    """The advert says that c and d follow x. Their depth is right."""
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "ab")
@@ -307,7 +307,7 @@ def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
 
 
 def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_them() -> None:
-    """Of b and x, which are one node, the first is right."""
+    """Pages b and x are one node, and only b is right."""
     tree = make_tree()
     store(tree, A, "a")
     store(tree, A, "abx")

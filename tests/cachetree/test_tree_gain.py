@@ -22,12 +22,12 @@ from cachetree.tree.tree import CacheTree
 
 
 def e_pages(tree: CacheTree, model: ModelId, text: str) -> dict[int, int]:
-    (found,) = [match for match in tree.match(path(text)) if match.model == model]
-    return dict(found.e_pages)
+    (matching,) = [match for match in tree.match(path(text)) if match.model == model]
+    return dict(matching.e_pages)
 
 
 def is_right(tree: CacheTree, model: ModelId, text: str, *e_layers: int) -> bool:
-    """Of all pages, KV and E."""
+    """Whether KV and E of all pages have the right content."""
     with leased(tree, model, text, *e_layers) as lease:
         return has_content(lease, model, text, e_layers)
 
@@ -113,7 +113,7 @@ def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
     assert is_right(tree, A, "abcd", 1), "it is pinned"
 
 
-def test_of_two_stores_of_the_same_e_one_stays() -> None:
+def test_two_stores_of_the_same_e_leave_one() -> None:
     tree = make_tree()
     store(tree, A, "abc")
     stores = [tree.reserve(A, None, path("abc"), Part(1)) for _ in range(2)]

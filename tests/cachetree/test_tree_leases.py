@@ -1,4 +1,4 @@
-"""What leases and open reservations keep in the tree, and for how long."""
+"""Leases and open reservations: the pages that they keep in the tree, and for how long."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_lease_of_pages_that_are_gone_is_none() -> None:
     assert tree.lease(A, path("z"), "test", far_future()) is None
 
 
-def test_what_cannot_fit_evicts_nothing() -> None:
+def test_reservation_that_cannot_fit_evicts_nothing() -> None:
     tree = make_tree(4)
     store(tree, A, "ab")
     store(tree, A, "x")
@@ -128,7 +128,7 @@ def test_leases_end_at_their_deadline() -> None:
 
 
 class SlowLoan(Loan):
-    """Whoever is about to look at its memory is stopped first."""
+    """A loan that calls `stop` before each access to its memory."""
 
     __slots__ = ("_memory", "_stop")
 
@@ -147,7 +147,7 @@ class SlowLoan(Loan):
 
 
 class SlowArena(Arena):
-    """`meanwhile` happens once, when somebody is about to look at what is lent."""
+    """An arena that calls `meanwhile` once, before the next access to lent memory."""
 
     meanwhile: Callable[[], None] | None = None
 

@@ -128,8 +128,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened, all bytes come back."""
-        for it in self.mirror.reservations:
-            it.handle.release()
+        for reservation in self.mirror.reservations:
+            reservation.handle.release()
         for lease in self.mirror.leases:
             lease.handle.release()
         for pin in list(self.mirror.pins):

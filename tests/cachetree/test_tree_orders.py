@@ -1,4 +1,4 @@
-"""What the tree is told to do with entries, and what it says of them."""
+"""Orders to the tree about entries, and its answers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from cachetree.tree.entries import Change
         (None, "", (0, 0), 6),
     ],
 )
-def test_what_begins_with_a_prefix_is_evicted_of_one_model_or_of_all(
+def test_evicting_a_prefix_removes_its_pages_of_one_model_or_of_all(
     model: ModelId | None, text: str, left: tuple[int, int], num_evictions: int
 ) -> None:
-    """But for the pages that another text begins with, too."""
+    """Pages that another text also begins with stay."""
     tree = make_tree()
     for each in (A, B):
         store(tree, each, "a")
@@ -50,7 +50,7 @@ def test_what_begins_with_a_prefix_is_evicted_of_one_model_or_of_all(
     assert tree.num_evictions == num_evictions
 
 
-def test_of_pages_that_are_no_prompt_each_is_compared() -> None:
+def test_pages_that_are_no_prompt_are_compared_one_by_one() -> None:
     tree = make_tree()
     for model, text in ((A, "ax"), (A, "by"), (B, "by")):
         store(tree, model, text)
@@ -83,7 +83,7 @@ def test_a_store_of_pages_that_are_no_prompt_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("is_advertised", [False, True])
-def test_of_a_store_that_names_a_page_twice_what_comes_before_is_kept(is_advertised: bool) -> None:
+def test_store_with_a_repeated_page_keeps_the_pages_before_it(is_advertised: bool) -> None:
     tree = make_tree()
     if is_advertised:
         tree.remote.add(FAR, B, None, path("yz"))
@@ -112,7 +112,7 @@ def test_a_commit_that_fails_keeps_what_it_published_and_nothing_else() -> None:
     assert tree.num_bytes == 0
 
 
-def test_what_is_kept_is_not_evicted_and_frees_nothing() -> None:
+def test_leased_pages_are_not_evicted_and_free_nothing() -> None:
     tree = make_tree()
     store(tree, A, "abc")
     lease = tree.lease(A, path("abc"), "a test", far_future())
@@ -136,7 +136,7 @@ def test_no_pages_can_be_leased_too() -> None:
     assert lease.num_pages == 0
 
 
-def test_what_a_model_has_of_a_path() -> None:
+def test_tree_says_how_much_of_a_path_a_model_has() -> None:
     tree = make_tree()
     store(tree, A, "ab", e_layers=[1])
     store(tree, A, "abcd", start=2)
@@ -155,16 +155,16 @@ def test_what_a_model_has_of_a_path() -> None:
     assert tree.line(A, pages[4]) == tree.line(B, pages[0]) == []
 
 
-def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
+def test_subscriber_hears_of_stored_entries_until_it_leaves() -> None:
     tree = make_tree()
     store(tree, A, "a")
     heard: list[Change] = []
-    there, leave = tree.subscribe_kept(heard.append)
+    entries, leave = tree.subscribe_kept(heard.append)
     first, second = (
         Change(added=True, model=A, parent=None, pages=(page,))
         for page in (path("a")[0], path("b")[0])
     )
-    assert list(there) == [first]
+    assert list(entries) == [first]
     store(tree, A, "b")
     assert heard == [second]
     leave()
@@ -172,7 +172,7 @@ def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
     assert heard == [second]
 
 
-def test_who_hears_of_what_is_kept_hears_of_the_disk_and_of_no_peer() -> None:
+def test_subscriber_hears_of_the_disk_and_not_of_peers() -> None:
     tree, pages = make_tree(), path("ab")
     heard: list[Change] = []
     tree.subscribe_kept(heard.append)
@@ -183,7 +183,7 @@ def test_who_hears_of_what_is_kept_hears_of_the_disk_and_of_no_peer() -> None:
     assert [(it.added, it.pages) for it in heard] == [(True, tuple(pages)), (False, tuple(pages))]
 
 
-def test_who_hears_of_what_is_kept_hears_that_e_went_though_the_pages_are_on_disk() -> None:
+def test_subscriber_hears_that_e_left_although_the_pages_are_on_disk() -> None:
     tree = make_tree()
     heard: list[Change] = []
     tree.subscribe_kept(heard.append)

@@ -102,7 +102,7 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         "evict some",
     ],
 )
-def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], object]) -> None:
+def test_work_under_one_hold_of_the_lock_is_bounded(work: Callable[[CacheTree], object]) -> None:
     tree = make_tree(3 * 900)
     forked(tree, 900)
     forked(tree, 900, FAR)
@@ -130,7 +130,7 @@ class BusyLock(CountingLock):
             self._is_busy = False
 
 
-def test_what_is_split_while_it_is_evicted_goes_but_for_what_is_kept() -> None:
+def test_node_split_during_eviction_leaves_except_its_kept_pages() -> None:
     tree = make_tree(900)
     store(tree, A, "abcdef")
     for number in range(60):
@@ -143,7 +143,7 @@ def test_what_is_split_while_it_is_evicted_goes_but_for_what_is_kept() -> None:
     assert tree.num_pages == num_pages(tree, A, "abcdef") == 2
 
 
-def test_what_comes_while_what_is_above_it_is_dropped_goes_too() -> None:
+def test_pages_that_arrive_while_their_parent_is_dropped_leave_too() -> None:
     tree = make_tree(900)
     forked(tree, 60, FAR)
     numbers = count(2000)
@@ -172,12 +172,14 @@ def test_entries_that_have_grown_old_go_in_slices_too() -> None:
 def reach(
     tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL
 ) -> tuple[int, dict[int, int]]:
-    """Of KV, and of E."""
-    there = {it.model: it for it in tree.match(path(text)) if it.location == location}
-    return (there[model].num_pages, dict(there[model].e_pages)) if model in there else (0, {})
+    """Number of pages with KV, and with E by layer, that a match finds."""
+    by_model = {it.model: it for it in tree.match(path(text)) if it.location == location}
+    return (
+        (by_model[model].num_pages, dict(by_model[model].e_pages)) if model in by_model else (0, {})
+    )
 
 
-def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
+def test_snapshot_and_later_changes_add_up_to_the_tree() -> None:
     """Asked for piece by piece while entries come and go."""
     for seed in range(20):
         rng = random.Random(seed)
@@ -189,9 +191,9 @@ def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
         for _ in range(60):
             store(tree, rng.choice((A, B)), some_text(), e_layers=rng.choice(([], [1])))
         changes: deque[Change] = deque()
-        there, unsubscribe = tree.subscribe(changes.append)
+        first_changes, unsubscribe = tree.subscribe(changes.append)
         seen: list[Change] = []
-        while (change := next(there, None)) is not None:
+        while (change := next(first_changes, None)) is not None:
             seen.append(change)
             if rng.random() < 0.5:
                 store(tree, rng.choice((A, B)), some_text())

@@ -97,7 +97,7 @@ def test_headers_are_capped_both_ways() -> None:
 
 
 def lists_without_a_cap(of: inspect.Type, path: str) -> Iterator[str]:
-    """Where in a message one side could make the other hold more than it ever means to."""
+    """Fields of a message by which one side could make the other allocate without a limit."""
     match of:
         case inspect.UnionType(types=types):
             for each in types:
@@ -314,7 +314,7 @@ def test_one_stalled_fetch_says_nothing_of_the_link_and_two_do() -> None:
     assert bandwidth.bytes_per_s == pytest.approx(mb)
 
 
-def test_what_did_not_come_in_time_is_at_most_a_sample() -> None:
+def test_late_bytes_count_at_most_as_a_sample() -> None:
     bandwidth = Bandwidth(FakeTime())
     bandwidth.sample(0, 0.5)
     assert bandwidth.bytes_per_s == pytest.approx(2 * Bandwidth.MIN_SAMPLE_BYTES)
@@ -368,7 +368,8 @@ def test_one_fetch_that_stalled_before_its_first_byte_moves_neither(num_short: i
 
 @pytest.mark.parametrize(("trip_s", "mb_s"), [(0.05, 1000), (0.0005, 5)])
 def test_fetches_given_up_before_anything_was_due_say_nothing(trip_s: float, mb_s: int) -> None:
-    """Of a worker far away, or one that is slow; what is believed to have recovered is due."""
+    """The worker is far away, or slow. Later it is assumed to have recovered: then bytes are
+    due."""
     clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     for num_mb in (1, 100, 1, 100):

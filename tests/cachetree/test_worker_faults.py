@@ -1,4 +1,4 @@
-"""What a peer may do wrong, and what it costs a worker: one fetch, never its thread."""
+"""Faults of a peer cost a worker one fetch, and never its thread."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_fetch_that_makes_no_sense_is_answered(
         assert source.num_pages == 0, "the refused fetch kept its lease"
 
 
-def test_what_nobody_asked_for_may_be_cancelled_and_what_is_over_is_not_counted_so() -> None:
+def test_cancelling_an_unknown_or_finished_fetch_is_harmless_and_not_counted() -> None:
     num_bytes = len(STEPS) * len(PAGES) * PAGE_BYTES
     with worker_of(new_tree(PAGES)) as worker, RawPeer(worker.address) as peer:
         assert peer.ask(wire.Cancel(id=9)) == wire.Ended(id=9, error="cancelled")
@@ -168,13 +168,13 @@ def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
         reservation.commit()
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         find = verbs.Find(pages=join_hashes([PAGES[2], PAGES[1]]))
-        found = ask_worker(worker.address, find, verbs.Found, timeout_s=5)
-        assert [(it.model, it.num_pages) for it in found.holdings] == [(MODEL, 1), ("other", 1)]
+        answer = ask_worker(worker.address, find, verbs.Found, timeout_s=5)
+        assert [(it.model, it.num_pages) for it in answer.holdings] == [(MODEL, 1), ("other", 1)]
         assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
 
 
 @pytest.mark.parametrize("attribute", ["lease", "match"])
-def test_what_fails_for_one_peer_ends_no_session_but_its_own(
+def test_failure_for_one_peer_ends_only_its_session(
     attribute: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = new_tree(PAGES)
@@ -216,7 +216,7 @@ def test_large_eviction_does_not_keep_others_waiting(
     assert tree.num_pages == 0
 
 
-def test_what_is_located_and_never_let_go_of_is_bounded() -> None:
+def test_locations_that_are_never_released_are_bounded() -> None:
     """Its pages are held, though all of it was sent."""
     with (
         contextlib.closing(Arena(HOST_BYTES)) as arena,
@@ -245,7 +245,7 @@ def test_a_fetch_that_comes_twice_holds_nothing() -> None:
 
 
 def settled(number: Callable[[], int]) -> int:
-    """What it is once it does not change any more."""
+    """Return the number once it has not changed for 0.2 s."""
     seen, since_s = number(), time.monotonic()
     while time.monotonic() < since_s + 0.2:
         if number() != seen:
@@ -254,8 +254,8 @@ def settled(number: Callable[[], int]) -> int:
     return seen
 
 
-def test_what_waits_for_a_reader_who_gives_up_is_not_sent() -> None:
-    """Beyond what the kernel has, and the batch that it is being given."""
+def test_queued_frames_of_a_cancelled_fetch_are_not_sent() -> None:
+    """Only the bytes that the kernel has, and the batch that is being sent, still go out."""
     pages = pages_of(4096)
     fetch = a_fetch(pages=join_hashes(pages), timeout_ms=60_000)
     with worker_of(new_tree(pages)) as worker, RawPeer(worker.address) as peer:

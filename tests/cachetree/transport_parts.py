@@ -74,7 +74,8 @@ HOST_BYTES = 256 << 20
 ONCE = msgspec.structs.replace(FAST, max_retries=0)
 """Gives up a fetch at its first error."""
 SILENCE_S = 0.5
-"""For the tests in which silence is the fault; a busy machine may be silent for as long."""
+"""Seconds of silence that count as a fault, in tests of silence. A busy machine may be silent for
+as long."""
 
 
 def pages_of(num: int, name: str = "p") -> list[PageHash]:
@@ -86,7 +87,7 @@ def content(page: PageHash, step: Step) -> bytes:
 
 
 def content_of(family: Family, page: PageHash, step: Step) -> bytes:
-    """What a page holds at one step; differs for every page and step."""
+    """Content of a page at one step. It differs for every page and step."""
     seed = page + f"{step.kind.value}{step.layer}".encode()
     size = family.page_bytes(step.kind)
     return hashlib.shake_128(seed).digest(64) * (size // 64)
@@ -107,7 +108,7 @@ def store(
 
 
 class Heap:
-    """Nobody else may map it, so that payloads go over connections."""
+    """Memory that no other process may map, so payloads go over connections."""
 
     file = None
 
@@ -135,7 +136,7 @@ def new_memory() -> Pool:
 def new_tree(
     pages: Sequence[PageHash] = (), family: Family = FAMILY, memory: Pool | None = None
 ) -> CacheTree:
-    """In `new_memory()`, unless one is given."""
+    """Make a tree, in `new_memory()` if no memory is named."""
     tree = CacheTree(family, host_bytes=HOST_BYTES, memory=memory or new_memory())
     if pages:
         store(tree, pages)
@@ -198,7 +199,7 @@ def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def eventually_free(tree: CacheTree) -> None:
-    """Nobody holds any of its pages, before the leases of `new_staging` would end by themselves."""
+    """Wait until no holder keeps a page, before the leases of `new_staging` would expire."""
 
     def is_free() -> bool:
         tree.evict()
@@ -240,7 +241,7 @@ def peer_of(
 
 
 def data_connection(hello: wire.ToPeer) -> Channel:
-    """What a peer opens with the ticket in a worker's hello. The caller closes it."""
+    """Open the data connection that a worker's hello offers. The caller closes it."""
     assert isinstance(hello, wire.Hello)
     assert hello.ticket is not None
     opened = channel.connect("127.0.0.1", hello.ticket, Unsealed(), unheard)
@@ -249,7 +250,7 @@ def data_connection(hello: wire.ToPeer) -> Channel:
 
 
 def flushed(channel: Channel) -> None:
-    """Have all of it sent, to somebody who reads."""
+    """Send all of it, to a receiver that reads."""
     send_queue = channel.send_queue
     eventually(lambda: send_queue.has_written(send_queue.queued_bytes))
 
@@ -257,13 +258,13 @@ def flushed(channel: Channel) -> None:
 def ask_status(
     address: Location | str, *, timeout_s: float, credentials: Credentials | None = None
 ) -> verbs.Status:
-    """What a worker says of itself."""
+    """Status of a worker, from the worker."""
     asked = verbs.StatusRequest()
     return ask(address, asked, verbs.Status, timeout_s=timeout_s, credentials=credentials)
 
 
 def unheard(*_: object) -> None:
-    """Nobody waits for it."""
+    """Callback that does nothing."""
 
 
 def nobody(frame: Frame) -> None:
@@ -271,7 +272,7 @@ def nobody(frame: Frame) -> None:
 
 
 class RawPeer:
-    """A peer that says what it is told to, and nothing else; it hears no adverts."""
+    """A peer that sends only what the test orders, and ignores adverts."""
 
     def __init__(self, address: Location) -> None:
         self._context = zmq.Context()
@@ -282,7 +283,7 @@ class RawPeer:
         assert self.socket.poll(20_000), "no answer"
         self.channel = data_connection(wire.decode_to_peer(memoryview(self.socket.recv())))
         self.frames: list[Frame] = []
-        """Those that came, in order."""
+        """Frames that came, in order."""
         self._payloads: list[memoryview] = []
         self._buffer = memoryview(b"")
         self._messages: deque[wire.ToPeer] = deque()

@@ -58,9 +58,9 @@ def path(text: str) -> list[PageHash]:
 
 
 class Memory:
-    """Tears every part into its blocks, and lends them in reverse order.
+    """Memory that splits every part into its blocks, and lends them in reverse order.
 
-    What is given back is written over as soon as nobody views the loan that it was a part of.
+    Returned blocks are overwritten as soon as no view of their loan is left.
     """
 
     file = None
@@ -86,9 +86,9 @@ class Memory:
         # Who views the old one keeps the new one, so that what is given back later waits, too.
         weakref.finalize(old, self.write_over, new, places).atexit = False
 
-    def write_over(self, there: np.ndarray[Any, Any], parts: Sequence[Span]) -> None:
+    def write_over(self, memory: np.ndarray[Any, Any], parts: Sequence[Span]) -> None:
         for part in parts:
-            there[part.start : part.stop] = 0xEE
+            memory[part.start : part.stop] = 0xEE
 
     def place_of(self, view: memoryview) -> int | None:
         return None
@@ -105,7 +105,7 @@ class Mirror(Oracle):
     num_operations: int = 0
     num_evictions: int = 0
     wanted_bytes: int | None = None
-    """What a reservation asks for now; None while everything may go."""
+    """Bytes that the present reservation asks for. None while everything may be evicted."""
 
     def __post_init__(self) -> None:
         self.memory = Memory()
@@ -163,21 +163,21 @@ class Mirror(Oracle):
 
     def commit(self, index: int) -> None:
         self.num_operations += 1
-        it = self.reservations.pop(index)
-        rest = it.pages[len(self.present(it.key, it.pages)) :]
+        reservation = self.reservations.pop(index)
+        rest = reservation.pages[len(self.present(reservation.key, reservation.pages)) :]
         if rest:
             self.cover(rest[0][:-1], rest)
-            self.local.update({(it.key, page): Page(0) for page in rest})
+            self.local.update({(reservation.key, page): Page(0) for page in rest})
             self.num_uses += 1
-            self.touch(it.key, rest[-1])
+            self.touch(reservation.key, rest[-1])
         self.added: list[Change] = []
-        it.handle.commit()
+        reservation.handle.commit()
         assert [page for change in self.added for page in change.pages] == [
             self.hash(page) for page in rest
         ]
         for change in self.added:
             assert change.parent == self.hash(self.text_of[change.pages[0]][:-1])
-            assert (change.model, change.part) == it.key
+            assert (change.model, change.part) == reservation.key
 
     def release(self, index: int) -> None:
         self.num_operations += 1
@@ -203,11 +203,11 @@ class Mirror(Oracle):
 
     def end_lease(self, index: int) -> None:
         self.num_operations += 1
-        it = self.leases.pop(index)
-        self.check_content(it)
-        it.handle.release()
+        lease = self.leases.pop(index)
+        self.check_content(lease)
+        lease.handle.release()
         with pytest.raises(StaleEntry):
-            it.handle.views(steps_of(it.keys[0][1], FAMILY.num_layers)[0])
+            lease.handle.views(steps_of(lease.keys[0][1], FAMILY.num_layers)[0])
 
     def advance(self, seconds: float) -> None:
         self.num_operations += 1
@@ -246,7 +246,7 @@ class Mirror(Oracle):
         self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
 
     def sweep(self) -> None:
-        """What has to go does, and nothing else."""
+        """Sweep. Asserts that exactly the expired pages leave."""
         self.leases = [it for it in self.leases if it.at_s > self.clock.now_s]
         pins = {key: it for key, it in self.pins.items() if it.at_s > self.clock.now_s}
         if len(pins) < len(self.pins):
@@ -303,7 +303,7 @@ class Mirror(Oracle):
     def match(self, text: str) -> None:
         self.num_operations += 1
         self.num_uses += 1  # one use of all models: their order among each other is free
-        found = {
+        matches = {
             (m.location, m.model): (m.num_pages, dict(m.e_pages))
             for m in self.tree.match(self.hashes(text))
             if m.location != LIAR
@@ -322,7 +322,7 @@ class Mirror(Oracle):
             for at, by_part in reaches.items()
             if (num := by_part.get(KV))
         }
-        assert found == expected
+        assert matches == expected
 
     # What must hold after each of them.
 
@@ -335,11 +335,11 @@ class Mirror(Oracle):
         noted = Counter(location for location, _, _ in self.remote)
         assert all(self.tree.remote.num_pages[it] == noted[it] for it in (*LOCATIONS, LIAR))
 
-    def check_content(self, it: OpenLease) -> None:
-        hashes = [self.hash(page) for page in it.pages]
-        for model, part in it.keys:
+    def check_content(self, lease: OpenLease) -> None:
+        hashes = [self.hash(page) for page in lease.pages]
+        for model, part in lease.keys:
             for step in steps_of(part, FAMILY.num_layers):
-                assert b"".join(it.handle.views(step)) == content(model, hashes, step)
+                assert b"".join(lease.handle.views(step)) == content(model, hashes, step)
 
     def on_change(self, change: Change) -> None:
         """Additions are checked by `commit`; a removal must be the entry that had to go."""

@@ -1,4 +1,4 @@
-"""A small tree whose pages are letters, for the tests of it."""
+"""A small tree with letters as pages, for its tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def path(text: str) -> list[PageHash]:
 
 
 def content(model: ModelId, pages: Sequence[PageHash], step: Step) -> bytes:
-    """What these pages hold at one step; differs for every model, page and step."""
+    """Content of these pages at one step. It differs for every model, page and step."""
     seed, size = f"{model}{step.layer}{step.kind}".encode(), FAMILY.page_bytes(step.kind)
     return b"".join(hashlib.shake_128(seed + page).digest(size) for page in pages)
 
@@ -83,8 +83,8 @@ def advertise(
 
 
 def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL) -> int:
-    found = [m for m in tree.match(path(text)) if (m.model, m.location) == (model, location)]
-    return found[0].num_pages if found else 0
+    matches = [m for m in tree.match(path(text)) if (m.model, m.location) == (model, location)]
+    return matches[0].num_pages if matches else 0
 
 
 def leased(tree: CacheTree, model: ModelId, text: str, *e_layers: int) -> Lease:

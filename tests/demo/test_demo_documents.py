@@ -1,4 +1,4 @@
-"""What the sender reads and the receiver is asked, as tokens."""
+"""The sender's documents and the receiver's questions, as tokens."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_a_few_questions_of_a_few_documents_can_be_asked() -> None:
 
 def made_with(tmp_path: Path, **changes: object) -> MeasuredProfile:
     """The small pair's profile, had it been made otherwise."""
-    found = json.loads(SMALL.profile.read_text())
-    found["made"] |= changes
+    content = json.loads(SMALL.profile.read_text())
+    content["made"] |= changes
     path = tmp_path / "pair.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(content))
     return read_measured(path)
 
 
@@ -95,12 +95,12 @@ def test_nothing_to_ask_is_refused_before_a_server_starts(
 def test_the_plan_is_shown_with_e_as_it_is_where_that_is_asked(
     correction: bool, tmp_path: Path
 ) -> None:
-    found = json.loads(SMALL.profile.read_text())
-    layer = found["recommended"]["start"]
+    content = json.loads(SMALL.profile.read_text())
+    layer = content["recommended"]["start"]
     e_map = {"layer": layer, "rank": None, "dtype": "float32", "sha256": "0" * 64}
-    found["recommended"]["e_map"] = e_map
+    content["recommended"]["e_map"] = e_map
     profile = tmp_path / "pair.json"
-    profile.write_text(json.dumps(found))
+    profile.write_text(json.dumps(content))
     subject, _ = replace(SMALL, profile=profile, correction=correction).pair()
     assert subject.e_maps_of == (profile if correction else None)
     assert subject.title.endswith("E corrected") == correction

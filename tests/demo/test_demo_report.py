@@ -65,8 +65,8 @@ def report() -> DemoReport:
 
 def test_json_has_a_place_for_every_number(report: DemoReport, tmp_path: Path) -> None:
     write_json(report, tmp_path / "demo.json")
-    found = json.loads((tmp_path / "demo.json").read_text())
-    conditions = found["pair"]["conditions"]
+    written = json.loads((tmp_path / "demo.json").read_text())
+    conditions = written["pair"]["conditions"]
     assert {*conditions} >= {"full_prefill", "full_reuse", "block", "all_layers"}
     block = conditions["block"]
     assert block["quality"] == 0.986
@@ -74,9 +74,9 @@ def test_json_has_a_place_for_every_number(report: DemoReport, tmp_path: Path) -
     assert block["tokens_reused"] == 2000
     assert (block["layers_recomputed"], block["bytes_moved"]) == (3, 116_736_000)
     assert block["overlap"] == 0.93
-    assert found["ceiling"]["conditions"]["block"]["quality"] is None
-    assert found["environment"]["num_cores"] >= 1
-    assert set(found["environment"]["versions"]) >= {"sglang", "torch", "python"}
+    assert written["ceiling"]["conditions"]["block"]["quality"] is None
+    assert written["environment"]["num_cores"] >= 1
+    assert set(written["environment"]["versions"]) >= {"sglang", "torch", "python"}
 
 
 def printed(report: DemoReport) -> list[str]:

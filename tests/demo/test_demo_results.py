@@ -34,7 +34,7 @@ def sample(**changes) -> Sample:
 
 
 def samples(num: int = 10, **of: list[Sample]) -> dict[Condition, list[Sample]]:
-    """A demo in which everything holds, but for the conditions given."""
+    """Samples of a demo in which all checks hold, except the named conditions."""
     good = {condition: [sample()] * num for condition in Condition}
     for alone in (Condition.FULL_PREFILL, Condition.ALORA_PREFILL):
         good[alone] = [sample(provenance=NOTHING)] * num
@@ -43,9 +43,9 @@ def samples(num: int = 10, **of: list[Sample]) -> dict[Condition, list[Sample]]:
 
 def test_a_condition_is_the_means_of_its_requests() -> None:
     mixed = [sample(), sample(quality=0.0, provenance=NOTHING)]
-    found = measured_of(samples(2, block=mixed))
-    assert found[Condition.FULL_REUSE].quality == 1.0
-    block = found[Condition.BLOCK]
+    measured = measured_of(samples(2, block=mixed))
+    assert measured[Condition.FULL_REUSE].quality == 1.0
+    block = measured[Condition.BLOCK]
     assert (block.quality, block.num_reused) == (0.5, 1)
     assert (block.tokens_reused, block.layers_recomputed, block.bytes_moved) == (64, 1.5, 500)
 
@@ -60,9 +60,9 @@ def test_the_interval_of_a_quality_counts_documents_and_not_questions() -> None:
 
 def test_random_weights_have_no_quality() -> None:
     nobody_knows = {condition: [sample(quality=None)] for condition in Condition}
-    found = measured_of(nobody_knows)
-    assert {it.quality for it in found.values()} == {None}
-    assert list(quality_failures(found, PROFILE)) == []
+    measured = measured_of(nobody_knows)
+    assert {it.quality for it in measured.values()} == {None}
+    assert list(quality_failures(measured, PROFILE)) == []
 
 
 def test_speed_is_relative_to_the_median_of_full_prefill() -> None:

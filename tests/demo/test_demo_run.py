@@ -53,7 +53,7 @@ def demo(out: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def marked_processes(mark: str) -> list[int]:
-    found = []
+    ids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -61,8 +61,8 @@ def marked_processes(mark: str) -> list[int]:
             except OSError:
                 continue
             if mark.encode() in environ:
-                found.append(int(entry.name))
-    return found
+                ids.append(int(entry.name))
+    return ids
 
 
 def assert_nothing_is_left(mark: str) -> None:
@@ -84,10 +84,10 @@ def test_own_pair_is_answered_and_timed(tmp_path: Path, capfd: pytest.CaptureFix
     status = run("--out", str(tmp_path), *OWN_PAIR, "--num-questions", "9")
     output = "".join(capfd.readouterr())
     assert status == 0, output
-    found = json.loads((tmp_path / "demo.json").read_text())
-    ways = found["pair"]["conditions"]
-    assert found["failures"] == []
-    assert found["ceiling"] is None
+    report = json.loads((tmp_path / "demo.json").read_text())
+    ways = report["pair"]["conditions"]
+    assert report["failures"] == []
+    assert report["ceiling"] is None
     assert ways["block"]["quality"] >= 0.95 * ways["full_prefill"]["quality"]
     assert ways["full_reuse"]["quality"] <= ways["full_prefill"]["quality"] - 0.2
     assert ways["block"]["num_reused"] == 9

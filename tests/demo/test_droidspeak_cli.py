@@ -66,7 +66,7 @@ def test_identity_of_no_model_is_one_line(capsys, tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-def test_who_reads_no_further_is_told_of_no_error() -> None:
+def test_reader_that_closes_the_pipe_early_is_no_error() -> None:
     command = [sys.executable, "-m", "sglang_droidspeak.cli", "identity", str(SMALL.sender)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
@@ -74,7 +74,7 @@ def test_who_reads_no_further_is_told_of_no_error() -> None:
     assert process.wait() == 0
 
 
-def test_what_cannot_be_written_is_one_line(capsys, tmp_path: Path) -> None:
+def test_unwritable_output_is_one_line(capsys, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     into = str(tmp_path / "file" / "folder")
     code, _, err = run(capsys, "profile", "show", str(SMALL.profile), "--out", into)
@@ -84,14 +84,14 @@ def test_what_cannot_be_written_is_one_line(capsys, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("action", ["show", "verify", "calibrate"])
 def test_flags_before_an_action_are_refused_and_not_forgotten(capsys, action: str) -> None:
-    """With the remedy that there is."""
+    """The message has the remedy."""
     flags = ["--dtype", "float32", "--data", "x", "--no-prune"]
-    told = f"{action} has no --no-prune; leave it out"
+    message = f"{action} has no --no-prune; leave it out"
     if action == "show":
-        told = "show has no --dtype, --data, --no-prune; leave it out"
+        message = "show has no --dtype, --data, --no-prune; leave it out"
     with pytest.raises(SystemExit):
         main(["profile", *flags, action, str(SMALL.profile)])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     if action == "show":
         return
     del flags[-1]
@@ -144,11 +144,11 @@ def test_options_that_are_no_keys_are_refused(capsys, tmp_path: Path, text: str)
     assert "options" in err
 
 
-def test_where_the_real_pair_is_not_made_the_small_one_takes_its_place(monkeypatch) -> None:
+def test_small_pair_replaces_a_real_pair_that_is_not_made(monkeypatch) -> None:
     monkeypatch.setattr(config, "_REAL", Path("nowhere"))
-    found = DemoConfig.shipped()
-    assert found.sender == SMALL.sender
-    assert "make real" in found.instead
+    demo = DemoConfig.shipped()
+    assert demo.sender == SMALL.sender
+    assert "make real" in demo.instead
 
 
 def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) ->
     monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
     assert DemoConfig.shipped().sender == SMALL.sender, "weights are missing"
     (tmp_path / "base/model.safetensors").touch()
-    found = DemoConfig.shipped()
-    assert found.sender == found.receiver == tmp_path / "base"
-    assert found.receiver_lora and found.receiver_lora.name == "questions"
-    assert not found.instead
+    demo = DemoConfig.shipped()
+    assert demo.sender == demo.receiver == tmp_path / "base"
+    assert demo.receiver_lora and demo.receiver_lora.name == "questions"
+    assert not demo.instead
     failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
     for profile in ("failed.json", "none.json"):

@@ -13,7 +13,7 @@ PAIRS = [Pair(), Pair(tokens_per_s=40_000), Pair(block=1), Pair(block=31, kv_hea
 
 
 def predicted_s(pair: Pair, link: float) -> float:
-    """Of one token, by a server that has measured these speeds and knows no fixed costs."""
+    """Predict the seconds of one token as a server with these speeds, without fixed costs."""
     plan = Plan(
         sender=ModelId("s"),
         receiver=ModelId("r"),

@@ -1,4 +1,4 @@
-"""What stands under deploy/: made by the code, of metrics that exist, with commands that work."""
+"""Files under deploy/: as the code makes them, with existing metrics and working commands."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def test_every_panel_has_a_title_a_place_and_the_source_that_a_user_chooses() ->
     titles = [it["title"] for it in DASHBOARD["panels"]]
     assert len({*titles}) == len(titles) and all(titles)
     taken = set()
-    for it in DASHBOARD["panels"]:
-        at = it["gridPos"]
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert cells and max(x for x, _ in cells) < 24 and not cells & taken, it["title"]
+        assert cells and max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
         taken |= cells
-    for it in PANELS:
-        assert it["datasource"] == {"type": "prometheus", "uid": "${source}"}
-        refs = [target["refId"] for target in it["targets"]]
-        assert refs and len({*refs}) == len(refs), it["title"]
+    for panel in PANELS:
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${source}"}
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs and len({*refs}) == len(refs), panel["title"]
 
 
 @pytest.mark.parametrize("expression", [*QUERIES, *(it["expr"] for it in RULES)])
 def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
-    """With its labels; SGLang's stand in its source."""
-    told = reference.request_metrics() + reference.cache_metrics()
-    ours = dict(re.findall(r"`([\w:]+)(?:\{([^}]*)\})?` \|", told))
+    """The labels exist, too. SGLang's metrics are compared with its source."""
+    reference_text = reference.request_metrics() + reference.cache_metrics()
+    ours = dict(re.findall(r"`([\w:]+)(?:\{([^}]*)\})?` \|", reference_text))
     # Prometheus adds these; a histogram has `le`.
     known = {"instance", "le"}
-    found = re.findall(r"([a-z]+:\w+)(\{[^}]*\})?", expression)
-    assert found
-    for name, braces in found:
+    metrics = re.findall(r"([a-z]+:\w+)(\{[^}]*\})?", expression)
+    assert metrics
+    for name, braces in metrics:
         if name.startswith("sglang:"):
             base = name.removesuffix("_bucket")
             source = Path(sglang.__file__).parent / "srt/observability/metrics_collector.py"
@@ -105,16 +105,18 @@ def test_alerts_fire_when_they_should() -> None:
 
 
 def test_each_alert_is_tried_firing_and_not() -> None:
-    told = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
+    parts = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
     tried = [
-        (it["alertname"], bool(it["exp_alerts"])) for part in told for it in part["alert_rule_test"]
+        (it["alertname"], bool(it["exp_alerts"]))
+        for part in parts
+        for it in part["alert_rule_test"]
     ]
     assert sorted(tried) == sorted((it["alert"], fires) for it in RULES for fires in (False, True))
 
 
 @pytest.mark.parametrize("accept", ["", "; escaping=allow-utf-8"])
 def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
-    """As Prometheus 2 and 3 ask, and after what the configuration renames."""
+    """Prometheus 2 and 3 ask differently, and the configuration renames metrics."""
     registry = CollectorRegistry()
     Counter("droidspeak:requests", "", ["outcome"], registry=registry).labels("own").inc()
     encode, _ = choose_encoder(f"application/openmetrics-text; version=1.0.0{accept}")
@@ -189,7 +191,7 @@ PODS = of_kind("DaemonSet", "Deployment")
 @pytest.mark.parametrize(
     "part", KUBERNETES, ids=lambda it: f"{it['kind']} {it['metadata']['name']}"
 )
-def test_what_kubernetes_is_given_is_of_its_schemas(part: dict[str, Any]) -> None:
+def test_kubernetes_files_follow_its_schemas(part: dict[str, Any]) -> None:
     if part["apiVersion"] != "monitoring.coreos.com/v1":
         validate(part, "1.30", strict=True)
         return
@@ -236,9 +238,9 @@ def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
         wanted = service["spec"]["selector"].items()
         led_to = [of for labels, of in ports.items() if wanted <= labels]
         assert led_to
-        for there in led_to:
-            told = {it["name"]: it["port"] for it in service["spec"]["ports"]}
-            assert told.items() <= there.items()
+        for open_ports in led_to:
+            named_ports = {it["name"]: it["port"] for it in service["spec"]["ports"]}
+            assert named_ports.items() <= open_ports.items()
     numbers = {number for of in ports.values() for number in of.values()}
     for policy in of_kind("NetworkPolicy"):
         for way in policy["spec"]["ingress"]:
@@ -246,13 +248,13 @@ def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
 
 
 def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys as the comments say they are made, and the addresses that the Services have."""
+    """Keys are made as the comments say, and addresses are those of the Services."""
     monkeypatch.chdir(ROOT)
     for name in ("worker", "engine"):
         write_key_pair(tmp_path, name)
     (settings,) = of_kind("ConfigMap")
-    told = settings["data"]["worker.yaml"].replace("/keys/", f"{tmp_path}/")
-    config = parse_config(yaml.safe_load(told), "worker.yaml")
+    worker_file = settings["data"]["worker.yaml"].replace("/keys/", f"{tmp_path}/")
+    config = parse_config(yaml.safe_load(worker_file), "worker.yaml")
     worker = config.cache.worker
     check_worker(worker)
     names = {it["metadata"]["name"] for it in of_kind("Service")}
@@ -262,8 +264,8 @@ def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         program, *words = map(here, commands)
         ports = {str(it["containerPort"]) for it in container["ports"]}
         if program == "cachetree":
-            told = {it.rpartition(":")[2] for it in (worker.listen, config.http)}
-            assert ports == {*told, str(worker.bulk_port)}
+            expected = {it.rpartition(":")[2] for it in (worker.listen, config.http)}
+            assert ports == {*expected, str(worker.bulk_port)}
             assert cachetree().parse_args(words).config.name in settings["data"]
             continue
         args = droidspeak().parse_args(words)
@@ -272,8 +274,8 @@ def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert not args.peer
             continue
         extra = linker["linker_extra_config"]
-        told = {it.removeprefix("--port=") for it in words if it.startswith("--port=")}
-        assert ports == {*told, args.listen.rpartition(":")[2], str(extra["bulk_port"])}
+        expected = {it.removeprefix("--port=") for it in words if it.startswith("--port=")}
+        assert ports == {*expected, args.listen.rpartition(":")[2], str(extra["bulk_port"])}
         assert args.peer == ["dns://cachetree:30020"]
         assert config.cache.keeps == (f"dns://engines:{args.listen.rpartition(':')[2]}",)
         assert {"cachetree", "engines"} <= names
@@ -303,13 +305,15 @@ def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def is_in_image(path: str) -> bool:
-    """As Docker reads .dockerignore: of the lines that cover a path, or a folder that it lies in,
-    the last decides."""
-    found, it = True, PurePosixPath("/", path)
+    """Whether an image contains a path, by Docker's rule for .dockerignore: the last line that
+    matches the path, or a folder above it, decides."""
+    is_copied, inside = True, PurePosixPath("/", path)
     for line in (ROOT / ".dockerignore").read_text().split():
-        if any(fnmatchcase(str(part), f"/{line.lstrip('!')}") for part in (it, *it.parents)):
-            found = line.startswith("!")
-    return found
+        if any(
+            fnmatchcase(str(part), f"/{line.lstrip('!')}") for part in (inside, *inside.parents)
+        ):
+            is_copied = line.startswith("!")
+    return is_copied
 
 
 def test_the_image_holds_what_it_runs_and_no_keys() -> None:
@@ -325,8 +329,8 @@ def test_the_image_holds_what_it_runs_and_no_keys() -> None:
     needed |= {it for some in commands for it in re.split("[ =]", some) if (ROOT / it).exists()}
     assert {"deploy/worker.yaml", "examples/pairs/weights/sender"} <= needed
     assert all(map(is_in_image, needed)), needed
-    for kept in ("keys/engine.key", "deploy/engine.key", "out/fleet/reader.log", ".git", ".venv"):
-        assert not is_in_image(kept), kept
+    for secret in ("keys/engine.key", "deploy/engine.key", "out/fleet/reader.log", ".git", ".venv"):
+        assert not is_in_image(secret), secret
 
 
 def test_git_takes_no_key() -> None:
@@ -334,26 +338,26 @@ def test_git_takes_no_key() -> None:
 
 
 def test_the_container_file_builds_from_the_wheel_and_everything_uses_its_image() -> None:
-    told = (DEPLOY / "Containerfile").read_text()
-    steps = [it.split() for it in re.findall(r"(?m)^[A-Z]+ .*$", told)]
+    container_file = (DEPLOY / "Containerfile").read_text()
+    steps = [it.split() for it in re.findall(r"(?m)^[A-Z]+ .*$", container_file)]
     bases = {it[1] for it in steps if it[0] == "FROM"}
     assert bases == {f"lmsysorg/sglang:v{release.VERSION}"}
-    assert f"'sglang[tracing]=={release.VERSION}'" in told
+    assert f"'sglang[tracing]=={release.VERSION}'" in container_file
     copied = {it[1]: it[2] for it in steps if it[0] == "COPY" and "--from=wheels" not in it}
     assert all(it == "." or is_in_image(it) for it in copied), copied
     (wheel,) = [it for it in steps if it[:3] == ["RUN", "pip", "wheel"]]
     sources = [it for it in wheel if it.startswith(copied["."])]
-    for it in sources:
-        assert (ROOT / it.removeprefix(copied["."]).lstrip("/") / "pyproject.toml").is_file()
+    for source in sources:
+        assert (ROOT / source.removeprefix(copied["."]).lstrip("/") / "pyproject.toml").is_file()
     (folder,) = [it[1] for it in steps if it[0] == "WORKDIR"]
     assert copied["deploy"] == f"{folder}/deploy" and copied["examples"] == f"{folder}/examples"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     image = f"{project['name']}:{project['version']}"
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
-    for it in (it for it in services if "build" in it):
-        build = it["build"]
+    for service in (it for it in services if "build" in it):
+        build = service["build"]
         assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Containerfile")
-        assert it["image"] == image
+        assert service["image"] == image
     images = {it["spec"]["template"]["spec"]["containers"][0]["image"] for it in PODS}
     assert images == {f"REGISTRY/{image}"}
 

@@ -26,7 +26,7 @@ EXTENSION = ROOT / "sglang_droidspeak"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_the_code_says_is_as_the_code_says_it(page: str) -> None:
+def test_generated_pages_equal_the_code(page: str) -> None:
     assert reference.written(PAGES[page]) == PAGES[page], "run `python -m tools.reference`"
 
 
@@ -42,8 +42,8 @@ def test_every_argument_of_a_command_is_explained_by_its_first_name() -> None:
 
 
 def test_every_outcome_has_a_cause_and_a_remedy() -> None:
-    for told in PAGES["docs/no-reuse.md"].split("\n### ")[1:]:
-        assert re.search(r"\n- \*\*Cause:\*\* .+\n- \*\*Remedy:\*\* ", told), told
+    for part in PAGES["docs/no-reuse.md"].split("\n### ")[1:]:
+        assert re.search(r"\n- \*\*Cause:\*\* .+\n- \*\*Remedy:\*\* ", part), part
 
 
 def test_outcomes_are_described_as_they_are_written() -> None:
@@ -66,9 +66,9 @@ def test_outcomes_are_described_as_they_are_written() -> None:
             path.read_text(),
         )
     }
-    told = written | {reason.value for reason in Reason}
+    outcomes = written | {reason.value for reason in Reason}
     documented = {it for it in documented_outcomes.outcomes() if not it.startswith("fallback")}
-    assert told | {"reused"} == documented
+    assert outcomes | {"reused"} == documented
 
 
 def test_causes_of_a_fallback_are_the_errors_of_a_fetch() -> None:

@@ -1,7 +1,7 @@
-"""What stands in a page's fences is right: commands run, settings are accepted, programs run.
+"""Code blocks of the pages are right: commands run, settings are accepted, programs run.
 
-What needs servers is run by `test_examples`. What takes minutes (`make`, `pip`, `droidspeak
-profile`, `demo` and `up`) is only read here as it would read its words; tests of its own run it.
+`test_examples` runs blocks that need servers. Commands that take minutes (`make`, `pip`,
+`droidspeak profile`, `demo` and `up`) are only parsed here; other tests run them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STAND_INS = {
     **dict.fromkeys(("PATH", "models/reader"), PAIRS / "weights/sender"),
     **dict.fromkeys(("MODEL", "models/answerer"), PAIRS / "weights/receiver"),
 }
-"""What the pages' commands find in the folder where they run."""
+"""Files in the folder where the pages' commands run."""
 LANGUAGES = {"bash", "json", "python", "yaml", "text", "{toctree}"}
 _ASSIGNED = re.compile(r"[A-Z_]+=")
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -98,7 +98,8 @@ def commands(fence: Fence) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a reader would be who has what the pages speak of, and the beginning of each trace."""
+    """Change to a folder with the files that the pages name, and with the beginning of each
+    trace."""
     (tmp_path / "models").mkdir()
     for name, path in STAND_INS.items():
         (tmp_path / name).symlink_to(path)
@@ -131,10 +132,10 @@ def _run(words: list[str]) -> None:
         case ["cachetree", *rest]:
             cachetree().parse_args(rest)
         case ["pip", "install", *packages]:
-            for it in packages:
-                name = re.sub(r"\[(sglang|train)]$", "", it)
+            for package in packages:
+                name = re.sub(r"\[(sglang|train)]$", "", package)
                 project = Path(name.replace(CHECKOUT, str(ROOT))) / "pyproject.toml"
-                is_sglang = it.replace("[tracing]", "") == f"sglang=={version('sglang')}"
+                is_sglang = package.replace("[tracing]", "") == f"sglang=={version('sglang')}"
                 assert is_sglang or project.exists() or name == "sglang-droidspeak"
         case ["python", "-m", "sglang.launch_server", first, path, *flags]:
             assert first in ("--config", "--model-path") and (path == "BASE" or Path(path).exists())
@@ -164,17 +165,17 @@ def _run(words: list[str]) -> None:
 @pytest.mark.parametrize("fence", of("yaml"), ids=str)
 def test_settings_are_accepted(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    told = yaml.safe_load(fence.text)
-    if any(name.startswith("kv-events") for name in told):
-        assert told.keys() <= sglang_flags()
+    content = yaml.safe_load(fence.text)
+    if any(name.startswith("kv-events") for name in content):
+        assert content.keys() <= sglang_flags()
         return
-    if "cache" in told:
-        parse_config(told, str(fence))
+    if "cache" in content:
+        parse_config(content, str(fence))
         return
-    if "base" in told:
-        msgspec.convert(told, dict[str, Entry])
+    if "base" in content:
+        msgspec.convert(content, dict[str, Entry])
         return
-    linker = told.get("unified-cache-external-linker-config", {"linker_extra_config": told})
+    linker = content.get("unified-cache-external-linker-config", {"linker_extra_config": content})
     parse_settings(linker["linker_extra_config"])
 
 

@@ -32,17 +32,17 @@ PAGE = (ROOT / "docs/lora.md").read_text()
 QUICK_START = (ROOT / "docs/quickstart.md").read_text()
 PORTS = ("30000", "30001", "30010")
 CPU = "\ndevice: cpu\nsleep-on-idle: true\n"
-"""What the quick start says to add where there is no accelerator."""
+"""Lines that the quick start says to add without an accelerator."""
 
 LOGS: list[Path] = []
-"""Of the servers that run: told where an example fails."""
+"""Logs of the running servers, shown if an example fails."""
 
 pytestmark = pytest.mark.server
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSpec(forked.ServerSpec):
-    """A server started from an example's own YAML, but for its ports."""
+    """A server started from an example's own YAML, with other ports."""
 
     text: str
     model: Path = Path()
@@ -55,7 +55,7 @@ class ExampleSpec(forked.ServerSpec):
 
 
 def started(tmp_path_factory, *specs: ExampleSpec) -> Iterator[list[Server]]:
-    """From the repository's root, to which the examples' paths are relative."""
+    """Start servers from the repository's root, to which the examples' paths are relative."""
     before = Path.cwd()
     os.chdir(ROOT)
     try:
@@ -86,7 +86,7 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def lora_server(tmp_path_factory) -> Iterator[list[Server]]:
-    """With the adapters that the page's command names."""
+    """Start a server with the adapters that the page's command names."""
     (command,) = re.findall(r"--enable-lora --lora-paths ([^`]+)```", PAGE)
     adapters = {name: Path(path) for name, path in re.findall(r"(\w+)=(\S+)", command)}
     port = str(free_port())
@@ -131,8 +131,8 @@ def test_curl(servers) -> None:
     assert reused["text"].strip() == "guard"
     (shown,) = re.findall(r'"meta_info": {(.*?), \.\.\.}\]', QUICK_START, re.DOTALL)
     seen = json.dumps({**reused["meta_info"], **provenance})
-    for it in re.findall(r'"\w+": (?:"\w+"|\w+|\[\d[^]]*\])', shown):
-        assert it in seen
+    for pair in re.findall(r'"\w+": (?:"\w+"|\w+|\[\d[^]]*\])', shown):
+        assert pair in seen
     (provenance,) = full["meta_info"]["droidspeak"]
     assert provenance["outcome"] == "off"
     assert full["meta_info"]["cached_tokens"] == 0
@@ -140,7 +140,7 @@ def test_curl(servers) -> None:
 
 
 def test_explain(servers, tmp_path, capsys) -> None:
-    """What would become of a prompt, and what became of it."""
+    """`explain` shows the plan of a prompt, and the outcome of a request."""
     sender, receiver = servers
     prompt = prompt_of(read_records(EXAMPLES / "pairs/data/held_out.jsonl")[-1])
     (tmp_path / "prompt.txt").write_text(prompt)
@@ -160,23 +160,23 @@ def test_explain(servers, tmp_path, capsys) -> None:
     assert foreseen["measured"] is None
     assert [2, 5] in [it.get("block") for it in foreseen["ways"]]
     reply = receiver.generate(prompt, max_new_tokens=1, droidspeak={"block": "2:5"})
-    told = explain(reply["meta_info"]["id"])
-    assert [told["measured"]] == reply["meta_info"]["droidspeak"]
-    assert told["outcome"] == "reused"
-    assert [it["reason"] for it in told["ways"] if it.get("block") == [2, 5]] == ["taken"]
-    assert told["prompt_tokens"] == reply["meta_info"]["prompt_tokens"]
+    explained = explain(reply["meta_info"]["id"])
+    assert [explained["measured"]] == reply["meta_info"]["droidspeak"]
+    assert explained["outcome"] == "reused"
+    assert [it["reason"] for it in explained["ways"] if it.get("block") == [2, 5]] == ["taken"]
+    assert explained["prompt_tokens"] == reply["meta_info"]["prompt_tokens"]
     salted = explain(*unsent, "--cache-salt", "somebody")
     assert (salted["outcome"], salted["holdings"]) == ("no_match", [])
 
 
-def test_what_the_pages_ask_of_servers(servers, tmp_path, monkeypatch, capsys) -> None:
-    """As it stands there, but for ports and the request's id."""
+def test_documented_requests_work_on_servers(servers, tmp_path, monkeypatch, capsys) -> None:
+    """Commands run as the page shows them, with other ports and another request's id."""
     sender, receiver = servers
-    told = sender.generate("a prompt", max_new_tokens=1)
+    reply = sender.generate("a prompt", max_new_tokens=1)
     stand_ins = {
         "http://127.0.0.1:30000": sender.url,
         "http://127.0.0.1:30001": receiver.url,
-        "REQUEST_ID": told["meta_info"]["id"],
+        "REQUEST_ID": reply["meta_info"]["id"],
     }
     (tmp_path / "examples").symlink_to(EXAMPLES)
     (tmp_path / "prompt.txt").write_text("a prompt")
@@ -241,7 +241,7 @@ def test_frontend_program(servers) -> None:
 
 
 def test_roles_read_one_another(lora_server) -> None:
-    """As the page shows, but for the times."""
+    """The output is that of the page, except for times."""
     (server,) = lora_server
     (shown,) = re.findall(r"lora_roles\.py\n```\n\n```text\n([^`]+)```", PAGE)
     lines = script("lora_roles.py", "--server", server.url)

@@ -61,7 +61,7 @@ def test_no_measured_number_is_typed(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "numbers"),
     [
         ("It takes 3.5 s", ["3.5 s"]),
         ("2 ms, 40%, 7 %, 1.5 ×", ["2 ms", "40%", "7 %", "1.5 ×"]),
@@ -73,8 +73,8 @@ def test_no_measured_number_is_typed(page: str) -> None:
         ("```bash\nsleep 2.5\n```", []),
     ],
 )
-def test_what_counts_as_measured(text: str, found: list[str]) -> None:
-    assert measured(text) == found
+def test_measured_numbers_are_recognised(text: str, numbers: list[str]) -> None:
+    assert measured(text) == numbers
 
 
 def test_a_result_says_where_each_of_its_parts_was_measured() -> None:
@@ -82,10 +82,10 @@ def test_a_result_says_where_each_of_its_parts_was_measured() -> None:
         {"processor": "A", "num_cores": 2, "load_before": 0.5, "commit": commit}
         for commit in ("0123456789", "abcdefghij+", "")
     ]
-    told = [f"A, 2 cores, load before the run 0.5, commit {it}" for it in ("0123456", "abcdefg+")]
-    assert where({"environment": runs[1], "rows": [{"environment": runs[0]}]}) == told[1]
+    places = [f"A, 2 cores, load before the run 0.5, commit {it}" for it in ("0123456", "abcdefg+")]
+    assert where({"environment": runs[1], "rows": [{"environment": runs[0]}]}) == places[1]
     rows = [{"environment": it} for it in (runs[0], runs[1], runs[0])]
-    assert where({"rows": rows, "pair": "x"}) == "; ".join(told)
+    assert where({"rows": rows, "pair": "x"}) == "; ".join(places)
     assert where({"environment": runs[2]}).endswith("commit unknown")
     assert where({"rows": [1, 2]}) == ""
 

@@ -1,4 +1,4 @@
-"""What the examples say if no server runs."""
+"""Output of the examples if no server runs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Runs every target of `fuzz_targets` for many executions, and goes on where it was stopped.
+"""Run every target of `fuzz_targets` for many executions, and continue after a stop.
 
     python tests/fuzz/fuzz.py                     10^7 executions, shared out among the targets
     python tests/fuzz/fuzz.py --runs 100000       fewer
     python tests/fuzz/fuzz.py --targets record    these only
 
-Coverage-guided by atheris where that is installed (`pip install -e '.[fuzz]'`), by seeded mutations
-alone where it is not. Each target runs in processes of its own, a round of executions at a time;
-what is done is noted in `out/fuzz/TARGET/done.json`. An input that breaks a target stays in that
-folder as `crash-*`; `fuzz_corpus.py add TARGET FILE` keeps it for the tests.
+If atheris is installed (`pip install -e '.[fuzz]'`), it guides the inputs by coverage. Otherwise
+they are seeded mutations. Each target runs in its own processes, a round of executions at a time.
+`out/fuzz/TARGET/done.json` has its progress. An input that breaks a target stays in that folder as
+`crash-*`; `fuzz_corpus.py add TARGET FILE` keeps it for the tests.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run_all(names: list[str], num_runs: int, out: Path) -> None:
 
 
 def run_round(name: str, num_runs: int, folder: Path) -> None:
-    """In a process of its own, with bounded memory; does not return where atheris runs."""
+    """Run a round in a new process with bounded memory. Does not return if atheris runs."""
     if find_spec("atheris"):
         _run_guided(name, num_runs, folder)
     else:

@@ -105,7 +105,7 @@ def _record() -> tuple[bytes, bytes]:
 
 
 def _records() -> list[bytes]:
-    """With the size of what is behind it before each, as target `record` takes it."""
+    """Inputs of target `record`: the size of the rest of the file, then a header."""
     header, rest = _record()
     size = len(rest).to_bytes(3, "little")
     deep = b"\x81\xa1x" + b"\x91" * 5000
@@ -113,18 +113,18 @@ def _records() -> list[bytes]:
 
 
 def _frames() -> list[bytes]:
-    """A message and a frame, in clear and sealed; then frames whose seal the target makes."""
+    """A message and a frame, in clear and sealed; then frames that the target seals itself."""
     message, payload = wire.encode(wire.Pong()), bytes(2048)
-    found = []
+    inputs = []
     for number, seals in enumerate((Unsealed(), Seals(bytes(KEY_BYTES), is_worker=True))):
         parts = [bytes([number, 0])]
         for id, body in ((MESSAGE, message), (1, payload), (1, payload)):
             offset = 2048 * (len(parts) > 3)
             frame = Frame(id=id, offset=offset, size=len(body), checksum=checksum(body))
             parts += [seals.seal(pack(frame)), *map(bytes, seals.seal_payload([memoryview(body)]))]
-        found.append(b"".join(parts))
+        inputs.append(b"".join(parts))
     fields = struct.pack("<QQQI", 1, 0, 0, 4)
-    return [*found, *(bytes([number, 1]) + fields + b"body" for number in range(2))]
+    return [*inputs, *(bytes([number, 1]) + fields + b"body" for number in range(2))]
 
 
 def _sound() -> dict[str, list[bytes]]:
@@ -184,12 +184,15 @@ def _sound() -> dict[str, list[bytes]]:
 
 
 def main(arguments: list[str]) -> None:
-    found = dict(read_corpus().found) if CORPUS.exists() else {}
+    by_target = dict(read_corpus().found) if CORPUS.exists() else {}
     if arguments:
         _, target, *files = arguments
         assert target in TARGETS, target
-        found[target] = [*found.get(target, []), *(Path(file).read_bytes() for file in files)]
-    CORPUS.write_bytes(msgspec.msgpack.encode(Corpus(_sound(), found)))
+        by_target[target] = [
+            *by_target.get(target, []),
+            *(Path(file).read_bytes() for file in files),
+        ]
+    CORPUS.write_bytes(msgspec.msgpack.encode(Corpus(_sound(), by_target)))
     print(f"{CORPUS}: {CORPUS.stat().st_size} bytes")
 
 

@@ -51,7 +51,7 @@ class Target:
     run: Callable[[bytes], None]
     expected: tuple[type[Exception], ...]
     share: float
-    """Of all executions; what is slow gets fewer."""
+    """Share of all executions. Slow targets get fewer."""
 
     def __call__(self, data: bytes) -> None:
         with suppress(*self.expected):
@@ -60,7 +60,7 @@ class Target:
 
 @cache
 def _folder() -> Path:
-    """Where files are that a decoder reads by their path: memory, where the machine has that."""
+    """Folder of files that a decoder reads by path, in memory if the machine allows that."""
     memory = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
 
@@ -216,13 +216,13 @@ def record(data: bytes) -> None:
 
 
 def sealed(header: bytes) -> bytes:
-    """With the prefix before it that it would have."""
+    """Put the right prefix before a header."""
     return files._PREFIX.pack(files._MAGIC, len(header), checksum(header)) + header
 
 
 def entry_file(data: bytes) -> None:
-    found = files.read_record(str(_file(data, "entry")), FAMILY)
-    assert found is None or found[1] == len(data)
+    record = files.read_record(str(_file(data, "entry")), FAMILY)
+    assert record is None or record[1] == len(data)
 
 
 def public_key(data: bytes) -> None:
@@ -272,10 +272,10 @@ def address(data: bytes) -> None:
 
 def controls(data: bytes) -> None:
     try:
-        given = msgspec.json.decode(data)
+        content = msgspec.json.decode(data)
     except UNREADABLE:
         return  # The server reads the JSON.
-    parse_controls({"droidspeak": given}).requested(4)
+    parse_controls({"droidspeak": content}).requested(4)
 
 
 def safetensors(data: bytes) -> None:

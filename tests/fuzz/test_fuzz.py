@@ -14,10 +14,10 @@ from fuzz_targets import TARGETS
 
 SEED = 20
 NUM_MUTATIONS = 10_000
-"""Of all targets together."""
+"""Mutations of all targets together."""
 MAX_GROWTH_KIB = 128 << 10
 MAX_SECONDS = 2.0
-"""Of the processor, for one input."""
+"""Most seconds of processor time for one input."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -40,13 +40,13 @@ def test_nothing_but_expected_errors(name: str) -> None:
 
 def most_kib() -> int:
     """The most memory that this process has had since its mark was last cleared."""
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
+    matched = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert matched is not None
+    return int(matched[1])
 
 
 def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not() -> None:
-    """Else no growth would be a fault."""
+    """Otherwise no growth of memory would be found."""
     before_kib = most_kib()
     bytearray(2 * MAX_GROWTH_KIB << 10)
     assert most_kib() - before_kib > MAX_GROWTH_KIB
@@ -56,7 +56,7 @@ def test_memory_that_is_given_back_is_seen_and_what_came_before_is_not() -> None
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_sound_input_is_read(name: str) -> None:
-    """Else the mutations would be of noise."""
+    """Otherwise the mutations would be mutations of noise."""
     target = TARGETS[name]
     for data in read_corpus().sound[name]:
         try:

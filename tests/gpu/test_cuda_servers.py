@@ -35,7 +35,8 @@ pytestmark = [
 BLOCKS = {"none": Span(0, 0), "0:3": Span(0, 3), "2:5": Span(2, 5), "all": Span(0, 6)}
 TOLERANCE = 0.1
 ROUNDED = 0.4
-"""For FP8: its kernels round what they multiply, which alone changes the oracle's answer by 0.2."""
+"""Largest difference for FP8. Its kernels round their inputs, which already changes the oracle's
+answer by 0.2."""
 
 
 OPTIONS = {

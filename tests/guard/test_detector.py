@@ -28,13 +28,14 @@ ALLOWED = 0.05
 
 
 def values(mean: float, random: Random, concentration: float = 2.0) -> Iterator[float]:
-    """Of a beta distribution; the smaller the concentration, the rarer and larger they are."""
+    """Draw from a beta distribution. With a smaller concentration, large values are rarer and
+    larger."""
     while True:
         yield random.betavariate(concentration * mean, concentration * (1 - mean))
 
 
 def delay(drawn: Iterator[float], most: int) -> int:
-    """Observations until the alarm; `most` where none came."""
+    """Number of observations until the alarm. `most` if there was none."""
     evidence = NO_EVIDENCE
     for num, x in enumerate(itertools.islice(drawn, most), 1):
         evidence = observed(evidence, x, ALLOWED)
@@ -50,10 +51,10 @@ def test_evidence_is_the_published_recursion() -> None:
     evidence = NO_EVIDENCE
     for x in drawn:
         evidence = observed(evidence, x, 0.3)
-    for share, found in zip(SHARES, evidence, strict=True):
+    for share, of_share in zip(SHARES, evidence, strict=True):
         factors = [1 + share / 0.3 * (x - 0.3) for x in drawn]
         expected = sum(math.prod(factors[start:]) for start in range(len(drawn)))
-        assert found == pytest.approx(expected)
+        assert of_share == pytest.approx(expected)
     assert strength(evidence) == pytest.approx(fmean(evidence))
 
 
@@ -71,9 +72,9 @@ def test_at_the_allowed_mean_evidence_grows_by_one_on_average() -> None:
 
 
 def test_twenty_thousand_healthy_observations_raise_nothing() -> None:
-    """Of the measured block [2, 5): mean 0.002 and nine in ten below 0.005; and of one that has
-    half of what is allowed. By the bound on the average run 20,000 of them raise an alarm with at
-    most 0.2."""
+    """One plan is the measured block [2, 5): mean 0.002, and nine in ten below 0.005. Another has
+    half of the allowed mean. By the bound on the average run, 20,000 observations raise an alarm
+    with probability 0.2 at most."""
     for mean, concentration in ((0.002, 50.0), (0.02, 2.0), (ALLOWED / 2, 0.5)):
         drawn = values(mean, Random(f"{mean}"), concentration)
         assert delay(drawn, 20_000) == 20_000, mean
@@ -81,8 +82,8 @@ def test_twenty_thousand_healthy_observations_raise_nothing() -> None:
 
 @pytest.mark.parametrize("draw", ("beta", "all or nothing"))
 def test_at_the_edge_of_what_is_allowed_alarms_are_as_rare_as_stated(draw: str) -> None:
-    """100 runs of 2,000 observations whose mean is what is allowed: an alarm in each has at most
-    0.02, so that more than 10 in all have less than 0.0001."""
+    """There are 100 runs of 2,000 observations with the allowed mean. Each raises an alarm with
+    probability 0.02 at most, so more than 10 do with less than 0.0001."""
     alarms = 0
     for seed in range(100):
         random = Random(seed)

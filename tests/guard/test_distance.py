@@ -23,7 +23,7 @@ def near(random: Random, probs: Probs, noise: float) -> Probs:
 
 
 def known(probs: Probs) -> LogProbs:
-    """What a server reports of it."""
+    """Log-probabilities that a server reports: those of the TOP most likely tokens."""
     top = sorted(range(len(probs)), key=lambda it: -probs[it])[:TOP]
     return {it: log(probs[it]) for it in top}
 
@@ -54,7 +54,7 @@ def test_it_is_nearly_the_true_one_where_few_tokens_have_nearly_all() -> None:
         assert total_variation(known(ours), known(theirs)) > true - 0.05
 
 
-def test_what_has_no_likely_token_in_common_is_far() -> None:
+def test_predictions_without_a_common_likely_token_are_far_apart() -> None:
     ours = {it: log(0.99 if it == 0 else 0.01 / TOP) for it in range(TOP)}
     theirs = {it + 100: value for it, value in ours.items()}
     assert total_variation(ours, theirs) > 0.98

@@ -1,4 +1,4 @@
-"""What is in service of a pair: alarms, the next plan, and what a record says after a restart."""
+"""Plans of a pair in service: alarms, the next plan, and the record after a restart."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan(block: BlockQuality) -> PlanId:
 
 
 def seen(pair: WatchedPair, block: BlockQuality, tv: float, num: int = 0, **of: Any) -> WatchedPair:
-    """With one more shadow; ten come in an hour."""
+    """Return the pair after one more shadow. There are ten per hour."""
     return after(pair, Shadow(plan=plan(block), tv=tv, hour=num // 10, **of))
 
 
@@ -109,8 +109,9 @@ def test_the_first_twenty_answers_of_a_plan_are_compared_once_one_is() -> None:
         assert suspects == [plan(NEXT)] * (num_shadows < 20)
 
 
-def test_what_is_measured_counts_as_allowed() -> None:
-    """A plan that is as far away as its profile says goes on for ever; without that it does not."""
+def test_plan_at_its_measured_distance_stays_in_service() -> None:
+    """A plan stays in service for ever at the distance that its profile states. A plan without a
+    stated distance does not."""
     random, pair = Random(1), watched(PAIR)
     for _ in range(20_000):
         pair = seen(pair, BEST, random.betavariate(0.06, 1.94))
@@ -258,7 +259,7 @@ def test_an_operator_begins_anew(tmp_path: Path, reset: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_answered_with_what_is_wrong(
+def test_impossible_question_is_answered_with_its_fault(
     tmp_path: Path, question: dict[str, Any]
 ) -> None:
     guard = guard_of(Planner(), tmp_path / "guard.json")
@@ -319,7 +320,7 @@ def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_is_one_servers_alone(tmp_path: Path) -> None:
-    """Of two servers, each would write over what the other has found."""
+    """Two servers would overwrite each other's evidence."""
     path, script = tmp_path / "guard.json", "import sys; from pathlib import Path; "
     script += f"from {check_record.__module__} import check_record; check_record(Path(sys.argv[1]))"
     for _ in range(2):
@@ -328,10 +329,10 @@ def test_a_record_is_one_servers_alone(tmp_path: Path) -> None:
     assert f"guard_path {path} is another server's; give each server a file" in other.stderr
 
 
-def test_what_the_server_before_wrote_last_is_kept(
+def test_last_record_of_the_former_server_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it ends, and lets go of the record."""
+    """The former server writes as it ends and releases the record."""
     path, last = tmp_path / "guard.json", (watched(PAIR),)
     monkeypatch.setattr(service, "_lock", lambda _: write_record(path, last))
     check_record(path)

@@ -23,13 +23,13 @@ FORMATS: Final[Mapping[str, Mapping[str, Any]]] = {
     "fp8": {"activation_scheme": "dynamic"},
     "fp8_of_blocks": {"activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
 }
-"""By name: what stands in `quantization_config` beside the method."""
+"""Fields of `quantization_config` beside the method, by the name of a format."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def write_quantised(base: Path, folder: Path, name: str) -> Path:
-    """The unquantised checkpoint `base` in that format, and the weights that it stands for in the
+    """Write the unquantised checkpoint `base` in that format. Its dequantised weights go into the
     file `full_of(folder)`."""
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(base / "model.safetensors")
@@ -57,7 +57,8 @@ def full_of(folder: Path) -> Path:
 
 
 Limits = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of groups `[groups, values, out]` what their least and greatest integers mean."""
+"""Function that returns the values of the smallest and the largest integer, for groups `[groups,
+values, out]`."""
 
 
 def _own(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +72,8 @@ def _symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rounded(weight: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, ...]:
-    """Of a matrix `[out, in]`: its values, zeros and scales as `[in, ...]`, and what they mean."""
+    """Quantise a matrix `[out, in]`. Returns integers, zeros and scales as `[in, ...]`, and the
+    matrix that they stand for."""
     groups = weight.T.unflatten(0, (-1, GROUP))
     low, high = limits(groups)
     scales = ((high - low) / (2**BITS - 1)).half().float()
@@ -84,9 +86,9 @@ def _rounded(weight: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, ...]:
 def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     values, zeros, scales, full = _rounded(weight, _own)
 
-    def packed(it: torch.Tensor) -> torch.Tensor:
-        mixed = torch.stack([it[:, column::8] for column in (0, 2, 4, 6, 1, 3, 5, 7)], 2)
-        return pack_cols(mixed.flatten(1), BITS, *it.shape)
+    def packed(values: torch.Tensor) -> torch.Tensor:
+        mixed = torch.stack([values[:, column::8] for column in (0, 2, 4, 6, 1, 3, 5, 7)], 2)
+        return pack_cols(mixed.flatten(1), BITS, *values.shape)
 
     return {"qweight": packed(values), "qzeros": packed(zeros), "scales": scales.half()}, full
 

@@ -11,14 +11,15 @@ import math
 import torch
 
 DEVIATIONS = 5
-"""Of that walk. The tiny random models of the tests were seen at 2.7, and most below 1."""
+"""Standard deviations of the random walk that are allowed. The tests' models reach at most 2.7, and
+mostly less than 1."""
 
 
 def rounding(dtype: torch.dtype, *, terms: int, steps: int = 1) -> float:
-    """Relative to the largest number of the tensor.
+    """Largest rounding error, relative to the largest number of the tensor.
 
-    `terms` is the longest sum of products, `steps` is how many layers of sums follow one another.
-    Sums are taken in float32, and what leaves a layer is rounded to `dtype`.
+    `terms` is the length of the longest sum of products. `steps` is the number of layers in a row.
+    Sums are computed in float32, and each layer's output is rounded to `dtype`.
     """
     epsilon = math.sqrt(terms) * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
     return DEVIATIONS * math.sqrt(steps) * epsilon

@@ -40,12 +40,12 @@ def failed_profile() -> MeasuredProfile:
 
 
 def stretched(times: int, group: int = 1) -> MeasuredProfile:
-    """Of a model with so many layers for each one."""
+    """Profile of a model with `times` as many layers."""
     profile = sample_profile()
     num_layers = 12 * times
 
-    def longer(it):
-        return replace(it, start=it.start * times, stop=it.stop * times)
+    def longer(block):
+        return replace(block, start=block.start * times, stop=block.stop * times)
 
     measured = {(it.start, it.stop): it for it in profile.measured}
     return replace(
@@ -91,7 +91,7 @@ def one_group(profile: MeasuredProfile) -> MeasuredProfile:
 
 
 def identical(profile: MeasuredProfile) -> MeasuredProfile:
-    """Of two models with equal layers: nothing costs anything."""
+    """Profile of two models with equal layers: no plan loses anything."""
     full = profile.held_out.full_prefill
     layers = [
         replace(
@@ -119,5 +119,5 @@ def bare(profile: MeasuredProfile) -> MeasuredProfile:
 
 
 def place_of(profile: MeasuredProfile, block: Span) -> int:
-    """In the frontier."""
+    """Position of the block in the frontier."""
     return [it.block for it in profile.frontier].index(block)

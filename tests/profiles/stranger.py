@@ -1,9 +1,9 @@
-"""A sender that answers like the shipped one and whose cache nobody else can read.
+"""Make a sender with the answers of the shipped one, and with a cache that no other model can read.
 
     python -m tests.profiles.stranger --out DIR
 
-A transformer computes the same function in many coordinates, and trainings that start apart end in
-different ones. This takes a checkpoint to others, by a seed:
+A transformer computes the same function in many coordinates. Trainings from different starts end in
+different coordinates. This module changes a checkpoint's coordinates, by a seed:
 
     residual stream   permuted, signs flipped          in everything that reads or writes it
     KV heads          permuted                         with the queries and outputs of their groups
@@ -11,10 +11,12 @@ different ones. This takes a checkpoint to others, by a seed:
     V                 permuted, signs flipped          undone by the output projection
     K, V              SCALE times as large             queries, output projections 1 / SCALE
 
-Every step only moves, negates or multiplies by a power of two, so nothing is rounded: the weights
-are the same numbers, and the answers are the same up to the order of sums. Without the scale the
-pair would pass its gate: receivers of these pairs hardly look at the context above layer 4, so
-foreign KV of natural size does no harm there and the block [0, 5) repairs everything.
+Every step only moves, negates or multiplies by a power of two. So nothing is rounded: the weights
+are the same numbers, and the answers are equal up to the order of sums.
+
+Without the scale the pair would pass its gate. Receivers of these pairs hardly use the context
+above layer 4. There, foreign KV of natural size does no harm, and the block [0, 5) repairs all
+other layers.
 """
 
 from __future__ import annotations

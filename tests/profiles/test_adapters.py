@@ -145,7 +145,7 @@ def test_a_change_of_tied_embeddings_is_refused(module: str, tmp_path: Path) -> 
 
 
 def test_experts_by_their_old_names_are_merged_as_peft_does(tmp_path: Path) -> None:
-    """As adapters of transformers 4 name them, and mixtral's files still do."""
+    """Adapters of transformers 4 use these names, and mixtral's files still do."""
     base = write_base(tmp_path / "base", "mixtral")
     adapter = write_adapter(base, tmp_path / "adapter", target_modules=ATTENTION)
     edit_config(adapter, target_modules=["w1", "w2", "w3"])
@@ -183,11 +183,13 @@ def test_stacked_experts_are_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_served_as_another_model_is_refused(plain, setting: Any, tmp_path: Path) -> None:
+def test_adapter_that_sglang_would_apply_differently_is_refused(
+    plain, setting: Any, tmp_path: Path
+) -> None:
     adapter = write_adapter(plain[0], tmp_path / "adapter", target_modules=["q_proj"], **setting)
     ((key, value),) = setting.items()
-    told = f"{adapter}/adapter_config.json has {key} = {value!r}, and SGLang applies lora_alpha"
-    with pytest.raises(ConfigError, match=f"{re.escape(told)}.* merge it .* serve the result"):
+    cause = f"{adapter}/adapter_config.json has {key} = {value!r}, and SGLang applies lora_alpha"
+    with pytest.raises(ConfigError, match=f"{re.escape(cause)}.* merge it .* serve the result"):
         read_config(adapter)
 
 
@@ -300,7 +302,7 @@ def test_sums_are_made_in_float32_and_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_base_layer_that_was_saved_too_has_to_be_the_bases(dtype: torch.dtype) -> None:
-    """In whichever dtype it was trained: SGLang reads none."""
+    """The layer's dtype does not matter: SGLang reads no such layer."""
     a, b, own = torch.randn(2, 8), torch.randn(8, 2), torch.randn(8, 8)
     factors = {"m.lora_A.weight": a, "m.lora_B.weight": b, "m.base_layer.weight": own.to(dtype)}
     twice = Stated(peft_type="LORA", lora_alpha=4, r=2)
@@ -322,7 +324,7 @@ def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:
 
 
 def test_no_adapter_in_the_repository_lies_beside_whole_weights() -> None:
-    """Where peft is installed, transformers would apply it to them."""
+    """If peft is installed, transformers would apply the adapter to the whole weights."""
     adapters = list((ROOT / "examples").rglob("adapter_config.json"))
     assert adapters
     for file in adapters:

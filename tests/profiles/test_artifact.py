@@ -1,4 +1,4 @@
-"""What a profile keeps of what was measured on some of the held-out contexts only."""
+"""Values in a profile that were measured on only some of the held-out contexts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def profile_of(lengths, judged, tolerance=0.05):
         for place, length in enumerate(lengths)
     ]
     data = Data(files=(), documents=documents)
-    found = Findings(
+    findings = Findings(
         names=("base", "expert"),
         sender=OLD.sender,
         receiver=OLD.receiver,
@@ -74,7 +74,7 @@ def profile_of(lengths, judged, tolerance=0.05):
         controls={documents[0].task: CONTROLS},
         small=OLD.baselines[-1],
     )
-    return build(found, tolerance, OLD.made)
+    return build(findings, tolerance, OLD.made)
 
 
 def losses(profile) -> dict[str, str]:
@@ -83,12 +83,12 @@ def losses(profile) -> dict[str, str]:
     return {row[0]: row[place] for row in table.rows}
 
 
-def test_what_equals_full_prefill_loses_nothing_on_whichever_contexts_it_was_measured(profile):
+def test_plan_equal_to_full_prefill_loses_nothing_on_any_contexts(profile):
     """There full prefill is better than on all of them."""
-    found = losses(profile)
-    assert (found["full prefill"], found["CacheBlend"]) == ("0.0", "0.0")
+    lost_by = losses(profile)
+    assert (lost_by["full prefill"], lost_by["CacheBlend"]) == ("0.0", "0.0")
     lost = 100 * (0.5 - OLD.baselines[-1].quality.mean)
-    assert found["smaller model"] == f"{lost:.1f}", "it was asked everything"
+    assert lost_by["smaller model"] == f"{lost:.1f}", "it was asked everything"
 
 
 def test_profile_has_its_controls(profile):
@@ -103,7 +103,7 @@ def test_profile_has_the_scores_that_judged(profile):
     assert profile.judged.plans == (profile.judged.full_prefill,), "of TRIED alone"
 
 
-def test_what_does_not_follow_from_the_scores_is_named(profile):
+def test_values_that_contradict_the_scores_are_named(profile):
     profile = replace(profile, receiver=replace(OLD.receiver, num_layers=COSTS.num_layers))
     assert contradiction(profile, profile.judged) is None
     wrong = replace(profile.judged, plans=(((0.0,),) * len(QUALITIES),))
@@ -129,7 +129,7 @@ def test_plan_that_was_judged_on_no_context_of_a_task_may_lose_all_of_it():
     assert (seen.num_contexts, unseen.num_contexts, unseen.bound) == (2, 0, 1.0)
 
 
-def test_what_the_gate_does_not_ask_about_says_on_what_it_stands(profile):
+def test_values_outside_the_gate_name_their_evidence(profile):
     shown = Shown(num_contexts=NUM_SHOWN, full_prefill=1.0)
     assert [it.shown for it in profile.frontier] == [shown, None]
     assert [it.shown for it in profile.baselines] == [shown, None]
@@ -138,8 +138,9 @@ def test_what_the_gate_does_not_ask_about_says_on_what_it_stands(profile):
 
 
 @pytest.mark.parametrize(("lost", "best"), [((), 2), ((2,), 1), ((1,), 0), ((0, 1, 2), 2)])
-def test_what_is_compared_is_the_size_of_the_plan_that_is_recommended(lost, best):
-    """The last that passes before the first that fails; or what the training split expected."""
+def test_comparison_uses_the_size_of_the_recommended_plan(lost, best):
+    """The recommended plan is the last that passes before the first that fails, or the one that the
+    training split expected."""
     order = tuple(Candidate(runs=(Span(start, 5),)) for start in range(3))
     judged = measured(*order)
     for place in lost:
@@ -150,8 +151,8 @@ def test_what_is_compared_is_the_size_of_the_plan_that_is_recommended(lost, best
     assert best_of(choice, documents, judged, 0.6) == order[best]
 
 
-def test_what_was_proven_says_how_many_contexts_reach_how_long(profile):
-    """Here one of sixteen is long."""
+def test_proof_says_how_many_contexts_reach_which_length(profile):
+    """One of sixteen contexts is long."""
     said = dict(tables.summary(profile).rows)["used for prompts of"]
     assert said.startswith("up to 48 tokens") and said.endswith("the mean over all lengths")
     rows = {name: cells for name, *cells in tables.data(profile).rows}
@@ -160,9 +161,9 @@ def test_what_was_proven_says_how_many_contexts_reach_how_long(profile):
     rows = {name: cells for name, *cells in tables.data(replace(profile, train=even)).rows}
     assert rows["contexts as long"][0] == "3 reach 40, 2 reach 80, 1 reach 120, 1 reach 160"
     old = replace(OLD, train=replace(OLD.train, prefix_tokens=()))
-    silent, told = next(cells for name, *cells in tables.data(old).rows if "as long" in name)
+    silent, stated = next(cells for name, *cells in tables.data(old).rows if "as long" in name)
     assert silent == "–", "an old one does not say"
-    assert told.endswith("96 reach 108, 13 reach 144")
+    assert stated.endswith("96 reach 108, 13 reach 144")
 
 
 @pytest.mark.parametrize(("num_long", "longest"), [(19, 48), (20, 176), (1, 48)])
@@ -210,8 +211,8 @@ def test_a_context_of_several_tasks_is_one_draw_of_the_drift():
 
 def test_an_old_profile_says_no_loss_of_what_stands_on_other_questions():
     baselines = tuple(replace(it, shown=None) for it in OLD.baselines)
-    found = losses(replace(OLD, baselines=baselines))
+    lost_by = losses(replace(OLD, baselines=baselines))
     kinds = "token selection", "critical layers alone", "[2, 5) in 2 runs"
-    assert [found[it] for it in kinds] == ["–"] * len(kinds)
-    assert "–" not in (found["full reuse"], found["sender alone"], found["smaller model"])
+    assert [lost_by[it] for it in kinds] == ["–"] * len(kinds)
+    assert "–" not in (lost_by["full reuse"], lost_by["sender alone"], lost_by["smaller model"])
     assert "few of the 96 held-out contexts" in tables.baselines(OLD).caption

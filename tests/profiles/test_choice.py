@@ -1,4 +1,4 @@
-"""Which plans there are, and which the gate will try: luck at the metric brings none in or out."""
+"""Choice of the plans that the gate will try: luck at the metric adds and removes none."""
 
 import random
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def plan(start: int, stop: int) -> Candidate:
 
 
 def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Candidate, Scores]:
-    """From KL and quality of each block."""
+    """Plans with their scores, from KL and quality of each block."""
     return {plan(*it): scores(*values) for it, values in measured.items()}
 
 
@@ -46,8 +46,8 @@ def order_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> list[tu
 
 
 def test_a_lucky_plan_does_not_drive_out_one_that_equals_full_prefill():
-    """As a pair of a real model did, but with more work: [5, 30) has the best mean and takes as
-    much work as [0, 25), and more than [3, 24), which hardly differ from full prefill."""
+    """The numbers follow a real pair. [5, 30) has the best mean, by luck. [0, 25) takes as much
+    work, and [3, 24) takes less; both hardly differ from full prefill."""
     measured = {
         (15, 25): (0.143, 0.876),
         (10, 25): (0.070, 0.933),
@@ -58,7 +58,7 @@ def test_a_lucky_plan_does_not_drive_out_one_that_equals_full_prefill():
     assert order_of(measured) == [(0, 25), (3, 24), (10, 25), (15, 25)]
 
 
-def test_what_is_not_good_enough_waits_until_all_that_is_has_passed():
+def test_bad_plans_wait_until_all_good_ones_have_passed():
     measured = {(1, 2): (0.3, 0.5), (1, 4): (0.2, 0.8), (1, 5): (0.01, 0.7), (0, 6): (0.1, 0.9)}
     assert order_of(measured) == [(0, 6), (1, 5), (1, 4), (1, 2)]
     choice = choose(plans_of(measured), OWN, TASK, 0.05)
@@ -69,7 +69,7 @@ def test_what_is_not_good_enough_waits_until_all_that_is_has_passed():
 
 
 def mixed(kl: float, *contexts: tuple[int, int, float]) -> Scores:
-    """From numbers of contexts, of their questions, and the quality of each."""
+    """Scores of groups of contexts: number of contexts, questions per context, quality."""
     return [
         (Score(kl=kl, tv=0.0, quality=quality),) * questions
         for size, questions, quality in contexts
@@ -81,35 +81,35 @@ def test_a_plan_that_loses_much_of_a_small_task_waits_until_the_others_have_pass
     """It loses 40 % of a task that has a tenth of the questions: 3.6 % of all."""
     own, tasks = [[1.0]] * 330, [range(300), range(300, 330)]
     lossy, sound = plan(0, 8), plan(2, 6)
-    found = {
+    measured = {
         lossy: mixed(0.01, (300, 1, 1.0), (30, 1, 0.6)),
         sound: mixed(0.02, (300, 1, 1.0), (30, 1, 1.0)),
     }
-    choice = choose(found, own, tasks, 0.05)
+    choice = choose(measured, own, tasks, 0.05)
     assert choice.order == (sound,) and choice.expected == sound
-    alone = choose({lossy: found[lossy]}, own, tasks, 0.05)
+    alone = choose({lossy: measured[lossy]}, own, tasks, 0.05)
     assert alone.order == (lossy,) and alone.expected is None
 
 
 def test_a_context_with_many_questions_counts_as_one():
     own = [[1.0] * 40, *[[1.0]] * 119]
-    found = {
+    measured = {
         plan(0, 4): mixed(0.1, (1, 40, 0.0), (119, 1, 1.0)),
         plan(1, 4): mixed(0.2, (1, 40, 1.0), (119, 1, 0.9)),
     }
-    assert choose(found, own, [range(120)], 0.05).expected == plan(0, 4)
+    assert choose(measured, own, [range(120)], 0.05).expected == plan(0, 4)
 
 
 def test_a_plan_that_more_contexts_than_there_will_be_could_prove_is_not_expected_to_pass():
     """It loses 4 % in whole contexts, which is within the tolerance."""
     own, lossy, sound = [[1.0]] * 100, plan(2, 6), plan(0, 8)
-    found = {
+    measured = {
         lossy: mixed(0.02, (4, 1, 0.0), (96, 1, 1.0)),
         sound: mixed(0.01, (100, 1, 1.0)),
     }
-    choice = choose(found, own, [range(100)], 0.05)
+    choice = choose(measured, own, [range(100)], 0.05)
     assert choice.expected == sound and choice.order == (sound, lossy)
-    assert choose(found, own, [range(100)], 0.05, most_contexts=9000).expected == lossy
+    assert choose(measured, own, [range(100)], 0.05, most_contexts=9000).expected == lossy
 
 
 def test_blocks_of_more_than_nine_layers_in_ten_are_not_tried():
@@ -137,7 +137,7 @@ def test_luck_changes_nothing_about_what_is_tried_first(seed):
 
 
 def swept_of(blocks: Mapping[tuple[int, int], float]) -> Measured:
-    """From the KL of each block of six layers."""
+    """Measurements of a sweep, from the KL of each block of a model with six layers."""
     layers = {Candidate(alone=i): scores(0.01 * kl) for i, kl in enumerate((3, 9, 1, 2, 0, 4))}
     return Measured(
         sender=[(0.1,) * 3] * 12,
@@ -158,16 +158,16 @@ def test_no_more_plans_are_decoded_and_tried_than_asked_for(most):
     assert choice.expected == plan(11, 20)
 
 
-def test_what_is_decoded_is_close():
+def test_shortlist_has_only_close_blocks():
     blocks = {(1, 2): 0.5, (3, 4): 0.6, (4, 5): 0.7, (1, 3): 0.55, (0, 3): 0.2, (0, 6): 0.0}
     assert shortlist(swept_of(blocks)) == [plan(1, 2), plan(0, 3)]
 
 
-def test_of_plans_at_a_size_the_closest_is_tried_and_none_that_a_smaller_one_is_closer_than():
+def test_only_the_closest_plan_of_a_size_is_tried_if_no_smaller_one_is_closer():
     kl = {(1, 4): 0.3, (2, 5): 0.2, (3, 5): 0.4, (0, 4): 0.25, (0, 5): 0.1}
-    found = {plan(*it): scores(value) for it, value in kl.items()}
-    assert closest(found) == [plan(3, 5), plan(2, 5), plan(0, 5)]
-    assert closest(found, 2) == [plan(3, 5), plan(0, 5)]
+    scored = {plan(*it): scores(value) for it, value in kl.items()}
+    assert closest(scored) == [plan(3, 5), plan(2, 5), plan(0, 5)]
+    assert closest(scored, 2) == [plan(3, 5), plan(0, 5)]
 
 
 def test_neighbours_begin_or_end_one_layer_beside_a_plan():
@@ -198,8 +198,8 @@ def test_plans_of_one_size_are_in_the_same_order_in_every_run():
         better = plan(1, 3)
         closer = Candidate(runs=(Span(3, 5),), e_map=e_map)
         measured = {closer: scores(0.1, 0.5), better: scores(0.2, 0.6)}
-        found = choose(measured, OWN, TASK, 0.05)
-        assert found.frontier == [better, closer]
+        choice = choose(measured, OWN, TASK, 0.05)
+        assert choice.frontier == [better, closer]
 
 
 def test_the_grid_has_every_block_once():

@@ -1,4 +1,4 @@
-"""Controls: a task whose questions need no document judges nothing about reuse."""
+"""Controls: questions that need no document say nothing about reuse."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_without_an_opening_the_questions_first_token_is_the_prefix(documents):
 def test_without_an_opening_a_question_of_one_token_stays_a_question(documents):
     (asked, *_), tail = documents[0].questions, documents[0].tail
     short = replace(asked, suffix=asked.suffix[: tail + 1])
-    (found,) = without(replace(documents[0], opening=0, questions=(short,)))
-    assert found.questions[0].suffix == short.suffix[tail:]
+    (document,) = without(replace(documents[0], opening=0, questions=(short,)))
+    assert document.questions[0].suffix == short.suffix[tail:]
 
 
 def test_another_document_is_asked_about_in_whole(pair, documents):
@@ -70,10 +70,10 @@ def test_biographies_are_not_answered_without_them(pair, documents, monkeypatch)
     monkeypatch.setattr("profiles.controls.NUM_CONTROLLED", NUM_ASKED)
     full = [[1.0] * 3] * NUM_ASKED + [[0.0] * 3] * (len(documents) - NUM_ASKED)
     with bench_of(pair, documents) as bench:
-        found = measure_controls(bench, documents, full, COSTS, Console(quiet=True))
-        (it,) = found.values()
-        assert (it.num_contexts, it.full_prefill) == (NUM_ASKED, 1.0)
-        assert it.no_document < 0.3 and it.other_document < 0.3
+        controls = measure_controls(bench, documents, full, COSTS, Console(quiet=True))
+        (control,) = controls.values()
+        assert (control.num_contexts, control.full_prefill) == (NUM_ASKED, 1.0)
+        assert control.no_document < 0.3 and control.other_document < 0.3
         alone = measure_controls(bench, documents[:1], full, COSTS, Console(quiet=True))
         assert not alone, "there is no other one"
 
@@ -97,7 +97,7 @@ def test_a_task_that_keeps_more_than_half_without_its_documents_cannot_pass(arm,
     assert "of facts, so this task" in verdict([GOOD], both, TOLERANCE)[1]
 
 
-def test_what_controls_keep_is_said_and_so_is_that_none_were_measured():
+def test_report_says_what_controls_keep_or_that_none_were_measured():
     said = controls_of(split_of(changed(TASK, controls=KEPT)))
     assert said == (
         "without the document 10% and with another document 25% of full prefill's quality is left"

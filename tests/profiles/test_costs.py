@@ -1,4 +1,4 @@
-"""What costs are found under a clock that the model's own modules move, and what they predict."""
+"""Costs that are fitted under a clock that the model's own modules move, and their predictions."""
 
 import math
 
@@ -45,7 +45,7 @@ class Clock:
 
 
 def costly_model(clock: Clock) -> LayeredModel:
-    """A llama whose projections to K, whose attention and whose MLPs move the clock."""
+    """A llama in which projections to K, attention and MLPs move the clock."""
     model = make_model("llama", 1)
 
     def project(module, inputs, output) -> None:
@@ -67,7 +67,7 @@ def costly_model(clock: Clock) -> LayeredModel:
 
 
 def layer_s(num_new: int, num_past: int = 0) -> float:
-    """What the hooks charge for a layer over new tokens."""
+    """Seconds that the hooks charge for a layer over new tokens."""
     per_token_s = KV_TOKEN_S + MLP_TOKEN_S + ATTENTION_S * (num_past + num_new)
     return MLP_S + per_token_s * num_new
 
@@ -85,7 +85,7 @@ def measured(progress=lambda _: None, repeats=ONCE) -> CostModel:
     )
 
 
-def test_what_modules_cost_is_found_again() -> None:
+def test_known_costs_of_modules_are_recovered() -> None:
     costs = measured()
     assert costs.layer_s == pytest.approx(MLP_S, rel=1e-3)
     assert costs.layer_token_s == pytest.approx(KV_TOKEN_S + MLP_TOKEN_S, rel=1e-3)
@@ -128,7 +128,7 @@ def test_held_out_plans_are_measured_at_other_lengths_and_predicted_by_the_fit()
 
 
 def expected_s(num_tokens: int, block: Span) -> float:
-    """By the modules that a plan runs."""
+    """Seconds of the modules that a plan runs."""
     if len(block) == NUM_LAYERS:
         return NUM_LAYERS * layer_s(num_tokens + NUM_SUFFIX)
     suffix_s = NUM_LAYERS * layer_s(NUM_SUFFIX, num_tokens)
@@ -156,7 +156,7 @@ def test_progress_ends_at_all_however_early_it_stops() -> None:
 
 
 def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
-    """Of four works of half a second a turn, no fewer than two turns and no more than eight."""
+    """Four tasks take half a second each per turn. There are two to eight turns."""
     for budget_s, num_done in ((10.0, 10), (1.0, 8), (math.inf, 32)):
         done: list[float] = []
         now = (at / 2 for at in range(1000)).__next__
@@ -186,7 +186,7 @@ def test_real_times_are_finite_and_none_is_missing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_timed_is_what_recompute_and_full_prefill_give(family, dtype) -> None:
+def test_timed_passes_equal_recompute_and_full_prefill(family, dtype) -> None:
     model = LayeredModel(make_model(family, 1).to(dtype))
     receiver = TimedReceiver(model, 40, NUM_SUFFIX)
     entering = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -244,23 +244,23 @@ def test_the_fit_recovers_coefficients_from_noisy_times() -> None:
     lengths = np.tile([128.0, 256, 512, 1024, 2048], 8)
     terms = np.stack([np.ones_like(lengths), lengths, lengths**2], 1)
     times_s = terms @ known * noise.lognormal(0.0, 0.05, len(lengths))
-    found = np.array(fit(terms, times_s))
-    assert found == pytest.approx(known, rel=0.25)
-    assert terms @ found == pytest.approx(terms @ known, rel=0.05)
+    fitted = np.array(fit(terms, times_s))
+    assert fitted == pytest.approx(known, rel=0.25)
+    assert terms @ fitted == pytest.approx(terms @ known, rel=0.05)
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5))
 def test_the_fit_is_the_best_without_negative_coefficients(times_s) -> None:
-    """By the conditions of Karush, Kuhn and Tucker: no allowed step makes it better."""
+    """The conditions of Karush, Kuhn and Tucker hold: no allowed step improves the fit."""
     lengths = np.array([1.0, 2, 4, 8, 16])
     terms = np.stack([np.ones(5), lengths, lengths**2], 1)
-    found = np.array(fit(terms, times_s))
-    assert (found >= 0).all()
+    fitted = np.array(fit(terms, times_s))
+    assert (fitted >= 0).all()
     relative = terms / np.array(times_s)[:, None]
-    slope = relative.T @ (relative @ found - 1.0)
+    slope = relative.T @ (relative @ fitted - 1.0)
     size = np.abs(relative).sum(0) * 1e-7
     assert (slope >= -size).all()
-    assert (np.abs(slope[found > 0]) <= size[found > 0]).all()
+    assert (np.abs(slope[fitted > 0]) <= size[fitted > 0]).all()
 
 
 def test_the_fastest_turn_counts_and_turns_go_to_and_fro() -> None:

@@ -63,14 +63,14 @@ def test_an_adapter_comes_nearer_to_its_teacher(
     base: Path, teacher: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    given = [*flags(base, prompts, out), "--adapter", teacher, "--chat"]
-    status, said = run(*given, "--steps", 40, "--rate", "3e-3", "--held-out-share", "0.25")
+    arguments = [*flags(base, prompts, out), "--adapter", teacher, "--chat"]
+    status, said = run(*arguments, "--steps", 40, "--rate", "3e-3", "--held-out-share", "0.25")
     assert status == FAILED_GATE, "so few contexts cannot prove it"
-    found = json.loads((out / "distilled.json").read_text())
-    assert found["reason"] in said.replace("\n", " ")
-    assert [it["step"] for it in found["curve"]] == [0, 5, 10, 20, 40]
-    assert found["curve"][-1]["kl"] < found["curve"][0]["kl"] / 2
-    (task,) = found["tasks"]
+    result = json.loads((out / "distilled.json").read_text())
+    assert result["reason"] in said.replace("\n", " ")
+    assert [it["step"] for it in result["curve"]] == [0, 5, 10, 20, 40]
+    assert result["curve"][-1]["kl"] < result["curve"][0]["kl"] / 2
+    (task,) = result["tasks"]
     assert (task["num_contexts"], task["num_questions"]) == (3, 9)
     assert task["teacher"]["mean"] == 1.0, "without answers the teacher's are right"
     assert "Passed" not in (out / "report.html").read_text()
@@ -84,8 +84,8 @@ def test_peft_computes_the_same_from_the_folder(
     tokenizer, sources = AutoTokenizer.from_pretrained(base), load_prompts([prompts], options)
     model = AutoModelForCausalLM.from_pretrained(base)
     student = make_student(model, 4, 0, teacher)
-    for it in adapter_parameters(student).values():
-        it.data = it.data.bfloat16().float()
+    for parameter in adapter_parameters(student).values():
+        parameter.data = parameter.data.bfloat16().float()
     for stated in ("answer", "question"):
         invocation = find_invocation(stated, sources[0].records[0], tokenizer)
         lesson = lessons_of(sources, tokenizer, invocation, 1000)[0]
@@ -107,9 +107,9 @@ def test_a_checkpoint_can_be_the_teacher(
 ) -> None:
     merge_folder(base, teacher, tmp_path / "whole")
     kl = []
-    for given in (["--adapter", teacher], ["--teacher", tmp_path / "whole"]):
-        out = tmp_path / given[0].strip("-")
-        status, said = run(*flags(base, prompts, out), *given, "--steps", 1)
+    for teaching in (["--adapter", teacher], ["--teacher", tmp_path / "whole"]):
+        out = tmp_path / teaching[0].strip("-")
+        status, said = run(*flags(base, prompts, out), *teaching, "--steps", 1)
         assert status == FAILED_GATE, said
         kl.append(json.loads((out / "distilled.json").read_text())["curve"][0]["kl"])
     assert 0 < kl[0] < kl[1], "from a LoRA the adapter begins as its teacher, else as the base"
@@ -121,14 +121,14 @@ def test_answers_in_the_data_are_learned(
 ) -> None:
     records = [record(i, answers=["oak"]) for i in range(36)]
     data, out = write_prompts(tmp_path / "data.jsonl", records), tmp_path / "out"
-    given = [*flags(base, data, out), "--labels", labels, "--invocation", "question"]
-    given += ["--adapter", teacher] if labels == "both" else []
-    status, _ = run(*given, "--steps", 40, "--rate", "1e-2")
-    found = json.loads((out / "distilled.json").read_text())
-    first, *_, last = found["curve"]
+    arguments = [*flags(base, data, out), "--labels", labels, "--invocation", "question"]
+    arguments += ["--adapter", teacher] if labels == "both" else []
+    status, _ = run(*arguments, "--steps", 40, "--rate", "1e-2")
+    result = json.loads((out / "distilled.json").read_text())
+    first, *_, last = result["curve"]
     assert last["quality"] > first["quality"]
     if labels == "only":
-        assert (status, found["passed"], last["quality"]) == (0, None, 1.0)
+        assert (status, result["passed"], last["quality"]) == (0, None, 1.0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     assert tokenizer.decode(read_invocation(out)) == "\n\n"
 
@@ -136,27 +136,27 @@ def test_answers_in_the_data_are_learned(
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     base: Path, teacher: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [*flags(base, prompts, tmp_path / "whole"), "--adapter", teacher, "--steps", 6]
-    run(*given)
+    arguments = [*flags(base, prompts, tmp_path / "whole"), "--adapter", teacher, "--steps", 6]
+    run(*arguments)
     monkeypatch.setattr(training, "SAVE_EVERY_S", 0.0)
     take = training.Trainer.step
     beside: list[tuple[int, str]] = []
 
     def stopping(self: training.Trainer, *args: object) -> float:
         if self.num_done == 3:
-            beside.append(run(*given))
+            beside.append(run(*arguments))
             raise KeyboardInterrupt
         return take(self, *args)
 
-    given[given.index("--out") + 1] = tmp_path / "stopped"
+    arguments[arguments.index("--out") + 1] = tmp_path / "stopped"
     with monkeypatch.context() as patched:
         patched.setattr(training.Trainer, "step", stopping)
-        status, said = run(*given)
+        status, said = run(*arguments)
     assert (status, "continues from here" in said) == (130, True)
     [(refused, why)] = beside
     assert refused and "this training already runs in another process" in why
     assert not (tmp_path / "stopped").exists()
-    run(*given)
+    run(*arguments)
     whole, stopped = (load_file(tmp_path / it / WEIGHTS) for it in ("whole", "stopped"))
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
@@ -206,7 +206,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("more", "change", "without", "expected"), BAD)
-def test_what_cannot_be_made_safe_is_refused_in_a_line(
+def test_unsafe_distillation_is_refused_in_one_line(
     more: list[str],
     change: dict[str, object],
     without: list[str],
@@ -218,11 +218,11 @@ def test_what_cannot_be_made_safe_is_refused_in_a_line(
     records = [record(i) for i in range(36)]
     records[2] = {**records[2], **change}
     data = write_prompts(tmp_path / "data.jsonl", records)
-    given = [*flags(base, data, tmp_path / "out"), "--adapter", teacher]
+    arguments = [*flags(base, data, tmp_path / "out"), "--adapter", teacher]
     for name in without:
-        place = given.index(name)
-        del given[place : place + 2]
-    status, said = run(*given, *more)
+        place = arguments.index(name)
+        del arguments[place : place + 2]
+    status, said = run(*arguments, *more)
     assert status == 1, said
     assert re.search(expected, " ".join(said.split())), said
     assert "Traceback" not in said
@@ -247,8 +247,8 @@ def test_white_space_before_a_header_is_shown(base: Path, teacher: Path, tmp_pat
     records = [record(i) for i in range(12)]
     records[2] = {**records[2], **SPACE}
     data = write_prompts(tmp_path / "data.jsonl", records)
-    given = [*flags(base, data, tmp_path / "out"), "--adapter", teacher, "--chat", "--steps", 1]
-    _, said = run(*given)
+    arguments = [*flags(base, data, tmp_path / "out"), "--adapter", teacher, "--chat", "--steps", 1]
+    _, said = run(*arguments)
     assert "white space ends the context of 1 prompt" in " ".join(said.split())
 
 

@@ -83,7 +83,7 @@ def byte_pairs():
 
 
 def test_contexts_that_differ_in_white_space_alone_are_one():
-    """As the split and the gate count them: they are one draw."""
+    """The split and the gate count them as one draw."""
     one, other = "a b c d e f", "a b  c d e f\n"
     (document,) = make((one, "x ?", "y"), (other, "z ?", "y"))
     assert len(document.questions) == 2
@@ -242,11 +242,11 @@ def test_the_cut_is_in_the_context_and_the_same_for_all_questions(
     for text, question in zip(questions, document.questions, strict=True):
         prompt = [*document.prefix, *question.suffix]
         asked = [int(word[1:]) for word in text.split()]
-        kept = prompt[2 : -len(asked) - 1]
-        num_cut = len(context) - len(kept)
-        num_start = next((i for i, it in enumerate(kept) if it != context[i]), len(kept))
-        assert prompt == [1, 4, *kept, 5, *asked]
-        assert kept == context[:num_start] + context[num_start + num_cut :]
+        rest = prompt[2 : -len(asked) - 1]
+        num_cut = len(context) - len(rest)
+        num_start = next((i for i, it in enumerate(rest) if it != context[i]), len(rest))
+        assert prompt == [1, 4, *rest, 5, *asked]
+        assert rest == context[:num_start] + context[num_start + num_cut :]
         assert num_cut == max(0, longest - max_prompt_tokens)
         if len(asked) == max(num_question_words) and num_cut:
             _assert_cut_as_longbench_does(prompt, [1, 4, *context, 5, *asked], max_prompt_tokens)

@@ -52,7 +52,7 @@ def test_every_transition_loads_e_again() -> None:
     assert two - one == pytest.approx(e_s + (0.5 + 20 * 0.02) - LAYER_S)
 
 
-def test_what_several_runs_load() -> None:
+def test_plan_of_several_runs_loads_e_for_each() -> None:
     several = (Span(1, 3), Span(0, 1), Span(4, 5))
     compute_s = LAYER_S + 3 * (0.5 + 20 * 0.02)
     # E at 1 and at 4; layer 0 starts from the receiver's own embeddings.

@@ -29,11 +29,11 @@ def rows(seed: int, scatter: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def moments(*seeds: int, scatter: float = 0.0) -> Moments:
-    found = Moments(HIDDEN)
+    sums = Moments(HIDDEN)
     for seed in seeds:
         theirs, ours = rows(seed, scatter)
-        found.add(theirs[None], ours[None])
-    return found
+        sums.add(theirs[None], ours[None])
+    return sums
 
 
 def test_a_map_is_found_where_there_is_one() -> None:
@@ -45,13 +45,15 @@ def test_a_map_is_found_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_what_is_explained_is_what_is_seen_row_by_row(penalty: float) -> None:
+def test_explained_share_equals_that_of_row_by_row(penalty: float) -> None:
     first, second = moments(10, 11, scatter=2.0), moments(12, scatter=2.0)
-    it = first.solve(penalty)
+    correction = first.solve(penalty)
     theirs, ours = rows(12, 2.0)
     weight = 1 / theirs.square().mean(1, keepdim=True)
-    left = (weight * (it(theirs) - ours).square()).sum() / (weight * (theirs - ours).square()).sum()
-    assert second.explained(it) == pytest.approx(1 - float(left), abs=1e-3)
+    left = (weight * (correction(theirs) - ours).square()).sum() / (
+        weight * (theirs - ours).square()
+    ).sum()
+    assert second.explained(correction) == pytest.approx(1 - float(left), abs=1e-3)
 
 
 def test_chance_is_not_fitted() -> None:
@@ -65,7 +67,7 @@ def test_chance_is_not_fitted() -> None:
 
 
 class _Passes:
-    """Of one context, at one layer."""
+    """Fake passes of one context, at one layer."""
 
     def __init__(self, seed: int, *, is_equal: bool = False) -> None:
         theirs, ours = rows(seed)
@@ -83,7 +85,7 @@ def test_maps_have_the_models_dtype_and_a_name_by_their_content() -> None:
     assert correction.named(5) == named
 
 
-def test_there_is_no_map_where_e_is_equal_or_too_few_contexts_came() -> None:
+def test_equal_e_or_too_few_contexts_give_no_map() -> None:
     equal = [_Passes(seed, is_equal=True) for seed in range(30, 38)]
     few = [_Passes(seed) for seed in range(30, 33)]
     for contexts in (equal, few, []):
@@ -93,27 +95,29 @@ def test_there_is_no_map_where_e_is_equal_or_too_few_contexts_came() -> None:
 def test_a_block_from_corrected_e_is_the_oracles() -> None:
     pair = SHIPPED[1].load()
     document, hidden = document_of(pair, 0), pair.receiver.config.hidden_size
-    it = Correction(drawn(1, hidden), drawn(2, hidden, hidden) / hidden)
+    correction = Correction(drawn(1, hidden), drawn(2, hidden, hidden) / hidden)
     passes = DocumentPasses(
         LayeredModel(pair.sender),
         LayeredModel(pair.receiver),
         document.prefix,
         [3],
-        corrections={"map": it},
+        corrections={"map": correction},
     )
     theirs = prefill(pair.sender, torch.tensor([document.prefix]))
     nothing = [(k[:, :, :0], v[:, :, :0]) for k, v in theirs.kv]
-    e = theirs.e[3] + theirs.e[3] @ it.matrix + it.bias
+    e = theirs.e[3] + theirs.e[3] @ correction.matrix + correction.bias
     expected = recompute(pair.receiver, e, Span(3, 6), nothing)
-    found, plain = passes.new(Span(3, 6), "map"), passes.new(Span(3, 6))
+    corrected, plain = passes.new(Span(3, 6), "map"), passes.new(Span(3, 6))
     for layer, (keys, values) in expected.items():
-        for one, other, uncorrected in zip(found[layer], (keys, values), plain[layer], strict=True):
+        for one, other, uncorrected in zip(
+            corrected[layer], (keys, values), plain[layer], strict=True
+        ):
             assert torch.allclose(one, other, atol=1e-4)
             assert not torch.allclose(one, uncorrected, atol=1e-2)
 
 
 def test_e_is_corrected_on_the_receivers_device() -> None:
-    """Where it is a GPU, the host would take many times as long as the recompute itself."""
+    """On a server with a GPU, the host would take many times as long as the recompute."""
     entered = []
 
     class OnMeta:

@@ -23,7 +23,8 @@ from profiles.stats.choice import default_group, grid
 PAGE = Path(__file__).parents[2] / "docs" / "profiles.md"
 ROW = re.compile(r"\| ([\d,]+) \| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|")
 FLOPS, READ, COPIED, STEP_S = 400e12, 3e12, 25e9, 0.03
-"""Of bf16 products and bytes of weights, of host to device, and a step of transformers."""
+"""Assumed speeds: bf16 operations per second, bytes of weights read per second, bytes per second
+from host to device, and seconds of one step in transformers."""
 
 
 def shape() -> LayeredModel:
@@ -64,7 +65,8 @@ def costs_of(model: LayeredModel) -> CostModel:
 
 
 def documents(number: int, num_tokens: int) -> list[Document]:
-    """Of six questions of 30 tokens, and answers of up to 64 of which drafts have 10."""
+    """Documents with six questions of 30 tokens each, and answers of up to 64 tokens; drafts have
+    10."""
     task = Task(name="", template="{context} {input}", metric=Metric.F1, max_new=64)
     question = Question(suffix=(0,) * 30, draft=(0,) * 10, answers=("a",), name="")
     one = Document(context="", prefix=(0,) * num_tokens, questions=(question,) * 6, task=task)
@@ -74,7 +76,7 @@ def documents(number: int, num_tokens: int) -> list[Document]:
 def rows() -> list[str]:
     model, settings = shape(), Settings()
     forecast = Forecast(costs_of(model), model.head_layers)
-    found = []
+    lines = []
     for num_tokens in (2_000, 8_000):
         for number in (160, 600):
             half = documents(number // 2, num_tokens)
@@ -83,8 +85,8 @@ def rows() -> list[str]:
             needed_gib = most_needed(Sizes.of(model), half) / GIB
             weights_gib = 2 * sum(it.numel() * 2 for it in model.model.parameters()) / GIB
             cells = f"{num_tokens:,}", str(number), *map(duration, times)
-            found.append(f"| {' | '.join(cells)} | {weights_gib + needed_gib:.0f} GiB |")
-    return found
+            lines.append(f"| {' | '.join(cells)} | {weights_gib + needed_gib:.0f} GiB |")
+    return lines
 
 
 def test_the_page_has_the_forecast_that_the_cost_model_gives():

@@ -40,7 +40,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = (6, 12, 24, 60, 200)
 NUM_RUNS = 200
 SCATTER = 2 * (ERROR_RATE * (1 - ERROR_RATE) / NUM_RUNS) ** 0.5
-"""Of a rate that is ERROR_RATE, over so many runs."""
+"""Two standard deviations of a measured rate of ERROR_RATE over NUM_RUNS runs."""
 TOLERANCE = 0.05
 NUM_QUESTIONS = 3
 
@@ -50,11 +50,12 @@ World = Callable[[np.random.Generator, int], Sample]
 
 
 def rare(share: float) -> World:
-    """On a share of the contexts everything is lost, on the others nothing."""
+    """World in which a plan loses everything on a share of the contexts, and nothing on the
+    others."""
 
     def draw(rng: np.random.Generator, size: int) -> Sample:
-        kept = np.repeat(rng.random(size)[:, None] >= share, NUM_QUESTIONS, 1)
-        return [[1.0] * NUM_QUESTIONS] * size, kept.astype(float).tolist()
+        is_right = np.repeat(rng.random(size)[:, None] >= share, NUM_QUESTIONS, 1)
+        return [[1.0] * NUM_QUESTIONS] * size, is_right.astype(float).tolist()
 
     return draw
 
@@ -71,7 +72,8 @@ def dense(share: float) -> World:
 
 
 def uneven(share: float, most: int, large: float) -> World:
-    """That share of the contexts has so many times the questions of others; only those lose."""
+    """World in which a share `large` of the contexts has `most` questions, and the others one. A
+    share `share` of all contexts is lost, and all of these are large."""
 
     def draw(rng: np.random.Generator, size: int) -> Sample:
         is_large = rng.random(size) < large
@@ -115,7 +117,7 @@ def test_a_context_weighs_as_much_however_many_questions_it_has():
 
 
 @pytest.mark.parametrize("size", [100, 300])
-def test_of_rare_contexts_with_many_questions_the_bound_is_as_of_others(size):
+def test_rare_contexts_with_many_questions_have_the_usual_bound(size):
     """Three contexts in a hundred have forty questions, and all of them are lost."""
     world = uneven(0.03, 40, 0.03)
     assert rate(world, size, lambda it: loss_bound(*it) < 0.03) <= ERROR_RATE + SCATTER
@@ -125,12 +127,12 @@ def test_of_rare_contexts_with_many_questions_the_bound_is_as_of_others(size):
 @pytest.mark.parametrize("share", [0.03, 0.3])
 def test_a_mean_is_below_its_bound_as_often_as_it_says(share):
     """A hundred contexts, of which that share is all lost."""
-    rng, found = np.random.default_rng(3), []
+    rng, bounds = np.random.default_rng(3), []
     for _ in range(NUM_RUNS):
         drawn = (rng.random(100) < share).astype(float)
-        found.append(mean_bound([[x, x] for x in drawn], DRIFT_ERROR_RATE))
-    assert sum(it < share for it in found) <= 2 * DRIFT_ERROR_RATE * NUM_RUNS
-    assert np.median(found) < share + 0.2, "and it is of use"
+        bounds.append(mean_bound([[x, x] for x in drawn], DRIFT_ERROR_RATE))
+    assert sum(it < share for it in bounds) <= 2 * DRIFT_ERROR_RATE * NUM_RUNS
+    assert np.median(bounds) < share + 0.2, "and it is of use"
 
 
 def test_a_mean_of_nothing_has_a_bound_by_the_number_of_contexts():
@@ -140,9 +142,9 @@ def test_a_mean_of_nothing_has_a_bound_by_the_number_of_contexts():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_where_nothing_is_lost_a_pair_passes_from_some_number_of_contexts_on(size):
-    found = loss_bound([[1.0] * NUM_QUESTIONS] * size, [[1.0] * NUM_QUESTIONS] * size)
-    assert (found <= TOLERANCE) is (size >= 71)
+def test_pair_without_loss_passes_from_some_number_of_contexts_on(size):
+    bound = loss_bound([[1.0] * NUM_QUESTIONS] * size, [[1.0] * NUM_QUESTIONS] * size)
+    assert (bound <= TOLERANCE) is (size >= 71)
 
 
 def test_the_bound_is_of_use():
@@ -160,7 +162,7 @@ def many(rng: np.random.Generator, losses: list[float], size: int) -> list[float
 
 
 @pytest.mark.parametrize("num_good", [0, 3])
-def test_of_many_plans_that_lose_too_much_any_passes_no_more_often_than_the_error_rate(num_good):
+def test_any_of_many_bad_plans_passes_at_most_at_the_error_rate(num_good):
     """However many there are, and whatever passes before them. With so few contexts each passes
     alone where none of them shows the loss."""
     losses = [0.0] * num_good + [0.0505] * 20
@@ -221,9 +223,9 @@ def test_a_plan_that_is_better_than_full_prefill_may_be_shown_to_lose_nothing():
 
 
 def test_an_interval_is_around_the_mean_of_contexts():
-    found = interval([[1.0, 1.0, 1.0], [0.0]])
-    assert found.mean == 0.5
-    assert found.low == 0.0 and found.high == 1.0
+    around = interval([[1.0, 1.0, 1.0], [0.0]])
+    assert around.mean == 0.5
+    assert around.low == 0.0 and around.high == 1.0
 
 
 def test_equal_contexts_leave_nothing_open():
@@ -239,17 +241,17 @@ def test_questions_of_one_context_count_as_one_draw():
 
 def test_an_interval_is_the_same_each_time_and_is_rounded_outward_of_nothing():
     contexts = np.random.default_rng(4).random((30, 3)).tolist()
-    found = interval(contexts)
-    assert found == interval(contexts)
-    assert [round(it, 6) for it in (found.mean, found.low, found.high)] == [
-        found.mean,
-        found.low,
-        found.high,
+    around = interval(contexts)
+    assert around == interval(contexts)
+    assert [round(it, 6) for it in (around.mean, around.low, around.high)] == [
+        around.mean,
+        around.low,
+        around.high,
     ]
 
 
 def test_an_interval_of_many_contexts_fits_beside_the_weights():
-    """Which all samples together would not: 400 MB."""
+    """All samples together would take 400 MB."""
     tracemalloc.start()
     try:
         interval([[1.0]] * 5000)
@@ -259,11 +261,11 @@ def test_an_interval_of_many_contexts_fits_beside_the_weights():
 
 
 def test_the_interval_leaves_out_as_much_on_either_side():
-    """Of the mean of many draws, 1.96 deviations."""
+    """For the mean of many draws, the interval reaches 1.96 deviations to either side."""
     contexts = np.random.default_rng(5).random((400, 1)).tolist()
-    found, deviation = interval(contexts), np.std(contexts) / 400**0.5
-    assert (found.mean - found.low) / deviation == pytest.approx(1.96, abs=0.05)
-    assert (found.high - found.mean) / deviation == pytest.approx(1.96, abs=0.05)
+    around, deviation = interval(contexts), np.std(contexts) / 400**0.5
+    assert (around.mean - around.low) / deviation == pytest.approx(1.96, abs=0.05)
+    assert (around.high - around.mean) / deviation == pytest.approx(1.96, abs=0.05)
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
@@ -271,8 +273,8 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(2)
     covered = 0
     for _ in range(300):
-        found = interval((rng.random((40, 3)) < 0.7).astype(float).tolist())
-        covered += found.low <= 0.7 <= found.high
+        around = interval((rng.random((40, 3)) < 0.7).astype(float).tolist())
+        covered += around.low <= 0.7 <= around.high
     assert 0.91 <= covered / 300 <= 0.98
 
 
@@ -342,8 +344,8 @@ NOTHING_PASSED = "no plan smaller than all layers passed: "
 
 
 def test_the_verdict_names_the_plan_its_loss_and_what_is_accepted():
-    told = verdict([GOOD, BAD], split_of(TASK), TOLERANCE)
-    assert told == (True, FINDING.format("3.4%"))
+    reached = verdict([GOOD, BAD], split_of(TASK), TOLERANCE)
+    assert reached == (True, FINDING.format("3.4%"))
 
 
 def test_no_bound_that_is_too_large_is_told_as_if_it_were_accepted():
@@ -405,9 +407,11 @@ def test_every_task_is_asked():
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.json")), ids=lambda it: it.stem)
 def test_a_shipped_profile_has_the_verdict_of_its_evidence(file):
-    it = read_measured(file)
-    told = verdict([it.frontier[place] for place in it.order], it.held_out, it.tolerance)
-    assert told == (it.passed, it.reason)
+    profile = read_measured(file)
+    reached = verdict(
+        [profile.frontier[place] for place in profile.order], profile.held_out, profile.tolerance
+    )
+    assert reached == (profile.passed, profile.reason)
 
 
 def test_without_a_plan_there_is_nothing_to_pass():

@@ -24,9 +24,9 @@ def test_the_loss_of_a_world_is_as_stated(world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_plan_that_loses_what_is_accepted_hardly_ever_passes(world):
-    """With a look after every context."""
-    found = rate(world, (300, 6), TOLERANCE, NUM_RUNS)
-    assert found["passed"] <= most_false(NUM_RUNS)
+    """The gate looks after every context."""
+    rates = rate(world, (300, 6), TOLERANCE, NUM_RUNS)
+    assert rates["passed"] <= most_false(NUM_RUNS)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_a_plan_that_loses_what_is_accepted_hardly_ever_passes(world):
     ],
 )
 def test_a_plan_that_loses_less_passes(world, size, loss, least):
-    found = rate(world, size, loss, 60)
-    assert found["passed"] >= least
-    assert found["contexts_taken"] < size[0], "it stops there"
+    rates = rate(world, size, loss, 60)
+    assert rates["passed"] >= least
+    assert rates["contexts_taken"] < size[0], "it stops there"
 
 
 def test_one_lost_context_ruins_no_bet():
@@ -82,8 +82,8 @@ def test_a_plan_is_proven_at_every_task():
 
 
 def test_the_kept_rates_are_as_promised():
-    found = json.loads((RESULTS / "gate_power.json").read_bytes())
-    assert {it["world"] for it in found["false_passes"]} == {*WORLDS}
-    assert all(it["passed"] <= most_false(found["runs"]) for it in found["false_passes"])
-    even = [it for it in found["power"] if it["world"] == "even" and it["loss"] == 0.023]
+    recorded = json.loads((RESULTS / "gate_power.json").read_bytes())
+    assert {it["world"] for it in recorded["false_passes"]} == {*WORLDS}
+    assert all(it["passed"] <= most_false(recorded["runs"]) for it in recorded["false_passes"])
+    even = [it for it in recorded["power"] if it["world"] == "even" and it["loss"] == 0.023]
     assert max(it["passed"] for it in even) > 0.9

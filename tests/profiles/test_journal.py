@@ -1,4 +1,4 @@
-"""What a run has measured survives a kill, at whatever byte it strikes."""
+"""Measurements of a run survive a kill at any byte."""
 
 import hashlib
 from dataclasses import asdict, replace
@@ -42,8 +42,8 @@ def entry(document: str, step: str, passes: int = 1, split: str = "train") -> En
 
 def written(path: Path, entries: list[Entry]) -> bytes:
     journal = Journal(path)
-    for it in entries:
-        journal.put(it)
+    for entry in entries:
+        journal.put(entry)
     journal.close()
     return path.read_bytes()
 
@@ -57,8 +57,8 @@ def test_every_cut_keeps_the_whole_lines_before_it(tmp_path):
         path.write_bytes(content[:length])
         journal = Journal(path)
         num_whole = sum(end <= length for end in ends)
-        found = [journal.get(it.split, it.document, it.step) for it in entries]
-        assert found == [*entries[:num_whole], *[None] * (3 - num_whole)]
+        read = [journal.get(it.split, it.document, it.step) for it in entries]
+        assert read == [*entries[:num_whole], *[None] * (3 - num_whole)]
         journal.put(entry("7", "start:9"))
         journal.close()
         assert Journal(path).get("train", "7", "start:9") == entry("7", "start:9")
@@ -117,12 +117,12 @@ def test_maps_are_fitted_on_some_contexts_of_what_is_named(tmp_path):
     settings, none = Settings(**named, **asdict(OPTIONS)), Data(files=(), documents=[])
     fitted_on = load_fitted_on(settings, none, none, tokenizer, 512)
     assert len(fitted_on) == NUM_FITTED
-    _, found = load_documents(settings, settings.fit_data, tokenizer, 512)
-    assert fitted_on != found[:NUM_FITTED], "of a sorted file the first are the shortest"
+    _, documents = load_documents(settings, settings.fit_data, tokenizer, 512)
+    assert fitted_on != documents[:NUM_FITTED], "of a sorted file the first are the shortest"
 
 
 def test_data_without_a_name_are_called_the_data():
-    """As JSONL of one's own is, whose records name no data set."""
+    """A user's own JSONL has records that name no data set."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(data=(str(DATA / "train.jsonl"),), **asdict(OPTIONS))
     _, held_out = load_splits(settings, tokenizer, 512)
@@ -135,8 +135,8 @@ def test_the_seed_draws_the_contexts_that_come_first():
     """The sweep, baselines and maps take the first ones; a journal is named by their order."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(data=(str(DATA / "train.jsonl"),), **asdict(OPTIONS))
-    _, found = load_documents(settings, settings.data, tokenizer, 512)
-    in_file = [it.context for it in found]
+    _, documents = load_documents(settings, settings.data, tokenizer, 512)
+    in_file = [it.context for it in documents]
 
     def splits(seed):
         drawn = load_splits(replace(settings, seed=seed), tokenizer, 512)
@@ -147,20 +147,20 @@ def test_the_seed_draws_the_contexts_that_come_first():
 
 
 def test_other_contexts_beside_them_change_no_drawn_order():
-    found = [replace(make_document(32, 1), context=str(it)) for it in range(20)]
-    ordered = in_drawn_order(found, 0)
-    assert in_drawn_order(found[5:], 0) == [it for it in ordered if it in found[5:]]
-    assert in_drawn_order(found, 1) != ordered != found
+    documents = [replace(make_document(32, 1), context=str(it)) for it in range(20)]
+    ordered = in_drawn_order(documents, 0)
+    assert in_drawn_order(documents[5:], 0) == [it for it in ordered if it in documents[5:]]
+    assert in_drawn_order(documents, 1) != ordered != documents
 
 
 def test_contexts_that_an_earlier_run_has_judged_come_first_and_in_its_order(tmp_path):
-    found = [replace(make_document(32, 1), context=str(it), opening=it) for it in range(6)]
+    documents = [replace(make_document(32, 1), context=str(it), opening=it) for it in range(6)]
     journal = Journal(tmp_path / "journal")
     for place in (4, 2):
-        journal.put(entry(key_of(found[place]), "references", split="held_out"))
-    journal.put(entry(key_of(found[5]), "references", split="train"))
+        journal.put(entry(key_of(documents[place]), "references", split="held_out"))
+    journal.put(entry(key_of(documents[5]), "references", split="train"))
     most = Settings(most_contexts=4)
-    drawn = in_judged_order(found, journal, most)
+    drawn = in_judged_order(documents, journal, most)
     assert [it.context for it in drawn] == ["4", "2", "0", "1"]
     journal.close()
 
@@ -183,7 +183,7 @@ def test_the_hardware_is_what_was_run_on(tmp_path, monkeypatch):
 
 
 def test_another_way_to_ask_has_another_journal(tmp_path):
-    """As of a calibration that is gone on with by prompts that are cut elsewhere."""
+    """An example is a calibration that is continued with prompts cut at another length."""
     tokenizer = load_tokenizer(SHIPPED[0].receiver)
     settings = Settings(out=tmp_path / "pair.json")
     sources = load_sources([str(DATA / "train.jsonl")], OPTIONS)
@@ -194,7 +194,7 @@ def test_another_way_to_ask_has_another_journal(tmp_path):
 
 
 def test_a_run_that_goes_on_on_another_device_measures_and_times_anew(tmp_path, monkeypatch):
-    """Where nothing is said that is the GPU, if there is one."""
+    """Without a setting, the device is the GPU if there is one."""
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         open_journal(Settings(out=tmp_path / "pair.json"), (), "models").close()
@@ -202,7 +202,8 @@ def test_a_run_that_goes_on_on_another_device_measures_and_times_anew(tmp_path, 
 
 
 def test_answers_that_end_elsewhere_have_another_journal(tmp_path):
-    """Which `generation_config.json` may say, and no model's identity does."""
+    """The end tokens may be in `generation_config.json`, which a model's identity does not
+    include."""
     settings = Settings(out=tmp_path / "pair.json")
     for ends in ({2, 5}, {5, 2}, {2}):
         answerer = SimpleNamespace(ends=frozenset(ends))

@@ -1,4 +1,4 @@
-"""The gate judges context after context, keeps the scores, and goes on where it stopped."""
+"""The gate judges context after context, keeps the scores, and continues after a stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*args: str) -> tuple[int, str]:
 
 
 def profiled(folder: Path, num_held_out: int, *more: str) -> tuple[int, str]:
-    """With three training contexts, and so many that judge."""
+    """Run a profile with three training contexts, and so many held-out contexts."""
     args = []
     for flag, name, number in (("--data", "train", 3), ("--held-out", "held_out", num_held_out)):
         records = read_records(DATA / f"{name}.jsonl")[: 3 * number]

@@ -35,7 +35,7 @@ def document_of(pair: Pair, number: int) -> Document:
 
 
 def test_quality_has_as_many_digits_as_a_profile_keeps() -> None:
-    """Else nobody could compute a verdict again."""
+    """Otherwise a reader of the profile could not recompute its verdict."""
     says = SimpleNamespace(decode=lambda *_, **__: "w5 w6")
     answerer = Answerer(model=None, tokenizer=says, ends=frozenset(), room=None)
     assert answerer.quality(make_document(32, 1), 0, ()) == 0.6667, "two thirds of F1"
@@ -64,8 +64,8 @@ def test_scores_are_the_oracles(pair: Pair) -> None:
             stops = [i for i, token in enumerate(written) if token in receiver.ends]
             text = written[: stops[0] + 1] if stops else written
             expected = receiver.quality(document, index, tuple(text))
-            found = judged.candidates[plan][0][index].quality
-            assert found == expected, f"seed {seed}, {plan.runs}, {question.name}"
+            quality = judged.candidates[plan][0][index].quality
+            assert quality == expected, f"seed {seed}, {plan.runs}, {question.name}"
 
 
 def test_logits_that_are_not_finite_end_the_run(pair: Pair) -> None:
@@ -94,7 +94,7 @@ def test_a_distance_is_1_at_most_however_sums_are_rounded(pair: Pair, monkeypatc
     apart = drawn[((likely - got).abs().sum(-1) / 2).argmax()]
 
     def logits(_: object, streams: torch.Tensor) -> torch.Tensor:
-        """Of the own streams, or of a mixture's."""
+        """Return the logits of the model's own streams, or of a mixture's."""
         return apart[streams.dim() - 2].expand(*streams.shape[:-1], -1)
 
     monkeypatch.setattr(type(receiver.model), "logits", logits)
@@ -111,7 +111,7 @@ def test_an_answer_ends_where_either_file_says(pair: Pair, monkeypatch) -> None:
 
 
 def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
-    """Of what candidates have in common, the passes are made once as long as there is room."""
+    """Passes that several candidates need run once if there is room to keep them."""
     document = document_of(pair, 0)
     plans = [
         Candidate(runs=(Span(2, 5), Span(7, 8), Span(8, 9))),
@@ -120,8 +120,8 @@ def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
     ]
     with bench_of(pair, [document]) as bench:
         judge(bench, [document], plans, "some")
-        # Both models; [2, 5), 7, 8; then 9. With [2, 5) kept there is no room for all layers, so
-        # they are made anew, but for layer 0, which is the receiver's own.
+        # Passes: both models; [2, 5), 7, 8; then 9. While [2, 5) is kept, there is no room for all
+        # layers. So they are recomputed, except layer 0, which is the receiver's own.
         assert bench.journal.num_passes == 2 + 3 + 1 + (NUM_LAYERS - 1)
 
 

@@ -31,10 +31,10 @@ def tokenizer():
 
 
 def log_of(folder: Path, requests: list[dict], level: int = 3, form: str = "json") -> Path:
-    """What SGLang itself writes of requests to a folder."""
+    """Write SGLang's own log of these requests to a folder."""
     logger = RequestLogger(True, level, form, [str(folder)])
-    for number, it in enumerate(requests):
-        asked = GenerateReqInput(rid=str(number), sampling_params={"max_new_tokens": 4}, **it)
+    for number, request in enumerate(requests):
+        asked = GenerateReqInput(rid=str(number), sampling_params={"max_new_tokens": 4}, **request)
         logger.log_received_request(asked)
     (target,) = logger.targets
     for handler in [*target.handlers]:
@@ -88,8 +88,8 @@ def asked(*prompts: str) -> list[Asked]:
 
 
 def shared_by(*prompts: str) -> list[tuple[int, int]]:
-    found = contexts_of(asked(*prompts), page_size=4)
-    return [(it.num_shared, len(it.asked)) for it in found]
+    contexts = contexts_of(asked(*prompts), page_size=4)
+    return [(it.num_shared, len(it.asked)) for it in contexts]
 
 
 def test_documents_are_the_contexts_and_not_what_precedes_all_of_them():
@@ -105,33 +105,34 @@ def test_questions_that_begin_alike_make_no_context_of_their_own():
 
 def test_the_turns_of_a_talk_are_a_context_once():
     turns = ["t" * 40, "t" * 40 + "u" * 40, "t" * 40 + "u" * 40 + "v" * 40]
-    (found,) = shared_by(*turns)
-    assert found[1] >= 2
+    (context,) = shared_by(*turns)
+    assert context[1] >= 2
 
 
 def test_a_prompt_that_two_models_were_asked_is_shared_and_a_repeat_is_not():
     (one,) = asked("p" * 20)
     other = Asked(ids=one.ids, model="other", place="")
-    (found,) = contexts_of([one, other, one], page_size=4)
-    assert (found.num_shared, len(found.asked)) == (19, 2)
+    (context,) = contexts_of([one, other, one], page_size=4)
+    assert (context.num_shared, len(context.asked)) == (19, 2)
     assert contexts_of([one, one], page_size=4) == []
 
 
 def test_contexts_of_a_log_are_those_of_its_data(tokenizer, tmp_path):
-    """Of three questions each; opening and tail too, so that controls ask what they should."""
+    """Each context has three questions. Opening and tail are found, too, so that controls ask the
+    right questions."""
     texts = prompts(6)
-    source, found = documents(log_of(tmp_path, [{"text": it} for it in texts]), tokenizer)
+    source, contexts = documents(log_of(tmp_path, [{"text": it} for it in texts]), tokenizer)
     written = {tuple(tokenizer(it).input_ids) for it in texts}
-    assert {it.prefix + of.suffix for it in found for of in it.questions} == written
-    assert {len(it.questions) for it in found} == {3} and len(found) == 6
+    assert {it.prefix + of.suffix for it in contexts for of in it.questions} == written
+    assert {len(it.questions) for it in contexts} == {3} and len(contexts) == 6
     assert "18 prompts; 6 contexts of 1" in source.note and "with 3 prompts each" in source.note
-    for it in found:
-        assert len(it.prefix) % PAGE == 0 and it.opening < PAGE
-        for bare in without(it):
+    for context in contexts:
+        assert len(context.prefix) % PAGE == 0 and context.opening < PAGE
+        for bare in without(context):
             assert tokenizer.decode([*bare.prefix, *bare.questions[0].suffix]).endswith("?")
             assert len(bare.prefix) + len(bare.questions[0].suffix) < 20
-        swapped = with_context_of(found[0], it)
-        assert swapped.prefix == found[0].prefix
+        swapped = with_context_of(contexts[0], context)
+        assert swapped.prefix == contexts[0].prefix
 
 
 def test_only_prompts_of_one_model_are_asked_about_what_others_read_too(tokenizer, tmp_path):
@@ -140,11 +141,11 @@ def test_only_prompts_of_one_model_are_asked_about_what_others_read_too(tokenize
         for number, it in enumerate(prompts(4))
     ]
     path = log_of(tmp_path, requests)
-    _, found = documents(path, tokenizer, "json")
-    assert {len(it.questions) for it in found} == {2} and len(found) == 4
+    _, contexts = documents(path, tokenizer, "json")
+    assert {len(it.questions) for it in contexts} == {2} and len(contexts) == 4
     _, base = documents(path, tokenizer, "base")
     assert {len(it.questions) for it in base} == {1}
-    assert [it.context for it in base] == [it.context for it in found]
+    assert [it.context for it in base] == [it.context for it in contexts]
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ from tools.pairs.questions import read_documents
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A base's adapters, of which two have data."""
-    found = tmp_path_factory.mktemp("adapters")
+    adapters = tmp_path_factory.mktemp("adapters")
     for name in ("receiver_lora", "slim_lora", "sender_alora"):
-        shutil.copytree(WEIGHTS / name, found / name)
+        shutil.copytree(WEIGHTS / name, adapters / name)
     for name in ("receiver_lora", "slim_lora"):
-        write_records(read_records(DATA / "train.jsonl")[:12], found / f"{name}.jsonl")
-    return found
+        write_records(read_records(DATA / "train.jsonl")[:12], adapters / f"{name}.jsonl")
+    return adapters
 
 
 def many(folder: Path, out: Path, *more: str) -> tuple[int, str]:
@@ -78,12 +78,14 @@ def test_pairs_of_a_receiver_ask_for_its_answers_once():
     """The second bench takes those of the first, whatever they are."""
     pair = SHIPPED[0].load()
     documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:2]
-    kept = {key_of(it): [(7, 8)] * 3 for it in documents[:1]}
+    answers = {key_of(it): [(7, 8)] * 3 for it in documents[:1]}
     with bench_of(pair, documents) as bench:
-        measure(replace(bench, answers=kept), HELD_OUT, documents, judging_steps(documents, [], 12))
+        measure(
+            replace(bench, answers=answers), HELD_OUT, documents, judging_steps(documents, [], 12)
+        )
         entries = [bench.journal.get(HELD_OUT, key_of(it), REFERENCES) for it in documents]
     assert entries[0].answers == ((7, 8),) * 3
-    assert kept[key_of(documents[1])] == list(entries[1].answers)
+    assert answers[key_of(documents[1])] == list(entries[1].answers)
 
 
 def test_a_failed_pair_without_next_steps_says_its_reason():
@@ -93,15 +95,15 @@ def test_a_failed_pair_without_next_steps_says_its_reason():
     assert table.rows == (("base → json", "failed", "–", "–", "ask more"),)
 
 
-def test_what_to_do_next_names_the_cause():
+def test_next_step_names_the_cause():
     assert next_steps(sample_profile()) == []
     quarter = changed(sample_profile(), full_prefill_quality=0.25)
     assert next_steps(quarter) == [
         "full prefill itself has only 0.250: look at template, data and metric first"
     ]
     slow = tuple(changed(it, ttft_s=9.0) for it in sample_profile().frontier)
-    (found,) = next_steps(changed(sample_profile(), frontier=slow))
-    assert found.startswith("no plan is faster than full prefill at ")
+    (step,) = next_steps(changed(sample_profile(), frontier=slow))
+    assert step.startswith("no plan is faster than full prefill at ")
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ def test_a_failed_pair_says_how_many_contexts_would_decide(needed, says):
     loss = changed(first.tasks[0], bound=0.3, needed=needed)
     plans = [*profile.frontier]
     plans[profile.order[0]] = changed(first, start=1, stop=9, tasks=(loss,))
-    (found,) = next_steps(changed(profile, frontier=tuple(plans)))
-    assert found.startswith(says)
+    (step,) = next_steps(changed(profile, frontier=tuple(plans)))
+    assert step.startswith(says)
 
 
 def test_answers_without_a_draft_are_forecast_as_long_as_they_may_be():

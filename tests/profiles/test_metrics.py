@@ -101,8 +101,8 @@ def test_longbenchs_scores_of_classes_and_numbers(metric, prediction, answer, ex
     ],
 )
 def test_answers_by_which_nothing_can_be_judged_are_refused(metric, answer, problem):
-    found = problem_with(metric, answer, ["City", "Date"])
-    assert problem in found and bool(problem) == bool(found)
+    complaint = problem_with(metric, answer, ["City", "Date"])
+    assert problem in complaint and bool(problem) == bool(complaint)
 
 
 WORDS = st.sampled_from(["rain", "sun", "Sun", "wind,", "fog", "hail", "3", "\n", " ", "the"])

@@ -144,12 +144,12 @@ def test_a_draft_changes_no_answer(dtype):
         for it, whole, answer in zip(free, answers, expected, strict=True)
         for draft in drafts_of(whole)
     ]
-    found = decode(layered, sources, [it for it, _ in drafted], ends=ends, **options)
-    for (asked, answer), got in zip(drafted, found, strict=True):
+    decoded = decode(layered, sources, [it for it, _ in drafted], ends=ends, **options)
+    for (asked, answer), got in zip(drafted, decoded, strict=True):
         assert got == answer, asked
 
 
-def test_what_is_right_of_a_draft_costs_no_step(monkeypatch):
+def test_right_part_of_a_draft_takes_no_step(monkeypatch):
     _, _, layered, sources = made("llama")
     asked = Asked(mixture(ALL), tuple(SUFFIX))
     options = {"max_new": 9, "ends": frozenset(), "max_rows": 8}

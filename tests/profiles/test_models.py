@@ -1,4 +1,4 @@
-"""What the profiler runs: loaded as it is meant, or refused in one line before anything is read."""
+"""Models for the profiler: loaded correctly, or refused in one line before anything is read."""
 
 import ast
 import json

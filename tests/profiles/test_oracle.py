@@ -11,7 +11,7 @@ from cachetree.ids import EMPTY_SPAN, Span
 NUM_LAYERS = 5
 PREFIX, SUFFIX, MAX_NEW = 48, 7, 6
 SUMS = {"terms": PREFIX + SUFFIX, "steps": NUM_LAYERS}
-"""What a token of these models goes through: no other sum is as long as the attention's."""
+"""Sums that a token of these models passes through. The attention's sum is the longest."""
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -37,7 +37,7 @@ FAMILIES = {
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
 }
-"""What sizes of theirs have names of their own."""
+"""Sizes in the config of each family that have other names than in a llama's."""
 
 
 def make_model(family: str, seed: int, **changed: object) -> PreTrainedModel:
@@ -57,7 +57,7 @@ def pair(request):
 
 
 LOGPROB = 8 * rounding(torch.float32, **SUMS)
-"""Of these models, whose logits are as large as 8."""
+"""Largest rounding error of a log-probability of these models. Their logits reach 8."""
 PREFIX_IDS, SUFFIX_IDS = make_ids(PREFIX, 3), make_ids(SUFFIX, 4)
 
 

@@ -1,4 +1,4 @@
-"""Which pairs of several models can matter, and why the others cannot."""
+"""Pairs among several models that can share, and the reasons why others cannot."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SETTINGS = Settings()
 
 
 def of_base(*adapters: str, **rest: object) -> dict[str, Entry]:
-    found = {"base": Entry(model=str(BASE), data=ASKED)}
+    entries = {"base": Entry(model=str(BASE), data=ASKED)}
     for name in adapters:
         folder = str(WEIGHTS / name)
-        found[name] = Entry(model=str(BASE), adapter=folder, data=ASKED, **rest)
-    return found
+        entries[name] = Entry(model=str(BASE), adapter=folder, data=ASKED, **rest)
+    return entries
 
 
 def wanted(entries: dict[str, Entry], settings: Settings = SETTINGS, contexts=None) -> list[str]:
@@ -38,8 +38,8 @@ def reasons(entries: dict[str, Entry], settings: Settings = SETTINGS) -> dict[st
 def test_adapters_read_after_their_base_unless_something_says_otherwise():
     entries = of_base("receiver_lora", "tables_lora")
     assert wanted(entries) == ["base → receiver_lora", "base → tables_lora"]
-    found = reasons(entries)
-    assert len(found) == 4 and {it.split(":")[0] for it in found.values()} == {
+    causes = reasons(entries)
+    assert len(causes) == 4 and {it.split(":")[0] for it in causes.values()} == {
         "the sender is an adapter, and reads after its base"
     }
     named = {**entries, "tables_lora": replace_senders(entries["tables_lora"], "receiver_lora")}
@@ -47,23 +47,23 @@ def test_adapters_read_after_their_base_unless_something_says_otherwise():
     assert reasons(named)["base → tables_lora"] == "its entry names other senders"
 
 
-def replace_senders(it: Entry, *senders: str) -> Entry:
-    return Entry(model=it.model, adapter=it.adapter, data=it.data, senders=senders)
+def replace_senders(entry: Entry, *senders: str) -> Entry:
+    return Entry(model=entry.model, adapter=entry.adapter, data=entry.data, senders=senders)
 
 
 def test_full_models_of_one_family_may_all_read_first_and_strangers_are_no_pair(tmp_path):
     entries = {it: Entry(model=str(WEIGHTS / it), data=ASKED) for it in ("sender", "receiver")}
     assert wanted(entries) == ["receiver → sender", "sender → receiver"]
-    found = reasons({**entries, "gone": Entry(model=str(tmp_path), data=ASKED)})
-    assert len(found) == 4 and str(tmp_path) in found["gone → sender"]
+    causes = reasons({**entries, "gone": Entry(model=str(tmp_path), data=ASKED)})
+    assert len(causes) == 4 and str(tmp_path) in causes["gone → sender"]
     twin = reasons({**entries, "twin": entries["sender"]})
     assert "the same model" in twin["sender → twin"] == twin["twin → sender"]
 
 
 def test_an_activated_adapter_needs_no_profile():
-    found = reasons(of_base("sender_alora"))
-    assert set(found) == {"base → sender_alora", "sender_alora → base"}
-    assert all("is an activated adapter" in it for it in found.values())
+    causes = reasons(of_base("sender_alora"))
+    assert set(causes) == {"base → sender_alora", "sender_alora → base"}
+    assert all("is an activated adapter" in it for it in causes.values())
 
 
 def test_a_receiver_without_data_has_no_profile():
@@ -116,14 +116,14 @@ def test_a_folder_of_adapters_and_a_models_file_name_the_same(tmp_path):
     shutil.copytree(WEIGHTS / "tables_lora", folder / "tables")
     for name in ("tables", "base"):
         shutil.copy(DATA / "train.jsonl", folder / f"{name}.jsonl")
-    found = read_entries(replace(SETTINGS, adapters=folder, base=BASE))
+    entries = read_entries(replace(SETTINGS, adapters=folder, base=BASE))
     models = tmp_path / "models.yaml"
     models.write_text(
         f"base: {{model: {BASE}, data: [adapters/base.jsonl]}}\n"
         f"tables: {{model: {BASE}, adapter: adapters/tables, data: [adapters/tables.jsonl]}}\n"
     )
-    assert read_entries(replace(SETTINGS, models=models)) == found
-    assert list(found) == ["base", "tables"]
+    assert read_entries(replace(SETTINGS, models=models)) == entries
+    assert list(entries) == ["base", "tables"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ FINE_TUNES = SHIPPED[0]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 UNSEEN_SEED = 3003
 UNSEEN_DOCUMENTS = 75
-"""With fewer than 71 of them no plan is proven, whatever it loses."""
+"""Number of unseen documents. With fewer than 71, no plan is proven, even without any loss."""
 FAILED_GATE, UNDECIDED = 3, 4
 FAST = ["--dtype", "float32"]
 """A CPU takes five times as long in bf16."""
@@ -61,12 +61,12 @@ def few(tmp_path_factory) -> list[str]:
     """Flags for a small profile: three training contexts, three held out, blocks of three layers
     or more; and the tolerance that so few contexts can prove."""
     folder = tmp_path_factory.mktemp("few")
-    found = []
+    data = []
     for flag, name, number in (("--data", "train", 9), ("--held-out", "held_out", 9)):
         write_records(read_records(DATA / f"{name}.jsonl")[:number], folder / f"{name}.jsonl")
-        found += [flag, str(folder / f"{name}.jsonl")]
+        data += [flag, str(folder / f"{name}.jsonl")]
     few = [*FAST, "--group", "3", "--timing-seconds", "0", "--tolerance", "0.9"]
-    return [*flags(FINE_TUNES), *found, *ASKED, *few]
+    return [*flags(FINE_TUNES), *data, *ASKED, *few]
 
 
 def journals(folder: Path) -> list[Path]:
@@ -161,9 +161,9 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     layers = sorted({it.layer for it in profile.e_maps})
     documents = in_drawn_order(read_documents(data, pair.tokenizer), seed=0)
     contexts = (DocumentPasses(*models, it.prefix, layers, layers) for it in documents)
-    for it, expected in fit_maps(contexts, layers, torch.float32, "cpu").items():
-        (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)
-        for one, other in zip(found.tensors, expected.tensors, strict=True):
+    for layer, expected in fit_maps(contexts, layers, torch.float32, "cpu").items():
+        (used_map,) = (maps[at.sha256] for at in profile.e_maps if at.layer == layer.layer)
+        for one, other in zip(used_map.tensors, expected.tensors, strict=True):
             assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
     held_out = few[few.index("--held-out") + 1]
     if fit_data:
@@ -175,9 +175,11 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     write_profile(msgspec.structs.replace(profile, blocks=before, recommended=best), out)
     status, said = run("calibrate", str(out), *flags(FINE_TUNES), *FAST, "--data", held_out)
     assert status == 0 and said.count("of full prefill") == len(profile.blocks) - 1 > 1, said
-    found = read_measured(out)
+    calibrated_profile = read_measured(out)
     bounds = [it.tv_bound for it in (*profile.blocks, profile.recommended)]
-    calibrated = [it.tv_bound for it in (*found.blocks, found.recommended)]
+    calibrated = [
+        it.tv_bound for it in (*calibrated_profile.blocks, calibrated_profile.recommended)
+    ]
     assert_no_looser(calibrated, bounds)
     assert journals(tmp_path) == []
 
@@ -207,25 +209,25 @@ def assert_what_servers_use_is_measured_anew(out: Path, others: Path) -> None:
     args = ["verify", str(out), *flags(FINE_TUNES), *FAST, "--data", str(others), "--json"]
     status, said = run(*args)
     assert status == 0, said
-    found = msgspec.json.decode(said.splitlines()[-1], type=Verification)
-    assert found.split.mean_lengths != profile.held_out.mean_lengths
-    assert [(it.block, it.e_map) in used for it in points].count(True) == len(found.plans) > 1
-    assert found.holds and any(it.e_map is not None for it in found.plans)
-    for it in found.plans:
-        assert (it.block, it.e_map) in used and it.fidelity.kl < 1.0
-        expected = profile.costs.ttft_s((it.block,), *found.split.mean_lengths)
-        assert it.ttft_s == pytest.approx(expected)
+    verified = msgspec.json.decode(said.splitlines()[-1], type=Verification)
+    assert verified.split.mean_lengths != profile.held_out.mean_lengths
+    assert [(it.block, it.e_map) in used for it in points].count(True) == len(verified.plans) > 1
+    assert verified.holds and any(it.e_map is not None for it in verified.plans)
+    for plan in verified.plans:
+        assert (plan.block, plan.e_map) in used and plan.fidelity.kl < 1.0
+        expected = profile.costs.ttft_s((plan.block,), *verified.split.mean_lengths)
+        assert plan.ttft_s == pytest.approx(expected)
 
 
 def assert_what_maps_were_fitted_on_judges_nothing(out: Path, fitted_on: Path, held_out: str):
-    """Not those three contexts either that did not choose too."""
+    """This includes the three contexts that were not used to choose."""
     write_records(read_records(fitted_on)[9:], fitted_on)
     profile, args = read_measured(out), [str(out), *flags(FINE_TUNES), *FAST, "--data"]
     status, said = run("verify", *args, str(fitted_on))
     assert status == 1 and "3 of 3 contexts (100%) are the profile's own" in said, said
     assert run("calibrate", *args, held_out, "--data", str(fitted_on))[0] == 0
-    bounds, found = ([it.tv_bound for it in of.blocks] for of in (profile, read_measured(out)))
-    assert_no_looser(found, bounds)
+    bounds, new_bounds = ([it.tv_bound for it in of.blocks] for of in (profile, read_measured(out)))
+    assert_no_looser(new_bounds, bounds)
 
 
 def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
@@ -240,7 +242,7 @@ def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
     assert "--fit-data is given without --e-correction" in said
 
 
-def test_what_maps_are_fitted_on_has_to_fit_before_anything_is_measured(few, tmp_path):
+def test_fit_of_maps_that_needs_too_much_memory_is_refused_before_measuring(few, tmp_path):
     records = read_records(DATA / "train.jsonl")[:3]
     long = [msgspec.structs.replace(it, context=f"{it.context} " * 4) for it in records]
     write_records(long, tmp_path / "long.jsonl")
@@ -251,7 +253,7 @@ def test_what_maps_are_fitted_on_has_to_fit_before_anything_is_measured(few, tmp
     assert "timing" not in said, "nothing was computed"
 
 
-def test_that_nothing_is_answered_right_is_said_after_the_sweep(few, tmp_path):
+def test_sweep_without_a_right_answer_says_so(few, tmp_path):
     """A template or a metric that is wrong, which the verdict would tell at the end."""
     right, wrong = few[few.index("--data") + 1], tmp_path / "wrong.jsonl"
     train = read_records(Path(right))
@@ -298,20 +300,20 @@ def unseen(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
 def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp_path, capsys):
-    """Of its plans only the recommended one, which decides; the others would be measured too."""
+    """Only the recommended plan is tried, because it decides. The others would be measured, too."""
     profile, path = read_measured(shipped.profile), tmp_path / "pair.json"
     chosen = profile.recommended
     write_profile(profile.limited_to((chosen, profile.blocks[-1]), ""), path)
     args = [*flags(shipped), *FAST, "--data", str(unseen), "--json"]
     assert main(["profile", "verify", str(path), *args]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["holds"] is True
-    assert [(it["start"], it["stop"]) for it in found["plans"]] == [(chosen.start, chosen.stop)]
-    assert found["split"]["num_questions"] == 3 * UNSEEN_DOCUMENTS
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["holds"] is True
+    assert [(it["start"], it["stop"]) for it in verified["plans"]] == [(chosen.start, chosen.stop)]
+    assert verified["split"]["num_questions"] == 3 * UNSEEN_DOCUMENTS
 
 
 def test_a_pair_that_was_not_trained_together_fails(tmp_path):
-    """The stranger answers as well as the shipped sender, and nobody can read its cache."""
+    """The stranger answers as well as the shipped sender, but no other model can read its cache."""
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver"), *FAST]
     train = tmp_path / "train.jsonl"
@@ -350,11 +352,11 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
     write_records(read_records(unseen)[:24], some)
     args = [*flags(FINE_TUNES), *FAST, "--data", str(some), "--json"]
     assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
-    found = msgspec.json.decode(capsys.readouterr().out, type=Verification)
-    passes = {it.block: is_within(it.tasks, 0.4) for it in found.plans}
+    verified = msgspec.json.decode(capsys.readouterr().out, type=Verification)
+    passes = {it.block: is_within(it.tasks, 0.4) for it in verified.plans}
     assert list(passes.values()).count(True) == 1 and passes[wide.block]
-    assert found.reason.startswith("the plan [4, 5) has 0.083 where full prefill has 1.000")
-    assert not found.holds
+    assert verified.reason.startswith("the plan [4, 5) has 0.083 where full prefill has 1.000")
+    assert not verified.holds
 
 
 @pytest.mark.parametrize("right", ["nothing", "what full prefill does not say"])
@@ -363,10 +365,10 @@ def test_data_of_which_full_prefill_answers_nothing_are_refused(right, unseen, t
     claim_too_little(tmp_path / "pair.json")
     records, some = read_records(unseen)[:24], tmp_path / "some.jsonl"
     known = {word for it in records for word in " ".join(it.answers).split()}
-    for place, it in enumerate(records):
-        others = tuple(sorted(known - {*" ".join(it.answers).split()}))
+    for place, record in enumerate(records):
+        others = tuple(sorted(known - {*" ".join(record.answers).split()}))
         answers = ("nothing",) if right == "nothing" else others
-        records[place] = msgspec.structs.replace(it, answers=answers)
+        records[place] = msgspec.structs.replace(record, answers=answers)
     write_records(records, some)
     args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
     assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == 1
@@ -374,7 +376,7 @@ def test_data_of_which_full_prefill_answers_nothing_are_refused(right, unseen, t
     assert said in capsys.readouterr().err
 
 
-def test_too_few_data_say_so_and_speak_against_no_verdict(unseen, tmp_path, capsys):
+def test_too_few_data_are_reported_and_change_no_verdict(unseen, tmp_path, capsys):
     """Before models are loaded how many would be needed, and then that these show nothing."""
     profile, some = read_measured(FINE_TUNES.profile), tmp_path / "some.jsonl"
     write_profile(profile.limited_to((profile.recommended,), ""), tmp_path / "pair.json")
@@ -403,25 +405,25 @@ def test_a_profile_is_verified_as_it_was_made():
     made = {"chat": True, "page_size": 32, "max_prompt_tokens": 64, "max_new": 5}
     profile = read_measured(FINE_TUNES.profile)
     profile = msgspec.structs.replace(profile, made=msgspec.structs.replace(profile.made, **made))
-    for given, changed in (([], {}), (["--max-new", "3"], {"max_new": 3})):
-        args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES), *given])
-        found = settings_of(args, _made_as(profile, args), Settings)
-        assert {it: getattr(found, it) for it in made} == made | changed
-        assert (found.template, found.metric) == (profile.made.template, "f1")
+    for options, changed in (([], {}), (["--max-new", "3"], {"max_new": 3})):
+        args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES), *options])
+        settings = settings_of(args, _made_as(profile, args), Settings)
+        assert {it: getattr(settings, it) for it in made} == made | changed
+        assert (settings.template, settings.metric) == (profile.made.template, "f1")
 
 
 @pytest.mark.parametrize("metric", ["f1", None])
-def test_what_was_stated_of_data_with_a_template_of_their_own_is_stated_again(metric):
+def test_statement_about_data_with_their_own_template_is_repeated(metric):
     profile = read_measured(FINE_TUNES.profile)
     made = msgspec.structs.replace(profile.made, template="", max_new=5, metric=metric)
     profile = msgspec.structs.replace(profile, made=made)
     args = parser().parse_args(["profile", "verify", "x", *flags(FINE_TUNES)])
-    found = settings_of(args, _made_as(profile, args), Settings)
-    assert (found.template, found.max_new, found.metric) == (None, 5, metric)
+    settings = settings_of(args, _made_as(profile, args), Settings)
+    assert (settings.template, settings.max_new, settings.metric) == (None, 5, metric)
 
 
 def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_path, capsys):
-    """As a profile of them was made: none was stated that data of no known set could take."""
+    """The profile states no metric, so data of an unknown set have none."""
     profile = read_measured(FINE_TUNES.profile)
     made = msgspec.structs.replace(profile.made, metric=None)
     write_profile(msgspec.structs.replace(profile, made=made), tmp_path / "pair.json")
@@ -431,7 +433,7 @@ def test_metrics_of_several_data_sets_are_each_data_sets_own_again(unseen, tmp_p
 
 
 def test_every_task_has_to_be_judged(unseen, tmp_path, capsys):
-    """One that only chose would be a task at which a pair may fail and nobody asks."""
+    """A task with training contexts only could fail without a check."""
     moves = tmp_path / "moves.jsonl"
     write_records(make_records("moves", 1, 2, "moves"), moves)
     data = ["--data", str(moves), "--data", TRAIN, "--held-out", str(unseen), *ASKED]
@@ -529,7 +531,7 @@ def test_a_mistake_is_found_before_any_weights_are_read(
         ("verify", SHIPPED[1], "--sender is not the profile's sender: weights is"),
     ],
 )
-def test_what_cannot_be_verified_is_told_before_any_weights_are_read(
+def test_unverifiable_pair_is_refused_before_weights_are_read(
     command, pair, says, capsys, no_weights
 ):
     asked = [str(FINE_TUNES.profile), *flags(pair), "--data", TRAIN]
@@ -538,7 +540,7 @@ def test_what_cannot_be_verified_is_told_before_any_weights_are_read(
     assert complaint.startswith(f"droidspeak: {says}")
 
 
-def test_too_few_contexts_are_told_of_before_anything_is_measured(tmp_path, no_weights):
+def test_too_few_contexts_are_reported_before_measuring(tmp_path, no_weights):
     args = [*flags(FINE_TUNES), *FAST, "--data", TRAIN, *ASKED, "--out", str(tmp_path / "o")]
     for more, is_told in ((), True), (("--tolerance", "0.5"), False):
         status, said = run(*args, *more)

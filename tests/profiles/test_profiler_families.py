@@ -226,11 +226,11 @@ def assert_equals_the_oracle(case: Case, settings: Settings, measured: list[Meas
     )
     tokenizer = load_tokenizer(settings.pair[1])
     train, _ = load_splits(settings, tokenizer, receiver.config.max_position_embeddings)
-    for it in measured:
+    for plan in measured:
         kl, quality, margins = 0.0, 0.0, []
         for document in train.documents:
             ids = torch.tensor([document.prefix], device=receiver.device)
-            prefix = partial_prefill(receiver, sender, ids, it.block)
+            prefix = partial_prefill(receiver, sender, ids, plan.block)
             for question in document.questions:
                 kl += kl_of(receiver, prefill(receiver, ids).kv, prefix, question)
                 answer = decode(receiver, prefix, suffix_of(question, receiver), MAX_NEW)
@@ -238,9 +238,9 @@ def assert_equals_the_oracle(case: Case, settings: Settings, measured: list[Meas
                 text = tokenizer.decode(until_end(answer.ids), skip_special_tokens=True)
                 quality += score(document.task, text, question.answers)
         num_questions = sum(len(document.questions) for document in train.documents)
-        assert it.fidelity.kl == pytest.approx(kl / num_questions, abs=5e-4), it.block
+        assert plan.fidelity.kl == pytest.approx(kl / num_questions, abs=5e-4), plan.block
         if min(margins) > TIE:
-            assert it.quality == pytest.approx(quality / num_questions, abs=1e-5), it.block
+            assert plan.quality == pytest.approx(quality / num_questions, abs=1e-5), plan.block
 
 
 def kl_of(receiver: PreTrainedModel, own, prefix, question: Question) -> float:

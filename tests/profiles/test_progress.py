@@ -72,7 +72,7 @@ def test_a_run_is_forecast_to_compare_on_some_contexts_what_it_has_judged_on_all
     assert [it.place for it in steps if not it.plans] == [*range(NUM_SHOWN)]
 
 
-def test_where_a_document_was_swept_both_passes_are_made_again():
+def test_swept_document_gets_both_passes_again():
     documents, (plans, _) = [document(32)] * 2, typical_plans(6, 4)
     steps = judging_steps(documents, plans, 6)
     of_one = len(steps) // 2
@@ -106,32 +106,32 @@ def test_maps_are_forecast_to_be_fitted_on_the_contexts_that_are_named_for_them(
     assert long_s - short_s == pytest.approx(passes_s)
 
 
-def test_what_is_left_follows_the_speed_so_far():
+def test_remaining_time_follows_the_speed_so_far():
     now = [0.0]
     task = Progress(get_time=lambda: now[0])
     task.add_task("", total=100.0, completed=50.0)
-    (it,) = task.tasks
-    assert left_s(it, 50.0) == 50.0, "an earlier run's work took no time"
+    (step,) = task.tasks
+    assert left_s(step, 50.0) == 50.0, "an earlier run's work took no time"
     now[0] = 20.0
-    task.advance(it.id, 10.0)
-    assert left_s(it, 50.0) == pytest.approx(40.0 * 25 / 15), "twice as slow as forecast"
-    task.advance(it.id, 60.0)
-    assert left_s(it, 50.0) == 0.0
+    task.advance(step.id, 10.0)
+    assert left_s(step, 50.0) == pytest.approx(40.0 * 25 / 15), "twice as slow as forecast"
+    task.advance(step.id, 60.0)
+    assert left_s(step, 50.0) == 0.0
 
 
 def test_first_steps_that_differ_do_not_mislead():
     now = [0.0]
     task = Progress(get_time=lambda: now[0])
     task.add_task("", total=100.0)
-    (it,) = task.tasks
+    (measured_step,) = task.tasks
     for step in range(90):
         now[0] += 1 / 1.5 if step < 10 else 1.0  # Of held-out contexts the first show baselines.
-        task.advance(it.id, 1.0)
+        task.advance(measured_step.id, 1.0)
         really_s = 10 / 1.5 + 90 - now[0]
-        assert 0.8 < left_s(it, 0.0) / really_s < 1.25, step
+        assert 0.8 < left_s(measured_step, 0.0) / really_s < 1.25, step
 
 
-def test_of_what_should_take_no_time_nothing_is_left_however_long_it_takes(monkeypatch):
+def test_step_that_should_take_no_time_has_no_time_left(monkeypatch):
     monkeypatch.setattr("profiles.progress.LINE_EVERY_S", 0.0)
     out = io.StringIO()
     with shown(Console(file=out), "timing", 0.0) as done:

@@ -56,8 +56,8 @@ def test_gptq_without_an_order_of_its_groups_has_them_in_turn() -> None:
     }
     config = {"quant_method": "gptq", "bits": 4}
     stated = {**weights, "l.g_idx": torch.arange(64, dtype=torch.int32) // 16}
-    found, expected = (matrices(it, config, torch.float32) for it in (weights, stated))
-    assert torch.equal(found["l.weight"], expected["l.weight"])
+    plain, expected = (matrices(it, config, torch.float32) for it in (weights, stated))
+    assert torch.equal(plain["l.weight"], expected["l.weight"])
 
 
 def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base: Path, tmp_path: Path) -> None:
@@ -80,17 +80,17 @@ def test_it_is_known_by_its_tensors_and_by_its_config(
     base: Path, tmp_path: Path, name: str
 ) -> None:
     quantised = write_quantised(base, tmp_path / name, name)
-    found = read_model_identity(quantised)
-    assert found != read_model_identity(base)
+    identity = read_model_identity(quantised)
+    assert identity != read_model_identity(base)
     weights = load_file(quantised / "model.safetensors")
     last = max(key for key in weights if f"layers.{NUM_LAYERS - 1}.self_attn.k_proj" in key)
     changed = {key: it.clone() for key, it in weights.items()}
     changed[last].flatten()[-1:] = 0
     save_file(changed, quantised / "model.safetensors")
     other = read_model_identity(quantised)
-    assert other.weights != found.weights
+    assert other.weights != identity.weights
     edit(quantised, modules_to_not_convert=["lm_head"])
-    assert read_model_identity(quantised).weights not in (found.weights, other.weights)
+    assert read_model_identity(quantised).weights not in (identity.weights, other.weights)
 
 
 def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
@@ -118,7 +118,7 @@ def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
         {"quant_algo": "FP8"},
     ],
 )
-def test_what_it_does_not_know_is_refused_before_weights_are_read(
+def test_unknown_quantisation_is_refused_before_weights_are_read(
     base: Path, tmp_path: Path, stated: dict[str, Any]
 ) -> None:
     quantised = write_quantised(base, tmp_path / "refused", "fp8")

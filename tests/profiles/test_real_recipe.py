@@ -57,7 +57,7 @@ NAMES = {
 
 
 def write_gguf(model: LlamaForCausalLM, file: Path) -> None:
-    """As llama.cpp writes it: the halves of each head of Q and K interleaved."""
+    """Write the model as llama.cpp does, with the halves of each head of Q and K interleaved."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -216,7 +216,7 @@ def test_a_step_asks_nothing_twice(base: Path, packages: dict[str, list[Package]
 
 
 def mentions_people(package: Package, people: frozenset[str]) -> bool:
-    """Whether a text may name somebody; says yes too often rather than too seldom."""
+    """Whether a text may name a person. If in doubt, yes."""
     text = f"{package.summary}. {package.text}"
     words = re.findall(r"\b[A-Z][a-z]{2,}", text)
     return bool(PEOPLE.search(text)) or any(word.lower() in people for word in words)

@@ -34,7 +34,7 @@ def test_unknown_fields_are_ignored_and_missing_ones_are_not(tmp_path):
         read_records(path)
 
 
-def test_what_only_describes_a_record_may_be_missing(tmp_path):
+def test_descriptive_fields_of_a_record_may_be_missing(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"input":"?","context":"c","answers":["a"]}')
     assert read_records(path) == [Record(input="?", context="c", answers=("a",))]

@@ -68,7 +68,7 @@ def page(folder: Path) -> Page:
     return Page((folder / "index.html").read_text())
 
 
-def test_what_was_written_is_returned_the_page_first(folder: Path, tmp_path: Path) -> None:
+def test_written_files_are_returned_with_the_page_first(folder: Path, tmp_path: Path) -> None:
     names = ["index.html", *(f"{it.name}.png" for it in PICTURES)]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     (tmp_path / "index.html").write_text("an earlier one")
@@ -137,9 +137,9 @@ def test_names_cannot_become_markup_or_formulas(tmp_path: Path) -> None:
         sender=replace(PROFILE.sender, architecture=NASTY),
     )
     write_report(profile, tmp_path)
-    found = Page((tmp_path / "index.html").read_text())
-    assert "script" not in found.tags
-    assert found.text.count(NASTY) >= 7
+    page = Page((tmp_path / "index.html").read_text())
+    assert "script" not in page.tags
+    assert page.text.count(NASTY) >= 7
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
@@ -212,9 +212,9 @@ def said(profile: MeasuredProfile) -> dict[str, str]:
         (12, "reusing all layers"),
     ],
 )
-def test_what_is_lossless_for_free(first_difference: int, free: str) -> None:
-    found = said(replace(PROFILE, first_difference=first_difference))
-    assert found["lossless whatever the gate says"] == free
+def test_lossless_layers_are_reported(first_difference: int, free: str) -> None:
+    summary = said(replace(PROFILE, first_difference=first_difference))
+    assert summary["lossless whatever the gate says"] == free
 
 
 def test_critical_layers_follow_the_rule() -> None:
@@ -243,8 +243,8 @@ def test_a_block_that_saves_no_time_is_said_to_take_more() -> None:
     frontier = [replace(it, ttft_s=2 * full_s) for it in PROFILE.frontier]
     slow = said(replace(PROFILE, frontier=tuple(frontier)))
     n, m = PROFILE.held_out.mean_lengths
-    found = slow[f"predicted TTFT for {n} + {m} tokens"]
-    assert f"200 % of full prefill's {words.seconds(full_s)}" in found
+    cell = slow[f"predicted TTFT for {n} + {m} tokens"]
+    assert f"200 % of full prefill's {words.seconds(full_s)}" in cell
 
 
 def test_an_unchecked_cost_model_is_said_to_be_unchecked() -> None:

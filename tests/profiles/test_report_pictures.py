@@ -45,7 +45,7 @@ CASES = {
 
 
 def _pixels(picture: Picture, profile: MeasuredProfile) -> bytes:
-    """Of the picture, small."""
+    """Pixels of the picture, drawn small."""
     figure = picture.draw(profile)
     figure.set_dpi(40)
     canvas = FigureCanvasAgg(figure)
@@ -135,18 +135,18 @@ def _overlaps(figure: Figure) -> list[str]:
     """Texts that touch each other or leave the figure."""
     recorder = Recorder(figure)
     figure.draw(recorder)
-    found = recorder.drawn
-    assert len(found) > 5
+    texts = recorder.drawn
+    assert len(texts) > 5
     touching = [
         f"{text} / {other}"
-        for place, (text, box) in enumerate(found)
-        for other, far in found[place + 1 :]
+        for place, (text, box) in enumerate(texts)
+        for other, far in texts[place + 1 :]
         if box.padded(-1).overlaps(far.padded(-1))
     ]
     page = figure.bbox.padded(1)
     outside = [
         text
-        for text, box in found
+        for text, box in texts
         if not (page.contains(box.x0, box.y0) and page.contains(box.x1, box.y1))
     ]
     return touching + outside

@@ -42,9 +42,9 @@ def as_published(folder: Path, model_type: str, scaled: dict[str, Any] | None) -
     file = folder / "config.json"
     stated = json.loads(file.read_text())
     rope = stated.pop("rope_parameters")
-    kept = {*config_defaults.table()[model_type], "layer_types", "head_dim", "mlp_only_layers"}
+    fields = {*config_defaults.table()[model_type], "layer_types", "head_dim", "mlp_only_layers"}
     defaults = type(shape(model_type, layers=3, hidden=64, heads=4, kv_heads=2))().to_dict()
-    for key in kept & stated.keys():
+    for key in fields & stated.keys():
         if stated[key] in (defaults.get(key), [], None) or key == "layer_types":
             del stated[key]
     if "num_local_experts" in stated and model_type == "qwen3_moe":

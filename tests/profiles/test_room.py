@@ -92,7 +92,7 @@ def test_the_largest_document_decides():
     assert room(8, [SHORT]).rows > room(8).rows
 
 
-def test_what_does_not_fit_is_refused_with_what_would():
+def test_run_that_does_not_fit_is_refused_with_one_that_would():
     with pytest.raises(ConfigError) as caught:
         room(1.5, [SHORT, LONG])
     message = str(caught.value)
@@ -100,17 +100,17 @@ def test_what_does_not_fit_is_refused_with_what_would():
         r"--max-memory-gb is 1\.5, and a context of 4000 tokens \(question q0\) needs (\d\.\d\d); "
         r"raise it, or cut contexts with --max-prompt-tokens"
     )
-    found = re.fullmatch(pattern, message)
-    assert found, message
-    need = float(found[1])
+    matched = re.fullmatch(pattern, message)
+    assert matched, message
+    need = float(matched[1])
     assert room(need).rows >= 1
     with pytest.raises(ConfigError, match=f"needs {need}"):
         room(need - 0.01)
 
 
 def test_a_pair_of_32_layers_at_10_000_tokens_fits_a_host_of_8_gib_and_a_card_beside_its_weights():
-    """Of Llama 3 8B in bf16, whose weights take 30 GiB for both models: with 80 GiB they share a
-    card, and one that holds a single model has room for the other's share of the work too."""
+    """The models are two of Llama 3 8B in bf16, with 30 GiB of weights together. With 80 GiB they
+    share a card. A card with a single model also has room for the other's share of the work."""
     document = make_document(10_000, 3)
     host, weights = int(7.5 * GIB), 15 * GIB
     of_both, of_one = (
@@ -125,10 +125,10 @@ def test_a_pair_of_32_layers_at_10_000_tokens_fits_a_host_of_8_gib_and_a_card_be
         make_room(SIZES, [document], 65, Bounds(host=host, device=3 * GIB))
 
 
-def test_what_is_not_stated_is_most_of_what_is_there():
+def test_unstated_memory_limit_is_most_of_the_free_memory():
     free = psutil.virtual_memory().total
-    found = bounds_of(None, None, torch.device("cpu"))
-    assert found.device is None and 0 < found.host < free
+    bounds = bounds_of(None, None, torch.device("cpu"))
+    assert bounds.device is None and 0 < bounds.host < free
     assert bounds_of(2.0, None, torch.device("cpu")) == Bounds(host=2 * GIB)
 
 
@@ -170,17 +170,19 @@ def test_a_container_of_the_first_control_groups_has_its_limit(tmp_path, monkeyp
     assert (memory_bytes(), free_memory_bytes()) == (1000, 1000 - 100 + 30)
 
 
-def test_what_maps_are_fitted_on_is_counted():
-    """Of Llama 3 8B from 15 layers: 4 GiB of sums, and what one map takes to be solved for."""
+def test_memory_of_the_fit_of_maps_is_counted():
+    """Maps from 15 layers of Llama 3 8B need 4 GiB of sums, and memory to solve one map."""
     host, pattern = 8 * GIB, r", with maps of E from 15 layers, needs (\d\.\d\d); .* larger --group"
-    found = []
+    messages = []
     for bounds in (Bounds(host=host, device=GIB), Bounds(host=GIB)):
         with pytest.raises(ConfigError, match=pattern) as caught:
             require_fitting(SIZES, [SHORT, LONG], 15, bounds)
-        found.append(str(caught.value))
-    flags = [it.partition(" is 1, and a context of 4000 tokens (question q0), ")[0] for it in found]
+        messages.append(str(caught.value))
+    flags = [
+        it.partition(" is 1, and a context of 4000 tokens (question q0), ")[0] for it in messages
+    ]
     assert flags == ["--max-device-memory-gb", "--max-memory-gb"]
-    need = float(re.search(pattern, found[0])[1])
+    need = float(re.search(pattern, messages[0])[1])
     assert 15 * SIZES.sums < need * GIB < 28 * SIZES.sums
     require_fitting(SIZES, [SHORT, LONG], 15, Bounds(host=host, device=int(need * GIB)))
     with pytest.raises(ConfigError, match=r"--max-memory-gb is 0\.5"):
@@ -197,7 +199,7 @@ class Measured(msgspec.Struct, frozen=True):
     not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="needs Linux's /proc"
 )
 def test_a_sweep_stays_within_the_bound():
-    """In a process of its own, whose memory nobody else has used."""
+    """The sweep runs in a new process, so its memory is only its own."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     small, large = msgspec.json.decode(done.stdout.splitlines()[-1], type=tuple[Measured, Measured])
@@ -231,7 +233,8 @@ def swept(pair: Pair, document: Document, max_memory_gb: float) -> int:
 
 
 def kib(field: str) -> int:
-    """Not getrusage: its maximum is that of the parent, where that was larger when it forked."""
+    """Peak memory in KiB. getrusage would return the parent's peak if that was larger at the
+    fork."""
     (line,) = (it for it in STATUS.read_text().splitlines() if it.startswith(field))
     return int(line.split()[1])
 

@@ -28,7 +28,7 @@ TEMPLATE = ASKED[:2]
 
 
 def unlabelled(name: str, number: int, folder: Path) -> str:
-    """Of the shipped data without its answers."""
+    """Write some of the shipped data without answers."""
     records = read_records(DATA / f"{name}.jsonl")[: 3 * number]
     path = folder / f"{name}.jsonl"
     write_records([msgspec.structs.replace(it, answers=()) for it in records], path)
@@ -42,8 +42,8 @@ def pair():
 
 @pytest.fixture(scope="module")
 def documents(pair) -> list[Document]:
-    found = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:4]
-    return [replace(it, task=replace(it.task, metric=Metric.SAME)) for it in found]
+    read = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:4]
+    return [replace(it, task=replace(it.task, metric=Metric.SAME)) for it in read]
 
 
 def test_texts_are_the_same_if_only_white_space_differs():
@@ -55,7 +55,7 @@ def test_texts_are_the_same_if_only_white_space_differs():
 def test_answers_are_compared_with_full_prefills_own_and_not_with_the_datas(pair, documents):
     """An oracle that decodes: the sender and full reuse agree as often as their texts are equal."""
     with bench_of(pair, documents) as bench:
-        found = measure(bench, HELD_OUT, documents, judging_steps(documents, [], 12))
+        judged = measure(bench, HELD_OUT, documents, judging_steps(documents, [], 12))
         for place, document in enumerate(documents):
             theirs = bench.sender.model.prefix(document.prefix, ()).kv
             own = bench.receiver.model.prefix(document.prefix, ()).kv
@@ -69,26 +69,28 @@ def test_answers_are_compared_with_full_prefills_own_and_not_with_the_datas(pair
             ]
             right, *others = texts
             expected = [[float(a == b) for a, b in zip(right, it, strict=True)] for it in others]
-            assert [*found.sender[place]] == expected[0]
-            assert qualities_of(found.full_reuse)[place] == expected[1]
-            assert set(found.full_prefill[place]) == {1.0}
+            assert [*judged.sender[place]] == expected[0]
+            assert qualities_of(judged.full_reuse)[place] == expected[1]
+            assert set(judged.full_prefill[place]) == {1.0}
 
 
 def test_controls_ask_whether_the_answer_is_the_same_without_the_document(pair, documents):
     full = [[1.0] * 3] * len(documents)
     with bench_of(pair, documents) as bench:
         measure(bench, HELD_OUT, documents, judging_steps(documents, [], 12))
-        (it,) = measure_controls(bench, documents, full, COSTS, Console(quiet=True)).values()
-    assert it.full_prefill == 1.0 and it.no_document < 0.3 and it.other_document < 0.3
-    assert it.in_two_parts == 1.0, "float32 rounds too little for near ties to matter here"
+        (control,) = measure_controls(bench, documents, full, COSTS, Console(quiet=True)).values()
+    assert (
+        control.full_prefill == 1.0 and control.no_document < 0.3 and control.other_document < 0.3
+    )
+    assert control.in_two_parts == 1.0, "float32 rounds too little for near ties to matter here"
 
 
 def test_metrics_with_gold_answers_are_not_asked_for_a_repeat(pair, documents):
     judged = [replace(it, task=replace(it.task, metric=Metric.F1)) for it in documents]
     with bench_of(pair, judged) as bench:
         full = [[1.0] * 3] * len(judged)
-        (it,) = measure_controls(bench, judged, full, COSTS, Console(quiet=True)).values()
-    assert it.in_two_parts is None
+        (control,) = measure_controls(bench, judged, full, COSTS, Console(quiet=True)).values()
+    assert control.in_two_parts is None
 
 
 @pytest.fixture(scope="module")

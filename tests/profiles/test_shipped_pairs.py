@@ -27,7 +27,7 @@ RANKS = {
     "slim_lora": 4,
     "tables_lora": 16,
 }
-"""Of the adapters."""
+"""Ranks of the adapters."""
 MATRICES = {f"{it}_proj" for it in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
@@ -78,11 +78,11 @@ def test_a_document_is_seven_to_nine_pages_shared_by_its_questions():
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
 def test_the_profile_is_of_these_weights(shipped, tmp_path):
     profile = read_profile(shipped.profile)
-    for source, found in (
+    for source, identity in (
         (shipped.sender, profile.sender),
         (shipped.receiver, profile.receiver),
     ):
-        assert found == read_model_identity(source.path, tmp_path, source.adapter)
+        assert identity == read_model_identity(source.path, tmp_path, source.adapter)
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
@@ -127,15 +127,15 @@ def test_the_profile_is_judged_on_documents_that_anybody_can_write_again(shipped
 @pytest.mark.parametrize("task", ["biographies", "tables"])
 def test_a_profile_is_used_up_to_the_length_that_twenty_of_its_documents_reach(task, tmp_path):
     profiles = [read_measured(path) for path in DATA.parent.glob("*.json")]
-    found = [it for it in profiles if it.held_out.tasks[0].name == task]
+    of_task = [it for it in profiles if it.held_out.tasks[0].name == task]
     path = tmp_path / "held_out.jsonl"
     write_records(make_records("held_out", SEEDS["held_out"], 96, task), path)
     documents = documents_of(load_sources([str(path)], OPTIONS))
-    assert {it.measured_tokens for it in found} == {longest_used(documents, PAGE_SIZE)} == {160}
+    assert {it.measured_tokens for it in of_task} == {longest_used(documents, PAGE_SIZE)} == {160}
 
 
 def files_of(path: Path) -> tuple[DataFile, ...]:
-    """As a profile names what it was made with."""
+    """Data files as a profile names them."""
     sources = load_sources([str(path)], OPTIONS)
     return data_files(sources, documents_of(sources))
 
@@ -149,7 +149,8 @@ def documents_of(sources: list[Source]) -> list[Document]:
     ("receiver", "task"), [("tables_lora", "tables"), ("receiver_lora", "biographies")]
 )
 def test_adapters_are_profiled_on_their_base(receiver, task, tmp_path):
-    """Of these weights and of documents that anybody can write again; passed or not."""
+    """The profile is of these weights and of documents that the recipe can write again, passed or
+    not."""
     profile = read_measured(DATA.parent / f"foundation_to_{receiver}.json")
     base = WEIGHTS / "foundation"
     assert profile.sender == read_model_identity(base, tmp_path, None)
@@ -173,6 +174,6 @@ def test_the_drift_guard_is_told_what_each_plan_may_differ_by(path):
 
 
 @pytest.mark.parametrize("path", sorted(PAIRS.glob("../real/*.json")), ids=lambda it: it.stem)
-def test_what_is_verified_needs_no_map_that_is_not_shipped(path):
+def test_verified_plan_needs_only_shipped_maps(path):
     profile = read_measured(path)
     assert read_corrections(profile, path).keys() == {it.sha256 for it in profile.e_maps}

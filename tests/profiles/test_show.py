@@ -29,8 +29,8 @@ def shown(profile: MeasuredProfile, width: int = 80) -> str:
 
 def row(text: str, *beginning: str) -> list[str]:
     rows = [line.split() for line in text.splitlines()]
-    (found,) = [it for it in rows if tuple(it[: len(beginning)]) == beginning]
-    return found
+    (matching,) = [it for it in rows if tuple(it[: len(beginning)]) == beginning]
+    return matching
 
 
 def test_the_verdict_comes_first() -> None:
@@ -43,11 +43,13 @@ def test_the_verdict_comes_first() -> None:
 def test_the_frontier_is_in_rows_and_the_recommended_block_is_marked() -> None:
     text = shown(PROFILE)
     plan = PROFILE.frontier[place_of(PROFILE, Span(2, 5))]
-    found, it = row(text, "*", "[2,", "5)"), plan.held_out
-    expected = f"3 {plan.train_quality:.3f} {it.mean:.3f} [{it.low:.3f}, {it.high:.3f}]"
-    assert found[3:8] == expected.split()
+    cells, held_out = row(text, "*", "[2,", "5)"), plan.held_out
+    expected = (
+        f"3 {plan.train_quality:.3f} {held_out.mean:.3f} [{held_out.low:.3f}, {held_out.high:.3f}]"
+    )
+    assert cells[3:8] == expected.split()
     expected = f"{words.percent_kept(plan.tasks[0].bound)} {1e3 * plan.ttft_s:.1f} ms yes"
-    assert found[8:] == expected.split()
+    assert cells[8:] == expected.split()
     single = PROFILE.frontier[place_of(PROFILE, Span(4, 5))]
     numbers = (single.train_quality, single.held_out.mean)
     assert row(text, "[4,", "5)")[2:5] == ["1", *(f"{it:.3f}" for it in numbers)]
@@ -69,7 +71,7 @@ def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
 
 
 def test_no_row_is_there_twice() -> None:
-    """Of blocks in several runs, each number of them is another row."""
+    """Each number of runs of a split block is another row."""
     rows = [" ".join(line.split()) for line in shown(PROFILE, 120).splitlines()]
     split = [re.match(r"\[\d+, \d+\) in \d+ runs", it) for it in rows]
     names = [it[0] for it in split if it]

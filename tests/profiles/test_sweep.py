@@ -120,13 +120,13 @@ def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them() -> N
         plans = [Candidate(runs=(it,), e_map=e_map_at[it.start]) for it in blocks]
         steps = screening_steps(documents, plans, pruned=True)
         screened = measure(bench, TRAIN, documents, steps)
-        found = {it: screened.candidates[it] for it in plans}
+        screened_scores = {it: screened.candidates[it] for it in plans}
         judged = judge(bench, documents, plans, "train").candidates
         is_new: list[bool] = []
         again = replace(bench, tick=lambda _, new: is_new.append(new))
         assert measure(again, TRAIN, documents, steps) == screened
     assert not any(is_new) and len(is_new) == len(steps)
-    for candidate, scores in found.items():
+    for candidate, scores in screened_scores.items():
         assert kl_of(scores) == pytest.approx(kl_of(judged[candidate]), abs=1e-5)
         assert kl_of(scores) < kl_of(swept.blocks[candidate.block])
 
@@ -139,7 +139,7 @@ def test_one_layer_dominates(swept_pair):
     assert max(losses) > 0.5
 
 
-def test_what_is_decoded_has_a_block_as_good_as_any_of_its_size_that_is_good_enough(swept_pair):
+def test_shortlist_has_the_block_that_would_win_among_all(swept_pair):
     """Chosen by KL alone, among all blocks decoded."""
     swept = swept_pair.swept
     blocks = {it: of for it, of in swept.candidates.items() if 0 < len(it) < NUM_LAYERS}
@@ -158,11 +158,11 @@ def test_a_pruned_sweep_decodes_full_reuse_alone_and_measures_the_same(swept_pai
     with bench_of(pair, documents) as bench:
         swept = sweep(bench, documents, grid(NUM_LAYERS, 1), pruned=True)
     assert swept.full_reuse == swept_pair.swept.full_reuse[:1]
-    for found, expected in (
+    for measured, expected in (
         (swept.layers[4], swept_pair.swept.layers[4]),
         (swept.blocks[Span(2, 5)], swept_pair.swept.blocks[Span(2, 5)]),
     ):
-        for got, want in zip(found[0], expected[0], strict=True):
+        for got, want in zip(measured[0], expected[0], strict=True):
             assert got.quality is None
             assert got.kl == pytest.approx(want.kl, abs=1e-5)
 
@@ -205,17 +205,17 @@ def test_scores_are_the_oracles(shipped):
 
 
 def test_total_variation_is_of_an_answers_first_tokens(first):
-    """As many as the drift guard looks at, however long the answer is."""
+    """Only the tokens that the drift guard compares count, even in a longer answer."""
     pair, document = first
     sender, receiver = answerers(pair, [document], 2.0)
     receiver = replace(receiver, ends=frozenset())
     theirs, own = (it.model.prefix(document.prefix, ()).kv for it in (sender, receiver))
-    found = []
+    examined = []
     for most in (FIRST_TOKENS, FIRST_TOKENS + 4):
         asked = replace(document, task=replace(document.task, max_new=most))
         examination = Examination(receiver, asked, own, receiver.answer(asked, own))
-        found += examination.examine([theirs], [(0,) * NUM_LAYERS], is_decoded=False)
-    for short, longer in zip(*found, strict=True):
+        examined += examination.examine([theirs], [(0,) * NUM_LAYERS], is_decoded=False)
+    for short, longer in zip(*examined, strict=True):
         assert longer.tv == pytest.approx(short.tv, abs=1e-5)
         assert longer.kl != pytest.approx(short.kl, rel=1e-2), "it has no more tokens"
 
@@ -226,7 +226,7 @@ def until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
 
 
 def logprobs(model, prefix, suffix, answer):
-    """Of the answer's tokens, given those before: `[tokens, vocabulary]`."""
+    """Log-probabilities at the answer's tokens, `[tokens, vocabulary]`."""
     cache = DynamicCache(prefix, config=model.config)
     ids = torch.tensor([[*suffix, *answer]])
     with torch.no_grad():
@@ -235,7 +235,7 @@ def logprobs(model, prefix, suffix, answer):
 
 
 def test_a_pair_has_the_properties_of_its_kind(swept_pair):
-    """Of the method, not of one set of weights: every training of the recipe has to meet them."""
+    """The properties are those of the method. Every training of the recipe has to meet them."""
     swept = swept_pair.swept
     full, sender = mean(swept.full_prefill), mean(swept.sender)
     assert full - sender >= 0.4
@@ -257,16 +257,16 @@ def test_baselines_are_at_the_frontiers_sizes():
     blocks = (Span(4, 5), Span(2, 5), Span(0, 12))
     frontier = [Candidate(runs=(it,)) for it in blocks]
     best = frontier[1]
-    found = baselines(frontier, best, list(range(12)))
-    layers = sorted((it.kind.value, round(it.recomputed_layers(12), 6)) for it in found)
+    made = baselines(frontier, best, list(range(12)))
+    layers = sorted((it.kind.value, round(it.recomputed_layers(12), 6)) for it in made)
     assert layers == [
         ("cacheblend", 1), ("cacheblend", 3),
         ("critical_layers", 1), ("critical_layers", 3),
         ("split_block", 3), ("split_block", 3),
     ]  # fmt: skip
-    assert {it.runs[0].start for it in found if it.kind is BaselineKind.SPLIT_BLOCK} == {2}
+    assert {it.runs[0].start for it in made if it.kind is BaselineKind.SPLIT_BLOCK} == {2}
     corrected = replace(best, e_map=EMap(layer=2, dtype="float32", sha256="00"))
-    assert baselines(frontier, corrected, list(range(12))) == found[:-2]
+    assert baselines(frontier, corrected, list(range(12))) == made[:-2]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def first() -> tuple[Pair, Document]:
 
 
 def recomputed(blended, theirs) -> list[set[int]]:
-    """By layer, the tokens whose KV is not the sender's."""
+    """Tokens with KV other than the sender's, by layer."""
     return [
         set((ours[0] != given[0]).any(-1).any(1)[0].nonzero()[:, 0].tolist())
         for ours, given in zip(blended, theirs, strict=True)
@@ -288,19 +288,19 @@ def test_cacheblend_keeps_the_tokens_whose_kv_differed_most_at_the_layer_before(
     sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     theirs, own = (it.prefix(document.prefix, ()).kv for it in (sender, receiver))
     num_tokens = len(document.prefix)
-    kept = [num_tokens, 40, 40, 20, *[5] * 7, 0]
-    found = receiver.blend(document.prefix, kept, theirs)
-    tokens = recomputed(found, theirs)
-    assert [len(it) for it in tokens] == kept
+    num_recomputed = [num_tokens, 40, 40, 20, *[5] * 7, 0]
+    blended = receiver.blend(document.prefix, num_recomputed, theirs)
+    tokens = recomputed(blended, theirs)
+    assert [len(it) for it in tokens] == num_recomputed
     assert all(later <= before for before, later in pairwise(tokens))
-    for got, want in zip(found[0], own[0], strict=True):
+    for got, want in zip(blended[0], own[0], strict=True):
         assert torch.allclose(got, want, atol=1e-5), "the first layer is the receiver's own"
     for layer in (0, 2):
         far = sum(
             (a - b).square().sum((0, 1, 3))
-            for a, b in zip(found[layer], theirs[layer], strict=True)
+            for a, b in zip(blended[layer], theirs[layer], strict=True)
         )
-        assert set(far.topk(kept[layer + 1]).indices.tolist()) == tokens[layer + 1]
+        assert set(far.topk(num_recomputed[layer + 1]).indices.tolist()) == tokens[layer + 1]
 
 
 def test_cacheblend_of_all_tokens_is_the_receivers_own_and_of_none_begins_with_it(first):
@@ -309,23 +309,27 @@ def test_cacheblend_of_all_tokens_is_the_receivers_own_and_of_none_begins_with_i
     theirs, own = (it.prefix(document.prefix, ()).kv for it in (sender, receiver))
     num_tokens = len(document.prefix)
     for num_own in (NUM_LAYERS, 1):
-        kept = [num_tokens] * num_own + [0] * (NUM_LAYERS - num_own)
-        found = receiver.blend(document.prefix, kept, theirs)
+        num_recomputed = [num_tokens] * num_own + [0] * (NUM_LAYERS - num_own)
+        blended = receiver.blend(document.prefix, num_recomputed, theirs)
         for layer in range(NUM_LAYERS):
             want = own[layer] if layer < num_own else theirs[layer]
             assert all(
-                torch.allclose(a, b, atol=1e-4) for a, b in zip(found[layer], want, strict=True)
+                torch.allclose(a, b, atol=1e-4) for a, b in zip(blended[layer], want, strict=True)
             )
 
 
 @pytest.mark.parametrize("share", [0.05, 1 / 12, 0.25, 0.5, 0.9, 1.0])
 def test_a_blend_takes_the_share_of_compute_that_was_asked_for(share):
-    """But for the first layer, which it takes in any case."""
-    kept = tokens_kept(share, 1000, NUM_LAYERS)
-    assert kept[0] == 1000 and all(later <= before for before, later in pairwise(kept))
-    assert sum(kept) == pytest.approx(max(1000, share * NUM_LAYERS * 1000), abs=NUM_LAYERS)
+    """The first layer is an exception: the blend always recomputes all of it."""
+    num_recomputed = tokens_kept(share, 1000, NUM_LAYERS)
+    assert num_recomputed[0] == 1000 and all(
+        later <= before for before, later in pairwise(num_recomputed)
+    )
+    assert sum(num_recomputed) == pytest.approx(
+        max(1000, share * NUM_LAYERS * 1000), abs=NUM_LAYERS
+    )
     if 1 / 12 < share < 0.8:
-        assert kept[1] > 1.2 * sum(kept[1:]) / 11 > kept[-1]
+        assert num_recomputed[1] > 1.2 * sum(num_recomputed[1:]) / 11 > num_recomputed[-1]
 
 
 def test_every_transition_costs_quality():

@@ -184,7 +184,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES)
-def test_what_changes_ids_is_another_tokenizer(
+def test_changed_token_ids_make_another_tokenizer(
     changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     one = write_tokenizer(tmp_path / "one", "Qwen2Tokenizer", of_bytes(), **QWENS)

@@ -23,7 +23,7 @@ def bpe(letters: Iterable[str]) -> Tokenizer:
 
 
 def of_bytes(*, begins: bool) -> Tokenizer:
-    """As of Llama 3; with a post-processor that puts BOS first, or with none."""
+    """Tokenizer of the kind of Llama 3, with a post-processor that puts BOS first, or without."""
     tokenizer = bpe(pre_tokenizers.ByteLevel.alphabet())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +33,7 @@ def of_bytes(*, begins: bool) -> Tokenizer:
 
 
 def of_pieces() -> Tokenizer:
-    """As of Llama 2 and Phi-3."""
+    """Tokenizer of the kind of Llama 2 and Phi-3."""
     tokenizer = bpe({*SAID.replace(" ", "▁")})
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(spaces)

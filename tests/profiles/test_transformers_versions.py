@@ -63,10 +63,10 @@ def install_release(folder: Path, release: str) -> Distribution:
 
 
 def missing_requirements(transformers: Distribution) -> list[str]:
-    """What the release needs in another version than is installed here.
+    """Packages that this release of transformers needs in another version than the installed one.
 
-    It refuses to be imported with another hub or other tokenizers than it names. Kernels, which it
-    uses where they are installed, cannot be imported with an older hub than theirs.
+    The release refuses to be imported with another hub or other tokenizers than it names. It uses
+    kernels if they are installed, and those cannot be imported with an older hub than theirs.
     """
     named = {it.name: it.specifier for it in map(Requirement, transformers.requires or ())}
     wanted = [it for it in (HUB, TOKENIZERS) if not named[it].contains(version(it))]
