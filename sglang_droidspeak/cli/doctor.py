@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -299,13 +299,18 @@ def _peer(address: str, settings: Settings) -> Check:
     return _check(name, True, f"serves {status.model or 'many models'}")
 
 
-def running(url: str, key: str | None) -> Iterator[Check]:
-    """Check a running server by its own reports."""
+def running(url: str, key: str | None) -> Generator[Check, None, dict[str, Any] | None]:
+    """Check a server by its own state. Returns that state; None if the server does not answer."""
     try:
         state, off_s = state_of(url, key)
     except CacheTreeError as exc:
         yield _check(url, False, str(exc), "start it, or give its --api-key")
-        return
+        return None
+    yield from _of_state(url, state, off_s)
+    return state
+
+
+def _of_state(url: str, state: Mapping[str, Any], off_s: float) -> Iterator[Check]:
     report = state[KEY]
     names = report["names"]
     yield _check(url, True, f"SGLang serves {state.get('model_path')}")
@@ -326,12 +331,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
         f"{off_s:+.0f} s" if round(off_s) else "well",
         "set it by NTP: logs are compared by it",
     )
-    peers, is_up = [it["address"] for it in report["peers"]], report["health"]["live"]
-    # Each peer gets a line of its own below.
-    degraded = [it for it in report["health"]["degraded"] if not any(at in it for at in peers)]
-    wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
-    restart = "see docs/run.md; restart it where the thread is stuck"
-    yield _check("memory, disk", not wrong, wrong or "well", restart)
+    yield room(report)
     for peer in report["peers"]:
         words = ": ".join(
             filter(None, [peer["state"], with_names(peer["model"], names), peer["reason"]])
@@ -352,6 +352,15 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     prices = [it["price"] for it in report["pairs"] if it["usable"] and it["price"]]
     if report["peers"]:
         yield from _links(report["links"], prices)
+
+
+def room(report: Mapping[str, Any]) -> Check:
+    """Check memory and disk by what a server says about its cache. Each peer has another line."""
+    peers, is_up = [it["address"] for it in report["peers"]], report["health"]["live"]
+    degraded = [it for it in report["health"]["degraded"] if not any(at in it for at in peers)]
+    wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
+    remedy = "make room on a full disk; restart the server if the thread is stuck; see docs/run.md"
+    return _check("memory, disk", not wrong, wrong or "well", remedy)
 
 
 def _keys(settings: Settings) -> Iterator[Check]:

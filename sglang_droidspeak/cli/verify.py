@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from cachetree import CacheTreeError, ConfigError, printable
 from cachetree.cli import show, show_json
 from profiles.cli import settings_of
@@ -92,12 +94,12 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
     """Checks of what the servers say about themselves, then checks by requests."""
     sender = Client(args.sender, args.api_key, args.sender_adapter)
     receiver = Client(args.receiver or args.sender, args.api_key, args.receiver_adapter)
+    by_url = dict[str, Mapping[str, Any] | None]()
     for url in dict.fromkeys((sender.url, receiver.url)):
-        yield from doctor.running(url, args.api_key)
-    try:
-        states = [state_of(it.url, args.api_key)[0] for it in (sender, receiver)]
-    except CacheTreeError:
-        return  # A line above says so.
+        by_url[url] = yield from doctor.running(url, args.api_key)
+    states = [it for it in (by_url[sender.url], by_url[receiver.url]) if it is not None]
+    if len(states) < 2:
+        return  # A line above says why.
     yield from settings(states)
     run = Run(
         sender=sender,
@@ -109,6 +111,19 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
         block=_block(states[1]),
     )
     yield from all_checks(run)
+    for url in by_url:
+        yield _afterwards(url, args.api_key)
+
+
+def _afterwards(url: str, key: str | None) -> Check:
+    """Check memory and disk after the requests. A server learns that its disk is full when it
+    writes."""
+    name = f"{url}: memory, disk"
+    try:
+        state, _ = state_of(url, key)
+    except CacheTreeError as exc:
+        return Check(name=name, ok=False, found=str(exc), remedy="look into the server's log")
+    return msgspec.structs.replace(doctor.room(state[KEY]), name=name)
 
 
 def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:

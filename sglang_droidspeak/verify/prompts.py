@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Final
@@ -76,6 +76,11 @@ def of_data(settings: Settings, tokenizer: str, num: int, longest: int | None) -
 def tokenize(client: Client, text: str) -> tuple[int, ...]:
     """Token ids of a text by the server's tokenizer, without special tokens."""
     return tuple(client.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"])
+
+
+def detokenize(client: Client, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Texts of token ids by the server's tokenizer."""
+    return list(client.post("/detokenize", tokens=[list(it) for it in prompts])["text"])
 
 
 def _sentence(random: Random) -> str:

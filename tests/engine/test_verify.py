@@ -10,10 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 import requests
+from answering import answering
 
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli import verify as command
 from sglang_droidspeak.fleet.client import Client
 from sglang_droidspeak.guard.plans import GuardState, WatchedPair, WatchedPlan
+from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.verify import answer as verify_answer
 from sglang_droidspeak.verify.answer import Answer, difference, distance_of
 from sglang_droidspeak.verify.checks import Run, all_checks
@@ -52,6 +55,9 @@ class Served(Client):
         if path == "/tokenize":
             shift = self.fault == "tokenizer"
             return {"tokens": [ord(it) + shift for it in body["prompt"]]}
+        if path == "/detokenize":
+            words = str.swapcase if self.fault == "words" else str
+            return {"text": [words("".join(map(chr, it))) for it in body["tokens"]]}
         plan = WatchedPlan(block=BLOCK, e_corrected=False, allowed=0.05)
         pair = WatchedPair(sender="s", receiver="r", profile="", plans=(plan,), num_left=1)
         state = GuardState(shadow_rate=0.0, pairs=(pair,), suspects=())
@@ -121,8 +127,8 @@ class Served(Client):
         if self.fault == "document":
             offered = [ids for _ in offered]
         num = max((_common(ids, it) for it in offered), default=0)
-        if num > cached and self.fault in ("late", "always late"):
-            self.fault = self.fault.removeprefix("late")
+        if num > cached and "late" in self.fault:
+            self.fault = self.fault.removeprefix("late").strip()
             return {"outcome": "fallback: SlowLink"}, cached
         if num <= cached or self.fault == "no profile":
             outcome = "off" if off else "no_profile" if num else "no_match"
@@ -183,6 +189,7 @@ def test_sound_servers_pass_every_check() -> None:
     ("fault", "name"),
     [
         ("tokenizer", "tokenizer"),
+        ("words", "tokenizer"),
         ("cold", "receiver: cold"),
         ("forgets", "receiver: warm"),
         ("forgets", "receiver: partial hit"),
@@ -226,9 +233,32 @@ def test_reuse_that_does_not_pay_is_tried_by_its_block_and_is_no_fault() -> None
     assert "first token" in found, "it says that no time is saved"
 
 
-def test_one_load_that_comes_too_late_is_no_fault() -> None:
-    found = checked("late")
+@pytest.mark.parametrize("fault", ["late", "late dear"])
+def test_one_load_that_comes_too_late_is_no_fault(fault: str) -> None:
+    found = checked(fault)
     assert all(found.values()), found
+
+
+def test_disk_that_fills_while_verify_runs_is_one_line_per_server(capsys: Any) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, body: Any) -> tuple[int, object]:
+        asked.append(path)
+        if path == "/server_info":
+            degraded = ["the disk cannot be written"] if "/generate" in asked else []
+            known = {"health": {"live": True, "degraded": degraded}, "off": "", "names": {}}
+            known |= {"peers": [], "pairs": [], "links": {}}
+            return 200, {"internal_states": [{"page_size": PAGE, KEY: known}]}
+        if path == "/tokenize":
+            return 200, {"tokens": [*map(ord, body["prompt"])], "max_model_len": 4096}
+        return 404, {}
+
+    with answering(answer) as one, answering(answer) as other:
+        assert main(["verify", one, other, "--num", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    wrong = [it for it in lines if it.startswith("WRONG") and "the disk cannot be written" in it]
+    assert [it.split(": ")[0] for it in wrong] == [f"WRONG {one}", f"WRONG {other}"], lines
+    assert asked.count("/server_info") == 4, "each server before the requests and after them"
 
 
 def test_distance_is_judged_on_a_users_own_data_alone() -> None:
