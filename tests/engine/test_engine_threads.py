@@ -9,7 +9,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hicache_parts import Shelf, cache_over, prompt, tier_of
+from hicache_parts import Shelf, cache_over, tier_of
+from tier_parts import prompt
 from transport_parts import MODEL, eventually, new_staging
 
 from sglang_droidspeak.hicache.lane import MAX_FAILURES
