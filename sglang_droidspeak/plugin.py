@@ -11,7 +11,7 @@ front end  the step before SGLang's       raises the default
                                           marks SGLang's warm-up; watches answers
 scheduler  pool cell size,                counts E and allocates it, before CUDA graphs
            alloc_memory_pool
-           available bytes                subtracts the memory of the recompute's attention
+           available bytes                subtracts the memory that recomputes and copies need
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object
     if server is None:
         return available
     from sglang_droidspeak.engine.attention import attention_bytes
-    from sglang_droidspeak.store.e_pool import correction_bytes
+    from sglang_droidspeak.store.rows import working_bytes
 
     choice = server.settings.recompute_attention
     num_bytes = attention_bytes(choice, model.hf_config.architectures)
-    num_bytes += correction_bytes(server, model.dtype)
+    num_bytes += working_bytes(server, model.dtype, engine.step_tokens(kvc.server_args))
     if available <= num_bytes:
         raise ConfigError(
-            f"the attention of recomputes and the maps of E take {num_bytes >> 20} MiB of the "
+            f"what recomputes and copies work with takes {num_bytes >> 20} MiB of the "
             f"{available >> 20} MiB that are left for KV; raise --mem-fraction-static"
         )
     return available - num_bytes

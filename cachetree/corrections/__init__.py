@@ -35,10 +35,10 @@ class Correction:
     matrix: Tensor
     """`[hidden, hidden]`."""
 
-    def __call__(self, e: Tensor) -> Tensor:
+    def __call__(self, e: Tensor, into: Tensor | None = None) -> Tensor:
         """Correct E, `[tokens, hidden]`, of the map's dtype and device; products are added up in
-        float32."""
-        return torch.addmm(e, e, self.matrix) + self.bias
+        float32. Writes to `into`, of E's shape, if the caller has one."""
+        return torch.addmm(e, e, self.matrix, out=into).add_(self.bias)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,8 @@ class BatchForward:
         for part in parts if is_good else ():
             self._count_saving(part)
         for request in requests:
-            self._meter.loaded(request.load.copied_bytes, request.load.copy_s)
+            if request.load.copy_s is not None:
+                self._meter.loaded(request.load.copied_bytes, request.load.copy_s)
             self._labels.metrics.count_load(request, is_good=is_good)
             if not is_good:
                 self._labels.note(request.req, RequestProvenance(outcome="aborted"))
@@ -163,7 +164,7 @@ class BatchForward:
                 row=row,
                 tokens=load.at,
                 block=block,
-                e=partial(load.source.e, block.start) if block.start else None,
+                read_e=partial(load.source.read_e, block.start) if block.start else None,
                 e_map=load.plan.e_map,
                 is_exact=load.plan.is_exact,
             )

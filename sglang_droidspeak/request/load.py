@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TimedCopies = list[tuple[torch.cuda.Event, torch.cuda.Event]]
-"""Events on a stream: before and after each copy."""
 READS: Final = -1
 """Key in place of a layer: reads of a batch's staging by the forward's stream."""
+_BEGUN: Final = -2
+_DONE: Final = -3
+"""Keys in place of a layer: before the first copy of a batch, and after the last."""
+_ABOVE_FORWARDS: Final = -1
+"""Priority of the copy stream. SGLang's streams have 0: a copy kernel, which needs few of the
+device's multiprocessors, would wait until a product leaves some."""
 
 
 class Copies:
@@ -38,15 +42,15 @@ class Copies:
         self._device: Final = torch.get_device_module(device)
         self._forwards: Final = forward_stream
         self._taken: Final = [forward_stream, self._device.current_stream()]
-        self._stream: Final = self.another_stream()
-        self._is_timed: Final = device == "cuda"
+        self._stream: Final = self.another_stream(_ABOVE_FORWARDS)
+        self._has_clock: Final = device == "cuda"
         self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
         """Events by batch and layer. Each one is reached when the layer's copies are done."""
 
-    def another_stream(self) -> Any:
+    def another_stream(self, priority: int = 0) -> Any:
         """Return a stream that runs no forwards and was not returned here before. torch hands out
-        32 CUDA streams in turn, and SGLang uses some of them."""
-        while (stream := self._device.Stream()) in self._taken:
+        32 CUDA streams of each priority in turn, and SGLang uses some of them."""
+        while (stream := self._device.Stream(priority=priority)) in self._taken:
             pass
         self._taken.append(stream)
         return stream
@@ -58,6 +62,12 @@ class Copies:
         if self._forwards is not None:
             self._stream.wait_stream(self._forwards)
 
+    def start_clock(self, index: int) -> None:
+        """Have `end` return the batch's seconds on the device. Called right after `begin`."""
+        if self._has_clock:
+            self._events[index][_BEGUN] = event = self._device.Event(enable_timing=True)
+            event.record(self._stream)
+
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Enter the copy stream, once per copying thread. A thread that leaves it is on the
         process's first device, which may belong to another server."""
@@ -68,18 +78,11 @@ class Copies:
         self._events[index][layer] = event = self._device.Event()
         event.record()
 
-    @contextlib.contextmanager
-    def timed(self, timed_copies: TimedCopies) -> Iterator[None]:
-        """Time the block's copies with two events of the current stream. Do nothing if the host
-        copies."""
-        if not self._is_timed:
-            yield
-            return
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        stop.record()
-        timed_copies.append((start, stop))
+    def stop_clock(self, index: int) -> None:
+        """Note that all of the batch's copies are queued; before the last `record`."""
+        if _BEGUN in self._events[index]:
+            self._events[index][_DONE] = event = self._device.Event(enable_timing=True)
+            event.record()
 
     def forward_waits(self, index: int, layer: int) -> None:
         """Let the current stream wait for a layer's copies. The KV pool calls this before a forward
@@ -95,9 +98,15 @@ class Copies:
         with contextlib.suppress(Exception):
             self._device.synchronize()
 
-    def end(self, index: int) -> None:
-        for event in self._events.pop(index, {}).values():
+    def end(self, index: int, host_s: float = 0.0) -> float | None:
+        """Wait until the batch's copies are done. Returns their seconds: `host_s` if the host
+        copied, None if the device did and they were not timed."""
+        events = self._events.pop(index, {})
+        for event in events.values():
             event.synchronize()
+        if not self._has_clock:
+            return host_s
+        return events[_BEGUN].elapsed_time(events[_DONE]) / 1000 if _DONE in events else None
 
 
 class ForwardWaitExceeded(FetchError):
@@ -126,8 +135,9 @@ class Load:
     copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
     """Monotonic times at which each layer's copy began and ended, decoding included. On CUDA:
     began and ended to be issued."""
-    timed_copies: TimedCopies = field(default_factory=list, init=False)
-    """Events before and after each layer's copies on their stream. Empty off CUDA."""
+    copy_s: float | None = field(default=None, init=False)
+    """Share of the batch's copies, in seconds of the device or host that ran them. None if the
+    batch is not over, or was not timed."""
     copied_bytes: int = field(default=0, init=False)
     """Stored bytes that were copied out of host memory."""
     error: FetchError | None = field(default=None, init=False)
@@ -152,15 +162,7 @@ class Load:
         """Seconds that the loader has spent copying; on CUDA, issuing copies."""
         return sum(stop_s - start_s for start_s, stop_s in self.copies_s)
 
-    @property
-    def copy_s(self) -> float:
-        """Seconds that the copies took on the device or host that ran them. Valid once the batch is
-        over."""
-        if not self.timed_copies or not all(stop.query() for _, stop in self.timed_copies):
-            return self.copied_s
-        return sum(start.elapsed_time(stop) for start, stop in self.timed_copies) / 1000
-
-    def copy(self, layer: int, copies: Copies) -> None:
+    def copy(self, layer: int) -> None:
         """Copy a layer once it has arrived. Blocks. Skip a layer that is recomputed, or that cannot
         be fetched."""
         if layer in self.plan.block:
@@ -178,8 +180,7 @@ class Load:
                 return
             started_s = time.monotonic()
             try:
-                with copies.timed(self.timed_copies):
-                    self.copied_bytes += self.source.copy(layer, self.at, self.slots)
+                self.copied_bytes += self.source.copy(layer, self.at, self.slots)
                 self.copies_s.append((started_s, time.monotonic()))
             except Exception:
                 log.exception("loading layer %d failed", layer)
@@ -229,6 +230,8 @@ class Loader:
         self.counter = LayerWiseLoadCounter(num_layers, copies.forward_waits)
         self.is_alive = True
         """False once the thread has failed."""
+        self._loads: dict[int, Sequence[Load]] = {}
+        """Loads of each batch that has not ended, by index."""
         self._thread: WorkerThread[tuple[int, Sequence[Load]]] = WorkerThread(
             "droidspeak-loader", self._run, fail=self._fail
         )
@@ -236,7 +239,13 @@ class Loader:
     def start(self, loads: Sequence[Load]) -> int:
         """Begin a batch's loads. Returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
+        # A device's clock would count the time of layers that are still on their way.
+        staged = [it.source.staging for it in loads]
+        are_there = any(it.num_bytes for it in staged) and all(it.is_complete for it in staged)
         self._copies.begin(index)
+        if are_there:
+            self._copies.start_clock(index)
+        self._loads[index] = loads
         for load in () if self.is_alive else loads:
             load.fail()  # The forward comes later, and then computes the prefix in full.
         self._thread.put((index, loads))
@@ -255,7 +264,11 @@ class Loader:
     def finish(self, index: int) -> None:
         """Wait until the batch's copies, and its reads from staging, are done."""
         self.counter.finish(index)
-        self._copies.end(index)
+        loads = self._loads.pop(index, ())
+        num_bytes = sum(it.copied_bytes for it in loads) or 1
+        copies_s = self._copies.end(index, sum(it.copied_s for it in loads))
+        for load in loads if copies_s is not None else ():
+            load.copy_s = copies_s * load.copied_bytes / num_bytes
 
     def close(self) -> None:
         self._thread.close(10)
@@ -265,7 +278,9 @@ class Loader:
             for index, loads in batches:
                 for layer in range(self._num_layers):
                     for load in loads:
-                        load.copy(layer, self._copies)
+                        load.copy(layer)
+                    if layer == self._num_layers - 1:
+                        self._copies.stop_clock(index)
                     self._copies.record(index, layer)
                     self.counter.complete(index, layer)
 

@@ -35,9 +35,9 @@ class BlockTokens:
     row: int
     tokens: Span
     block: Span
-    e: Callable[[Span], Sequence[torch.Tensor]] | None
-    """Function that reads E at block.start of some of these tokens, as `Source.e` does. E of all of
-    them would take much memory. None if block.start is 0."""
+    read_e: Callable[[Span, torch.Tensor], None] | None
+    """Function that reads E at block.start of some of these tokens, as `Source.read_e` does. E of
+    all of them would take much memory. None if block.start is 0."""
     e_map: str = ""
     """Digest of the map that corrects E first; empty if none does."""
     is_exact: bool = False
@@ -53,8 +53,8 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
     """Pack prefixes into forwards of at most `max_tokens` of one kind, each prefix in order.
 
     >>> [[(it.row, it.tokens.start, it.tokens.stop) for it in forward] for forward in pack([
-    ...     BlockTokens(row=0, tokens=Span(0, 5), block=Span(2, 4), e=None),
-    ...     BlockTokens(row=1, tokens=Span(0, 2), block=Span(2, 4), e=None)], max_tokens=4)]
+    ...     BlockTokens(row=0, tokens=Span(0, 5), block=Span(2, 4), read_e=None),
+    ...     BlockTokens(row=1, tokens=Span(0, 2), block=Span(2, 4), read_e=None)], max_tokens=4)]
     [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2)]]
     """
     forward: list[BlockTokens] = []
@@ -73,6 +73,10 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
         yield forward
 
 
+def _read_zeros(_tokens: Span, into: torch.Tensor) -> None:
+    into.zero_()
+
+
 class PartialPrefill:
     """Run the block forwards of one model runner. Scheduler thread only."""
 
@@ -80,9 +84,9 @@ class PartialPrefill:
         self._ranks = ranks
         self._runner = attachment.runner
         self._stack = attachment.stack
-        self._no_e = attachment.e_pool.no_rows
         self._corrections = attachment.corrections
         self._max_tokens = max_tokens
+        self._e, self._corrected = attachment.buffers(max_tokens)
         choice = attachment.server.settings.recompute_attention
         if self._stack is not None:
             self._attention = recompute_attention(self._runner, choice)
@@ -98,15 +102,15 @@ class PartialPrefill:
         if forward_stream is not None:
             forward_stream.wait_stream(streams.current_stream())
         block, half = Span(0, min(2, len(self._stack))), _WARM_TOKENS // 2
-        first = BlockTokens(row=0, tokens=Span(0, half), block=block, e=None)
+        first = BlockTokens(row=0, tokens=Span(0, half), block=block, read_e=None)
         try:
             with (
                 streams.stream(forward_stream),
                 on_padding(self._runner, _WARM_TOKENS) as batch,
                 self._ranks.together(),
             ):
-                e = self._no_e.new_zeros(half, self._no_e.shape[1])
-                rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: [e])
+                behind = Span(half, _WARM_TOKENS)
+                rest = replace(first, tokens=behind, read_e=_read_zeros)
                 for tokens in (first, rest, *(replace(rest, e_map=it) for it in self._corrections)):
                     self.run(batch, [tokens])
         except RanksApart:
@@ -152,8 +156,11 @@ class PartialPrefill:
         """E of all ranks, corrected: the input of the block's first layer. None if that layer
         starts from embeddings."""
         first = pieces[0]
-        if first.e is None:
-            return None
-        rows = [part for it in pieces for part in it.e(it.tokens)]
-        e = self._ranks.whole(torch.cat(rows) if len(rows) > 1 else rows[0])
-        return self._corrections[first.e_map](e) if first.e_map else e
+        num = 0
+        for it in pieces:
+            if it.read_e is None:
+                return None
+            it.read_e(it.tokens, self._e[num : num + len(it.tokens)])
+            num += len(it.tokens)
+        e = self._ranks.whole(self._e[:num])
+        return self._corrections[first.e_map](e, self._corrected[:num]) if first.e_map else e

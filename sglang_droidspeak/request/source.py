@@ -1,9 +1,9 @@
 """Sources of a plan's pages: host memory, or this server's own KV pool.
 
-check      raise if no more bytes will arrive       while the request waits
-admit      keep the pages until `release`           when SGLang has slots for the request
-e, copy    read tokens                              when its batch runs
-release    give up the pages
+check          raise if no more bytes will arrive   while the request waits
+admit          keep the pages until `release`       when SGLang has slots for the request
+read_e, copy   read tokens                          when its batch runs
+release        give up the pages
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Source:
         """Block until a step has arrived. Raises FetchError if it will not."""
         self.staging.wait(step)
 
-    def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
-        """E of the tokens on the device, as parts of shape `[tokens, columns of this rank]`. Raises
+    def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:
+        """Write E of the tokens into `[tokens, columns of this rank]` on the device. Raises
         FetchError if there is no E."""
         raise NotImplementedError
 
@@ -113,9 +113,8 @@ class Source:
 class Staged(Source):
     """Pages in host memory: of this server's cache, read in place, or fetched into staging."""
 
-    def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
-        coding, no_rows = self._pool.coding, self._pool.e_pool.no_rows
-        return [coding.load(run, no_rows) for run in self.rows(Step(Kind.E, layer), at)]
+    def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:
+        self._pool.coding.fill(into, self.rows(Step(Kind.E, layer), at))
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
@@ -148,11 +147,11 @@ class InPool(Source):
         self._pages = self._lock()
         return self._pages is not None
 
-    def e(self, layer: int, at: Span) -> Sequence[torch.Tensor]:
+    def read_e(self, layer: int, at: Span, into: torch.Tensor) -> None:
         layers = self._pool.e_pool.e
         if layer not in layers:
             raise FetchError(f"{self._plan.sender} was unloaded, and layer {layer} has no E")
-        return [layers[layer][self._slots(at)]]
+        torch.index_select(layers[layer], 0, self._slots(at), out=into)
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         self._pool.rows.copy(layer, self._slots(at), slots)

@@ -90,6 +90,13 @@ class Attachment:
     corrections: Mapping[str, Correction]
     """Maps that correct E, by digest, on the device in the model's dtype."""
 
+    def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate E of one recompute's tokens: this rank's columns, and all, corrected. Empty if
+        nothing is recomputed, or corrected."""
+        rows, hidden = self.e_pool.no_rows, self.server.identity.hidden_size
+        e = rows.new_empty(num_tokens if self.stack is not None else 0, rows.shape[1])
+        return e, rows.new_empty(num_tokens if self.corrections else 0, hidden)
+
 
 def correction_bytes(server: ThisServer, dtype: torch.dtype) -> int:
     """Bytes that all maps take on each rank's device."""

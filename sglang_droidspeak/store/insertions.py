@@ -236,6 +236,5 @@ class Offloader:
             start, page_size = first + reservation.skipped, self._pool.page_size
             stop = start + len(reservation.pages)
             slots = offload.slots[start * page_size : stop * page_size]
-            for step in reservation.steps:
-                self._pool.store(step, slots, reservation.views(step))
+            self._pool.store({step: reservation.views(step) for step in reservation.steps}, slots)
             reservation.commit()

@@ -9,28 +9,38 @@ If the family has a codec, every stored vector of `head_dim` values is encoded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from cachetree import ConfigError, Kind, Step
+from cachetree import ConfigError, Kind, Span, Step
 from cachetree.checkpoint import Codec, vector_bytes
-from cachetree.checkpoint.codecs import decode, encode, prepare
+from cachetree.checkpoint.codecs import (
+    decode,
+    decoding_bytes,
+    encode,
+    encoding_bytes,
+    prepare,
+)
+from cachetree.memory import cut
+from sglang_droidspeak.store.e_pool import EPool, correction_bytes
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import MHATokenToKVPool
-    from sglang_droidspeak.store.e_pool import EPool
+    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
-"""Tokens that are stored in one piece: 4 MiB of KV per layer for a Llama-3-8B."""
-_LOADED_TOKENS: Final = 8192
-"""Tokens that are loaded in one piece: 32 MiB. While they are decoded, the device holds several
-copies."""
+"""Tokens that are stored in one piece, if they are gathered on the device first: 4 MiB of KV per
+layer for a Llama-3-8B."""
+_LOADED_TOKENS: Final = 4096
+"""Tokens that are loaded in one piece, if the device holds them first: 16 MiB, and several times as
+much while they are decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +52,29 @@ class Coding:
     """Values of one vector."""
 
     def store(self, values: torch.Tensor, target: memoryview) -> None:
-        """Write `values`, which fill whole vectors, to `target`. Returns once they are written."""
+        """Write `values`, which fill whole vectors, to `target`. On CUDA this runs on the current
+        stream, without waiting for it."""
         encoded = encode(self.codec, values.reshape(-1, self.length))
-        torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
+        _raw(target).view(encoded.shape).copy_(encoded, non_blocking=True)
 
     def load(self, raw: memoryview, like: torch.Tensor) -> torch.Tensor:
         """Decode bytes into rows of the dtype and width of `like`, on its device. On CUDA this runs
         on the current stream, without waiting for it."""
-        encoded = torch.frombuffer(raw, dtype=torch.uint8).to(like.device, non_blocking=True)
+        encoded = _raw(raw).to(like.device, non_blocking=True)
         if self.codec is not Codec.NONE:  # Without a codec a token's E may not fill whole vectors.
             size = vector_bytes(self.codec, self.length, like.dtype.itemsize)
             encoded = encoded.view(-1, size)
         return decode(self.codec, encoded, like.dtype).view(-1, like.shape[-1])
+
+    def fill(self, rows: torch.Tensor, runs: Sequence[memoryview]) -> None:
+        """Decode one or several runs of bytes into `rows`, `[tokens, values]`, as `load`. Without a
+        codec nothing is allocated."""
+        for raw, part in _parts(runs, len(rows), _LOADED_TOKENS):
+            into = rows[part]
+            if self.codec is Codec.NONE:
+                into.view(torch.uint8).view(-1).copy_(_raw(raw), non_blocking=True)
+            else:
+                into.copy_(self.load(raw, into))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,55 +86,90 @@ class ServerPool:
     coding: Coding
     page_size: int
 
-    def store(self, step: Step, slots: torch.Tensor, targets: Sequence[memoryview]) -> None:
-        """Copy KV or E of these slots to host memory, in one or several runs. Returns once it is
-        written. Copies in pieces, because the device's memory holds each piece first."""
-        for target, part in _parts(targets, slots, _PIECE_TOKENS):
+    def store(self, targets: Mapping[Step, Sequence[memoryview]], slots: torch.Tensor) -> None:
+        """Copy KV of all layers, or E of one, of these slots to host memory; each step has one or
+        several runs. Returns once all is written."""
+        kv = [runs for step, runs in targets.items() if step.kind is Kind.KV]
+        for step, runs in targets.items():
             if step.kind is Kind.E:
-                self.coding.store(self.e_pool.e[step.layer][part], target)
-            else:
-                self.rows.read_into(step.layer, part, target)
+                for target, part in _parts(runs, len(slots), _PIECE_TOKENS):
+                    self.coding.store(self.e_pool.e[step.layer][slots[part]], target)
+        self.rows.read(slots, kv)
+        written = torch.get_device_module(slots.device).Event()
+        written.record()
+        written.synchronize()
 
     def load(self, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]) -> int:
         """Copy KV from host memory, in one or several runs, into slots, as `DeviceRows.write_from`.
-        Returns the number of bytes. Copies in pieces, because the device's memory holds each piece
-        first."""
-        for source, part in _parts(sources, slots, _LOADED_TOKENS):
-            self.rows.write_from(layer, part, source)
+        Returns the number of bytes."""
+        for source, part in _parts(sources, len(slots), self.rows.most_tokens):
+            self.rows.write_from(layer, slots[part], source)
         return sum(source.nbytes for source in sources)
 
 
 def _parts(
-    runs: Sequence[memoryview], slots: torch.Tensor, most: int
-) -> Iterator[tuple[memoryview, torch.Tensor]]:
-    """Pieces of the runs in order, of at most `most` slots each, with their slots."""
-    row_bytes, at = sum(run.nbytes for run in runs) // len(slots), 0
+    runs: Sequence[memoryview], num_rows: int, most: int
+) -> Iterator[tuple[memoryview, slice]]:
+    """Pieces of the runs in order, of at most `most` rows each, with the rows."""
+    row_bytes, at = sum(run.nbytes for run in runs) // num_rows, 0
     for run in runs:
         for start in range(0, run.nbytes, most * row_bytes):
             piece = run[start : start + most * row_bytes]
-            num_slots = piece.nbytes // row_bytes
-            yield piece, slots[at : at + num_slots]
-            at += num_slots
+            yield piece, slice(at, at := at + piece.nbytes // row_bytes)
 
 
 def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
     """Object that reads and writes whole layers of chosen slots of one KV pool."""
-    is_plain = pool.k_buffer[0].device.type == "cpu" and coding.codec is Codec.NONE
-    return HostRows(pool) if is_plain else DeviceRows(pool, coding)
+    first = pool.k_buffer[0]
+    if coding.codec is Codec.NONE and first.device.type == "cpu":
+        return HostRows(pool)
+    if coding.codec is Codec.NONE and first.device.type == "cuda":
+        from sglang_droidspeak.engine import transfer
+
+        if transfer.can_use_hicache_jit_kernel(element_size=first[0].nbytes):
+            return KernelRows(pool, coding)
+    return DeviceRows(pool, coding)
+
+
+def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> int:
+    """Bytes of each rank's device that recomputes, loads and offloads take beside the pools: maps,
+    the buffers of E, and what is encoded and decoded."""
+    identity = server.identity
+    heads = max(1, identity.num_kv_heads * server.e_width // identity.hidden_size)
+    buffered = server.e_width if server.has_blocks else 0
+    buffered += identity.hidden_size if server.corrections else 0
+    temporary = temporary_bytes(
+        server.settings.codec, dtype, 2 * heads * identity.head_dim, server.e_width
+    )
+    return correction_bytes(server, dtype) + step_tokens * buffered * dtype.itemsize + temporary
+
+
+def temporary_bytes(codec: Codec, dtype: torch.dtype, kv_values: int, e_values: int) -> int:
+    """Most bytes of the device that a load of KV, one of E and an offload take at once, beside the
+    pools; `kv_values` and `e_values` are of one token and layer."""
+    loaded = (kv_values + e_values) * decoding_bytes(codec, dtype.itemsize)
+    stored = max(kv_values, e_values) * encoding_bytes(codec, dtype.itemsize)
+    return int(_LOADED_TOKENS * loaded + _PIECE_TOKENS * stored)
 
 
 class DeviceRows:
     """A pool on an accelerator: gathered, encoded, decoded and scattered there."""
+
+    most_tokens = _LOADED_TOKENS
+    """Tokens of one call of `write_from`."""
 
     def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
         self._pool = pool
         self._coding = coding
         prepare(coding.codec, coding.length, pool.k_buffer[0].device)
 
-    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
-        """Copy the KV of `slots` to host memory. Returns once it is written."""
-        rows = torch.stack([buffer[slots] for buffer in self._buffers(layer)], dim=1)
-        self._coding.store(rows, target)
+    def read(self, slots: torch.Tensor, targets: Sequence[Sequence[memoryview]]) -> None:
+        """Copy the KV of `slots` to host memory: for each layer one or several runs. On CUDA this
+        runs on the current stream, without waiting for it."""
+        for layer, runs in enumerate(targets):
+            for target, part in _parts(runs, len(slots), _PIECE_TOKENS):
+                rows = [buffer[slots[part]] for buffer in self._buffers(layer)]
+                self._coding.store(torch.stack(rows, dim=1), target)
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         """Copy host memory into `slots`. On CUDA this runs on the current stream, without waiting
@@ -132,11 +188,74 @@ class DeviceRows:
         return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
 
 
+class KernelRows(DeviceRows):
+    """A pool on CUDA without a codec: SGLang's kernels move rows between slots and page-locked
+    memory in one pass. Other host memory is copied as `DeviceRows` does it."""
+
+    most_tokens = 1 << 16
+
+    def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
+        from sglang_droidspeak.engine import transfer
+
+        super().__init__(pool, coding)
+        self._kernels = transfer
+        self._flat = [
+            [it.view(len(it), -1).view(torch.uint8) for it in each]
+            for each in (pool.k_buffer, pool.v_buffer)
+        ]
+        device = self._flat[0][0].device
+        addresses = [[it.data_ptr() for it in each] for each in self._flat]
+        self._layers = torch.tensor(addresses, dtype=torch.uint64).to(device)
+        self._row_bytes = self._flat[0][0].shape[1]
+        self._places = torch.arange(self.most_tokens, device=device)
+
+    def read(self, slots: torch.Tensor, targets: Sequence[Sequence[memoryview]]) -> None:
+        """Copy as `DeviceRows.read`, all layers in one kernel. Layers differ in runs only if memory
+        is fragmented; each part that is in one run of every layer then has its kernel."""
+        if not (targets and _raw(targets[0][0]).is_pinned()):
+            super().read(slots, targets)
+            return
+        size = 2 * self._row_bytes
+        edges = {edge // size for runs in targets for edge in accumulate(it.nbytes for it in runs)}
+        edges.update(range(0, len(slots), self.most_tokens))
+        for start, stop in pairwise(sorted(edges)):
+            span = Span(start * size, stop * size)
+            keys = [_raw(cut(runs, span)[0]).data_ptr() for runs in targets]
+            addresses = [keys, [key + self._row_bytes for key in keys]]
+            table = torch.tensor(addresses, dtype=torch.uint64, pin_memory=True)
+            self._kernels.transfer_hicache_all_layer(
+                *table.to(slots.device, non_blocking=True),
+                self._places[: stop - start],
+                *self._layers,
+                slots[start:stop],
+                kv_cache_src_stride_bytes=self._row_bytes,
+                kv_cache_dst_stride_bytes=size,
+                element_size=self._row_bytes,
+            )
+
+    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        raw = _raw(source)
+        if not raw.is_pinned():
+            super().write_from(layer, slots, source)
+            return
+        rows = raw.view(len(slots), 2, self._row_bytes)
+        keys, values = self._flat
+        self._kernels.transfer_hicache_one_layer(
+            keys[layer], values[layer], slots, rows[:, 0], rows[:, 1], self._places[: len(slots)]
+        )
+
+
+def _raw(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class HostRows:
     """A pool in host memory. Only the calling thread copies.
 
     torch would copy with a team of threads, which would compete with the team that computes.
     """
+
+    most_tokens = 1 << 13
 
     def __init__(self, pool: MHATokenToKVPool) -> None:
         self._buffers = [
@@ -144,11 +263,13 @@ class HostRows:
             for key, value in zip(pool.k_buffer, pool.v_buffer, strict=True)
         ]
 
-    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
-        rows = self._rows(target)
-        for row_run, slot_run in _runs(torch.arange(len(slots)), slots):
-            for part, buffer in enumerate(self._buffers[layer]):
-                rows[row_run, part] = buffer[slot_run]
+    def read(self, slots: torch.Tensor, targets: Sequence[Sequence[memoryview]]) -> None:
+        for layer, runs in enumerate(targets):
+            for target, at in _parts(runs, len(slots), self.most_tokens):
+                rows = self._rows(target)
+                for row_run, slot_run in _runs(torch.arange(len(rows)), slots[at]):
+                    for part, buffer in enumerate(self._buffers[layer]):
+                        rows[row_run, part] = buffer[slot_run]
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         rows = self._rows(source)

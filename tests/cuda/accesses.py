@@ -19,6 +19,7 @@ _ONE_BY_ONE: Final = (torch.bool, torch.int16, torch.int32, torch.int64)
 _GATHERS: Final = {
     aten.index.Tensor: lambda at, args: aten.index.Tensor(at, args[1]),
     aten.index_select.default: lambda at, args: aten.index_select.default(at, *args[1:3]),
+    aten.index_select.out: lambda at, args: aten.index_select.default(at, *args[1:3]),
     aten.gather.default: lambda at, args: aten.gather.default(at, *args[1:3]),
 }
 _SCATTERS: Final = {

@@ -17,7 +17,7 @@ from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.memory import copying
 from sglang_droidspeak.request.load import Copies, Load, Loader
-from sglang_droidspeak.store.rows import Coding, ServerPool
+from sglang_droidspeak.store.rows import Coding, DeviceRows, ServerPool
 
 WIDTH, NUM_LAYERS = 64, 2
 PLAN: Any = SimpleNamespace(block=Span(0, 0))
@@ -29,6 +29,7 @@ class Source:
     def __init__(self, cuda: VirtualCuda) -> None:
         self.memory = cuda.page_locked(4 * WIDTH)
         self.pool = torch.zeros(4, WIDTH, device="cuda")
+        self.staging = SimpleNamespace(num_bytes=4 * WIDTH, is_complete=True)
 
     def wait(self, _step: object) -> None:
         """It is there."""
@@ -92,7 +93,7 @@ def test_no_copy_runs_on_a_stream_that_computes(
     """torch hands out a few streams in turn, and SGLang has one of them."""
     pool = [torch.cuda.Stream() for _ in range(4)]
     in_turn = iter([*pool[:3], *pool[2:]])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(in_turn))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: next(in_turn))
     with monkeypatch.context() as scheduling:
         scheduling.setattr(torch.cuda, "current_stream", lambda: pool[1])
         copies = Copies(pool[0], "cuda")
@@ -115,14 +116,14 @@ def test_who_abandons_a_load_waits_for_the_layer_that_is_being_copied() -> None:
     )
     at: Any = Span(0, 1)
     load = Load(plan=PLAN, source=source, at=at, slots=torch.tensor([2]))
-    copying = threading.Thread(target=load.copy, args=(0, Copies(None, "cpu")))
+    copying = threading.Thread(target=load.copy, args=(0,))
     copying.start()
     assert is_copying.wait(60)
     threading.Timer(0.1, may_end.set).start()
     load.abandon(FetchError("a test"))
     told.append("abandoned")
     copying.join()
-    load.copy(1, Copies(None, "cpu"))
+    load.copy(1)
     assert told == ["copied", "abandoned"], "and of what comes later nothing is"
 
 
@@ -132,11 +133,11 @@ def test_a_long_load_takes_no_more_of_the_devices_memory_than_a_forwards_tokens(
     def write(_layer: int, slots: torch.Tensor, source: memoryview) -> None:
         written.append((slots.tolist(), bytes(source)))
 
-    rows: Any = SimpleNamespace(write_from=write)
+    rows: Any = SimpleNamespace(write_from=write, most_tokens=DeviceRows.most_tokens)
     pool = ServerPool(rows, None, Coding(Codec.NONE, 1), 16)  # type: ignore[arg-type]
     data = np.random.default_rng(1).bytes(2 * 20_000)
     runs = [memoryview(data[:6_000]), memoryview(data[6_000:])]
     assert pool.load(0, torch.arange(20_000), runs) == len(data)
-    assert max(len(slots) for slots, _ in written) == 8192
+    assert max(len(slots) for slots, _ in written) == 4096
     assert [slot for slots, _ in written for slot in slots] == list(range(20_000))
     assert b"".join(source for _, source in written) == data

@@ -9,6 +9,10 @@ of faults are found:
     stalls   operations that make the host wait for the device, or copy pageable memory
     capture  a stall while a CUDA graph is captured raises `NotCapturable`
 
+Stand-ins for SGLang's copy kernels move bytes between addresses. An address that is neither
+page-locked nor on the device raises `IllegalAddress`. `peak_bytes` and `allocations` show use of
+the device's memory.
+
 What the product calls to order streams, or to wait for one, is a fence, known by its line; with
 `drop` one of them does nothing, so that a test can see that it is needed.
 
@@ -19,10 +23,12 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import linecache
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -52,6 +58,14 @@ _WAITING: Final = {
     aten.is_nonzero.default,
 }
 """What the host waits for to know a value, or a shape."""
+
+
+_ALIGNED: Final = 16
+"""Bytes that the copy kernels move at once."""
+
+
+class IllegalAddress(RuntimeError):
+    """A kernel got memory that the device cannot reach, or not at once."""
 
 
 class NotCapturable(RuntimeError):
@@ -99,6 +113,10 @@ class VirtualTensor(torch.Tensor):
     def __init__(self, host: torch.Tensor, cuda: VirtualCuda) -> None:
         self.host = host
         self.cuda_ = cuda
+        cuda.appears(self)
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -135,6 +153,15 @@ class VirtualCuda:
     """Threads, each time that one leaves a stream: torch has it on the device from before then, of
     a new thread the process's first."""
     is_capturing: bool = False
+    kernels: list[str] = field(default_factory=list)
+    """Copy kernels of SGLang that ran, by name."""
+    allocations: list[Line] = field(default_factory=list)
+    """Lines of the product that took memory of the device."""
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    _alive: dict[int, int] = field(default_factory=dict)
+    """How many tensors each memory of the device has, by its address."""
+    _sizes: dict[int, int] = field(default_factory=dict)
     _graph: Graph | None = None
     _detector: EventHandler = field(default_factory=EventHandler)
     _guard: Any = field(default_factory=_thread.RLock)
@@ -150,7 +177,7 @@ class VirtualCuda:
             torch._C._ensureCUDADeviceGuardSet()
         self.default_stream = Stream(self, 0)
         fakes = {
-            "Stream": lambda *_, **__: Stream(self, next(self._ids)),
+            "Stream": lambda *_, priority=0, **__: Stream(self, next(self._ids), priority),
             "Event": lambda *_, **__: Event(self),
             "stream": self.stream,
             "current_stream": self.current_stream,
@@ -182,6 +209,10 @@ class VirtualCuda:
                 for attribute, value in list(vars(module).items()):
                     if value is queue.SimpleQueue:
                         enter(patch.object(module, attribute, queue._PySimpleQueue))
+        with contextlib.suppress(ImportError):  # SGLang need not be there.
+            from sglang_droidspeak import engine
+
+            enter(patch.object(engine, "transfer", Kernels(self), create=True))
         enter(patch.object(np, "copyto", self._watched(np.copyto)))
         enter(patch.object(torch, "tensor", _pinned_by_hand(torch.tensor)))
         pins = {"is_pin_memory_available": lambda device=None: "cuda" in str(device)}
@@ -231,6 +262,56 @@ class VirtualCuda:
             found = [self._keys_at(it.ctypes.data, it.nbytes) for it in map(np.asarray, buffers)]
             keys.append({key for of in found for key in of})
         self._access(self._host, *keys, "host")
+
+    # Its memory.
+
+    def appears(self, tensor: VirtualTensor) -> None:
+        storage = tensor.host.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        with self._guard:
+            if not self._alive.get(base):
+                self._sizes[base] = size
+                self.live_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                if line := _caller("takes memory"):
+                    self.allocations.append(line)
+            self._alive[base] = self._alive.get(base, 0) + 1
+        weakref.finalize(tensor, self._goes, base).atexit = False
+
+    def _goes(self, base: int) -> None:
+        with self._guard:
+            self._alive[base] -= 1
+            if not self._alive[base]:
+                self.live_bytes -= self._sizes[base]
+
+    def copy_rows(self, name: str, moves: Sequence[Move], size: int, reads: Any) -> None:
+        """One kernel on the current stream, which also reads these tensors of the device."""
+        stream = self.current_stream().id
+        self.join(stream, self.host_clock())
+        keys: tuple[set[int], set[int]] = (set(), set())
+        for it in reads:
+            keys[0].update(keys_of(it.host))
+        for into, source in moves:
+            for found, (base, offsets) in zip(keys, (source, into), strict=True):
+                memory = self._memory_of(base)
+                for offset in offsets:
+                    at = base - memory.start + offset
+                    if not 0 <= at <= len(memory) - size:
+                        raise IllegalAddress(f"{name}: {at} is beyond {len(memory)} bytes")
+                    if (base + offset) % _ALIGNED:
+                        raise IllegalAddress(f"{name}: {at} is no multiple of {_ALIGNED} bytes")
+                    found.update(granules(memory.start, at, size))
+            for to, of in zip(into[1], source[1], strict=True):
+                ctypes.memmove(into[0] + to, source[0] + of, size)
+        self.kernels.append(name)
+        self._access(stream, *keys, name)
+
+    def _memory_of(self, address: int) -> range:
+        there = (range(it, it + size) for it, size in self._sizes.items() if self._alive[it])
+        for memory in (*self._pinned, *there):
+            if address in memory:
+                return memory
+        raise IllegalAddress(f"{address:#x} is neither page-locked nor on the device")
 
     # Streams.
 
@@ -379,6 +460,70 @@ class VirtualCuda:
             copyto(into, source, *args, **kwargs)
 
         return copy
+
+
+Move = tuple[tuple[int, Sequence[int]], tuple[int, Sequence[int]]]
+"""Address and offsets in bytes: of the rows that are written, and of those that are read."""
+
+
+class Kernels:
+    """In place of `sglang_droidspeak.engine.transfer`."""
+
+    def __init__(self, cuda: VirtualCuda) -> None:
+        self._cuda = cuda
+
+    def can_use_hicache_jit_kernel(self, *, element_size: int) -> bool:
+        return element_size % 128 == 0  # as SGLang's `_tiles_across_lanes`
+
+    def transfer_hicache_one_layer(
+        self,
+        k_cache_dst: torch.Tensor,
+        v_cache_dst: torch.Tensor,
+        indices_dst: torch.Tensor,
+        k_cache_src: torch.Tensor,
+        v_cache_src: torch.Tensor,
+        indices_src: torch.Tensor,
+    ) -> None:
+        pairs = ((k_cache_dst, k_cache_src), (v_cache_dst, v_cache_src))
+        indices = (indices_dst, indices_src)
+        assert len(indices_dst) == len(indices_src)
+        assert indices_dst.dtype == indices_src.dtype
+        assert all(it.dim() == 2 and it.stride(1) == 1 for pair in pairs for it in pair)
+        assert len({(it.shape[1], it.dtype) for pair in pairs for it in pair}) == 1
+        size = k_cache_dst[0].nbytes
+        moves = [
+            tuple(
+                (it.data_ptr(), (at.host * it.stride(0) * it.element_size()).tolist())
+                for it, at in zip(pair, indices, strict=True)
+            )
+            for pair in pairs
+        ]
+        self._cuda.copy_rows("transfer_hicache_one_layer", moves, size, indices)
+
+    def transfer_hicache_all_layer(
+        self,
+        k_ptr_dst: torch.Tensor,
+        v_ptr_dst: torch.Tensor,
+        indices_dst: torch.Tensor,
+        k_ptr_src: torch.Tensor,
+        v_ptr_src: torch.Tensor,
+        indices_src: torch.Tensor,
+        *,
+        kv_cache_src_stride_bytes: int,
+        kv_cache_dst_stride_bytes: int,
+        element_size: int,
+    ) -> None:
+        tables = (k_ptr_dst, v_ptr_dst, k_ptr_src, v_ptr_src)
+        assert all(it.dtype == torch.uint64 and it.is_contiguous() for it in tables)
+        to = (indices_dst.host * kv_cache_dst_stride_bytes).tolist()
+        of = (indices_src.host * kv_cache_src_stride_bytes).tolist()
+        moves = [
+            ((into, to), (source, of))
+            for pair in ((k_ptr_dst, k_ptr_src), (v_ptr_dst, v_ptr_src))
+            for into, source in zip(*(it.host.tolist() for it in pair), strict=True)
+        ]
+        reads = (*tables, indices_dst, indices_src)
+        self._cuda.copy_rows("transfer_hicache_all_layer", moves, element_size, reads)
 
 
 class _Operation:

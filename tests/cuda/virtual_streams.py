@@ -16,8 +16,9 @@ Clock = dict[int, int]
 
 
 class Stream:
-    def __init__(self, cuda: VirtualCuda, number: int) -> None:
+    def __init__(self, cuda: VirtualCuda, number: int, priority: int = 0) -> None:
         self._cuda = cuda
+        self.priority = priority
         self.id = self.cuda_stream = number
         cuda.new_stream(number)
 

@@ -189,7 +189,7 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
         _labels=SimpleNamespace(metrics=Metrics(enabled=False)),
     )
     plans = [SimpleNamespace(block=block, e_map="", is_exact=False) for block in blocks]
-    source = SimpleNamespace(e=lambda *_: [])
+    source = SimpleNamespace(read_e=lambda *_: None)
     loads = [SimpleNamespace(plan=plan, at=Span(0, 32), source=source) for plan in plans]
     BatchForward._recompute(forwards, None, dict(enumerate(loads)))  # type: ignore[arg-type]
     assert ran == blocks

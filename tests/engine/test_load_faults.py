@@ -58,6 +58,7 @@ class Rows:
     def __init__(self) -> None:
         self.written: list[int] = []
         self.failures = 0
+        self.most_tokens = 8192
 
     def write_from(self, layer: int, _slots: torch.Tensor, _rows: memoryview) -> None:
         if self.failures:
@@ -298,7 +299,9 @@ def test_layers_are_told_whether_their_e_is_the_own_models(
     monkeypatch.setattr(partial_prefill, "replay_of", lambda *_: forward_batch)
     monkeypatch.setattr(partial_prefill, "prepared", lambda *_: nullcontext())
     it: Any = MagicMock()
-    tokens = BlockTokens(row=0, tokens=Span(0, PAGE), block=Span(0, 1), e=None, is_exact=is_exact)
+    tokens = BlockTokens(
+        row=0, tokens=Span(0, PAGE), block=Span(0, 1), read_e=None, is_exact=is_exact
+    )
     PartialPrefill._forward(it, MagicMock(), [tokens])
     it._stack.run.assert_called_once()
     assert forward_batch.has_own_e == is_exact
@@ -328,7 +331,8 @@ def test_a_copy_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
 
 def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -> None:
     loads = [rig.loading().load, rig.loading().load]
-    loads[0].source = SimpleNamespace(wait=lambda _step: 1 / 0)
+    staging = loads[0].source.staging
+    loads[0].source = SimpleNamespace(staging=staging, wait=lambda _step: 1 / 0)
     index = rig.loader.start(loads)
     rig.forward.expect(index, [])
     rig.end(index)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadFormat
 
 from benchmarks.random_adapters import write_adapter
-from cachetree.checkpoint import adapter_digest
+from cachetree.checkpoint import Codec, adapter_digest
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import Correction, maps_path, write_corrections
 from cachetree.disk import Directory
@@ -36,9 +36,9 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cli.serve import as_flags
-from sglang_droidspeak.engine import Quantization, probe
+from sglang_droidspeak.engine import Quantization, attention, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
-from sglang_droidspeak.plugin import check_front_end
+from sglang_droidspeak.plugin import _leave_recompute, check_front_end
 from sglang_droidspeak.start import refuse, this_server
 from sglang_droidspeak.start.config import (
     LINKER_MODULE,
@@ -51,6 +51,7 @@ from sglang_droidspeak.start.config import (
 )
 from sglang_droidspeak.start.this_server import folder_of, load_this_server, read_server
 from sglang_droidspeak.store.e_pool import correction_bytes, e_bytes_per_token
+from sglang_droidspeak.store.rows import temporary_bytes
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
@@ -194,6 +195,23 @@ def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
 
     assert bytes_per_token() == 2 * 128 * 2
     assert bytes_per_token("--tp-size", "2") == 2 * 64 * 2
+
+
+def test_what_copies_and_recomputes_work_with_is_left_out_of_the_kv_pool(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "attention_bytes", lambda *_: 0)
+    hf_config = SimpleNamespace(architectures=())
+    pool: Any = SimpleNamespace(
+        server_args=server_args(model, {"codec": "int4"}, "--chunked-prefill-size", "1024"),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_config=hf_config),
+    )
+    codec = temporary_bytes(Codec.INT4, torch.bfloat16, 2 * 2 * 64, 128)
+    assert codec > 4096 * 128
+    left_out = codec + 1024 * 128 * 2  # with E of a step's tokens
+    assert _leave_recompute(1 << 30, pool) == (1 << 30) - left_out
+    with pytest.raises(ConfigError, match="mem-fraction-static"):
+        _leave_recompute(left_out, pool)
 
 
 def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
