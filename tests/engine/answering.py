@@ -12,8 +12,8 @@ from typing import Any
 
 @contextmanager
 def answering(answer: Callable[[str, Any], tuple[int, object]]) -> Iterator[str]:
-    """Its URL. `answer` gives status and JSON for a path and what it is asked, which is None of a
-    GET."""
+    """Start the server and yield its URL. `answer` gives status and JSON, or a finished text, for a
+    path and the request's JSON. The JSON of a GET is None."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -26,7 +26,7 @@ def answering(answer: Callable[[str, Any], tuple[int, object]]) -> Iterator[str]
             status, told = answer(self.path, question)
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(json.dumps(told).encode())
+            self.wfile.write((told if isinstance(told, str) else json.dumps(told)).encode())
 
         def log_message(self, *_: Any) -> None: ...
 

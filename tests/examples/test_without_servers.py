@@ -23,6 +23,7 @@ FIRST = "not reached.*start both .*first"
         ("openai_client.py", "--sender", FIRST),
         pytest.param("frontend_program.py", "--sender", FIRST, marks=pytest.mark.long),
         ("lora_roles.py", "--server", "reached"),
+        ("rl_loop.py", "--sglang", FIRST),
     ],
 )
 def test_an_example_without_its_servers_ends_with_one_line(
