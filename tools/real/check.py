@@ -23,7 +23,7 @@ TEMPLATE: Final = "{context}\n\n{input}"
 METRICS: Final[Mapping[str, Metric]] = {
     "questions": Metric.F1,
     "summaries": Metric.ROUGE_L,
-    "json": Metric.F1,
+    "json": Metric.JSON_VALUES,
 }
 MAX_NEW: Final[Mapping[str, int]] = {"questions": 16, "summaries": 24, "json": 56}
 """Longest answers in tokens."""
