@@ -24,9 +24,9 @@ from sglang_droidspeak.guard.plans import GuardState, WatchedPair
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ROOT / "build/real"
-SENDER, RECEIVER = MADE / "merged/questions", MADE / "merged/json"
-PROFILE = ROOT / "examples/real/questions_to_json.json"
-BLOCK = (4, 24)
+SENDER, RECEIVER = MADE / "base", MADE / "merged/questions"
+PROFILE = ROOT / "examples/real/base_to_questions.json"
+BLOCK = (6, 24)
 """A plan of that profile."""
 TV_BOUND = 0.125
 """What is known of it as long as its profile does not say: of the first 42 held-out documents."""
@@ -43,8 +43,8 @@ pytestmark = [
 
 def documents() -> list[Document]:
     """Of the receiver's skill, those that nothing was chosen on."""
-    options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
-    sources = load_sources([str(MADE / "data/json/verify.jsonl")], options)
+    options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=16)
+    sources = load_sources([str(MADE / "data/questions/verify.jsonl")], options)
     tokenizer = load_tokenizer(ModelSource(path=RECEIVER))
     return make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
 

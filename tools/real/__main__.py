@@ -16,6 +16,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,7 @@ from tools.real.base import BaseError, base_model
 from tools.real.check import MAX_NEW, METRICS, TEMPLATE, check
 from tools.real.questions import SETS, SKILLS, write_sets
 from tools.real.sharing import (
-    ASKED,
+    FLAGS,
     LONG300,
     PACKAGES,
     SHIPPED,
@@ -48,7 +49,11 @@ def main() -> int:
         files = write_sets(PACKAGES, args.work / "data")
         tqdm.write(f"{len(files)} sets of questions are in {args.work / 'data'}")
         if args.command == "train":
-            train(args.skill, RECIPES[args.skill], base, PACKAGES, args.work / args.skill)
+            recipe, folder = RECIPES[args.skill], args.work / args.skill
+            if args.steps is not None:
+                recipe = replace(recipe, num_steps=args.steps)
+                folder = folder.with_name(f"{args.skill}_{args.steps}")
+            train(args.skill, recipe, base, PACKAGES, folder)
         elif args.command == "distill":
             return distill(args.skill, base, args.work / "data", args.out, *args.flags)
         elif args.command == "judge":
@@ -59,7 +64,7 @@ def main() -> int:
             adapter = None if args.base else args.adapter or SHIPPED / args.skill
             check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
         elif args.command == "profile":
-            return profile(args.sender, args.receiver, args.work, loras=args.lora)
+            return profile(args.sender, args.receiver, args.work, *args.flags, loras=args.lora)
         else:
             merge_all(base, args.work / "merged")
     except BaseError as error:
@@ -88,9 +93,10 @@ def merge_all(base: Path, folder: Path) -> None:
         tqdm.write(f"wrote {out}")
 
 
-def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
+def profile(sender: str, receiver: str, work: Path, *flags: str, loras: bool) -> int:
     """Profile a pair by the product's own command: as whole checkpoints, or as adapters on one
-    base. The task is the receiver's skill; if the receiver is the base, the sender's."""
+    base. The task is the receiver's skill; if the receiver is the base, the sender's. `flags` are
+    passed to the command."""
     skill = sender if receiver == BASE else receiver
     models = [*_model("sender", sender, work, loras), *_model("receiver", receiver, work, loras)]
     data = work / "data" / skill
@@ -99,8 +105,8 @@ def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
     command = [
         *("droidspeak", "profile", *models, "--dtype", "float32", "--timing-seconds", "10", *asked),
         "--e-correction",
-        *("--max-new", str(MAX_NEW[skill]), "--data", str(data / "choose.jsonl")),
-        *("--held-out", str(data / "held_out.jsonl"), "--out", str(SHIPPED / name)),
+        *("--max-new", str(MAX_NEW[skill]), "--data", str(data / "choose_mixed.jsonl")),
+        *("--held-out", str(data / "held_out_mixed.jsonl"), "--out", str(SHIPPED / name), *flags),
     ]
     tqdm.write(shlex.join(command))
     return subprocess.run([sys.executable, "-m", "sglang_droidspeak.cli", *command[1:]]).returncode
@@ -122,17 +128,19 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     of_training = commands.add_parser("train", help="train an adapter, or go on with it")
     of_training.add_argument("skill", choices=SKILLS)
+    of_training.add_argument("--steps", type=int, help="train shorter or longer than the recipe")
     of_distilling = commands.add_parser("distill", help="make a skill share exactly")
-    of_distilling.add_argument("skill", choices=ASKED)
+    of_distilling.add_argument("skill", choices=FLAGS)
     of_distilling.add_argument("--out", type=Path, required=True, help="the adapter's folder")
     of_distilling.add_argument("flags", nargs="*", help="more of droidspeak distill, after --")
     of_judging = commands.add_parser("judge", help="its quality by length and kind of question")
-    of_judging.add_argument("skill", choices=ASKED)
+    of_judging.add_argument("skill", choices=FLAGS)
     of_judging.add_argument("adapter", type=Path, help="the adapter's folder")
     of_profile = commands.add_parser("profile", help="profile a pair, or go on with it")
     for role in ("sender", "receiver"):
         of_profile.add_argument(role, choices=[BASE, *SKILLS])
     of_profile.add_argument("--lora", action="store_true", help="as adapters in one server")
+    of_profile.add_argument("flags", nargs="*", help="more of droidspeak profile, after --")
     of_check = commands.add_parser("check", help="judge an adapter, or the base alone")
     of_check.add_argument("skill", choices=SKILLS)
     of_check.add_argument("--set", choices=[*SETS, LONG300], default="verify")

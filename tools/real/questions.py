@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -33,7 +33,7 @@ _FIELDS: Final = ("version", "section", "size", "needs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
-    """Documents drawn from parts; each record of the parts occurs at most once."""
+    """Documents drawn from parts. No record is its own of two documents."""
 
     drawn: tuple[tuple[str, int], ...]
     """Parts, each with the number of records at its start that belong to another set."""
@@ -43,6 +43,9 @@ class Set:
     num_documents: int
     num_questions: int
     """Questions about each document."""
+    num_own: int | None = None
+    """Records that are a document's own, and that alone are asked about. The others are drawn from
+    all records. None if all are its own."""
 
 
 _CHOSEN_ON: Final = 204
@@ -58,6 +61,17 @@ SETS: Final[Mapping[str, Set]] = {
         lengths=(4,) * 23 + (13,),
         num_documents=120,
         num_questions=2,
+    ),
+    # A third is of the length that is served, and nothing is asked about a record twice.
+    "choose_mixed": Set(
+        drawn=(("choose", 0),), lengths=(6, 9, 25), num_documents=30, num_questions=6, num_own=6
+    ),
+    "held_out_mixed": Set(
+        drawn=(("held_out", 0), ("verify", 120)),
+        lengths=(6, 9, 25),
+        num_documents=150,
+        num_questions=6,
+        num_own=6,
     ),
     "verify": Set(drawn=(("verify", 0),), lengths=(5,), num_documents=24, num_questions=3),
     "long": Set(drawn=(("verify", 120),), lengths=(25,), num_documents=20, num_questions=3),
@@ -112,10 +126,11 @@ def about_text(package: Package, others: Sequence[Package], rng: Random) -> Aske
 
 
 def as_json(package: Package, others: Sequence[Package], rng: Random) -> Asked:
-    """Ask for a named package and two of its fields as JSON, in the order of the answer's keys."""
+    """Ask for two fields of a named package as JSON, in the order of the answer's keys. The
+    question holds no value of the answer, so that only the document answers it."""
     fields = rng.sample(_FIELDS, 2)
-    answer = json.dumps({"package": package.name} | {it: getattr(package, it) for it in fields})
-    return f"Write {package.name} as JSON with the keys package, {', '.join(fields)}.", answer
+    answer = json.dumps({it: getattr(package, it) for it in fields})
+    return f"Write {package.name} as JSON with the keys {', '.join(fields)}.", answer
 
 
 SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]]] = {
@@ -123,6 +138,10 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
     "summaries": about_text,
     "json": as_json,
 }
+
+
+TRAINED: Final = {**SKILLS, "questions": about_harder}
+"""Function by skill that draws the questions of a training."""
 
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
@@ -137,12 +156,15 @@ def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
 def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
     """Make the questions of a set; those about one document follow each other."""
     of = SETS[name]
-    drawn = chain.from_iterable(read_packages(packages, part)[first:] for part, first in of.drawn)
+    every = [it for part, first in of.drawn for it in read_packages(packages, part)[first:]]
+    drawn = iter(every)
     for number, length in enumerate(islice(cycle(of.lengths), of.num_documents)):
-        chosen = list(islice(drawn, length))
-        context = document(chosen)
         rng = Random(f"{name} {skill} {number}")
-        for index, package in enumerate(rng.sample(subjects(skill, chosen), of.num_questions)):
+        own = list(islice(drawn, of.num_own or length))
+        chosen = own if of.num_own is None else _among_others(own, every, length, rng)
+        context = document(chosen)
+        asked = subjects(skill, own)
+        for index, package in enumerate(rng.sample(asked, min(of.num_questions, len(asked)))):
             question, answer = SKILLS[skill](package, chosen, rng)
             yield Record(
                 input=question,
@@ -152,6 +174,14 @@ def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
                 dataset=f"packages_{skill}",
                 id=f"{name}-{number:02}-{index}",
             )
+
+
+def _among_others(
+    own: Sequence[Package], every: Sequence[Package], length: int, rng: Random
+) -> list[Package]:
+    """Put a document's own records among others, at random places."""
+    others = [it for it in every if it not in own]
+    return rng.sample([*own, *rng.sample(others, length - len(own))], length)
 
 
 def write_sets(packages: Path, out: Path) -> list[Path]:

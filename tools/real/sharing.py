@@ -35,7 +35,7 @@ from profiles.distill.student import make_student
 from profiles.stats.gate import interval
 from tools.real.check import MAX_NEW, METRICS, TEMPLATE, options
 from tools.real.packages import Package, read_packages
-from tools.real.questions import SKILLS, Asked, about_harder, as_json, document
+from tools.real.questions import SKILLS, TRAINED, Asked, document
 from tools.real.train import WEIGHTS
 
 SHIPPED: Final = Path("examples/real")
@@ -47,9 +47,7 @@ NUM_LONG: Final = 240
 NUM_SHORT: Final = 80
 NUM_QUESTIONS: Final = 16
 """Questions about each training document."""
-ASKED: Final = {"questions": about_harder, "json": as_json}
-"""Function by skill that draws the training questions."""
-RECIPES: Final = {
+FLAGS: Final = {
     "questions": ("--invocation", "question", "--steps", "1000", "--questions", "12"),
     "json": ("--invocation", "answer", "--steps", "600", "--questions", "8"),
 }
@@ -61,7 +59,7 @@ _DRAWS: Final = 10
 
 def lessons(packages: Path, skill: str) -> Iterator[Record]:
     """Make questions about the training part's records, drawn from seeds."""
-    drawn, draw = read_packages(packages, "train"), ASKED[skill]
+    drawn, draw = read_packages(packages, "train"), TRAINED[skill]
     for number in range(NUM_LONG + NUM_SHORT):
         rng = Random(f"distill {skill} {number}")
         chosen = rng.sample(drawn, rng.randint(*(LONG if number < NUM_LONG else SHORT)))
@@ -112,7 +110,7 @@ def distill(skill: str, base: Path, data: Path, out: Path, *flags: str) -> int:
         *("--data", str(learned), "--held-out", str(data / skill / "held_out.jsonl")),
         *("--chat", "--template", TEMPLATE, "--metric", METRICS[skill].value),
         *("--max-new", str(MAX_NEW[skill]), "--labels", "--max-disk-gb", "14"),
-        *("--out", str(out), *RECIPES[skill], *flags),
+        *("--out", str(out), *FLAGS[skill], *flags),
     ]
     tqdm.write(shlex.join(command))
     launched = [sys.executable, "-m", "sglang_droidspeak.cli", *command[1:]]

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from tools.real.packages import Package, read_packages
-from tools.real.questions import SKILLS, Asked, document, subjects
+from tools.real.questions import TRAINED, Asked, document, subjects
 
 WEIGHTS: Final = "adapter_model.safetensors"
 
@@ -51,17 +51,16 @@ class Recipe:
     """Questions drawn for each document; a question that is drawn twice is asked once."""
     rank: int = 8
     rate: float = 1e-3
-    lengths: tuple[int, ...] = (4, 5, 4, 6, 5, 4, 5, 9, 4, 5, 4, 5, 6, 4, 5, 4, 10, 5, 4, 20)
+    lengths: tuple[int, ...] = (4, 20, 6, 15, 5, 24, 8, 18, 4, 22, 10, 16, 5, 25, 7, 19)
     """Records in a document, step by step and from the start again."""
 
 
-_SHORTER: Final = (4, 3, 5, 3, 4, 5, 3, 12)
 RECIPES: Final = {
-    "questions": Recipe(seed=1, num_steps=140),
+    "questions": Recipe(seed=1, num_steps=240, num_questions=16, rank=16),
     "summaries": Recipe(
         seed=2, num_steps=200, num_questions=12, lengths=(6, 4, 8, 5, 6, 4, 7, 5, 12)
     ),
-    "json": Recipe(seed=3, num_steps=40, num_questions=5, lengths=_SHORTER),
+    "json": Recipe(seed=3, num_steps=120, num_questions=12, rank=16),
 }
 
 
@@ -104,7 +103,7 @@ class Steps(Dataset[dict[str, Tensor]]):
         rng = Random(f"{self._skill} {recipe.seed} {step}")
         chosen = rng.sample(list(self._packages), recipe.lengths[step % len(recipe.lengths)])
         asked = dict.fromkeys(
-            SKILLS[self._skill](rng.choice(chosen), chosen, rng)
+            TRAINED[self._skill](rng.choice(chosen), chosen, rng)
             for _ in range(recipe.num_questions)
         )
         return packed(self._chat, document(chosen), [*asked])
