@@ -5,7 +5,7 @@
 # make bench   the benchmarks, 35 minutes, into benchmarks/results;  make tables   what pages have of them
 # make soak    random operations, faults and inputs: an hour or more
 # make docs    the documentation, into build/docs
-# make gpu     what the CUDA path does on this device, where there is one
+# make gpu     what the CUDA path does on this device; ONLY=ttft runs that part, five minutes at most
 # make newest  what the newest SGLang of the package index has changed of what this hooks and calls
 # make profiles profile the small model pairs again
 # make real    a real model, its skills and what they are asked, into build/real
@@ -72,7 +72,7 @@ tables: $(INSTALLED)
 	$(BIN)/python -m tools.reference
 
 gpu: $(INSTALLED)
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu --json build/gpu.json $(if $(ONLY),--only $(ONLY))
 
 # To be read, not passed: a release that moved something is no error of this one.
 newest: $(INSTALLED)

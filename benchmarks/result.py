@@ -50,9 +50,19 @@ def write(
     name: str, results: Mapping[str, Any], environment: Environment, file: Path | None = None
 ) -> str:
     """Print the tables of the result, then its line of JSON; return the line."""
+    line = save(name, results, environment, file)
+    sys.stdout.write("\n".join(shown(name, json.loads(line))) + line)
+    return line
+
+
+def save(name: str, results: Mapping[str, Any], environment: Environment, file: Path | None) -> str:
+    """Replace the file by the result's line of JSON, and return the line. The file has a whole
+    line even if the process is stopped meanwhile."""
     record = {"question": name, **results, "environment": msgspec.to_builtins(environment)}
     line = json.dumps(record) + "\n"
-    sys.stdout.write("\n".join(shown(name, json.loads(line))) + line)
     if file is not None:
-        file.write_text(line)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"{file.name}.part")
+        part.write_text(line)
+        part.replace(file)
     return line

@@ -64,7 +64,7 @@ def write_models(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         path = folder / name
         model.save_pretrained(path)
-        _tokenizer().save_pretrained(path)
+        write_tokenizer(path)
         paths.append(path)
     return paths
 
@@ -75,16 +75,17 @@ def random_prompt(num_tokens: int, seed: int) -> list[int]:
     return torch.randint(4, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def write_tokenizer(path: Path) -> None:
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(4, VOCAB_SIZE))]
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
         pad_token="<pad>",
     )
+    fast.save_pretrained(path)

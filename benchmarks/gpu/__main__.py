@@ -1,21 +1,23 @@
-"""Does the CUDA path do on this device what it is written for? Ten minutes at most; `make gpu`.
+"""Does the CUDA path do on this device what it is written for? Fifteen minutes at most; `make gpu`.
 
     python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
 
-    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
+    ttft       an 8B-shaped pair of 32 layers, a quarter of them recomputed, at 2K, 10K and 40K
+               tokens, beside SGLang's full prefill and its radix cache; answers compared
+    overlap    copies of loaded layers on the extension's copy stream beside a layer's kernels:
+               milliseconds that they add per layer, and their bandwidth
     pinned     staged KV copied into slots from page-locked memory, beside pageable memory
-    overlap    the same copies on the extension's copy stream beside a matrix product: the share of
-               the shorter that ran beside the other (1: all of it)
-    sanitizer  those three under torch's CUDA sanitizer; and under NVIDIA's
-    flashinfer its answer over a cached prefix, dumped for tests that have no device
+    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
     oracle     blocks of llama and qwen3, with FlashInfer and FA3, in CUDA graphs and without, of
                adapters and on two ranks, against plain transformers; then in quantised weights
-    ttft       an 8B-shaped pair with a quarter of its layers recomputed, at 2K, 10K and 40K tokens
+    sanitizer  the copies under torch's CUDA sanitizer; and under NVIDIA's
+    flashinfer its answer over a cached prefix, dumped for tests that have no device
 
-Each part has its own time limit, plus the time that earlier and skipped parts leave. At the limit
-the part is cut: its results so far are reported, and that it was cut. A part that cannot run on
-this machine says why. With `--only`, the file's rows of all other parts stay, with the environment
-in which they were measured.
+Parts run in order of worth. Each has its own time limit, plus the time that earlier parts leave. At
+the limit the part is cut: its results so far are reported, and that it was cut. A part that cannot
+run on this machine says why. The file is written at each result, so a run may be stopped at any
+time. With `--only`, the file's rows of all other parts stay, with the environment in which they
+were measured.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +43,10 @@ from benchmarks.gpu.parts import (
     run_all,
     within,
 )
+from profiles.environment import Environment
 
+Report = Callable[[str, Found], None]
+"""Function that takes a part's name and its results so far."""
 DUMP = Path("build/flashinfer.safetensors")
 QUANTISED = "awq or gptq or fp8"
 _FEW_TOKENS = 256
@@ -101,16 +106,17 @@ NVIDIAS = (
     *("--report-api-errors", "no"),
 )
 PARTS = {
-    "captured": Part(partial(on_device, "captured"), 20),
+    "ttft": Part(timed, 280),
+    "overlap": Part(partial(on_device, "overlap"), 60),
     "pinned": Part(partial(on_device, "pinned"), 20),
-    "overlap": Part(partial(on_device, "overlap"), 20),
-    "torch_sanitizer": Part(partial(sanitized, TORCHS), 30),
-    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 50),
-    "flashinfer": Part(dumped, 60),
+    "captured": Part(partial(on_device, "captured"), 20),
     "oracle": Part(partial(compared, f"not ({QUANTISED})"), 180),
     "quantised": Part(partial(compared, QUANTISED), 80),
-    "ttft": Part(timed, 80),
+    "torch_sanitizer": Part(partial(sanitized, TORCHS), 40),
+    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 60),
+    "flashinfer": Part(dumped, 60),
 }
+"""Parts in order of worth: a run that is cut has the most useful results."""
 
 
 def tell(results: Found) -> None:
@@ -118,9 +124,12 @@ def tell(results: Found) -> None:
     sys.stdout.flush()
 
 
-def alone(num_tokens: int, name: str, most_s: float) -> Found:
-    """Run one part in its own process, for at most `most_s` seconds."""
-    results = within([*HERE, name, "--tokens", str(num_tokens)], most_s)
+def alone(num_tokens: int, report: Report, name: str, most_s: float) -> Found:
+    """Run one part in its own process, for at most `most_s` seconds. Report its results as they
+    come."""
+    command = [*HERE, name, "--tokens", str(num_tokens)]
+    results = within(command, most_s, lambda so_far: report(name, so_far))
+    report(name, results)
     sys.stderr.write(f"{name}: {json.dumps(results)}\n")
     return results
 
@@ -137,13 +146,24 @@ def main() -> None:
             attempt(PARTS[name], args.tokens, lambda it: (tell(it), failed.append("failed" in it)))
         os._exit(any(failed))  # A device that has failed may not let Python end.
     environment = result.here()
-    spare_s = sum(part.most_s for name, part in PARTS.items() if name not in args.only)
-    asked = {it: PARTS[it] for it in args.only}
-    results = run_all(asked, partial(alone, args.tokens), spare_s=spare_s)
-    rows = [{"part": name, **it} for name, it in results.items()]
-    rows = result.with_others(rows, "part", environment, args.json)
-    result.write("gpu", {"rows": rows}, environment, args.json)
+    rows: list[Found] = []
+
+    def report(name: str, results: Found) -> None:
+        row = {"part": name, **results}
+        rows[:] = [*(it for it in rows if it["part"] != name), row]
+        save(rows, environment, args.json)
+
+    asked = {name: part for name, part in PARTS.items() if name in args.only}
+    results = run_all(asked, partial(alone, args.tokens, report))
+    all_rows = result.with_others(rows, "part", environment, args.json)
+    result.write("gpu", {"rows": all_rows}, environment, args.json)
     sys.exit(any("failed" in it for it in results.values()))
+
+
+def save(rows: Sequence[Found], environment: Environment, file: Path | None) -> None:
+    """Write the rows so far, and the file's rows of other parts."""
+    all_rows = result.with_others(rows, "part", environment, file)
+    result.save("gpu", {"rows": all_rows}, environment, file)
 
 
 if __name__ == "__main__":

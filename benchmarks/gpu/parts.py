@@ -59,13 +59,22 @@ def attempt(part: Part, num_tokens: int, tell: Callable[[Found], None]) -> None:
         tell({**results, "failed": f"{type(exc).__name__}: {exc}".partition("\n")[0]})
 
 
-def within(command: Sequence[str], most_s: float) -> Found:
-    """Results that the command has printed by its end, or by the end of its time."""
+def within(
+    command: Sequence[str], most_s: float, report: Callable[[Found], None] = lambda _: None
+) -> Found:
+    """Results that the command has printed by its end, or by the end of its time. Reports each line
+    at once."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ
     )
     reports: list[Found] = []
-    reader = threading.Thread(target=lambda: reports.extend(lines_of_json(process.stdout)))
+
+    def read() -> None:
+        for it in lines_of_json(process.stdout):
+            reports.append(it)
+            report(it)
+
+    reader = threading.Thread(target=read)
     reader.start()
     try:
         process.wait(most_s)
@@ -107,11 +116,11 @@ def run_all(
     parts: Mapping[str, Part],
     run: Callable[[str, float], Found],
     *,
-    spare_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Mapping[str, Any]]:
     """Run all parts in order. Each has its own time, and the time that earlier parts left."""
     results_of: dict[str, Mapping[str, Any]] = {}
+    spare_s = 0.0
     for name, part in parts.items():
         most_s, started_s = part.most_s + spare_s, clock()
         results_of[name] = run(name, most_s)

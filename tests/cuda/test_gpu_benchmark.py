@@ -19,12 +19,16 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 from test_flashinfer import NAMES
+from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, copies, parts, servers
+from benchmarks.gpu import attention, copies, parts, random_weights, servers
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
+from cachetree.checkpoint import first_difference
+from cachetree.checkpoint.safetensors_files import layer_of
 from profiles.environment import read_environment
+from profiles.random_models import shape
 from sglang_droidspeak.fleet.servers import ServerSpec
 from sglang_droidspeak.start.config import parse_settings
 
@@ -67,14 +71,18 @@ def test_copies_run_and_nothing_races(monkeypatch) -> None:
     assert not cuda.races, cuda.races[0]
 
 
-def test_all_parts_together_have_ten_minutes_less_one_to_start_and_stop() -> None:
-    assert sum(it.most_s for it in gpu.PARTS.values()) <= 540
+def test_all_parts_take_fifteen_minutes_and_the_first_takes_five() -> None:
+    """A minute each is for starts and stops, or what is left of one."""
+    assert sum(it.most_s for it in gpu.PARTS.values()) <= 840
+    assert next(iter(gpu.PARTS)) == "ttft" and gpu.PARTS["ttft"].most_s <= 285
 
 
 def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys) -> None:
     """Whoever lends the device may end the run before its last line."""
-    monkeypatch.setattr(gpu, "within", lambda _command, most_s: {"had_s": most_s})
-    assert gpu.alone(16, "pinned", 20) == {"had_s": 20}
+    reported = []
+    monkeypatch.setattr(gpu, "within", lambda _command, most_s, _report: {"had_s": most_s})
+    assert gpu.alone(16, lambda *it: reported.append(it), "pinned", 20) == {"had_s": 20}
+    assert reported == [("pinned", {"had_s": 20})]
     assert capsys.readouterr().err == 'pinned: {"had_s": 20}\n'
 
 
@@ -169,8 +177,8 @@ def test_a_part_has_what_those_before_it_left() -> None:
 
     clock = iter((0.0, 2.0, 2.0, 30.0, 30.0, 31.0))
     some = {name: Part(lambda _: iter(()), most_s) for name, most_s in (("a", 20), ("b", 10))}
-    parts.run_all({**some, "c": some["a"]}, run, spare_s=100, clock=lambda: next(clock))
-    assert given == [120, 128, 120]
+    parts.run_all({**some, "c": some["a"]}, run, clock=lambda: next(clock))
+    assert given == [20, 28, 20]
 
 
 def test_what_a_sanitizer_saw_fail_is_told(tmp_path, monkeypatch) -> None:
@@ -224,22 +232,63 @@ def test_the_pair_may_reuse_each_length_that_is_measured(tmp_path) -> None:
     assert parse_settings(reads.droidspeak).max_recompute_tokens >= max(servers.LENGTHS)
 
 
-def test_the_first_token_is_timed_once_the_whole_prefix_is_on_offer() -> None:
-    asked: Counter[Any] = Counter()
+class Offering:
+    """A server whose peer offers one page more at each request."""
 
-    def generate(tokens: list[int], **options: Any) -> dict[str, Any]:
-        control = options.get("droidspeak", {})
-        told = {"outcome": "off" if "mode" in control else "no_match", "reused_tokens": 0}
-        if control.get("block") == "3:5":  # Each time the peer has told of a page more.
-            told["reused_tokens"] = min(64 * asked[tuple(tokens)], (len(tokens) - 1) // 64 * 64)
-            told["outcome"] = "reused" if asked[tuple(tokens)] else "no_match"
-            asked[tuple(tokens)] += 1
-        return {"meta_info": {"droidspeak": [told]}}
+    def __init__(self, logprob_of_reuse: float) -> None:
+        self.asked: Counter[Any] = Counter()
+        self._logprob = logprob_of_reuse
 
-    server: Any = SimpleNamespace(generate=generate, flush=lambda: None)
-    *_, found = servers.measured(server, server, (70, 140))
-    assert {"layers", "recomputed", "70_full_ms", "140_reused_ms", "140_speedup"} <= found.keys()
-    assert sorted(asked.values()) == [2] * 4 + [3] * 4
+    def flush(self) -> None:
+        """Do nothing: this server keeps no KV."""
+
+    def generate(self, tokens: list[int], **options: Any) -> dict[str, Any]:
+        control, logprob = options.get("droidspeak", {}), -1.0
+        label = {"outcome": "off" if "mode" in control else "no_match", "reused_tokens": 0}
+        if control.get("block") == "24:32":
+            num_pages = self.asked[tuple(tokens)]
+            label["reused_tokens"] = min(64 * num_pages, (len(tokens) - 1) // 64 * 64)
+            label["outcome"] = "reused" if num_pages else "no_match"
+            self.asked[tuple(tokens)] += 1
+            logprob = self._logprob
+        return {"meta_info": {"droidspeak": [label], "output_token_logprobs": [[logprob, 5, None]]}}
+
+
+def test_reuse_is_timed_when_the_whole_prefix_is_on_offer() -> None:
+    server: Any = Offering(-1.0625)
+    *_, results = servers.measured(server, server, (70, 140))
+    timed = {"70_full_ms", "70_radix_ms", "140_reused_ms", "140_speedup", "recomputed"}
+    assert timed <= results.keys()
+    assert results["140_logprob_off"] == 0.0625
+    assert sorted(server.asked.values()) == [2] * 4 + [3] * 4
+
+
+def test_reuse_with_another_answer_than_full_prefill_fails() -> None:
+    server: Any = Offering(-1.5)
+    with pytest.raises(RuntimeError, match="log-probabilities differ"):
+        list(servers.measured(server, server, (70,)))
+
+
+def test_seeded_checkpoints_are_models_that_differ_from_the_shared_layers_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_weights, "user_cache", lambda: tmp_path / "digests")
+    config = shape("llama", layers=4, hidden=256, heads=4, kv_heads=2)
+    a, b = random_weights.write_seeded(tmp_path, config, ("a", "b"), 3)
+    assert first_difference(a, b) == first_difference(a, b, cache_dir=tmp_path / "digests") == 3
+    made = [dict(random_weights.random_weights(path, "cpu")) for path in (a, b)]
+    assert {layer_of(it, 4) for it in made[0] if not made[0][it].equal(made[1][it])} == {3, 4}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(made[0])
+    with torch.inference_mode():
+        assert model(torch.tensor([[5, 6, 7]])).logits.std() > 0.01
+
+
+def test_file_has_each_result_once_a_part_has_it(tmp_path: Path) -> None:
+    file, environment = tmp_path / "new" / "gpu.json", read_environment([])
+    gpu.save([{"part": "ttft", "2000_full_ms": 9.0}], environment, file)
+    gpu.save([{"part": "overlap", "added_ms": 1.0}], environment, file)
+    assert [it["part"] for it in json.loads(file.read_text())["rows"]] == ["overlap", "ttft"]
 
 
 # A dump of FlashInfer's answer, and what tests have in its place.

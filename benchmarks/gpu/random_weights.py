@@ -1,0 +1,99 @@
+"""Checkpoints without weights: a server makes random ones on its device, and reads no big file.
+
+The file of weights has a seed in the first bytes of each tensor, and a hole behind. A plugin of
+SGLang reads the seeds. Models may share their first layers, so that a reuse of these is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cachetree.checkpoint import user_cache
+from cachetree.checkpoint.digests import kept
+from cachetree.checkpoint.safetensors_files import layer_of, read_tensors
+from profiles.random_models import write_tokenizer
+
+STD: Final = 0.02
+_SEED_BYTES: Final = 4
+_TARGET: Final = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
+
+
+def write_seeded(folder: Path, config: Any, names: Sequence[str], num_shared: int) -> list[Path]:
+    """Write one checkpoint in bfloat16 per name. Weights below layer `num_shared` are equal."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config.architectures = [type(model).__name__]
+    paths = [folder / name for name in names]
+    for path in paths:
+        path.mkdir()
+        model.config.save_pretrained(path)
+        write_tokenizer(path)
+        seeds = {}
+        for name in model.state_dict():
+            is_shared = layer_of(name, config.num_hidden_layers) < num_shared
+            seeds[name] = zlib.crc32(f"{'' if is_shared else path.name} {name}".encode())
+        _write(path / "model.safetensors", model.state_dict(), seeds)
+    return paths
+
+
+def _write(file: Path, tensors: Mapping[str, torch.Tensor], seeds: Mapping[str, int]) -> None:
+    header, size = {}, 0
+    for name, tensor in tensors.items():
+        offsets = [size, size := size + tensor.nbytes]
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": offsets}
+    head = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(head).to_bytes(8, "little") + head)
+        out.truncate(8 + len(head) + size)
+    with file.open("r+b") as out:
+        for name, it in read_tensors([file]).items():
+            out.seek(it.offset)
+            out.write(seeds[name].to_bytes(_SEED_BYTES, "little"))
+    # The hole is not hashed: the seeds say which tensors are equal.
+    kept(user_cache(), "tensors", file, lambda _: {k: f"{v:064x}" for k, v in seeds.items()})
+
+
+def plugin_environment(folder: Path, path: str) -> dict[str, str]:
+    """Write a plugin of SGLang into the folder. Returns the environment of servers that load it;
+    `path` is their PYTHONPATH without it."""
+    about = folder / "random_weights-0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: random-weights\nVersion: 0\n")
+    point = f"[sglang.srt.plugins]\nrandom_weights = {__name__}:register\n"
+    (about / "entry_points.txt").write_text(point)
+    return {"PYTHONPATH": f"{folder}:{path}"}
+
+
+def register() -> None:
+    from sglang_droidspeak.engine import HookType, place_hooks
+
+    place_hooks({_TARGET: (_random_weights, HookType.AROUND)})
+
+
+def _random_weights(
+    _read: object, _loader: object, source: Any, **_options: object
+) -> Iterator[tuple[str, torch.Tensor]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield from random_weights(Path(source.model_or_path), device)
+
+
+def random_weights(path: Path, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Make each tensor of a checkpoint of `write_seeded`. Norms are 1."""
+    file = path / "model.safetensors"
+    with file.open("rb") as opened:
+        for name, it in read_tensors([file]).items():
+            opened.seek(it.offset)
+            seed = int.from_bytes(opened.read(_SEED_BYTES), "little")
+            generator = torch.Generator(device).manual_seed(seed)
+            tensor = torch.empty(it.shape, dtype=torch.bfloat16, device=device)
+            if name.endswith("norm.weight"):
+                yield name, tensor.fill_(1)
+            else:
+                yield name, tensor.normal_(std=STD, generator=generator)
