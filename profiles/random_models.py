@@ -64,7 +64,7 @@ def write_models(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         path = folder / name
         model.save_pretrained(path)
-        write_tokenizer(path)
+        numbered_words().save_pretrained(path)
         paths.append(path)
     return paths
 
@@ -75,17 +75,17 @@ def random_prompt(num_tokens: int, seed: int) -> list[int]:
     return torch.randint(4, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
-def write_tokenizer(path: Path) -> None:
+def numbered_words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose words are `w4`, `w5` …, by their token ids."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(4, VOCAB_SIZE))]
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
         pad_token="<pad>",
     )
-    fast.save_pretrained(path)

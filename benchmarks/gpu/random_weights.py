@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from cachetree.checkpoint import user_cache
 from cachetree.checkpoint.digests import kept
 from cachetree.checkpoint.safetensors_files import layer_of, read_tensors
-from profiles.random_models import write_tokenizer
+from profiles.random_models import numbered_words
 
 STD: Final = 0.02
 _SEED_BYTES: Final = 4
@@ -34,7 +34,7 @@ def write_seeded(folder: Path, config: Any, names: Sequence[str], num_shared: in
     for path in paths:
         path.mkdir()
         model.config.save_pretrained(path)
-        write_tokenizer(path)
+        numbered_words().save_pretrained(path)
         seeds = {}
         for name in model.state_dict():
             is_shared = layer_of(name, config.num_hidden_layers) < num_shared

@@ -20,20 +20,20 @@ def place() -> None:
     from sglang_droidspeak.engine.layers import LayerStack
     from sglang_droidspeak.request.source import Staged
 
-    e, run = Staged.e, LayerStack.run
+    read_e, run = Staged.read_e, LayerStack.run
 
-    def read_or_break(self: Staged, layer: int, tokens: Span) -> torch.Tensor:
+    def read_or_break(self: Staged, layer: int, at: Span, into: torch.Tensor) -> None:
         num_tokens = len(self._plan.pages) * self._pool.page_size
         if num_tokens == NUM_BROKEN and torch.distributed.get_rank() > 0:
             raise MemoryError("this rank has no memory for it")
-        return e(self, layer, tokens)
+        read_e(self, layer, at, into)
 
     def run_or_break(self: LayerStack, block: Span, *rest: Any) -> None:
         if block == BROKEN_BLOCK and torch.distributed.get_rank() > 0:
             self._layers[block.start].mlp.register_forward_pre_hook(_break)
         run(self, block, *rest)
 
-    Staged.e, LayerStack.run = read_or_break, run_or_break
+    Staged.read_e, LayerStack.run = read_or_break, run_or_break
 
 
 def _break(*_: object) -> None:

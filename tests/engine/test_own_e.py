@@ -46,7 +46,7 @@ class Rig:
         slots = torch.arange(len(new) * PAGE)
         e_pool.valid[slots[num_loaded * PAGE :]] = True
         pool: Any = SimpleNamespace(e_pool=e_pool, page_size=PAGE)
-        pool.store = lambda _step, slots, _views: self.copied.add(tuple(slots.tolist()))
+        pool.store = lambda _targets, slots: self.copied.add(tuple(slots.tolist()))
         offloader = Offloader(self.cache, pool, None)
         before = pages[:num_before]
         offloader.put(Offload(model=MODEL, before=before, pages=new, slots=slots, ready=()))

@@ -11,7 +11,7 @@ from profiles.data.documents import data_files, make_documents, split_documents
 from profiles.data.metrics import Metric
 from profiles.data.records import Record, RecordError, read_records, records_sha256
 from profiles.data.tasks import TASKS, Task, TaskOptions, score
-from profiles.random_models import _tokenizer as numbered_words
+from profiles.random_models import numbered_words
 
 PAGE = 16
 AS_SHIPPED = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
