@@ -23,10 +23,10 @@ def answering(answer: Callable[[str, Any], tuple[int, object]]) -> Iterator[str]
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _answer(self, question: Any) -> None:
-            status, told = answer(self.path, question)
+            status, text = answer(self.path, question)
             self.send_response(status)
             self.end_headers()
-            self.wfile.write((told if isinstance(told, str) else json.dumps(told)).encode())
+            self.wfile.write((text if isinstance(text, str) else json.dumps(text)).encode())
 
         def log_message(self, *_: Any) -> None: ...
 

@@ -160,8 +160,8 @@ class Watcher:
         return self._num_pages(tokens, read_model_identity(model).model_id, salt)
 
     def _num_pages(self, tokens: Sequence[int], model: ModelId, salt: str | None = None) -> int:
-        found = self._cache.match(page_hashes(tokens, salt))
-        return max((match.num_pages for match in found if match.model == model), default=0)
+        matches = self._cache.match(page_hashes(tokens, salt))
+        return max((match.num_pages for match in matches if match.model == model), default=0)
 
     def wait_for(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> None:
         """Return once all whole pages of `tokens` are advertised, and peers have had time too."""

@@ -60,8 +60,8 @@ num_with_e = partial(tier_parts.num_e_at, location=HICACHE)
 
 def search(cache: Cache, pages: Sequence[PageHash]) -> int:
     """How many pages are there, once the backend has been asked."""
-    for it in cache.search(pages):
-        eventually(lambda it=it: it.is_over)
+    for result in cache.search(pages):
+        eventually(lambda it=result: it.is_over)
     return num_there(cache, pages)
 
 
@@ -148,8 +148,8 @@ class PointerStore(HiCacheStorage):
             if name in self.kept:
                 assert len(self.kept[name]) == size
                 ctypes.memmove(address, self.kept[name], size)
-        there = [name in self.kept for name, _, _ in halves]
-        return [all(pair) for pair in zip(there[::2], there[1::2], strict=True)]
+        is_stored = [name in self.kept for name, _, _ in halves]
+        return [all(pair) for pair in zip(is_stored[::2], is_stored[1::2], strict=True)]
 
     def exists(self, key: str) -> bool:
         return f"{key}_{self.suffix}_v" in self.kept

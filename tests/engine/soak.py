@@ -265,9 +265,9 @@ def main() -> int:
     args = parser.parse_args()
     print(f"soak: seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(args.minutes, args.seed, Path(folder))
-    print(json.dumps(found), flush=True)
-    return 1 if found["failed"] else 0
+        report = soak(args.minutes, args.seed, Path(folder))
+    print(json.dumps(report), flush=True)
+    return 1 if report["failed"] else 0
 
 
 if __name__ == "__main__":

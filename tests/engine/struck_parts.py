@@ -178,23 +178,23 @@ class Rig:
         """What has to return to where it was; slots are counted by SGLang, see `STRICT`."""
         pages = [self.page] if self.shelf.process.is_alive else []
         senders = [scraped(url) for url in (f"{self.author.url}/metrics", *pages)]
-        found = {
+        counts = {
             name: sum(it[f"cachetree:{name}",] for it in senders)
             for name in ("held_bytes", "streams")
         }
-        found["staged"] = self.told()["cachetree:bytes", "staging"]
+        counts["staged"] = self.told()["cachetree:bytes", "staging"]
         for name, pid in self.pids().items():
-            found[f"{name}'s descriptors"] = num_descriptors(pid)
-            found[f"{name}'s threads"] = num_threads(pid)
-        return found
+            counts[f"{name}'s descriptors"] = num_descriptors(pid)
+            counts[f"{name}'s threads"] = num_threads(pid)
+        return counts
 
     def resident(self) -> dict[int, int]:
         """Bytes, by process."""
         return {pid: resident_bytes(pid) for pid in self.pids().values()}
 
     def pids(self) -> dict[str, int]:
-        found = {"author": self.author, "reader": self.reader, "worker": self.shelf.process}
-        return {name: process.pid for name, process in found.items() if process.is_alive}
+        servers = {"author": self.author, "reader": self.reader, "worker": self.shelf.process}
+        return {name: process.pid for name, process in servers.items() if process.is_alive}
 
 
 def scraped(url: str) -> Samples:

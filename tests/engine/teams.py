@@ -215,9 +215,13 @@ class Team:
         self.ask(sender, tokens, max_new_tokens=1)
         reply = self.receive(receiver, sender, tokens, block)
         reply.assert_equals(self.models.expected(receiver, sender, tokens, block))
-        told = reply.provenance
-        assert (told["outcome"], told["location"], told["fetched_bytes"]) == ("reused", "pool", 0)
-        assert told["reused_tokens"] == whole_pages(len(tokens))
+        provenance = reply.provenance
+        assert (provenance["outcome"], provenance["location"], provenance["fetched_bytes"]) == (
+            "reused",
+            "pool",
+            0,
+        )
+        assert provenance["reused_tokens"] == whole_pages(len(tokens))
 
     def assert_batch_equals_the_oracle(
         self, names: Sequence[str], blocks: Sequence[Span], num_reading: int, num_plain: int
@@ -240,10 +244,10 @@ class Team:
             replies = [pool.submit(self.receive, *case) for case in cases]
             others = [pool.submit(self.ask, *case) for case in plain]
             for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
-                told = reply.result().provenance
-                assert told["location"] == "pool"
+                provenance = reply.result().provenance
+                assert provenance["location"] == "pool"
                 # Of the longer ones less, while others decode.
-                num_reused = told["reused_tokens"]
+                num_reused = provenance["reused_tokens"]
                 expected = self.models.expected(name, sender, tokens, block, num_reused=num_reused)
                 reply.result().assert_equals(expected)
             for (name, tokens), other in zip(plain, others, strict=True):
@@ -319,8 +323,8 @@ def assert_same_answers_without_reuse(
 
     def begin() -> None:
         server.flush()
-        for it in asked.values():
-            read(it.document)
+        for reply in asked.values():
+            read(reply.document)
 
     options: dict[str, Any] = {"lora_path": name, "return_logprob": True, "max_new_tokens": 12}
     params = {"ignore_eos": True}
@@ -333,20 +337,20 @@ def assert_same_answers_without_reuse(
     tokens = [it.tokens for it in asked.values()]
     replies: Any = server.generate(tokens, sampling_params=params, **options)
     batched = dict(zip(asked, map(Answer, replies), strict=True))
-    for case, it in asked.items():
+    for case, asking in asked.items():
         server.flush()
-        alone = answer(server, it.tokens, lora_path=name, droidspeak={"mode": "off"})
+        alone = answer(server, asking.tokens, lora_path=name, droidspeak={"mode": "off"})
         assert alone.meta["cached_tokens"] == 0
         for reply in (streamed[case], batched[case]):
             assert reply.ids == alone.ids, case
             assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4), case
             assert reply.meta["cached_tokens"], case
-        if it.invoked_at is None:
-            alone.assert_equals(models.expected(BASE, BASE, it.tokens, EMPTY_SPAN))
+        if asking.invoked_at is None:
+            alone.assert_equals(models.expected(BASE, BASE, asking.tokens, EMPTY_SPAN))
         else:
-            before = it.invoked_at
-            expected = models.expected(name, BASE, it.tokens, EMPTY_SPAN, num_reused=before)
+            before = asking.invoked_at
+            expected = models.expected(name, BASE, asking.tokens, EMPTY_SPAN, num_reused=before)
             alone.assert_equals(expected)
         num_cached = streamed[case].meta["cached_tokens"]
-        assert num_cached == it.num_read // PAGE * PAGE, (case, num_cached)
+        assert num_cached == asking.num_read // PAGE * PAGE, (case, num_cached)
     return streamed

@@ -79,9 +79,13 @@ def test_what_comes_before_is_read_from_the_base_without_a_profile(team: Judged)
     team.ask(BASE, [*document, 9], max_new_tokens=1)
     tokens = [*document, *INVOCATION, *plain_prompt(30, 4)]
     reply = team.ask(JUDGE, tokens)
-    told = reply.provenance
-    assert (told["outcome"], told["location"], told["exact"]) == ("reused", "pool", True)
-    assert (told["reused_tokens"], told["recomputed_layers"]) == (144, 0)
+    provenance = reply.provenance
+    assert (provenance["outcome"], provenance["location"], provenance["exact"]) == (
+        "reused",
+        "pool",
+        True,
+    )
+    assert (provenance["reused_tokens"], provenance["recomputed_layers"]) == (144, 0)
     reply.assert_equals(team.expect(tokens, 150))
 
 
@@ -147,12 +151,12 @@ def test_events_call_it_by_its_name(team: Judged) -> None:
         tokens = [*plain_prompt(90, 50), *INVOCATION, *plain_prompt(20, 51)]
         team.ask(JUDGE, tokens, max_new_tokens=1)
         team.servers[BASE].flush()
-        told: set[str | None] = set()
+        all_names: set[str | None] = set()
         while team.events.poll(500):
             batch = msgspec.msgpack.decode(team.events.recv_multipart()[2], type=KVEventBatch)
             stored = [it for it in batch.events if isinstance(it, BlockStored)]
-            told |= {it.lora_name for it in stored if it.token_ids[:16] == tokens[:16]}
-        return told
+            all_names |= {it.lora_name for it in stored if it.token_ids[:16] == tokens[:16]}
+        return all_names
 
     assert eventually(names) == {"judge"}
 

@@ -96,9 +96,9 @@ class Engine:
             slots.append(self.trees[lora_id, page])
         return slots
 
-    def insert(self, it: Running) -> None:
+    def insert(self, running: Running) -> None:
         """What is missing; what is there keeps its slots, whatever the request has made."""
-        lora_id, pages = it.lora_id, it.pages
+        lora_id, pages = running.lora_id, running.pages
         for index, page in enumerate(pages):
             if (lora_id, page) in self.trees:
                 continue
@@ -110,7 +110,7 @@ class Engine:
             self.trees[lora_id, page] = slot
             if index:
                 self.children.setdefault((lora_id, pages[index - 1]), set()).add(page)
-            self.contents[slot] = Content(it.weights, page, has_e=index >= it.num_loaded)
+            self.contents[slot] = Content(running.weights, page, has_e=index >= running.num_loaded)
 
     def evict_one(self, keep: set[tuple[str | None, PageHash]] = frozenset()) -> None:
         keep = keep | {
@@ -212,12 +212,12 @@ class Walk:
     def finish(self) -> None:
         if not self.engine.running:
             return
-        it = self.engine.running.pop(self.rng.randrange(len(self.engine.running)))
-        num_there = len(self.engine.held(it.lora_id, it.pages))
-        model = self.models.of(it.lora_id)
-        self.index.note(it.lora_id or "", model, it.pages, num_there, it.num_loaded)
-        self.engine.insert(it)
-        self.store(it.weights, it.pages)
+        running = self.engine.running.pop(self.rng.randrange(len(self.engine.running)))
+        num_there = len(self.engine.held(running.lora_id, running.pages))
+        model = self.models.of(running.lora_id)
+        self.index.note(running.lora_id or "", model, running.pages, num_there, running.num_loaded)
+        self.engine.insert(running)
+        self.store(running.weights, running.pages)
 
     def finish_all(self) -> None:
         while self.engine.running:
@@ -264,10 +264,10 @@ class Walk:
             self._check(*self.plans.pop(self.rng.randrange(len(self.plans))))
 
     def _check(self, plan: Plan, prompt: Prompt) -> None:
-        found = self.index.lock(plan, prompt.pages, prompt, MagicMock())
-        if found is None:
+        lock = self.index.lock(plan, prompt.pages, prompt, MagicMock())
+        if lock is None:
             return
-        slots = found.slots
+        slots = lock.slots
         for at, page in enumerate(prompt.pages[: plan.pages.stop]):
             (slot_page,) = set((slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
             content = self.engine.contents[slot_page]

@@ -32,11 +32,15 @@ OFF = {"mode": "off"}
 def assert_corrected(
     reply: Answer, models: Checkpoints, sender: str, receiver: str, tokens: list[int] = TOKENS
 ) -> None:
-    told = reply.provenance
-    assert (told["outcome"], told["e_corrected"], told["exact"]) == ("reused", True, False)
-    assert told["sender"] == models.model_id(sender)
-    assert told["block"] == [BLOCK.start, BLOCK.stop]
-    assert told["reused_tokens"] == whole_pages(len(tokens))
+    provenance = reply.provenance
+    assert (provenance["outcome"], provenance["e_corrected"], provenance["exact"]) == (
+        "reused",
+        True,
+        False,
+    )
+    assert provenance["sender"] == models.model_id(sender)
+    assert provenance["block"] == [BLOCK.start, BLOCK.stop]
+    assert provenance["reused_tokens"] == whole_pages(len(tokens))
     plain = models.expected(receiver, sender, tokens, BLOCK)
     corrected = models.expected(receiver, sender, tokens, BLOCK, correction=BY)
     assert abs(corrected.logprobs[0] - plain.logprobs[0]) > 1e-3
@@ -71,9 +75,9 @@ def test_files_of_a_server_are_read_by_the_next_one_and_by_itself_after_a_restar
         assert_corrected(team.ask(TUNED, TOKENS), models, BASE, TUNED)
     with team_of(models, models.server(BASE, **settings)) as team:
         again = team.ask(BASE, TOKENS)
-    told = again.provenance
-    assert (told["outcome"], told["exact"]) == ("own", True)
-    assert told["reused_tokens"] == whole_pages(200)
+    provenance = again.provenance
+    assert (provenance["outcome"], provenance["exact"]) == ("own", True)
+    assert provenance["reused_tokens"] == whole_pages(200)
     assert again.ids == first.ids
 
 

@@ -55,8 +55,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def by_name(found: Any) -> dict[str, Check]:
-    return {it.name: it for it in found}
+def by_name(results: Any) -> dict[str, Check]:
+    return {it.name: it for it in results}
 
 
 def doctor(capsys: Any, *argv: str) -> tuple[int, str]:
@@ -81,10 +81,10 @@ def test_what_is_wrong_is_told_with_its_remedy(
     monkeypatch.setattr(checks, "version", lambda name: "0.5.22")
     monkeypatch.setattr(checks, "entry_points", lambda group: [])
     code, out = doctor(capsys, "--json")
-    told = {it["name"]: it for it in json.loads(out)}
-    assert (code, [it["ok"] for it in told.values()]) == (1, [False] * 4)
-    assert told["SGLang"]["remedy"] == "pip install sglang==0.5.23"
-    assert told["hooks"]["found"].startswith("1 of ")
+    output = {it["name"]: it for it in json.loads(out)}
+    assert (code, [it["ok"] for it in output.values()]) == (1, [False] * 4)
+    assert output["SGLang"]["remedy"] == "pip install sglang==0.5.23"
+    assert output["hooks"]["found"].startswith("1 of ")
     assert "WRONG plugin: SGLang sees none; install" in doctor(capsys)[1]
 
 
@@ -108,17 +108,17 @@ def checked(*args: Any, **settings: Any) -> dict[str, Check]:
 
 
 def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
-    there = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     disk = {"disk_path": str(tmp_path / "a/b"), "disk_gb": 0.02}
-    with serving(there):
+    with serving(address):
         code, out = doctor(
-            capsys, "--config", str(configured(tmp_path, peers=[there], **disk)), "--json"
+            capsys, "--config", str(configured(tmp_path, peers=[address], **disk)), "--json"
         )
-    told = json.loads(out)
+    output = json.loads(out)
     assert code == 0
-    names = [it["name"].split()[0] for it in told[4:]]
+    names = [it["name"].split()[0] for it in output[4:]]
     assert names == ["settings", "profile", "memory", "disk", "peer"]
-    assert told[5]["found"].endswith("; no controls were measured")
+    assert output[5]["found"].endswith("; no controls were measured")
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
 def test_a_configuration_that_would_not(
     tmp_path: Path, settings: dict[str, Any], name: str, words: str
 ) -> None:
-    found = checked(tmp_path, **settings)
-    assert not found[name].ok and words in found[name].found and found[name].remedy
-    assert [it.ok for it in found.values()].count(False) == 1
+    results = checked(tmp_path, **settings)
+    assert not results[name].ok and words in results[name].found and results[name].remedy
+    assert [it.ok for it in results.values()].count(False) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_each_rank_takes_as_much(
     monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: 3 << 29)
     disk = {"disk_path": str(tmp_path / "disk"), "disk_gb": 1.0}
     monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
-    found = checked(tmp_path, {flag: 2}, host_gb=0.5, staging_gb=0.5, **disk)
-    assert found["memory"].ok == found["disk"].ok == is_well
+    results = checked(tmp_path, {flag: 2}, host_gb=0.5, staging_gb=0.5, **disk)
+    assert results["memory"].ok == results["disk"].ok == is_well
     taken = 1.0 if is_well else 2.0
-    assert found["memory"].found == f"{taken} GiB are taken at start, 1.5 GiB are free"
-    assert found["disk"].found == f"up to {taken} GiB more are written, 1.5 GiB are free"
+    assert results["memory"].found == f"{taken} GiB are taken at start, 1.5 GiB are free"
+    assert results["disk"].found == f"up to {taken} GiB more are written, 1.5 GiB are free"
 
 
 @pytest.mark.parametrize("folder", [".", "rank0"])
@@ -167,8 +167,8 @@ def test_what_is_on_disk_already_needs_no_more_room(
     for name, size in (("entry-1", 1 << 30), ("another", 5 << 30)):
         with (disk / folder / name).open("wb") as file:
             file.truncate(size)
-    told = checked(tmp_path, disk_path=str(disk), disk_gb=2.0)["disk"]
-    assert told.ok and told.found == "up to 1.0 GiB more are written, 1.5 GiB are free"
+    result = checked(tmp_path, disk_path=str(disk), disk_gb=2.0)["disk"]
+    assert result.ok and result.found == "up to 1.0 GiB more are written, 1.5 GiB are free"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -178,11 +178,11 @@ def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(
     disk, change = tmp_path / "a/disk", {"tp-size": ranks}
     folder = disk / "rank1" if ranks > 1 else disk
     with closing(Directory(folder, None)):
-        told = checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"]
-        assert not told.ok and f"process {os.getpid()} is using" in told.found and told.remedy
-    there = sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*"))
+        result = checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"]
+        assert not result.ok and f"process {os.getpid()} is using" in result.found and result.remedy
+    files = sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*"))
     assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
-    assert sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*")) == there
+    assert sorted(it.relative_to(tmp_path) for it in tmp_path.rglob("*")) == files
     (folder / "entry-of-ours").touch(0o644)
     folder.chmod(0o755)
     assert checked(tmp_path, change, disk_path=str(disk), disk_gb=0.1)["disk"].ok
@@ -203,29 +203,33 @@ def test_adapters_are_enabled_in_the_file(tmp_path: Path, is_enabled: bool) -> N
 
 def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
-    there = f"tcp://127.0.0.1:{free_port()}"
-    peers = [there, "dns://:secret@127.0.0.1:1"]
-    found = checked(tmp_path, peers=peers)
-    assert found["peer dns://127.0.0.1:1"].ok
-    assert not found[f"peer {there}"].ok
-    assert "no worker answered" in found[f"peer {there}"].found
+    address = f"tcp://127.0.0.1:{free_port()}"
+    peers = [address, "dns://:secret@127.0.0.1:1"]
+    results = checked(tmp_path, peers=peers)
+    assert results["peer dns://127.0.0.1:1"].ok
+    assert not results[f"peer {address}"].ok
+    assert "no worker answered" in results[f"peer {address}"].found
 
 
 def test_what_sglang_takes_in_another_form(tmp_path: Path) -> None:
-    given = yaml.safe_load(configured(tmp_path).read_text())
-    change = {"model": given["model-path"], "model-path": ..., LINKER: json.dumps(given[LINKER])}
+    options = yaml.safe_load(configured(tmp_path).read_text())
+    change = {
+        "model": options["model-path"],
+        "model-path": ...,
+        LINKER: json.dumps(options[LINKER]),
+    }
     assert checked(tmp_path, change)["settings"].ok
-    (found,) = checked(tmp_path, change | {"model": ...}).values()
-    assert found.found == "there is no model-path; add it"
+    (result,) = checked(tmp_path, change | {"model": ...}).values()
+    assert result.found == "there is no model-path; add it"
 
 
 def test_a_file_of_another_server(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("model-path: m\n")
-    (found,) = checks.configuration(tmp_path / "server.yaml")
-    assert "does not configure droidspeak" in found.found
+    (results,) = checks.configuration(tmp_path / "server.yaml")
+    assert "does not configure droidspeak" in results.found
     (tmp_path / "server.yaml").write_text("- model-path: x")
-    (found,) = checks.configuration(tmp_path / "server.yaml")
-    assert "server.yaml: Expected `object`, got `array`" in found.found
+    (results,) = checks.configuration(tmp_path / "server.yaml")
+    assert "server.yaml: Expected `object`, got `array`" in results.found
 
 
 @pytest.mark.parametrize(
@@ -239,8 +243,8 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
     ],
 )
 def test_pages_of_a_file(tmp_path: Path, page_size: Any, words: str) -> None:
-    found = checked(tmp_path, {"page-size": page_size})["settings"]
-    assert found.ok != bool(words) and re.search(words, found.found)
+    results = checked(tmp_path, {"page-size": page_size})["settings"]
+    assert results.ok != bool(words) and re.search(words, results.found)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +259,8 @@ def test_pages_of_a_file(tmp_path: Path, page_size: Any, words: str) -> None:
 def test_a_file_with_which_droidspeak_would_be_off(
     tmp_path: Path, name: str, value: Any, words: str
 ) -> None:
-    (found,) = checked(tmp_path, {name: value}).values()
-    assert not found.ok and re.search(words, found.found) and found.remedy
+    (results,) = checked(tmp_path, {name: value}).values()
+    assert not results.ok and re.search(words, results.found) and results.remedy
 
 
 @pytest.mark.parametrize(
@@ -275,8 +279,8 @@ def test_a_mistyped_name_is_told_with_the_right_one(
 ) -> None:
     path = configured(tmp_path)
     path.write_text(path.read_text().replace(old, new))
-    (found,) = checks.configuration(path)
-    assert not found.ok and re.search(words, found.found), found
+    (results,) = checks.configuration(path)
+    assert not results.ok and re.search(words, results.found), results
 
 
 def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any) -> dict[str, Any]:
@@ -291,20 +295,20 @@ def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any
     return output.internal_state
 
 
-def say(info: SimpleNamespace, *args: Any, **told: Any) -> None:  # noqa: F811
+def say(info: SimpleNamespace, *args: Any, **response: Any) -> None:  # noqa: F811
     """What a server with an empty cache does."""
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state = state(cache, *args, **told)
+        info.internal_state = state(cache, *args, **response)
 
 
 def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: F811
-    there = f"tcp://127.0.0.1:{free_port()}"
-    with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache)
         code, out = doctor(capsys, "--url", info.url)
         assert code == 1
-        assert f"WRONG peer {there}: connecting" in out
-        with serving(there):
+        assert f"WRONG peer {address}: connecting" in out
+        with serving(address):
             assert cache.wait_ready(20)
             info.internal_state = state(cache)
             code, out = doctor(capsys, "--url", info.url)
@@ -317,11 +321,11 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
 
 def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> None:  # noqa: F811
     """The handshake passes, and whatever goes to the data port is swallowed."""
-    there, over = Location(f"tcp://127.0.0.1:{free_port()}"), threading.Event()
+    address, over = Location(f"tcp://127.0.0.1:{free_port()}"), threading.Event()
     with ExitStack() as stack:
-        proxy = stack.enter_context(FaultProxy(there, seed=1))
+        proxy = stack.enter_context(FaultProxy(address, seed=1))
         stack.callback(over.set)  # Before the proxy waits for its threads.
-        stack.enter_context(serving(there))
+        stack.enter_context(serving(address))
 
         def swallow() -> None:
             proxy.arm(first)
@@ -344,14 +348,14 @@ def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> Non
 
 def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan takes a link that nobody uses to have become faster; a person is not told so."""
-    there = f"tcp://127.0.0.1:{free_port()}"
-    with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         status = cache.status()
         monkeypatch.setattr(cache, "link", lambda _location: Link(byte_s=1e-12))
         assert state(cache)[KEY]["links"] == {}
         peers = tuple(structs.replace(it, bytes_per_s=1e8) for it in status.peers)
         monkeypatch.setattr(cache, "status", lambda: structs.replace(status, peers=peers))
-        assert state(cache)[KEY]["links"] == {there: 1e8}
+        assert state(cache)[KEY]["links"] == {address: 1e8}
 
 
 @pytest.mark.parametrize(
@@ -371,9 +375,9 @@ def test_a_running_server_that_is_not_well(
 ) -> None:
     say(info)
     info.internal_state[KEY] |= change
-    found = by_name(checks.running(info.url, None))
-    assert words in found[name].found and found[name].remedy
-    assert [it.ok for it in found.values()].count(False) == 1
+    results = by_name(checks.running(info.url, None))
+    assert words in results[name].found and results[name].remedy
+    assert [it.ok for it in results.values()].count(False) == 1
 
 
 @pytest.mark.parametrize(("ahead_s", "is_well"), [(-60, False), (0, True), (60, False)])
@@ -386,9 +390,9 @@ def test_a_clock_that_is_wrong(
     say(info)
     real_s = asking.time.time
     monkeypatch.setattr(asking, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
-    found = by_name(checks.running(info.url, None))["clock"]
-    assert found.ok == is_well
-    assert is_well or found.found[0] == ("+" if ahead_s > 0 else "-")
+    results = by_name(checks.running(info.url, None))["clock"]
+    assert results.ok == is_well
+    assert is_well or results.found[0] == ("+" if ahead_s > 0 else "-")
 
 
 def test_clock_that_is_off_by_less_than_a_second_is_well(
@@ -402,23 +406,23 @@ def test_clock_that_is_off_by_less_than_a_second_is_well(
 
 def test_break_even_of_a_slow_link_is_not_zero() -> None:
     slow = {"num_tokens": 16, "full_prefill_s": 1.0, "recompute_s": 0.0}
-    (told,) = checks._links({}, [slow | {"e_bytes": 0, "kv_bytes": 2000}])
-    assert told.found.startswith("break-even 2e-06 GB/s for 16 tokens")
+    (link,) = checks._links({}, [slow | {"e_bytes": 0, "kv_bytes": 2000}])
+    assert link.found.startswith("break-even 2e-06 GB/s for 16 tokens")
 
 
 def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) -> None:  # noqa: F811
     say(info, index_profiles([FAILED]))
     extra = {"listen": "tcp://0.0.0.0:1", "insecure": True}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
-    found = by_name(checks.running(info.url, None))
-    assert [name.split()[0] for name, it in found.items() if not it.ok] == ["keys"]
-    (noted,) = [it for name, it in found.items() if name.startswith("profile")]
+    results = by_name(checks.running(info.url, None))
+    assert [name.split()[0] for name, it in results.items() if not it.ok] == ["keys"]
+    (noted,) = [it for name, it in results.items() if name.startswith("profile")]
     assert "not used, as it did not pass its gate" in noted.found
     (pair,) = info.internal_state[KEY]["pairs"]
     peer = {"address": "tcp://x:1", "state": "ready", "model": pair["sender"], "reason": ""}
     info.internal_state[KEY]["peers"] = [peer]
-    found = by_name(checks.running(info.url, None))
-    wrong = [name.split()[0] for name, it in found.items() if not it.ok]
+    results = by_name(checks.running(info.url, None))
+    wrong = [name.split()[0] for name, it in results.items() if not it.ok]
     assert wrong == ["keys", "profile"], "a peer has the sender of the pair"
     info.internal_state[KEY]["pairs"] = []
     assert by_name(checks.running(info.url, None))["profiles"].ok
@@ -430,10 +434,10 @@ def test_a_server_whose_settings_are_in_a_file_of_its_own_machine(info: SimpleNa
     say(info)
     extra = {"config": "/there/droidspeak.yaml"}
     info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
-    found = by_name(checks.running(info.url, None))
-    (wrong,) = [it for it in found.values() if not it.ok]
+    results = by_name(checks.running(info.url, None))
+    (wrong,) = [it for it in results.values() if not it.ok]
     assert wrong.name == "backends, keys" and "/there/droidspeak.yaml" in wrong.found
-    assert wrong.remedy and {"clock", "memory, disk"} <= found.keys()
+    assert wrong.remedy and {"clock", "memory, disk"} <= results.keys()
 
 
 def test_no_pair_is_usable_while_the_weights_are_unknown(info: SimpleNamespace) -> None:  # noqa: F811
@@ -444,12 +448,12 @@ def test_no_pair_is_usable_while_the_weights_are_unknown(info: SimpleNamespace) 
 
 
 def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
-    planner, found = planned(num_pages=128, staging_gb=2.0)
-    price = msgspec.to_builtins(planner.price(found.plan))
+    planner, decision = planned(num_pages=128, staging_gb=2.0)
+    price = msgspec.to_builtins(planner.price(decision.plan))
     least = break_even_byte_s(price)
     assert least is not None
     costs = replace(MEASURED, links=links({FAR: least}))
-    reuse_s = times_of(found.plan, PAGE, costs).ttft_s
+    reuse_s = times_of(decision.plan, PAGE, costs).ttft_s
     assert reuse_s == pytest.approx(full_prefill_s(Span(0, 128 * PAGE), costs.prefill))
     assert break_even_byte_s(price | {"recompute_s": None}) is None
     assert break_even_byte_s(price | {"recompute_s": 1e9}) == float("inf")
@@ -506,8 +510,8 @@ def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path, capsys: Any) -> No
     named = {"base_model_name_or_path": "somebody/model"}
     folder = str(changed_adapter(tmp_path, range(9, 12), **named))
     assert "base: is not here; give --model" in doctor(capsys, "--adapter", folder)[1]
-    told = doctor(capsys, "--adapter", folder, "--model", str(WEIGHTS / "foundation"))[1]
-    assert "layers below 9 of 12" in told
+    output = doctor(capsys, "--adapter", folder, "--model", str(WEIGHTS / "foundation"))[1]
+    assert "layers below 9 of 12" in output
 
 
 @pytest.mark.parametrize(
@@ -524,16 +528,16 @@ def test_a_folder_that_is_no_adapter_of_a_base_is_one_line(
 ) -> None:
     folder = str(changed_adapter(tmp_path, **settings))
     assert main(["doctor", "--adapter", folder, "--model", str(WEIGHTS / base)]) != 0
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and re.search(words, told.err)
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and re.search(words, output.err)
 
 
 def test_an_adapter_of_another_base_is_one_line(tmp_path: Path, capsys: Any) -> None:
     write(tmp_path / "another")
     folder = str(changed_adapter(tmp_path))
     assert main(["doctor", "--adapter", folder, "--model", str(tmp_path / "another")]) != 0
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
-    assert "give the base that it was trained on" in told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert "give the base that it was trained on" in output.err
     assert main(["doctor", "--adapter", str(tmp_path / "nothing")]) != 0
     assert capsys.readouterr().err.count("\n") == 1

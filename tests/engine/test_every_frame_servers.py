@@ -37,17 +37,17 @@ Frames = list[tuple[Towards, int, Via]]
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig_in(tmp_path_factory.mktemp("struck"), seed=SEED) as it:
-        yield it
+    with rig_in(tmp_path_factory.mktemp("struck"), seed=SEED) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def frames(rig: Rig) -> Frames:
-    found = rig.frames(rig.proxy)
-    print(f"{len(found)} frames: {found}")
-    assert sum(towards is Towards.PEER for towards, *_ in found) >= 2 * NUM_FRAMES
-    assert sum(towards is Towards.WORKER for towards, *_ in found) > 1
-    return found
+    seen = rig.frames(rig.proxy)
+    print(f"{len(seen)} frames: {seen}")
+    assert sum(towards is Towards.PEER for towards, *_ in seen) >= 2 * NUM_FRAMES
+    assert sum(towards is Towards.WORKER for towards, *_ in seen) > 1
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def strike_all(
 ) -> list[Blow]:
     """Each at a fetch of its own, with a fetch that meets nothing after each."""
     rig.measure_alone()
-    held, resident, told, asked = rig.held(), rig.resident(), rig.told(), rig.outcomes.copy()
+    held, resident, messages, asked = rig.held(), rig.resident(), rig.told(), rig.outcomes.copy()
     blows = []
     for harm in harms:
         try:
@@ -108,7 +108,7 @@ def strike_all(
     for outcome, num in (rig.outcomes - asked).items():
         if cause := outcome.partition(": ")[2]:
             name = ("droidspeak:fallbacks_total", cause)
-            assert rig.told()[name] - told.get(name, 0) == num
+            assert rig.told()[name] - messages.get(name, 0) == num
     return blows
 
 

@@ -72,8 +72,8 @@ def test_a_model_reads_its_own_kv_and_an_activated_adapter_its_bases(
     (model,) = write_models(tmp_path, config, ["model"])
     adapter = write_adapter(tmp_path / "adapter", model, rank=8)
     stated = adapter / "adapter_config.json"
-    told = json.loads(stated.read_text()) | {"alora_invocation_tokens": INVOCATION}
-    stated.write_text(json.dumps(told))
+    fields = json.loads(stated.read_text()) | {"alora_invocation_tokens": INVOCATION}
+    stated.write_text(json.dumps(fields))
     address = f"tcp://127.0.0.1:{free_port()}"
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
     options = WITH_LORA | {"max-loras-per-batch": 3, "lora-target-modules": modules}

@@ -97,8 +97,12 @@ def test_a_block_from_corrected_e_equals_the_oracle(trio: Team, block: Span) -> 
     reply = trio.receive(RECEIVER, BASE, tokens, block)
     by = CORRECTED[block]
     reply.assert_equals(trio.models.expected(RECEIVER, BASE, tokens, block, correction=by))
-    told = reply.provenance
-    assert (told["outcome"], told["exact"], told["e_corrected"]) == ("reused", False, True)
+    provenance = reply.provenance
+    assert (provenance["outcome"], provenance["exact"], provenance["e_corrected"]) == (
+        "reused",
+        False,
+        True,
+    )
     plain = trio.models.expected(RECEIVER, BASE, tokens, block)
     if block == Span(3, 4):
         assert reply.ids == plain.ids
@@ -119,10 +123,10 @@ def test_one_batch_corrects_e_of_some(trio: Team) -> None:
             for (sender, block), tokens in zip(cases, prompts, strict=True)
         ]
         for (sender, block), tokens, reply in zip(cases, prompts, replies, strict=True):
-            told = reply.result().provenance
+            provenance = reply.result().provenance
             by = CORRECTED.get(block) if sender == BASE else None
-            assert told["e_corrected"] == (by is not None)
-            options = {"num_reused": told["reused_tokens"], "correction": by}
+            assert provenance["e_corrected"] == (by is not None)
+            options = {"num_reused": provenance["reused_tokens"], "correction": by}
             expected = trio.models.expected(RECEIVER, sender, tokens, block, **options)
             reply.result().assert_equals(expected)
 
@@ -212,10 +216,10 @@ def test_requests_of_one_batch_do_not_touch_each_other(trio: Team) -> None:
         replies = [pool.submit(trio.receive, RECEIVER, *case) for case in cases]
         others = [pool.submit(answer, trio.servers[RECEIVER], tokens) for tokens in plain]
         for (sender, tokens, block), reply in zip(cases, replies, strict=True):
-            told = reply.result().provenance
-            assert told["outcome"] == "reused"
+            provenance = reply.result().provenance
+            assert provenance["outcome"] == "reused"
             # Of the longer ones less, while others decode.
-            options = {"num_reused": told["reused_tokens"]}
+            options = {"num_reused": provenance["reused_tokens"]}
             expected = trio.models.expected(RECEIVER, sender, tokens, block, **options)
             reply.result().assert_equals(expected)
         for tokens, other in zip(plain, others, strict=True):
@@ -257,9 +261,11 @@ def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(
         reply.assert_equals(
             trio.models.expected(RECEIVER, sender, tokens, block, own=num_own % 160)
         )
-        told = reply.provenance
-        assert told["approximate_tokens"] == max(0, 144 - num_own), number
-        assert (told["exact"], reply.meta["cached_tokens"]) == (number == 3, num_cached), number
+        provenance = reply.provenance
+        assert provenance["approximate_tokens"] == max(0, 144 - num_own), number
+        assert (provenance["exact"], reply.meta["cached_tokens"]) == (number == 3, num_cached), (
+            number
+        )
     repeated = trio.ask(RECEIVER, asked[1]).provenance
     assert (repeated["outcome"], repeated["approximate_tokens"]) == ("on_device", 112)
 
@@ -322,8 +328,8 @@ def test_twins_say_what_they_read(trio: Team) -> None:
 
 
 def told_of(reply: Answer) -> tuple[str, int, bool]:
-    told = reply.provenance
-    return told["outcome"], told["reused_tokens"], told["exact"]
+    provenance = reply.provenance
+    return provenance["outcome"], provenance["reused_tokens"], provenance["exact"]
 
 
 def test_a_new_grammar_costs_no_reuse(trio: Team) -> None:
@@ -379,8 +385,8 @@ def test_health_probes_are_not_counted(trio: Team) -> None:
 
 def num_counted(server: Server) -> float:
     """Requests in all outcomes together."""
-    found = scraped(f"{server.url}/metrics").items()
-    return sum(value for (name, *_), value in found if name == "droidspeak:requests_total")
+    samples = scraped(f"{server.url}/metrics").items()
+    return sum(value for (name, *_), value in samples if name == "droidspeak:requests_total")
 
 
 @dataclass

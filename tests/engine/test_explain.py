@@ -50,25 +50,25 @@ def answers(labels: Labels, refusal: str = "") -> Answers:
     return Answers(cache, planner, labels, {}, PAGE, guard)  # type: ignore[arg-type]
 
 
-def ask(it: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -> dict[str, Any]:
+def ask(source: Labels | Answers, page: str = asking.EXPLAIN, **question: Any) -> dict[str, Any]:
     output = SimpleNamespace(internal_state={"sglang": "its own"})
     asked = SimpleNamespace(rid=f"{page}: {json.dumps(question)}")
-    it = it if isinstance(it, Answers) else answers(it)
+    source = source if isinstance(source, Answers) else answers(source)
     args = SimpleNamespace(model_path="/models/base")
     scheduler = SimpleNamespace(server_args=args, waiting_queue=(), tree_cache=None)
-    it.add(output, scheduler, asked)  # type: ignore[arg-type]
+    source.add(output, scheduler, asked)  # type: ignore[arg-type]
     assert output.internal_state.keys() == {KEY}
     return json.loads(json.dumps(output.internal_state[KEY]))
 
 
 def test_guard_of_a_server_that_reuses_nothing_says_why(labels: Labels) -> None:
-    told = {"shadow_rate": 0.0, "pairs": [], "suspects": []}
-    it = answers(labels)
-    it._guard = lambda _question: told
-    it._planner.why_off = "weights_updated"  # type: ignore[misc]
-    assert "not known what an update" in ask(it, asking.GUARD)["off"]
-    it._planner.why_off = ""  # type: ignore[misc]
-    assert ask(it, asking.GUARD)["off"] == ""
+    guard = {"shadow_rate": 0.0, "pairs": [], "suspects": []}
+    asked = answers(labels)
+    asked._guard = lambda _question: guard
+    asked._planner.why_off = "weights_updated"  # type: ignore[misc]
+    assert "not known what an update" in ask(asked, asking.GUARD)["off"]
+    asked._planner.why_off = ""  # type: ignore[misc]
+    assert ask(asked, asking.GUARD)["off"] == ""
 
 
 @pytest.fixture
@@ -76,29 +76,29 @@ def labels() -> Labels:
     return Labels(Counts(), ModelNames())  # type: ignore[arg-type]
 
 
-def answered(labels: Labels, rid: str, told: RequestProvenance) -> Any:
+def answered(labels: Labels, rid: str, provenance: RequestProvenance) -> Any:
     req = request(rid)
-    labels.note(req, told)
+    labels.note(req, provenance)
     labels.report([req])
     return req
 
 
 def test_after_an_update_of_the_weights_no_prompt_is_planned(labels: Labels) -> None:
-    it = answers(labels, "weights_updated")
-    assert ask(it, input_ids=[1])["outcome"] == "weights_updated"
+    asked = answers(labels, "weights_updated")
+    assert ask(asked, input_ids=[1])["outcome"] == "weights_updated"
 
 
 @pytest.mark.parametrize("outcome", sorted(documented_outcomes.outcomes() - {"aborted"}))
 def test_every_outcome_has_its_cause_and_remedy(labels: Labels, outcome: str) -> None:
     answered(labels, "r1", RequestProvenance(outcome=outcome, detail="so"))
-    told = ask(labels, request_id="r1")
+    reply = ask(labels, request_id="r1")
     page = re.sub(r"\[([^]]+)\]\(([^)]+)\)", r"\1 (docs/\2)", documented_outcomes.PAGE.read_text())
-    written = f"### `{outcome}`\n\n- **Cause:** {told['cause']}\n- **Remedy:** {told['remedy']}\n"
+    written = f"### `{outcome}`\n\n- **Cause:** {reply['cause']}\n- **Remedy:** {reply['remedy']}\n"
     assert written in page
-    assert (told["outcome"], told["detail"]) == (outcome, "so")
-    assert (told["prompt_tokens"], told["page_tokens"]) == (3, PAGE)
-    shown = "\n".join(explanation_lines(told))
-    assert f"outcome  {outcome}: so" in shown and told["remedy"] in shown
+    assert (reply["outcome"], reply["detail"]) == (outcome, "so")
+    assert (reply["prompt_tokens"], reply["page_tokens"]) == (3, PAGE)
+    shown = "\n".join(explanation_lines(reply))
+    assert f"outcome  {outcome}: so" in shown and reply["remedy"] in shown
 
 
 def test_an_aborted_request_is_explained(labels: Labels) -> None:
@@ -107,7 +107,7 @@ def test_an_aborted_request_is_explained(labels: Labels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "outcome", "reasons"),
+    ("settings", "outcome", "reasons"),
     [
         ({}, "plan", {"taken", "not the best"}),
         ({"sender": R}, "plan", {"taken"}),
@@ -121,20 +121,22 @@ def test_an_aborted_request_is_explained(labels: Labels) -> None:
         ({"controls": {"florp": 1}}, "bad_controls", None),
     ],
 )
-def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[str] | None) -> None:
-    _, found = planned(**told)
-    assert getattr(found, "outcome", "plan") == outcome
-    seen = found.considered
-    it = explained(Label(RequestProvenance(outcome=outcome), 161, seen), PAGE, PROFILES)
-    shown = "\n".join(explanation_lines(msgspec.to_builtins(it, str_keys=True)))
+def test_what_a_request_was_chosen_from(
+    settings: Any, outcome: str, reasons: set[str] | None
+) -> None:
+    _, decision = planned(**settings)
+    assert getattr(decision, "outcome", "plan") == outcome
+    seen = decision.considered
+    page = explained(Label(RequestProvenance(outcome=outcome), 161, seen), PAGE, PROFILES)
+    shown = "\n".join(explanation_lines(msgspec.to_builtins(page, str_keys=True)))
     assert ("of them on the device" in shown) == (reasons is not None)
     if reasons is None:
         assert seen is None
         return
     assert seen is not None
-    assert {way.reason for way in it.ways} == reasons
-    assert it.full_prefill_s == pytest.approx(1.61)
-    (holding,) = it.holdings
+    assert {way.reason for way in page.ways} == reasons
+    assert page.full_prefill_s == pytest.approx(1.61)
+    (holding,) = page.holdings
     assert (holding.num_pages, holding.e_pages[3]) == (10, 10)
 
 
@@ -143,9 +145,9 @@ SQL = SimpleNamespace(lora_name="sql", lora_path="/adapters/my sql")
 
 def with_an_adapter(labels: Labels) -> Answers:
     """A base R and an adapter of unknown worth, on which nothing is reused."""
-    it = answers(labels)
-    it._lora_refs = {"1": SQL}  # type: ignore[dict-item]
-    it._planner = SimpleNamespace(  # type: ignore[assignment]
+    asked = answers(labels)
+    asked._lora_refs = {"1": SQL}  # type: ignore[dict-item]
+    asked._planner = SimpleNamespace(  # type: ignore[assignment]
         profiles={},
         refusal=lambda _req: "",
         meet=lambda _req: None,
@@ -153,11 +155,11 @@ def with_an_adapter(labels: Labels) -> Answers:
         held=lambda req, _tree: Held(0, 7 if req.lora_id else 0),
         plan=lambda *_: Declined("no_match"),
     )
-    return it
+    return asked
 
 
 @pytest.mark.parametrize(
-    ("sender", "told"),
+    ("sender", "remedy"),
     [
         (ModelId("a" * 32), "--sender /models/base --sender-lora '/adapters/my sql'"),
         (S, "--sender PATH_OF_elsewhere"),
@@ -165,21 +167,21 @@ def with_an_adapter(labels: Labels) -> Answers:
     ],
 )
 def test_a_missing_profile_comes_with_the_command_that_makes_it(
-    labels: Labels, sender: ModelId, told: str
+    labels: Labels, sender: ModelId, remedy: str
 ) -> None:
-    it = with_an_adapter(labels)
-    it._cache.names.call(S, "elsewhere")
+    asked = with_an_adapter(labels)
+    asked._cache.names.call(S, "elsewhere")
     considered = Considered(DEMAND, [match(sender)], MEASURED)
     labels.answered["r1"] = Label(RequestProvenance(outcome="no_profile"), 161, considered)
-    shown = [*explanation_lines(ask(it, request_id="r1"))]
-    command = f"droidspeak profile {told} --receiver /models/base --data DATA.jsonl"
+    shown = [*explanation_lines(ask(asked, request_id="r1"))]
+    command = f"droidspeak profile {remedy} --receiver /models/base --data DATA.jsonl"
     assert f"missing  {command} --out PROFILE.json" in shown
 
 
 def test_a_model_that_has_a_prompt_only_approximately_is_told(labels: Labels) -> None:
-    told = ask(with_an_adapter(labels), input_ids=[1, 2, 3])
-    assert told["approximate"] == {"a" * 32: 7}
-    assert f"has it   {'a' * 32} only approximately: 7 pages" in "\n".join(explanation_lines(told))
+    reply = ask(with_an_adapter(labels), input_ids=[1, 2, 3])
+    assert reply["approximate"] == {"a" * 32: 7}
+    assert f"has it   {'a' * 32} only approximately: 7 pages" in "\n".join(explanation_lines(reply))
     own = ask(with_an_adapter(labels), input_ids=[1, 2, 3], adapter="sql")
     assert own["approximate"] == {}
 
@@ -191,9 +193,9 @@ def test_what_goes_wrong_with_a_question_is_its_answer(labels: Labels, page: str
 
 def test_what_goes_wrong_with_a_state_is_told_beside_sglangs_own(labels: Labels) -> None:
     output = SimpleNamespace(internal_state={"sglang": "its own"})
-    it = answers(labels)
-    del it._cache.sources
-    it.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
+    asked = answers(labels)
+    del asked._cache.sources
+    asked.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
     assert output.internal_state.pop("sglang") == "its own"
     assert "the server's log has more" in output.internal_state[KEY]["error"]
 
@@ -231,8 +233,8 @@ def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
     consider(req, Considered(DEMAND, [match(S)], MEASURED))
     labels.note(req, RequestProvenance(outcome="no_match"))
     labels.report([req])
-    (kept,) = labels.answered.values()
-    assert "77777" not in repr(kept) + repr(ask(labels, request_id="r1"))
+    (label,) = labels.answered.values()
+    assert "77777" not in repr(label) + repr(ask(labels, request_id="r1"))
 
 
 def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
@@ -244,11 +246,11 @@ def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
     assert [getattr(it, "path", "") for it in app.routes].count(asking.EXPLAIN) == 1
     scope = {"type": "http", "method": "POST", "path": asking.EXPLAIN, "headers": []}
     level = auth._get_auth_level_from_app_and_scope(app, scope)
-    for given, is_allowed in (("admin", True), ("user", False), ("", False)):
+    for key, is_allowed in (("admin", True), ("user", False), ("", False)):
         decision = auth.decide_request_auth(
             method="POST",
             path=asking.EXPLAIN,
-            authorization_header=f"Bearer {given}" if given else None,
+            authorization_header=f"Bearer {key}" if key else None,
             api_key="user",
             admin_api_key="admin",
             auth_level=level,
@@ -259,14 +261,14 @@ def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
     """SGLang's with this extension: what it is asked and says, by path."""
-    found = SimpleNamespace(asked={}, says={}, status=200)
+    state = SimpleNamespace(asked={}, says={}, status=200)
 
     def answer(path: str, question: Any) -> tuple[int, object]:
-        found.asked[path] = question
-        return found.status, found.says[path]
+        state.asked[path] = question
+        return state.status, state.says[path]
 
-    with answering(answer) as found.url:
-        yield found
+    with answering(answer) as state.url:
+        yield state
 
 
 def test_the_command_asks_and_prints(
@@ -274,8 +276,8 @@ def test_the_command_asks_and_prints(
 ) -> None:
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
-    it = explained(Label(measured, 161, seen, is_answered=True), PAGE, PROFILES)
-    server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it)) | {"names": {}}
+    page = explained(Label(measured, 161, seen, is_answered=True), PAGE, PROFILES)
+    server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(page)) | {"names": {}}
     assert main(["explain", "r1", "--url", server.url]) == 0
     out = capsys.readouterr().out
     assert server.asked == {asking.EXPLAIN: {"request_id": "r1"}}
@@ -324,12 +326,12 @@ def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) ->
 def test_a_way_without_pages_names_neither_pages_nor_layers() -> None:
     way = {"sender": "a", "location": "pool", "pages": [26, 26], "block": [6, 24]}
     way |= {"quality": 0.9, "reason": "too_short"}
-    told = {"outcome": "too_short", "detail": "", "cause": "", "remedy": "", "model": ""}
-    told |= {"approximate": {}, "profile_command": ""}
-    told |= {"prompt_tokens": 416, "page_tokens": 16, "device_pages": 26, "full_prefill_s": None}
+    reply = {"outcome": "too_short", "detail": "", "cause": "", "remedy": "", "model": ""}
+    reply |= {"approximate": {}, "profile_command": ""}
+    reply |= {"prompt_tokens": 416, "page_tokens": 16, "device_pages": 26, "full_prefill_s": None}
     (line,) = [
         it
-        for it in explanation_lines(told | {"holdings": [], "ways": [way], "measured": None})
+        for it in explanation_lines(reply | {"holdings": [], "ways": [way], "measured": None})
         if it.startswith("way")
     ]
     assert line == "way      a at pool: too_short"

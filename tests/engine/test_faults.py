@@ -92,7 +92,7 @@ class Silent:
 @contextmanager
 def silent_in(folder: Path, family: Family, model: Path, tokens: list[int]) -> Iterator[Silent]:
     address, authors = (Location(f"tcp://127.0.0.1:{free_port()}") for _ in range(2))
-    told = {
+    outcomes = {
         "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
         "cache": {
             "host_bytes": 64 << 20,
@@ -102,7 +102,7 @@ def silent_in(folder: Path, family: Family, model: Path, tokens: list[int]) -> I
             "worker": {"listen": address, "shared_memory": False},
         },
     }
-    shelf = Shelf(lambda _life: told, folder)
+    shelf = Shelf(lambda _life: outcomes, folder)
     try:
         eventually(shelf.process.is_ready)
         pages = page_hashes(tokens)
@@ -142,9 +142,9 @@ class Pair(server_parts.Pair):
     def trace(self, reply: Answer, *names: str) -> list[Collected]:
         """Its spans of these names, one each, once they have come and so has its root."""
         eventually(lambda: set(names) <= {it.name for it in self.spans(reply)})
-        found = {name: [it for it in self.spans(reply) if it.name == name] for name in names}
-        assert all(len(spans) == 1 for spans in found.values()), found
-        return [spans[0] for spans in found.values()]
+        by_name = {name: [it for it in self.spans(reply) if it.name == name] for name in names}
+        assert all(len(spans) == 1 for spans in by_name.values()), by_name
+        return [spans[0] for spans in by_name.values()]
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +173,9 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             "staging_gb": 1.65 * 700 * BYTES_PER_TOKEN / (1 << 30),
         }
         reader = {"enable-metrics": True}
-        with servers(folder, models, sends, reads, {**CPU, **traced}, reader) as it:
+        with servers(folder, models, sends, reads, {**CPU, **traced}, reader) as team:
             beside = stalling, replica, silent, collector
-            yield Pair(it.sender, it.receiver, address, it.watcher, *beside)
+            yield Pair(team.sender, team.receiver, address, team.watcher, *beside)
 
 
 def test_tenants_never_meet(pair: Pair) -> None:
@@ -271,9 +271,9 @@ def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
             last = pair.ask(tokens).provenance
             assert last["outcome"] in ("no_match", "slower") and last["queued_ms"] == 0, last
     alone_s = [it.meta["e2e_latency"] for it in alone]
-    told = [(it.provenance["outcome"], it.provenance["queued_ms"]) for it in replies]
-    assert told[0][0].startswith("fallback"), told
-    assert max(queued_ms for _, queued_ms in told) <= 1.05 * 1000 * max(alone_s), told
+    outcomes = [(it.provenance["outcome"], it.provenance["queued_ms"]) for it in replies]
+    assert outcomes[0][0].startswith("fallback"), outcomes
+    assert max(queued_ms for _, queued_ms in outcomes) <= 1.05 * 1000 * max(alone_s), outcomes
     waited = [it for it in replies if it.provenance["outcome"].startswith("fallback")]
     late_s = min(it.meta["e2e_latency"] for it in waited)
     assert late_s <= 1.05 * 2 * max(alone_s), (late_s, alone_s)
@@ -282,8 +282,8 @@ def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
     assert len(prefilled) == len(replies) or cause == "black hole"
 
 
-def abort(server: Server, **which: Any) -> None:
-    requests.post(f"{server.url}/abort_request", json=which, timeout=10).raise_for_status()
+def abort(server: Server, **target: Any) -> None:
+    requests.post(f"{server.url}/abort_request", json=target, timeout=10).raise_for_status()
 
 
 class Sending:
@@ -363,22 +363,24 @@ def test_metrics(pair: Pair) -> None:
     tokens, metrics = prompt(160, seed=10), f"{pair.receiver.url}/metrics"
     pair.send(tokens)
     before = scraped(metrics)
-    told = answer(pair.receiver, tokens, droidspeak={"block": "2:4"}).provenance
-    assert told["outcome"] == "reused"
-    assert told["fetched_bytes"] > 0
+    provenance = answer(pair.receiver, tokens, droidspeak={"block": "2:4"}).provenance
+    assert provenance["outcome"] == "reused"
+    assert provenance["fetched_bytes"] > 0
 
     def rose(name: str, *labels: str) -> float:
         return scraped(metrics).get((name, *labels), 0.0) - before.get((name, *labels), 0.0)
 
     assert rose("droidspeak:requests_total", "reused") == 1
     assert rose("droidspeak:approximate_requests_total") == 1
-    assert told["exact"] is False
+    assert provenance["exact"] is False
     num_reused = rose("droidspeak:reused_tokens_total", "approximate")
-    assert num_reused == told["reused_tokens"] == whole_pages(160)
-    assert rose("droidspeak:fetched_bytes_total") == told["fetched_bytes"]
+    assert num_reused == provenance["reused_tokens"] == whole_pages(160)
+    assert rose("droidspeak:fetched_bytes_total") == provenance["fetched_bytes"]
     assert rose("droidspeak:queued_seconds_count") == 1
     # As it was told, in milliseconds with three decimals.
-    assert 1e3 * rose("droidspeak:queued_seconds_sum") == pytest.approx(told["queued_ms"], abs=1e-3)
+    assert 1e3 * rose("droidspeak:queued_seconds_sum") == pytest.approx(
+        provenance["queued_ms"], abs=1e-3
+    )
     assert scraped(metrics)["cachetree:peer_ready", pair.address] == 1
 
 
@@ -387,31 +389,31 @@ def test_a_request_is_told_in_its_trace(pair: Pair) -> None:
     tokens = prompt(160, seed=11)
     pair.send(tokens)
     reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
-    told = reply.provenance
+    provenance = reply.provenance
     names = ["match", "fetch_e", "fetch_kv", "wait", "recompute", "load"]
     spans = pair.trace(reply, "cachetree.serve", *(f"droidspeak.{name}" for name in names))
     serve, match, e, kv, wait, recompute, load = spans
     assert (e.stop_ns, e.attributes["droidspeak.layers"]) == (kv.start_ns, 1)
-    assert kv.attributes["droidspeak.layers"] == told["loaded_layers"]
+    assert kv.attributes["droidspeak.layers"] == provenance["loaded_layers"]
     fetched = [it.attributes["droidspeak.bytes"] for it in (e, kv)]
-    assert sum(fetched) == serve.attributes["cachetree.bytes"] == told["fetched_bytes"]
+    assert sum(fetched) == serve.attributes["cachetree.bytes"] == provenance["fetched_bytes"]
     assert not serve.error
     # SGLang compares its clocks anew with every request; these two were told earlier, or elsewhere.
     slack_ns = 10_000_000_000
     assert abs(e.start_ns - serve.start_ns) < slack_ns
     assert abs(match.stop_ns - wait.start_ns) < slack_ns
     assert wait.start_ns <= wait.stop_ns <= recompute.start_ns
-    assert recompute.attributes["droidspeak.layers"] == told["recomputed_layers"] == 2
+    assert recompute.attributes["droidspeak.layers"] == provenance["recomputed_layers"] == 2
     assert load.start_ns <= load.stop_ns
-    assert match.attributes["droidspeak.sender"] == told["sender"]
+    assert match.attributes["droidspeak.sender"] == provenance["sender"]
     assert match.attributes["droidspeak.block"] == "[2, 4)"
     for span, name in ((recompute, "recompute_ms"), (kv, "fetch_ms")):
         begun_ns = e.start_ns if span is kv else span.start_ns
-        assert (span.stop_ns - begun_ns) / 1e6 == pytest.approx(told[name], abs=2)
+        assert (span.stop_ns - begun_ns) / 1e6 == pytest.approx(provenance[name], abs=2)
     outcome = "droidspeak.outcome"
     eventually(lambda: any(outcome in it.attributes for it in pair.spans(reply)))
     (scheduler,) = (it for it in pair.spans(reply) if outcome in it.attributes)
-    assert scheduler.attributes[outcome] == told["outcome"] == "reused"
+    assert scheduler.attributes[outcome] == provenance["outcome"] == "reused"
 
 
 def test_sender_stalls(pair: Pair) -> None:

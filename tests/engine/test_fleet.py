@@ -45,11 +45,11 @@ def written(tmp_path: Path, content: object) -> Path:
 
 def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = specs(read_fleet(EXAMPLE), {"device": "cpu"})
-    workers = [it for it in found if isinstance(it, WorkerSpec)]
-    engines = [it for it in found if isinstance(it, ServerSpec)]
+    processes = specs(read_fleet(EXAMPLE), {"device": "cpu"})
+    workers = [it for it in processes if isinstance(it, WorkerSpec)]
+    engines = [it for it in processes if isinstance(it, ServerSpec)]
     assert (len(workers), len(engines)) == (3, 4)
-    assert found[:3] == workers, "workers start first"
+    assert processes[:3] == workers, "workers start first"
     families = set()
     for worker in workers:
         config = tmp_path / f"{worker.name}.yaml"
@@ -173,8 +173,8 @@ def test_what_a_fleet_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
             assert [it.name for it in written] == ["worker.log", "worker.yaml"]
             assert [it.stat().st_mode & 0o777 for it in written] == [0o600] * 2
             assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
-            for it in written:
-                it.chmod(0o644)
+            for path in written:
+                path.chmod(0o644)
     finally:
         os.umask(umask)
 

@@ -98,11 +98,11 @@ def networked(
 
     def reached(addresses: Sequence[str]) -> dict[str, str]:
         """Their addresses in the network, with the public key of each."""
-        found = (moved[it] for it in addresses)
-        return {address: parties[name].pair.public for name, address in found}
+        links = (moved[it] for it in addresses)
+        return {address: parties[name].pair.public for name, address in links}
 
     everyone = [party.pair.public for party in parties.values()]
-    found = []
+    networks = []
     for spec in specs(fleet, {"device": "cpu"}):
         wrapper = network.command(spec.name)
         own = parties[spec.name]
@@ -118,7 +118,7 @@ def networked(
             cache["keeps"] = list(cache["peer_keys"])
             cache["peer"] = {"key_file": own.key_file}
             changed = {"config": {**spec.config, "cache": cache}}
-            found.append(WorkerElsewhere(**vars(spec) | changed, wrapper=wrapper))
+            networks.append(WorkerElsewhere(**vars(spec) | changed, wrapper=wrapper))
             continue
         assert isinstance(spec, ServerSpec)
         settings = dict(spec.droidspeak)
@@ -135,8 +135,8 @@ def networked(
             "fetch_deadline_s": DEADLINE_S,
         }
         changed = {"host": network.address(spec.name), "droidspeak": settings}
-        found.append(ServerElsewhere(**vars(spec) | changed, wrapper=wrapper))
-    return found, dict(moved.values()), parties
+        networks.append(ServerElsewhere(**vars(spec) | changed, wrapper=wrapper))
+    return networks, dict(moved.values()), parties
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     fleet = read_fleet(ROOT / "examples" / "fleet.yaml")
     with (
         Namespaces([*fleet.workers, *fleet.engines]) as network,
-        pytest.MonkeyPatch.context() as it,
+        pytest.MonkeyPatch.context() as monkeypatch,
     ):
-        it.chdir(ROOT)
+        monkeypatch.chdir(ROOT)
         wanted, addresses, parties = networked(network, folder)
         with running(*wanted, folder=folder / "logs", env=ENV) as processes:
             named = {process.name: process for process in processes}

@@ -60,8 +60,8 @@ def compared(receiver: Server, sender: Path, asked: Sequence[Sequence[int]]) -> 
     """After all of these reused and were compared, or the pair is out of service."""
     for num, tokens in enumerate(asked, 1):
         receiver.flush()
-        told = Answer(receiver.generate(tokens, max_new_tokens=8)).provenance
-        assert (told["outcome"], told["block"]) == ("reused", [*BLOCK])
+        provenance = Answer(receiver.generate(tokens, max_new_tokens=8)).provenance
+        assert (provenance["outcome"], provenance["block"]) == ("reused", [*BLOCK])
         eventually(lambda num=num: num_shadows(pair_of(receiver, sender)) == num)
         if not pair_of(receiver, sender).num_left:
             break
@@ -110,14 +110,14 @@ def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path:
         for model, address in at.items()
     ]
     specs.append(ServerSpec(model=RECEIVER, name="receiver", options=options, droidspeak=reads))
-    found = documents()[: NUM_HEALTHY + NUM_DRIFTED]
-    of_each = {SENDER: found[:NUM_HEALTHY], drifted: found[NUM_HEALTHY:]}
+    texts = documents()[: NUM_HEALTHY + NUM_DRIFTED]
+    of_each = {SENDER: texts[:NUM_HEALTHY], drifted: texts[NUM_HEALTHY:]}
     with running(*specs, folder=tmp_path, env=SHORT_HOURS) as (*senders, receiver):
         watcher = Watcher(RECEIVER, [*at.values()])
-        for (model, those), sender in zip(of_each.items(), senders, strict=True):
-            for it in those:  # Without a question, as their profile was made.
-                sender.generate(it.prefix, max_new_tokens=1)
-                watcher.wait_for(it.prefix, model)
+        for (model, texts_of_one), sender in zip(of_each.items(), senders, strict=True):
+            for text in texts_of_one:  # Without a question, as their profile was made.
+                sender.generate(text.prefix, max_new_tokens=1)
+                watcher.wait_for(text.prefix, model)
         watcher.close()
         asked = questions(of_each[SENDER])
         healthy = compared(receiver, SENDER, asked)

@@ -50,8 +50,8 @@ def client() -> TestClient:
 
         async def rest() -> AsyncIterator[str]:
             yield str(first)
-            async for it in answer:
-                yield str(it)
+            async for chunk in answer:
+                yield str(chunk)
 
         return StreamingResponse(rest())
 

@@ -41,8 +41,8 @@ def pages(*tokens: int) -> list[PageHash]:
 
 def heads_after(*prompts: tuple[int, ...]) -> SharedHeads:
     heads = SharedHeads()
-    for it in prompts:
-        heads.note(pages(*it))
+    for prompt_tokens in prompts:
+        heads.note(pages(*prompt_tokens))
     return heads
 
 

@@ -115,8 +115,8 @@ def test_what_is_written_behind_is_not_used_by_it() -> None:
         eventually(lambda: not cache.tree.held_bytes)
         for number in range(3, 5):
             store(cache.tree, prompt(number))
-        kept = [number for number in range(5) if cache.tree.has(MODEL, prompt(number)[-1])]
-        assert kept == [1, 3, 4]
+        numbers = [number for number in range(5) if cache.tree.has(MODEL, prompt(number)[-1])]
+        assert numbers == [1, 3, 4]
 
 
 def test_a_long_prompt_that_grows(tmp_path: Path) -> None:
@@ -460,9 +460,9 @@ def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
     tiers = [hicache_tier("file", config, {}, Counts())]
     with pytest.raises(
         ConfigError, match=r"made with what \w+ has of file_storage_path, .*, password"
-    ) as it:
+    ) as raised:
         Cache(FAMILY, CacheConfig(serves=False), tiers=tiers)
-    assert "secret" not in str(it.value), "it may be a credential"
+    assert "secret" not in str(raised.value), "it may be a credential"
 
 
 def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:

@@ -116,12 +116,12 @@ class Keeper:
         self.events = HostEvents(cache, self.offloader, adapters, self.metrics)  # type: ignore[arg-type]
 
     def store(
-        self, tokens: Sequence[int], told: EventTokens | None, model: ModelId = MODEL
+        self, tokens: Sequence[int], names: EventTokens | None, model: ModelId = MODEL
     ) -> None:
         pages = page_hashes(tokens)
         slots = torch.zeros(0)
         self.offloader.storing = Offload(
-            model=model, before=(), pages=pages, slots=slots, ready=(), event_tokens=told
+            model=model, before=(), pages=pages, slots=slots, ready=(), event_tokens=names
         )
         self.fill(pages, model)
         self.offloader.storing = None
@@ -177,7 +177,7 @@ def prompts(random: Random) -> Iterator[list[int]]:
 def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
     """Stores and evictions in any order, through SGLang's publisher and a socket; and who comes
     late asks for what it has missed."""
-    random, there = Random(seed), keeper.cache.tree
+    random, tree = Random(seed), keeper.cache.tree
     port, replay = free_port(), free_port()
     stored: dict[tuple[int, ...], PageHash] = {}
     with published(port, replay) as publisher:
@@ -190,12 +190,12 @@ def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
             for number, page in enumerate(page_hashes(tokens), start=1):
                 stored[tuple(tokens[: number * PAGE])] = page
             if random.random() < 0.2:
-                there.evict(random.choice([PAGE_BYTES, 20 * PAGE_BYTES]))
+                tree.evict(random.choice([PAGE_BYTES, 20 * PAGE_BYTES]))
             if batch := keeper.events.take([], None):
                 publisher.publish(KVEventBatch(ts=1.0, events=batch))
                 index.receive()
-            assert index.there == {it for it, page in stored.items() if there.has(MODEL, page)}
-        assert there.num_evictions > 20
+            assert index.there == {it for it, page in stored.items() if tree.has(MODEL, page)}
+        assert tree.num_evictions > 20
         late = Index(port)
         with zmq.Context.instance().socket(zmq.DEALER) as ask:
             ask.connect(f"tcp://127.0.0.1:{replay}")
@@ -203,8 +203,8 @@ def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
             while (frames := ask.recv_multipart())[2] != ZmqEventPublisher.END_SEQ:
                 late.apply(frames[3])
         assert late.tiers == index.tiers
-        for it in (index, late):
-            it.close()
+        for follower in (index, late):
+            follower.close()
     known = {(it["model"], it["family"]) for it in index.raw if it["type"] == "BlockStored"}
     assert known == {(MODEL, FAMILY.digest)}
 
@@ -232,8 +232,8 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
     assert first.token_ids + second.token_ids == stored.token_ids
     assert second.parent_block_hash == first.block_hashes[-1]
     fields = ("block_size", "medium", "lora_id", "lora_name", "cache_salt")
-    for it in (first, second):
-        assert [getattr(it, of) for of in fields] == [getattr(stored, of) for of in fields]
+    for follower in (first, second):
+        assert [getattr(follower, of) for of in fields] == [getattr(stored, of) for of in fields]
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
@@ -267,11 +267,11 @@ def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamo
     prefixes.invoke(reqs[2], at=17)
     prefixes.invoke(reqs[3], at=17)
     prefixes.move(reqs[3], approximate=True)
-    told = [stored(req) for req in (*reqs, request_of(tokens))]
-    assert len(set.union(*told)) == 5 * len(told[0])
+    namings = [stored(req) for req in (*reqs, request_of(tokens))]
+    assert len(set.union(*namings)) == 5 * len(namings[0])
     tree.evict(EvictParams(num_tokens=4 * len(tokens)))
     gone = {block for event in tree.take_events() for block in event.block_hashes}
-    assert gone == set.union(*told[:4])
+    assert gone == set.union(*namings[:4])
 
 
 def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
@@ -315,10 +315,10 @@ def test_while_nobody_takes_events_only_so_many_wait(
         tokens = prompt(3 * PAGE, seed)
         keeper.store(tokens, EventTokens(tokens, None))
     keeper.cache.tree.evict()
-    told = keeper.events.take([], None)
-    assert [type(it).__name__ for it in told[:2]] == ["HostStored"] * 2
-    gone = {block for it in told[2:] for block in it.block_hashes}
-    assert gone == {block for it in told[:2] for block in it.block_hashes}
+    events = keeper.events.take([], None)
+    assert [type(it).__name__ for it in events[:2]] == ["HostStored"] * 2
+    gone = {block for it in events[2:] for block in it.block_hashes}
+    assert gone == {block for it in events[:2] for block in it.block_hashes}
     counts = {
         kind: keeper.metrics.kv_event_pages.labels(kind)._value.get()
         for kind in ("stored", "removed", "dropped")

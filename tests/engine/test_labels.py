@@ -135,10 +135,10 @@ def test_requests_of_sglangs_warm_up_are_not_counted(
     for params in (alone, [{"temperature": 0}, alone.copy()], None, "x"):
         obj = GenerateReqInput(text="The capital", sampling_params=params)
         asking.mark_warm_up(manager, obj, sent if has_http else None)
-        for it in params if isinstance(params, list) else [params]:
-            if isinstance(it, dict):
+        for one in params if isinstance(params, list) else [params]:
+            if isinstance(one, dict):
                 req = request()
-                req.sampling_params.custom_params = it.get("custom_params")
+                req.sampling_params.custom_params = one.get("custom_params")
                 labels.report([req])
     assert counts.outcomes.total() == 3 * is_counted
     assert alone["custom_params"][KEY] == {"mode": "off"}
@@ -186,8 +186,8 @@ def test_what_a_server_starts_knows_its_own_requests_and_no_other_server_does() 
     with multiprocessing.get_context("spawn").Pool(1) as started:
         assert started.apply(asking.num_answered, [own]) == 2
     command = "from sglang_droidspeak.engine.asking import ANSWERED; print(ANSWERED)"
-    told = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
-    assert told.stdout.decode().split()[-1] != asking.ANSWERED
+    process = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
+    assert process.stdout.decode().split()[-1] != asking.ANSWERED
 
 
 def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:
@@ -209,13 +209,13 @@ def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:
 
 
 def samples(metric: Any) -> dict[tuple[str, ...], float]:
-    (told,) = metric.collect()
-    return {tuple(it.labels.values()): it.value for it in told.samples}
+    (family,) = metric.collect()
+    return {tuple(it.labels.values()): it.value for it in family.samples}
 
 
 def sample(metric: Any) -> float:
-    (told,) = metric.collect()
-    return told.samples[0].value
+    (family,) = metric.collect()
+    return family.samples[0].value
 
 
 def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts: Counts) -> None:
@@ -318,8 +318,8 @@ def test_a_sample_that_read_other_kv_than_the_first_says_so(labels: Labels, exac
 def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts: Counts) -> None:
     """Of one prompt that two ask for at the same time, one of whom forbids reuse."""
     read = {"auto": reused(), "off": RequestProvenance(outcome="off")}
-    for mode, it in read.items():
-        ask(labels, mode, it, max_new_tokens=0)
+    for mode, provenance in read.items():
+        ask(labels, mode, provenance, max_new_tokens=0)
     for mode, own in (("auto", "too_short"), ("off", "off")):
         req = ask(labels, mode, RequestProvenance(outcome=own))
         assert told(req) == read[mode]
@@ -328,11 +328,11 @@ def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts:
     assert counts.outcomes == {"reused": 1, "off": 1, "fallback: StaleEntry": 1}
 
 
-def ask(labels: Labels, mode: str, it: RequestProvenance, max_new_tokens: int = 8) -> Any:
+def ask(labels: Labels, mode: str, provenance: RequestProvenance, max_new_tokens: int = 8) -> Any:
     """One of several samples, or what SGLang prefills for all."""
     req = request(n=2, max_new_tokens=max_new_tokens)
     req.sampling_params.custom_params = {"droidspeak": {"mode": mode}, "__req__": object()}
-    labels.note(req, it)
+    labels.note(req, provenance)
     labels.report([req])
     return req
 

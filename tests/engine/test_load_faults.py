@@ -134,9 +134,9 @@ class Rig:
         prefixes.move(self.req, approximate=True)
         prefixes.note_approximate(self.req, NUM_TOKENS)
         at = Span(num_there + num_head, NUM_TOKENS)
-        it = loading(PLAN, source, at, SLOTS[at.start :], self.req)
-        it.load.head = Span(num_there, at.start) if num_head else EMPTY_SPAN
-        return it
+        request = loading(PLAN, source, at, SLOTS[at.start :], self.req)
+        request.load.head = Span(num_there, at.start) if num_head else EMPTY_SPAN
+        return request
 
     def told(self) -> dict[str, Any]:
         self.labels.report([self.req])
@@ -160,12 +160,15 @@ class Rig:
         """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
         return self.end(self.launch(self.loading()))
 
-    def launch(self, it: Request) -> int:
+    def launch(self, request: Request) -> int:
         """Run the batch of this load; the index by which SGLang ends it."""
-        index = self.loader.start([it.load])
-        self.forward.expect(index, [it])
+        index = self.loader.start([request.load])
+        self.forward.expect(index, [request])
         if not self.req.retracted_stain:  # As SGLang counts.
-            self.req.cached_tokens, self.req.cached_tokens_host = NUM_TOKENS, len(it.load.whole)
+            self.req.cached_tokens, self.req.cached_tokens_host = (
+                NUM_TOKENS,
+                len(request.load.whole),
+            )
         batch = SimpleNamespace(
             reqs=[self.req],
             prefix_lens=[NUM_TOKENS],
@@ -192,17 +195,17 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch):
-    it = Rig(monkeypatch)
-    yield it
-    it.loader.close()
+    rig_ = Rig(monkeypatch)
+    yield rig_
+    rig_.loader.close()
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch):
     """It waits for no more than what is under way."""
-    it = Rig(monkeypatch, forward_wait_s=HASTY_S)
-    yield it
-    it.loader.close()
+    slow = Rig(monkeypatch, forward_wait_s=HASTY_S)
+    yield slow
+    slow.loader.close()
 
 
 def assert_reuse_works(rig: Rig) -> None:
@@ -268,13 +271,13 @@ def test_what_is_loaded_without_e_is_the_requests_to_tell(
     rig: Rig, adopts: bool | Exception, fails: bool
 ) -> None:
     """What a full prefill has computed instead has E."""
-    it = rig.loading(num_landed=0 if fails else None)
-    it.load.plan, source = replace(PLAN, sender=PLAN.receiver), it.load.source
+    request = rig.loading(num_landed=0 if fails else None)
+    request.load.plan, source = replace(PLAN, sender=PLAN.receiver), request.load.source
     adopt_e = source.adopt_e if adopts is False else MagicMock(side_effect=[adopts])
     source.adopt_e = MagicMock(side_effect=adopt_e)  # type: ignore[method-assign]
     if fails:
         source.staging.fail(FetchError("a test"))
-    assert rig.end(rig.launch(it))
+    assert rig.end(rig.launch(request))
     assert source.adopt_e.call_count == (not fails)
     assert prefixes.num_approximate(rig.req) == NUM_TOKENS, "as before: none of these was loaded"
     assert prefixes.num_without_e(rig.req) == (0 if adopts is True or fails else NUM_TOKENS)
@@ -285,9 +288,9 @@ def test_what_is_loaded_without_e_is_the_requests_to_tell(
 def test_recompute_that_starts_from_another_models_e_has_no_e_of_its_own(
     rig: Rig, is_exact: bool
 ) -> None:
-    it = rig.loading()
-    it.load.plan = replace(PLAN, sender=PLAN.receiver if is_exact else PLAN.sender)
-    assert rig.end(rig.launch(it))
+    request = rig.loading()
+    request.load.plan = replace(PLAN, sender=PLAN.receiver if is_exact else PLAN.sender)
+    assert rig.end(rig.launch(request))
     assert rig.prefills.last.is_exact == is_exact
 
 
@@ -298,12 +301,12 @@ def test_layers_are_told_whether_their_e_is_the_own_models(
     forward_batch = SimpleNamespace()
     monkeypatch.setattr(partial_prefill, "replay_of", lambda *_: forward_batch)
     monkeypatch.setattr(partial_prefill, "prepared", lambda *_: nullcontext())
-    it: Any = MagicMock()
+    request: Any = MagicMock()
     tokens = BlockTokens(
         row=0, tokens=Span(0, PAGE), block=Span(0, 1), read_e=None, is_exact=is_exact
     )
-    PartialPrefill._forward(it, MagicMock(), [tokens])
-    it._stack.run.assert_called_once()
+    PartialPrefill._forward(request, MagicMock(), [tokens])
+    request._stack.run.assert_called_once()
     assert forward_batch.has_own_e == is_exact
 
 
@@ -342,12 +345,12 @@ def test_a_wait_that_breaks_takes_no_other_load_of_its_batch_with_it(rig: Rig) -
 
 def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> None:
     """Also where the request's namespace does not say so."""
-    it = rig.loading()
-    it.load.source.adopt_e = MagicMock(return_value=True)  # type: ignore[method-assign]
-    assert rig.end(rig.launch(it))
+    request = rig.loading()
+    request.load.source.adopt_e = MagicMock(return_value=True)  # type: ignore[method-assign]
+    assert rig.end(rig.launch(request))
     prefixes.move(rig.req, approximate=False)
     assert not rig.is_told_exact()
-    it.load.source.adopt_e.assert_not_called()
+    request.load.source.adopt_e.assert_not_called()
 
 
 @pytest.mark.parametrize("breaks_at", [0, 2])
@@ -365,8 +368,8 @@ def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(
     monkeypatch.setattr(Copies, "record", record)
     counter = rig.loader.counter
     for _ in range(2):
-        it = rig.loading()
-        index = rig.loader.start([it.load])
+        request = rig.loading()
+        index = rig.loader.start([request.load])
         counter.set_consumer(index)
         waits = threading.Thread(
             target=lambda: [counter.wait_until(layer) for layer in range(NUM_LAYERS)], daemon=True
@@ -374,7 +377,7 @@ def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(
         waits.start()
         waits.join(20)
         assert not waits.is_alive(), "the forward waits for ever"
-        rig.forward.expect(index, [it])
+        rig.forward.expect(index, [request])
         assert not rig.end(index)
     assert not rig.loader.is_alive
     (line,) = [it.getMessage() for it in caplog.records if it.name == "cachetree.tier"]
@@ -411,11 +414,11 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
 ) -> None:
     """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
     requests, indices = [rig.loading(), rig.loading()], []
-    for number, it in enumerate(requests):
+    for number, one in enumerate(requests):
         rig.prefills.failures = 2 if number == failing else 0
-        indices.append(rig.launch(it))
-    for number, (it, index) in enumerate(zip(requests, indices, strict=True)):
-        staging = it.source.staging
+        indices.append(rig.launch(one))
+    for number, (one, index) in enumerate(zip(requests, indices, strict=True)):
+        staging = one.source.staging
         assert staging not in rig.released
         assert rig.end(index) == (number != failing)
         assert rig.released[-1] is staging
@@ -423,9 +426,9 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
 
 
 def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
-    it = rig.loading()
-    index = rig.launch(it)
-    it.load.is_good = False
+    one = rig.loading()
+    index = rig.launch(one)
+    one.load.is_good = False
     assert not rig.end(index)
     rig.req.finished_reason = FINISH_ABORT("External KV cache load failed")
     assert rig.told()["outcome"] == "aborted"
@@ -435,10 +438,10 @@ def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
 
 
 def test_a_copy_that_fails_on_another_rank_is_no_result(rig: Rig) -> None:
-    it = rig.loading()
+    request = rig.loading()
     rig.forward._ranks = SimpleNamespace(least=lambda values: [False for _ in values])
     rig.labels.note(rig.req, REUSED)
-    rig.forward.expect(7, [it])
+    rig.forward.expect(7, [request])
     assert not rig.forward.done(7)
     rig.req.finished_reason = FINISH_ABORT("External KV cache load failed")
     assert rig.told()["outcome"] == "aborted"
@@ -450,26 +453,26 @@ FETCHED_S = 0.4
 
 
 def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty: Rig) -> None:
-    it = hasty.loading(num_landed=2)
+    request = hasty.loading(num_landed=2)
     time.sleep(FETCHED_S)
     late = [PLAN.steps[-1], 0, memoryview(bytes(NUM_TOKENS))]
-    threading.Timer(FETCHED_S / 4, it.source.staging.write, late).start()
-    assert hasty.end(hasty.launch(it))
+    threading.Timer(FETCHED_S / 4, request.source.staging.write, late).start()
+    assert hasty.end(hasty.launch(request))
     assert hasty.prefills.blocks == [PLAN.block]
-    assert not it.load.cause
+    assert not request.load.cause
 
 
 def test_a_forward_does_not_wait_for_a_link_that_stalls(hasty: Rig) -> None:
-    it = hasty.loading(num_landed=2)
+    request = hasty.loading(num_landed=2)
     time.sleep(FETCHED_S)
-    assert hasty.end(hasty.launch(it))
+    assert hasty.end(hasty.launch(request))
     assert hasty.prefills.blocks[-1] == EVERYTHING
-    assert it.load.cause == "ForwardWaitExceeded"
+    assert request.load.cause == "ForwardWaitExceeded"
 
 
 def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> None:
-    it = hasty.loading(num_landed=2)
-    staging = it.source.staging
+    request = hasty.loading(num_landed=2)
+    staging = request.source.staging
     wait = staging.wait
 
     def wait_in_vain(step: Step, deadline: Deadline | None = None) -> None:
@@ -480,8 +483,8 @@ def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> N
             raise
 
     staging.wait = wait_in_vain  # type: ignore[method-assign]
-    assert hasty.end(hasty.launch(it))
-    assert it.load.cause == "StaleEntry"
+    assert hasty.end(hasty.launch(request))
+    assert request.load.cause == "StaleEntry"
 
 
 @pytest.mark.parametrize(("num_landed", "share"), [(3, 0.0), (2, 0.525), (1, 1.0), (0, 1.0)])
@@ -489,8 +492,8 @@ def test_a_forward_waits_at_most_as_long_as_the_fetch_took(
     hasty: Rig, num_landed: int, share: float
 ) -> None:
     """Of one step in three, the rest would take twice as long."""
-    it, waits_s = hasty.loading(num_landed), []
-    source = it.source
+    request, waits_s = hasty.loading(num_landed), []
+    source = request.source
     time.sleep(FETCHED_S)
 
     def wait(_step: Step, deadline: Deadline | None = None) -> None:
@@ -500,6 +503,6 @@ def test_a_forward_waits_at_most_as_long_as_the_fetch_took(
 
     source.staging.wait = wait  # type: ignore[method-assign]
     least_s = source.elapsed_s
-    hasty.end(hasty.launch(it))
+    hasty.end(hasty.launch(request))
     most_s = source.elapsed_s
     assert share * least_s - 0.1 <= waits_s[0] <= share * most_s + HASTY_S

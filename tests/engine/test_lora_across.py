@@ -81,23 +81,31 @@ def test_an_adapter_reads_its_base_elsewhere_without_a_profile(team: Team) -> No
     tokens = prompt(200, seed=800)
     team.send("base", tokens)
     reply = team.ask("upper", tokens)
-    told = reply.provenance
-    assert (told["outcome"], told["exact"], told["block"]) == ("reused", True, [4, 6])
+    provenance = reply.provenance
+    assert (provenance["outcome"], provenance["exact"], provenance["block"]) == (
+        "reused",
+        True,
+        [4, 6],
+    )
     reply.assert_equals(team.models.expected("upper", "upper", tokens, EMPTY_SPAN))
 
 
 def test_an_activated_adapter_answers_as_it_would_without_its_bases_kv(team: Team) -> None:
     asked = questions(seed=820)
-    for it in asked.values():
-        team.send(BASE, it.document)
+    for reply in asked.values():
+        team.send(BASE, reply.document)
     answers = assert_same_answers_without_reuse(
         team.servers["judge"], team.models, "judge", asked, lambda _it: None
     )
-    for case, it in answers.items():
-        told = it.provenance
-        assert (told["outcome"], told["exact"], told["recomputed_layers"]) == ("reused", True, 0)
-        assert told["location"].startswith("tcp://")
-        assert told["not_invoked"] == (case == "never")
+    for case, reply in answers.items():
+        provenance = reply.provenance
+        assert (provenance["outcome"], provenance["exact"], provenance["recomputed_layers"]) == (
+            "reused",
+            True,
+            0,
+        )
+        assert provenance["location"].startswith("tcp://")
+        assert provenance["not_invoked"] == (case == "never")
 
 
 def test_the_base_reads_elsewhere_what_came_before_an_invocation(team: Team) -> None:

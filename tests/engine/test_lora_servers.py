@@ -59,8 +59,8 @@ def team_in(folder: Path, **options) -> Iterator[Team]:
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory) -> Iterator[Team]:
-    with team_in(tmp_path_factory.mktemp("lora")) as it:
-        yield it
+    with team_in(tmp_path_factory.mktemp("lora")) as started:
+        yield started
 
 
 CASES = [
@@ -120,9 +120,13 @@ def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team)
         first = team.ask(sender, tokens, max_new_tokens=1)
         assert first.provenance["outcome"] == "no_match"
         reply = team.ask(name, tokens)
-        told = reply.provenance
-        assert (told["outcome"], told["location"], told["exact"]) == ("reused", "pool", True)
-        assert told["block"] == [4, 6]
+        provenance = reply.provenance
+        assert (provenance["outcome"], provenance["location"], provenance["exact"]) == (
+            "reused",
+            "pool",
+            True,
+        )
+        assert provenance["block"] == [4, 6]
         reply.assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
@@ -227,8 +231,8 @@ class Reader:
         return layers
 
     def _num_pages(self, model: str, pages: list[PageHash]) -> int:
-        found = (it.num_pages for it in self._cache.match(pages) if it.model == model)
-        return max(found, default=0)
+        lengths = (it.num_pages for it in self._cache.match(pages) if it.model == model)
+        return max(lengths, default=0)
 
     def close(self) -> None:
         self._cache.close()

@@ -51,8 +51,8 @@ class Cluster:
         """Of the store; 0 where there is no master."""
         with contextlib.suppress(requests.ConnectionError):
             text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5).text
-            found = re.search(r"^master_key_count (\d+)", text, re.MULTILINE)
-            return int(found[1]) if found else 0
+            count = re.search(r"^master_key_count (\d+)", text, re.MULTILINE)
+            return int(count[1]) if count else 0
         return 0
 
     def read(self, text: str, *, wait_s: float = 10.0) -> list[int]:
@@ -117,9 +117,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             for it in specs(read_fleet(file), CPU)
         ]
         started = running(*wanted, folder=folder / "logs", env=SLOW_DEVICE)
-        it = Cluster(folder, *stack.enter_context(started), ports["30051"])
-        stack.callback(lambda: it.master.stop())
-        yield it
+        machines = Cluster(folder, *stack.enter_context(started), ports["30051"])
+        stack.callback(lambda: machines.master.stop())
+        yield machines
 
 
 def reused_from(cluster: Cluster, texts: Iterator[str]) -> list[int]:
@@ -174,8 +174,8 @@ def test_one_command_starts_all_of_it(tmp_path: Path) -> None:
     def ask(port: str, text: str) -> dict[str, Any]:
         body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         reply = requests.post(f"http://127.0.0.1:{ports[port]}/generate", json=body, timeout=60)
-        (told,) = reply.json()["meta_info"]["droidspeak"]
-        return dict(told)
+        (provenance,) = reply.json()["meta_info"]["droidspeak"]
+        return dict(provenance)
 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
@@ -187,11 +187,13 @@ def test_one_command_starts_all_of_it(tmp_path: Path) -> None:
             for text in TEXTS[:6]:
                 ask("30000", text)
                 time.sleep(2)  # Written behind.
-                told = ask("30001", text)
-                if told["outcome"] == "reused":
+                provenance = ask("30001", text)
+                if provenance["outcome"] == "reused":
                     break
-            assert (told["outcome"], told["location"]) == ("reused", "hicache"), told
-            assert told["block"] == [BLOCK.start, BLOCK.stop]
+            assert (provenance["outcome"], provenance["location"]) == ("reused", "hicache"), (
+                provenance
+            )
+            assert provenance["block"] == [BLOCK.start, BLOCK.stop]
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(30)

@@ -15,29 +15,31 @@ from cachetree.planning import Costs
 def test_the_chosen_plan_is_never_slower_than_a_full_prefill_and_near_the_best() -> None:
     """Over links from 0.05 to 50 GB/s, 100 to 40,000 tokens, and 0 to 16 fetches beside it."""
     cells = sweep()
-    found = summary(cells)
-    assert found["num_cells"] == 1040
-    assert 0.3 < found["num_reused"] / found["num_cells"] < 0.7, "there are both kinds"
-    assert found["of_full"] <= 1.02
-    assert found["of_best"] <= 1.10
+    report = summary(cells)
+    assert report["num_cells"] == 1040
+    assert 0.3 < report["num_reused"] / report["num_cells"] < 0.7, "there are both kinds"
+    assert report["of_full"] <= 1.02
+    assert report["of_best"] <= 1.10
     assert min(it.of_full for it in cells) < 0.5, "and it pays"
 
 
-def _without_backlog(it: Costs) -> Costs:
-    return replace(it, links={at: replace(link, backlog=()) for at, link in it.links.items()})
+def _without_backlog(costs: Costs) -> Costs:
+    return replace(costs, links={at: replace(link, backlog=()) for at, link in costs.links.items()})
 
 
-def _by_an_average(it: Costs) -> Costs:
+def _by_an_average(costs: Costs) -> Costs:
     """Seconds per token of a prompt of 200, as an average over short ones gave."""
-    assert it.prefill is not None
-    token_s = it.prefill.seconds(0, 100) / 100
-    average = replace(it.prefill, fixed_s=0.0, token_s=token_s, context_s=0.0, curve=())
+    assert costs.prefill is not None
+    token_s = costs.prefill.seconds(0, 100) / 100
+    average = replace(costs.prefill, fixed_s=0.0, token_s=token_s, context_s=0.0, curve=())
     layer = replace(average, token_s=token_s / never_slower.NUM_LAYERS)
-    return replace(it, prefill=average, recompute=layer)
+    return replace(costs, prefill=average, recompute=layer)
 
 
-def _without_round_trip(it: Costs) -> Costs:
-    return replace(it, links={at: replace(link, fixed_s=0.0) for at, link in it.links.items()})
+def _without_round_trip(costs: Costs) -> Costs:
+    return replace(
+        costs, links={at: replace(link, fixed_s=0.0) for at, link in costs.links.items()}
+    )
 
 
 @pytest.mark.parametrize("change", [_without_backlog, _by_an_average, _without_round_trip])

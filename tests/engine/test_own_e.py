@@ -98,5 +98,5 @@ def test_e_of_loaded_pages_is_brought_from_disk_for_what_follows(
 
 
 def num_with_e(cache: Cache, location: Location) -> int:
-    there = [it for it in cache.match(PAGES) if it.location == location]
-    return there[0].e_pages.get(E_LAYER, 0) if there else 0
+    matches = [it for it in cache.match(PAGES) if it.location == location]
+    return matches[0].e_pages.get(E_LAYER, 0) if matches else 0

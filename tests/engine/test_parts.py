@@ -124,7 +124,7 @@ def test_what_a_peer_has_as_well_is_looked_for_there(peer: str) -> None:
             e_pages={2: e_pages},
         )
 
-    there, same = at("tcp://10.0.0.5:7001", 8, 8), at("tcp://10.0.0.6:7001", 8, 8)
+    far, same = at("tcp://10.0.0.5:7001", 8, 8), at("tcp://10.0.0.6:7001", 8, 8)
     more = [
         at("tcp://10.0.0.6:7001", 9, 8),
         at("tcp://10.0.0.7:7001", 8, 9),
@@ -133,10 +133,10 @@ def test_what_a_peer_has_as_well_is_looked_for_there(peer: str) -> None:
         at(LOCAL, 8, 8),
         at("pool:", 8, 8),
     ]
-    found = [same, *more, there]
-    assert Controls(peer=peer).preferred(found) == [*more, there]
+    matches = [same, *more, far]
+    assert Controls(peer=peer).preferred(matches) == [*more, far]
     for unknown in (None, "", "10.0.0.50", "7001", "://"):
-        assert Controls(peer=unknown).preferred(found) == found
+        assert Controls(peer=unknown).preferred(matches) == matches
 
 
 KV: Any = SimpleNamespace(page_size=PAGE)
@@ -157,10 +157,10 @@ def loading_request(deadline_s: float = 5.0) -> Request:
 
 
 def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
-    it = loading_request().load
+    load = loading_request().load
     step = Step(Kind.KV, 0)
-    it.source.staging.write(step, 0, memoryview(bytes(range(40))))
-    assert b"".join(it.source.rows(step, it.at)) == bytes(range(10, 30))
+    load.source.staging.write(step, 0, memoryview(bytes(range(40))))
+    assert b"".join(load.source.rows(step, load.at)) == bytes(range(10, 30))
 
 
 @pytest.mark.parametrize("slots", [[5, 6, 7, 8], [8, 5, 6, 1, 2, 3], [4]])
@@ -175,8 +175,8 @@ def test_a_host_pools_rows_are_read_written_and_copied_wherever_they_lie(slots: 
     assert torch.equal(torch.frombuffer(raw, dtype=torch.float32).view_as(expected), expected)
     rows.write_from(0, here + 8, raw)
     rows.copy(0, here.flip(0), here + 20)
-    for there in (here + 8, (here + 20).flip(0)):
-        assert torch.equal(torch.stack([buffer[there] for buffer in buffers], 1), expected)
+    for targets in (here + 8, (here + 20).flip(0)):
+        assert torch.equal(torch.stack([buffer[targets] for buffer in buffers], 1), expected)
 
 
 class Pages:
@@ -201,52 +201,52 @@ def load_of(source: Any) -> Load:
 def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch) -> None:
     seconds = iter([1.0, 1.5, 2.0, 2.25])
     monkeypatch.setattr(load_of_a_request, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    it = load_of(Pages())
+    load = load_of(Pages())
     for layer in range(4):  # Two of them are computed.
-        it.copy(layer)
-    assert (it.copied_bytes, it.copied_s) == (20, 0.75)
+        load.copy(layer)
+    assert (load.copied_bytes, load.copied_s) == (20, 0.75)
 
 
 def test_what_is_given_up_ends_its_fetch_and_says_so() -> None:
     source, error = Pages(), FetchError("a test")
-    it = load_of(source)
-    it.abandon(error)
+    load = load_of(source)
+    load.abandon(error)
     assert source.failed == [error]
-    assert it.wait_staged(Deadline.after(5)) is error
+    assert load.wait_staged(Deadline.after(5)) is error
 
 
 def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
-    it = loading_request().load
+    load = loading_request().load
     started_s = time.monotonic()
-    error = it.wait_staged(Deadline.after(0.05))
+    error = load.wait_staged(Deadline.after(0.05))
     assert isinstance(error, ForwardWaitExceeded)
     assert "e of layer 1" in str(error)
     assert time.monotonic() - started_s < 1
-    assert it.source.staging.error is None
-    for step in it.plan.steps:
-        it.source.staging.write(step, 0, memoryview(bytes(40)))
-    assert it.wait_staged(Deadline.after(0.05)) is None
+    assert load.source.staging.error is None
+    for step in load.plan.steps:
+        load.source.staging.write(step, 0, memoryview(bytes(40)))
+    assert load.wait_staged(Deadline.after(0.05)) is None
 
 
 def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() -> None:
-    it = loading_request(deadline_s=0.05).load
+    load = loading_request(deadline_s=0.05).load
     with pytest.raises(DeadlineExceeded):
-        it.source.staging.wait(it.plan.steps[0])
-    for step in it.plan.steps:
-        it.source.staging.write(step, 0, memoryview(bytes(40)))
-    assert isinstance(it.wait_staged(Deadline.after(1.0)), DeadlineExceeded)
+        load.source.staging.wait(load.plan.steps[0])
+    for step in load.plan.steps:
+        load.source.staging.write(step, 0, memoryview(bytes(40)))
+    assert isinstance(load.wait_staged(Deadline.after(1.0)), DeadlineExceeded)
 
 
 def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None:
-    it = loading_request()
-    start_s = it.source.staging.started_s
-    it.source.staging.completed_s = start_s + 1.0
+    request = loading_request()
+    start_s = request.source.staging.started_s
+    request.source.staging.completed_s = start_s + 1.0
     cases = {(0.5, 2.5): 0.5, (0.0, 0.2): 1.0, (1.0, 2.0): 0.0, (0.25, 0.75): 1.0}
     for (begin, end), overlap in cases.items():
-        told = provenance_of(it, (start_s + begin, start_s + end), 0.0)
-        assert told.overlap == pytest.approx(overlap)
-    assert told.block == (1, 3)
-    assert (told.recomputed_layers, told.loaded_layers) == (2, 2)
+        provenance = provenance_of(request, (start_s + begin, start_s + end), 0.0)
+        assert provenance.overlap == pytest.approx(overlap)
+    assert provenance.block == (1, 3)
+    assert (provenance.recomputed_layers, provenance.loaded_layers) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -256,18 +256,18 @@ def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None
 def test_what_a_model_reads_of_its_own_here_is_called_own(
     sender: str, location: str, outcome: str
 ) -> None:
-    it = loading_request()
-    plan = replace(it.load.plan, sender=ModelId(sender), location=Location(location))
+    request = loading_request()
+    plan = replace(request.load.plan, sender=ModelId(sender), location=Location(location))
     assert outcome_of(plan) == outcome
 
 
 def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
-    it = loading_request()
-    it.queued_s, it.load.error = 1.25, DeadlineExceeded("a test")
-    it.source.staging.write(it.plan.steps[0], 0, memoryview(bytes(40)))
-    told = provenance_of(it, (0.0, 0.0), 0.0)
-    assert (told.outcome, told.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
-    assert told.fetched_bytes == 40
+    request = loading_request()
+    request.queued_s, request.load.error = 1.25, DeadlineExceeded("a test")
+    request.source.staging.write(request.plan.steps[0], 0, memoryview(bytes(40)))
+    provenance = provenance_of(request, (0.0, 0.0), 0.0)
+    assert (provenance.outcome, provenance.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
+    assert provenance.fetched_bytes == 40
 
 
 def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
@@ -295,9 +295,9 @@ def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> Non
         alone = cache.status()
     ready = PeerStatus(address=at, num_retries=1, num_pages=8, state=PeerState.READY)
     fetches = (FetchCounts(location=at, num_bytes=10, outcomes={"ok": 5}),)
-    there = msgspec.structs.replace(alone, peers=(ready,), fetches=fetches)
+    back = msgspec.structs.replace(alone, peers=(ready,), fetches=fetches)
     lost = msgspec.structs.replace(ready, num_retries=5, state=PeerState.CONNECTING)
-    now = [msgspec.structs.replace(there, peers=(lost,))]
+    now = [msgspec.structs.replace(back, peers=(lost,))]
     metrics = CacheMetrics(lambda: now[-1], registry, beside=lambda: None)
     metrics.close()
 
@@ -313,11 +313,9 @@ def test_a_peer_that_leaves_and_is_back_stops_no_metric_and_is_no_alarm() -> Non
     assert told(*names) == [5, 5, 0, 8]
     now.append(alone)
     assert told(*names) == [5, 5, pytest.approx(nan, nan_ok=True), pytest.approx(nan, nan_ok=True)]
-    now.append(there)  # Counted from 0 again.
+    now.append(back)  # Counted from 0 again.
     assert told(*names) == [6, 10, 1, 8]
-    now.append(
-        msgspec.structs.replace(there, peers=(msgspec.structs.replace(lost, num_retries=0),))
-    )
+    now.append(msgspec.structs.replace(back, peers=(msgspec.structs.replace(lost, num_retries=0),)))
     assert told(*names) == [6, 10, 0, 8]
 
 
@@ -326,8 +324,8 @@ def test_each_model_of_a_pair_has_one_name_at_a_time() -> None:
     metrics.tell_pairs({(sender, receiver): SimpleNamespace(is_usable=True)})  # type: ignore[dict-item]
     for names in ({}, {sender: "base"}, {sender: "base", receiver: "expert"}):
         metrics.tell_names(names)
-    (told,) = metrics.model_info.collect()
-    assert {(it.labels["model"][0], it.labels["name"]): it.value for it in told.samples} == {
+    (provenance,) = metrics.model_info.collect()
+    assert {(it.labels["model"][0], it.labels["name"]): it.value for it in provenance.samples} == {
         ("a", "aaaaaaaa"): 0,
         ("a", "base"): 1,
         ("b", "bbbbbbbb"): 0,

@@ -37,11 +37,11 @@ def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("cachetree.peer"), "filters", [])
-    there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    address = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     other = msgspec.structs.replace(FAMILY, page_size=2)
-    config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
+    config = CacheConfig(peers=tuple(address), serves=False, host_bytes=1 << 20)
     mark_log()
-    with serving(there[0], other), serving(there[1]), Cache(FAMILY, config) as cache:
+    with serving(address[0], other), serving(address[1]), Cache(FAMILY, config) as cache:
         while [it.state for it in cache.sources()] != ["refused", "ready"]:
             time.sleep(0.01)
         assert not_ready(cache.sources()) == "1 of 2 peers not ready"
@@ -55,14 +55,14 @@ def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(
 @pytest.fixture
 def info() -> Iterator[SimpleNamespace]:
     """SGLang's server, of which `/server_info` says the internal state."""
-    found = SimpleNamespace(internal_state={})
+    state = SimpleNamespace(internal_state={})
 
     def answer(path: str, _question: object) -> tuple[int, object]:
         status = 200 if path == "/server_info" else 404
-        return status, {"internal_states": [found.internal_state]}
+        return status, {"internal_states": [state.internal_state]}
 
-    with answering(answer) as found.url:
-        yield found
+    with answering(answer) as state.url:
+        yield state
 
 
 def test_the_command_shows_states_and_errors(
@@ -72,17 +72,17 @@ def test_the_command_shows_states_and_errors(
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    there = f"tcp://127.0.0.1:{free_port()}"
-    with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         peers = msgspec.to_builtins(cache.sources())
         info.internal_state[KEY] = {"peers": peers, "names": {}, "savings": []}
         assert main(["peers", f"{info.url}/"]) == 1
-        assert capsys.readouterr().out.split()[:2] == [there, "connecting"]
-        with serving(there):
+        assert capsys.readouterr().out.split()[:2] == [address, "connecting"]
+        with serving(address):
             assert cache.wait_ready(20)
             info.internal_state[KEY]["peers"] = msgspec.to_builtins(cache.sources())
             assert main(["peers", info.url]) == 0
-        assert capsys.readouterr().out.split()[:2] == [there, "ready"]
+        assert capsys.readouterr().out.split()[:2] == [address, "ready"]
     model = "a" * 32
     (peer,) = info.internal_state[KEY]["peers"]
     peer |= {"reason": "\x1b[2Jone\nline", "model": model}
@@ -92,8 +92,8 @@ def test_the_command_shows_states_and_errors(
     saving = {"sender": model, "receiver": "b" * 32, "saved_s": 1234.56, "lost_s": 0.04}
     info.internal_state[KEY]["savings"] = [saving]
     assert main(["peers", info.url]) == 0
-    told = "saved 1,234.6 s of prefill and lost 0.0 s since the start: base (aaaaaaaa) for bbbb"
-    assert told in capsys.readouterr().out.splitlines()[1]
+    line = "saved 1,234.6 s of prefill and lost 0.0 s since the start: base (aaaaaaaa) for bbbb"
+    assert line in capsys.readouterr().out.splitlines()[1]
 
 
 def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsys: Any) -> None:
@@ -108,9 +108,9 @@ def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsy
 
 
 def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() -> None:
-    there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
-    with serving(there[0]), Cache(FAMILY, config) as cache:
+    address = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    config = CacheConfig(peers=tuple(address), serves=False, host_bytes=1 << 20)
+    with serving(address[0]), Cache(FAMILY, config) as cache:
         server = SimpleNamespace(page_size=1, profiles=(), settings=Settings(min_tokens=1))
         server.identity = SimpleNamespace(num_layers=FAMILY.num_layers)
         planner = made(Planner, cache=cache, server=server)
@@ -132,8 +132,8 @@ def test_a_server_without_peers_says_so(info: SimpleNamespace, capsys: Any) -> N
 
 @pytest.mark.parametrize(("off", "status"), [("", 0), ("weights were updated", 1)])
 def test_guard_fails_if_the_server_reuses_nothing(off: str, status: int) -> None:
-    told = {"shadow_rate": 0.0, "pairs": [], "suspects": [], "off": off, "names": {}}
-    with answering(lambda _path, _question: (200, told)) as url:
+    guard = {"shadow_rate": 0.0, "pairs": [], "suspects": [], "off": off, "names": {}}
+    with answering(lambda _path, _question: (200, guard)) as url:
         assert main(["guard", url]) == status
 
 

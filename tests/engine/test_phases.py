@@ -37,59 +37,59 @@ class CountingSource:
 
 def request_in(phase: Phase) -> tuple[Request, CountingSource]:
     source: Any = CountingSource()
-    it = Request(SimpleNamespace(rid="r1"))  # type: ignore[arg-type]
+    request = Request(SimpleNamespace(rid="r1"))  # type: ignore[arg-type]
     if phase is SETTLED:
-        it.settle()
+        request.settle()
     if phase >= PLANNED:
-        it.take_up(planned_as(PLAN))
+        request.take_up(planned_as(PLAN))
     if phase >= FETCHING:
-        it.fetch(SimpleNamespace(of=lambda *_: source), None)  # type: ignore[arg-type]
+        request.fetch(SimpleNamespace(of=lambda *_: source), None)  # type: ignore[arg-type]
     if phase >= ARRIVING:
-        it.reach(ARRIVING)
+        request.reach(ARRIVING)
     if phase >= READY:
-        it.reach(READY)
+        request.reach(READY)
     if phase >= LOADING:
-        it.begin_load(Span(0, 4 * PAGE), torch.arange(4 * PAGE))
-    assert it.phase is phase
-    return it, source
+        request.begin_load(Span(0, 4 * PAGE), torch.arange(4 * PAGE))
+    assert request.phase is phase
+    return request, source
 
 
 @pytest.mark.parametrize(("before", "after"), product(Phase, Phase))
 def test_what_does_not_follow_raises_and_changes_nothing(before: Phase, after: Phase) -> None:
-    it, source = request_in(before)
+    request, source = request_in(before)
     if (before, after) in LEGAL:
-        it.reach(after)
-        assert it.phase is after
+        request.reach(after)
+        assert request.phase is after
         return
     with pytest.raises(IllegalTransition, match=f"r1: {before.name} to {after.name}"):
-        it.reach(after)
-    assert it.phase is before
+        request.reach(after)
+    assert request.phase is before
     assert source.num_released == 0
 
 
 @pytest.mark.parametrize("phase", Phase)
 def test_who_settles_holds_no_source_and_released_it_once(phase: Phase) -> None:
-    it, source = request_in(phase)
+    request, source = request_in(phase)
     for _ in range(2):
-        it.settle()
-    assert it.source is None
+        request.settle()
+    assert request.source is None
     assert source.num_released == (phase >= FETCHING)
 
 
 def test_what_one_rank_cannot_hold_the_others_release() -> None:
-    it, source = request_in(FETCHING)
-    it.reach(PLANNED)
-    assert (it.source, source.num_released) == (None, 1)
+    request, source = request_in(FETCHING)
+    request.reach(PLANNED)
+    assert (request.source, source.num_released) == (None, 1)
 
 
 def test_without_memory_nothing_is_fetched_yet() -> None:
-    it, _ = request_in(PLANNED)
-    it.fetch(SimpleNamespace(of=lambda *_: None), None)  # type: ignore[arg-type]
-    assert it.phase is PLANNED
+    request, _ = request_in(PLANNED)
+    request.fetch(SimpleNamespace(of=lambda *_: None), None)  # type: ignore[arg-type]
+    assert request.phase is PLANNED
 
 
 def test_slots_are_given_to_no_request_that_is_not_ready() -> None:
-    it, _ = request_in(FETCHING)
+    request, _ = request_in(FETCHING)
     with pytest.raises(IllegalTransition):
-        it.begin_load(Span(0, 4 * PAGE), torch.arange(4 * PAGE))
-    assert it.load is None
+        request.begin_load(Span(0, 4 * PAGE), torch.arange(4 * PAGE))
+    assert request.load is None

@@ -49,7 +49,7 @@ def planned(
     **settings: Any,
 ) -> Any:
     """The planner, too."""
-    found = match(sender, num_pages, location, dict.fromkeys(ALL_E, num_pages))
+    matches = match(sender, num_pages, location, dict.fromkeys(ALL_E, num_pages))
     planner = made(
         Planner,
         server=SimpleNamespace(
@@ -61,7 +61,7 @@ def planned(
             has_blocks=True,
         ),
         cache=SimpleNamespace(
-            match=lambda _pages: [found],
+            match=lambda _pages: [matches],
             link=costs.links.get,
             family=SimpleNamespace(
                 kv_page_bytes=MEASURED.kv_page_bytes,
@@ -99,10 +99,10 @@ def test_fewer_tokens_than_the_least_are_not_loaded(
     min_tokens: int, num_pages: int, is_enough: bool
 ) -> None:
     """Also where the least is no whole number of pages."""
-    found = plan(num_pages, sender=R, min_tokens=min_tokens)
-    assert hasattr(found, "plan") == is_enough
+    decision = plan(num_pages, sender=R, min_tokens=min_tokens)
+    assert hasattr(decision, "plan") == is_enough
     if not is_enough:
-        assert getattr(found, "outcome", found) == "too_short"
+        assert getattr(decision, "outcome", decision) == "too_short"
 
 
 @pytest.mark.parametrize(
@@ -112,15 +112,15 @@ def test_fewer_tokens_than_the_least_are_not_loaded(
 def test_a_ttft_target_is_milliseconds(asked_by: str, target_ms: float | None, block: Span) -> None:
     """The blocks take 0.48, 0.8 and 1.28 s; without a target it is the recommended one."""
     if asked_by == "server":
-        found = plan(ttft_target_ms=target_ms)
+        decision = plan(ttft_target_ms=target_ms)
     else:
-        found = plan(controls={} if target_ms is None else {"ttft_target_ms": target_ms})
-    assert found.plan.block == block
+        decision = plan(controls={} if target_ms is None else {"ttft_target_ms": target_ms})
+    assert decision.plan.block == block
 
 
 def test_a_requests_own_target_counts() -> None:
-    found = plan(ttft_target_ms=10_000, controls={"ttft_target_ms": 1000})
-    assert found.plan.block == Span(2, 7)
+    decision = plan(ttft_target_ms=10_000, controls={"ttft_target_ms": 1000})
+    assert decision.plan.block == Span(2, 7)
 
 
 def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
@@ -142,8 +142,11 @@ def test_while_the_weights_are_unknown_nothing_is_planned() -> None:
 
 def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
     """Ten pages take 1.6 s; 70 MB of KV and 20 of E take 0.09 s, or nine times as long as it."""
-    found = plan()
-    assert (found.plan.block, found.patience.saving_s) == (Span(3, 6), pytest.approx(1.6 - 0.34))
+    decision = plan()
+    assert (decision.plan.block, decision.patience.saving_s) == (
+        Span(3, 6),
+        pytest.approx(1.6 - 0.34),
+    )
     slow = plan(costs=replace(MEASURED, links={FAR: Link(byte_s=1e-7)}))
     assert slow.outcome == "slower"
     assert "full prefill is faster" in slow.detail
@@ -162,17 +165,17 @@ def test_at_admission_counts_what_the_device_has_by_then(
 ) -> None:
     """[3, 6) from page 0 on recomputes two layers of ten, as much as two pages take in full, and
     gives up what exact KV the device has."""
-    planner, found = planned()
-    demand = replace(found.demand, first_approximate=0)
+    planner, decision = planned()
+    demand = replace(decision.demand, first_approximate=0)
     held = Held(exact, approximate)
-    assert planner.still_saves(found.plan, demand, held) == saves
+    assert planner.still_saves(decision.plan, demand, held) == saves
 
 
 @pytest.mark.parametrize("held", [Held(8, 0), Held(0, 9)])
 def test_at_admission_an_experiment_goes_on_from_exact_kv(held: Held) -> None:
-    planner, found = planned()
-    demand = replace(found.demand, first_approximate=None)
-    assert planner.still_saves(found.plan, demand, held)
+    planner, decision = planned()
+    demand = replace(decision.demand, first_approximate=None)
+    assert planner.still_saves(decision.plan, demand, held)
 
 
 @pytest.mark.parametrize("peer", [None, "far", "http://other:8000", "nowhere"])
@@ -181,8 +184,8 @@ def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
     other = Location("tcp://other:1")
     costs = replace(MEASURED, links=dict.fromkeys([FAR, other], Link(byte_s=1e-9)))
     planner, _ = planned(costs=costs, controls={"peer": peer})
-    found = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (FAR, other)]
-    planner._cache.match = lambda _pages: found
+    matches = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (FAR, other)]
+    planner._cache.match = lambda _pages: matches
     pages = [PageHash(bytes([number] * 16)) for number in range(10)]
     chosen = planner.plan(planner.asked, pages, TREE, 0).plan.location
     assert chosen == (other if peer == "http://other:8000" else FAR)
@@ -196,17 +199,17 @@ def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(
 ) -> None:
     """Ten pages of this model take 1.6 s in full; what is read in place is there at once."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=fixed_s)})
-    found = plan(sender=R, location=location, costs=costs, notice_s=0.2)
-    assert found.patience.saving_s == pytest.approx(saving_s)
+    decision = plan(sender=R, location=location, costs=costs, notice_s=0.2)
+    assert decision.patience.saving_s == pytest.approx(saving_s)
 
 
 def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
     """Seven pages of ten layers take 1.12 s, and are 70 MB."""
     for copy_byte_s, saves in ((0.0, True), (1.5e-8, True), (1.7e-8, False)):
-        planner, found = planned(sender=R)
+        planner, decision = planned(sender=R)
         planner._meter.copy_byte_s, planner._meter.notice_s = copy_byte_s, 9.0
         planner._cache.link = lambda _location: Link(byte_s=1.0, fixed_s=9.0)
-        assert planner.still_saves(found.plan, found.demand, Held(3, 0)) == saves
+        assert planner.still_saves(decision.plan, decision.demand, Held(3, 0)) == saves
 
 
 @pytest.mark.parametrize(
@@ -218,11 +221,11 @@ def test_what_no_staging_will_hold_is_not_waited_for(
 ) -> None:
     """Four pages take 36 MB by the recommended block, and 8 at least; what is here is read in
     place."""
-    found = plan(location=location, staging_gb=staging_gb, min_tokens=4 * PAGE)
-    assert hasattr(found, "plan") == is_taken
+    decision = plan(location=location, staging_gb=staging_gb, min_tokens=4 * PAGE)
+    assert hasattr(decision, "plan") == is_taken
     if not is_taken:
-        assert (found.outcome, found.may_be_approximate) == ("staging_full", True)
-        assert found.detail == "4 pages, the fewest worth a fetch, exceed staging_gb, 0.005"
+        assert (decision.outcome, decision.may_be_approximate) == ("staging_full", True)
+        assert decision.detail == "4 pages, the fewest worth a fetch, exceed staging_gb, 0.005"
 
 
 @pytest.mark.parametrize(
@@ -237,9 +240,9 @@ def test_what_fits_into_the_staging_competes_with_what_is_there(
         match(S, num, it, dict.fromkeys(ALL_E, num)) for it, num in ((FAR, 10), (LOCAL, num_there))
     ]
     planner._cache.match = lambda _pages: [it for it in matches if it.num_pages]
-    found = planner.plan(planner.asked, PAGES, TREE, 0)
-    assert (found.plan.location, found.plan.pages) == (location, Span(0, num_taken))
-    ways = weigh(found.considered, planner.profiles)
+    decision = planner.plan(planner.asked, PAGES, TREE, 0)
+    assert (decision.plan.location, decision.plan.pages) == (location, Span(0, num_taken))
+    ways = weigh(decision.considered, planner.profiles)
     assert [(it.location, it.pages) for it in ways if it.reason == "taken"] == [
         (location, (0, num_taken))
     ]
@@ -309,9 +312,9 @@ def test_experiment_is_a_block_that_is_asked_for_where_no_gate_decides(
     """The KV of an experiment is no approximate KV that others find, and it reads none."""
     planner, _ = planned(10, sender, {"block": block}, gate=gate)
     planner._pool.held = lambda *_: Held(0, 5)
-    found = planner.plan(planner.asked, PAGES, TREE, 0)
-    assert (found.is_experiment, found.is_approximate) == (is_experiment, is_approximate)
-    assert found.plan.pages.start == (0 if is_experiment or sender == R else 5)
+    decision = planner.plan(planner.asked, PAGES, TREE, 0)
+    assert (decision.is_experiment, decision.is_approximate) == (is_experiment, is_approximate)
+    assert decision.plan.pages.start == (0 if is_experiment or sender == R else 5)
 
 
 def test_request_follows_nobody_in_its_own_namespace() -> None:
@@ -352,8 +355,8 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
 ) -> None:
     """This model's own pages are loaded at once, at .16 s each, and the other's for .128."""
     planner, _ = planned(controls={"block": block})
-    it = match(sender, num_there, LOCAL, dict.fromkeys(ALL_E, num_there))
-    planner._cache.match = lambda _pages: num_there * [it]
+    match_here = match(sender, num_there, LOCAL, dict.fromkeys(ALL_E, num_there))
+    planner._cache.match = lambda _pages: num_there * [match_here]
     planner._cache.sources = lambda: ()
     models: Any = MagicMock(__len__=lambda _: 2)
     models.owner_of = lambda req: Owner(S if req is leader else R, None, None)
@@ -363,24 +366,28 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
     first, second = Request(leader), Request(planner.asked)
     first.pages = second.pages = PAGES
     assert not leaders.follow(first, Declined("no_match"), TREE)
-    found = planner.plan(planner.asked, PAGES, TREE, 1)
-    assert leaders.follow(second, found, TREE) == (waits_s is not None)
+    decision = planner.plan(planner.asked, PAGES, TREE, 1)
+    assert leaders.follow(second, decision, TREE) == (waits_s is not None)
     if waits_s is not None:
         assert second.patience.saving_s == pytest.approx(waits_s, rel=1e-3)
-    assert not leaders.follow(second, found, TREE), "once is enough"
+    assert not leaders.follow(second, decision, TREE), "once is enough"
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     """Nor is its wait bounded by what it saves."""
-    found = plan(controls={"block": "3:6"}, gate="none")
-    assert (found.plan.block, found.demand, found.patience.saving_s) == (Span(3, 6), None, math.inf)
+    decision = plan(controls={"block": "3:6"}, gate="none")
+    assert (decision.plan.block, decision.demand, decision.patience.saving_s) == (
+        Span(3, 6),
+        None,
+        math.inf,
+    )
     assert plan().demand is not None
 
 
 def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
-    planner, found = planned(controls={"block": "4:6"}, gate="none")
+    planner, decision = planned(controls={"block": "4:6"}, gate="none")
     planner.out_of_service = frozenset([PlanId(S, R, (4, 7), False)])
-    assert planner.plan(planner.asked, PAGES, TREE, 0).plan == found.plan
+    assert planner.plan(planner.asked, PAGES, TREE, 0).plan == decision.plan
     planner.out_of_service |= {PlanId(S, R, (4, 6), False)}
     refused = planner.plan(planner.asked, PAGES, TREE, 0)
     assert refused.outcome == "gate_failed" and "drift guard" in refused.detail
@@ -389,12 +396,12 @@ def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
 def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
     """SGLang had evicted the pages: the next best place is read, if there is one."""
     planner, _ = planned(10)
-    here, there = pool_of("a"), FAR
-    notes = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (here, there)]
+    here, far = pool_of("a"), FAR
+    notes = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (here, far)]
     planner._cache.match = lambda _pages: list(notes)
 
     planner._pool.has = lambda *_: not notes.pop(0)
-    assert planner.plan(planner.asked, PAGES, TREE, 0).plan.location == there
+    assert planner.plan(planner.asked, PAGES, TREE, 0).plan.location == far
     assert not notes[1:]
 
 

@@ -116,8 +116,8 @@ def test_what_is_noted_is_found(shelf: Shelf) -> None:
     shelf.insert(pages, num_there=4)
     (match,) = shelf.tree.match(pages)
     assert (match.location, match.num_pages, match.e_pages) == (pool_of(""), 6, {2: 6})
-    found = shelf.index.lock(plan_of(5), pages, None, MagicMock())
-    assert found.slots.tolist() == list(range(PAGE, 5 * PAGE))
+    lock = shelf.index.lock(plan_of(5), pages, None, MagicMock())
+    assert lock.slots.tolist() == list(range(PAGE, 5 * PAGE))
 
 
 def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
@@ -206,8 +206,8 @@ def test_whoever_copies_pages_takes_over_whether_they_have_e(shelf: Shelf, has_e
     source = InPool(plan, pool, lambda: shelf.index.lock(plan, pages, None, tree))  # type: ignore[arg-type]
     assert source.admit()
     assert source.adopt_e(Span(PAGE, 2 * PAGE), torch.arange(PAGE)) == has_e
-    ((found, _slots, _block),) = adopted
-    assert found.tolist() == list(range(PAGE, 2 * PAGE))
+    ((page, _slots, _block),) = adopted
+    assert page.tolist() == list(range(PAGE, 2 * PAGE))
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
@@ -466,12 +466,12 @@ class Crowd:
 
 
 def follow(
-    leaders: Followers, req: Any, pages: list[PageHash], found: Declined = NO_MATCH
+    leaders: Followers, req: Any, pages: list[PageHash], declined: Declined = NO_MATCH
 ) -> Request | None:
     """A request that may read what is approximate, if it is to wait."""
-    it = Request(req)
-    it.pages = pages
-    return it if leaders.follow(it, found, TREE) else None
+    request = Request(req)
+    request.pages = pages
+    return request if leaders.follow(request, declined, TREE) else None
 
 
 @pytest.fixture
@@ -588,14 +588,14 @@ def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | No
     """To which an empty key is another tenant's than none; also after a move there and back."""
     req = unsent(random_prompt(4 * PAGE, 1), lora_id, key, None)
     req.refresh_fill_ids()
-    given = req.extra_key
+    old_key = req.extra_key
     for _ in range(2):
         theirs = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
         pages = [*map(prefixes.page_hash, get_storage_hash_str(theirs, page_size=PAGE))]
         assert prefixes.own_pages_of(req, 4 * PAGE, PAGE) == pages
         prefixes.move(req, approximate=True)
         prefixes.move(req, approximate=False)
-        assert req.extra_key == given
+        assert req.extra_key == old_key
 
 
 @pytest.mark.long

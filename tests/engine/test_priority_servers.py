@@ -58,8 +58,10 @@ class Rig:
         (load,) = requests.get(f"{self.server.url}/v1/loads", timeout=10).json()["loads"]
         return load["num_running_reqs"], load["num_waiting_reqs"]
 
-    def abort(self, **which: Any) -> None:
-        requests.post(f"{self.server.url}/abort_request", json=which, timeout=10).raise_for_status()
+    def abort(self, **target: Any) -> None:
+        requests.post(
+            f"{self.server.url}/abort_request", json=target, timeout=10
+        ).raise_for_status()
 
     @contextmanager
     def asking(self, num_threads: int) -> Iterator[ThreadPoolExecutor]:

@@ -178,24 +178,24 @@ def mixture_of(block: Span, new: int, num_layers: int) -> Mixture:
     return tuple(new if layer in block else THEIRS for layer in range(num_layers))
 
 
-def oracle_answer(it: Profiled) -> Generated:
+def oracle_answer(case: Profiled) -> Generated:
     return oracle(
         RECEIVER,
         SENDER,
-        it.prompt,
-        block=it.block,
-        num_reused=len(it.document.prefix),
+        case.prompt,
+        block=case.block,
+        num_reused=len(case.document.prefix),
         max_new=MAX_NEW,
     )
 
 
-def reused(server: Server, it: Profiled, tokens: list[int], **options):
+def reused(server: Server, case: Profiled, tokens: list[int], **options):
     """The server's reply over the sender's pages and this block, never over its own tree."""
     server.flush()
-    reply = answer(server, tokens, droidspeak={"block": literal(it.block)}, **options)
+    reply = answer(server, tokens, droidspeak={"block": literal(case.block)}, **options)
     assert reply.provenance["outcome"] == "reused"
-    assert reply.provenance["reused_tokens"] == len(it.document.prefix)
-    block = [it.block.start, it.block.stop] if len(it.block) else None
+    assert reply.provenance["reused_tokens"] == len(case.document.prefix)
+    block = [case.block.start, case.block.stop] if len(case.block) else None
     assert reply.provenance["block"] == block
     return reply
 
@@ -211,12 +211,12 @@ def assert_same_tokens(ids: Tokens, expected: Generated, name: object) -> None:
 def test_decoded_answers_are_the_servers_and_the_oracles(
     receiver: Server, profiled: list[Profiled]
 ) -> None:
-    for it in profiled:
-        expected, name = oracle_answer(it), (it.question.name, it.block)
-        reply = reused(receiver, it, it.prompt, max_new_tokens=MAX_NEW)
-        assert_same_tokens(it.answer, expected, name)
+    for case in profiled:
+        expected, name = oracle_answer(case), (case.question.name, case.block)
+        reply = reused(receiver, case, case.prompt, max_new_tokens=MAX_NEW)
+        assert_same_tokens(case.answer, expected, name)
         assert_same_tokens(tuple(reply.ids), expected, name)
-        if tuple(reply.ids) != it.answer:
+        if tuple(reply.ids) != case.answer:
             continue
         assert reply.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE), name
 
@@ -224,25 +224,25 @@ def test_decoded_answers_are_the_servers_and_the_oracles(
 def test_distances_from_full_prefill_are_the_servers_and_the_oracles(
     pair: Pair, receiver: Server, profiled: list[Profiled]
 ) -> None:
-    for it in profiled:
-        name = (it.question.name, it.block)
-        tokens, start = [*it.prompt, *it.own], len(it.prompt)
+    for case in profiled:
+        name = (case.question.name, case.block)
+        tokens, start = [*case.prompt, *case.own], len(case.prompt)
         asked = {"max_new_tokens": 1, "logprob_start_len": start - 1}
         asked["top_logprobs_num"] = pair.receiver.config.vocab_size
         receiver.flush()
-        full = given(answer(receiver, tokens, droidspeak={"mode": "off"}, **asked), it.own)
-        served = given(reused(receiver, it, tokens, **asked), it.own)
-        assert it.kl == pytest.approx(distance(full, served), abs=TOLERANCE), name
-        prefix_ids = torch.tensor([it.document.prefix])
-        suffix_ids = torch.tensor([tokens[len(it.document.prefix) : -1]])
+        full = given(answer(receiver, tokens, droidspeak={"mode": "off"}, **asked), case.own)
+        served = given(reused(receiver, case, tokens, **asked), case.own)
+        assert case.kl == pytest.approx(distance(full, served), abs=TOLERANCE), name
+        prefix_ids = torch.tensor([case.document.prefix])
+        suffix_ids = torch.tensor([tokens[len(case.document.prefix) : -1]])
         full, expected = (
-            oracle_logits(pair.receiver, kv, suffix_ids)[-len(it.own) :].log_softmax(-1)
+            oracle_logits(pair.receiver, kv, suffix_ids)[-len(case.own) :].log_softmax(-1)
             for kv in (
                 prefill(pair.receiver, prefix_ids).kv,
-                partial_prefill(pair.receiver, pair.sender, prefix_ids, it.block),
+                partial_prefill(pair.receiver, pair.sender, prefix_ids, case.block),
             )
         )
-        assert it.kl == pytest.approx(distance(full, expected), abs=TOLERANCE), name
+        assert case.kl == pytest.approx(distance(full, expected), abs=TOLERANCE), name
 
 
 def given(reply: Answer, tokens: Tokens) -> Tensor:
@@ -251,10 +251,10 @@ def given(reply: Answer, tokens: Tokens) -> Tensor:
     assert [token for _, token, *_ in entries] == list(tokens)
     rows = reply.meta["input_top_logprobs"][-len(tokens) :]
     by_token = [sorted(row, key=itemgetter(1)) for row in rows]
-    found = torch.tensor([[logprob for logprob, *_ in row] for row in by_token])
-    own = found[torch.arange(len(tokens)), list(tokens)].tolist()
+    logprobs = torch.tensor([[logprob for logprob, *_ in row] for row in by_token])
+    own = logprobs[torch.arange(len(tokens)), list(tokens)].tolist()
     assert own == pytest.approx([logprob for logprob, *_ in entries])
-    return found
+    return logprobs
 
 
 def distance(full: Tensor, other: Tensor) -> float:
@@ -266,8 +266,8 @@ def test_every_two_blocks_differ_by_more_than_the_tolerance(
 ) -> None:
     """Without this the equalities above could hold for a server that ignores the block."""
     kl: dict[Span, list[float]] = {block: [] for block in drawn.blocks}
-    for it in profiled:
-        kl[it.block].append(it.kl)
+    for case in profiled:
+        kl[case.block].append(case.kl)
     assert {len(values) for values in kl.values()} == {3 * NUM_DOCUMENTS}
     for one, other in itertools.combinations(kl, 2):
         distances = [abs(a - b) for a, b in zip(kl[one], kl[other], strict=True)]

@@ -223,8 +223,8 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     for _ in range(2):
         labels.report([taken])
     assert outcomes == {"fallback: FetchError": 1}
-    (told,) = taken.customized_info[KEY]
-    assert told["exact"]
+    (provenance,) = taken.customized_info[KEY]
+    assert provenance["exact"]
     waiting.clear()
     assert cache.memory.lent_bytes == 0
 
@@ -286,20 +286,20 @@ class Held:
 
 
 def test_without_e_nothing_is_recomputed_however_fast_the_rest_arrives() -> None:
-    it = Held()
-    assert it.is_held()
-    it.land(FIRST_KV, LAST_KV)
+    held = Held()
+    assert held.is_held()
+    held.land(FIRST_KV, LAST_KV)
     time.sleep(0.001)
-    assert it.is_held()
-    it.land(E)
-    assert not it.is_held()
+    assert held.is_held()
+    held.land(E)
+    assert not held.is_held()
 
 
 def test_with_e_the_rest_may_arrive_beside_the_recompute() -> None:
-    it = Held()
-    assert it.is_held()
-    it.land(E)
-    assert not it.is_held()
+    held = Held()
+    assert held.is_held()
+    held.land(E)
+    assert not held.is_held()
 
 
 def test_a_source_that_is_gone_leaves_no_hit_behind() -> None:
@@ -307,8 +307,8 @@ def test_a_source_that_is_gone_leaves_no_hit_behind() -> None:
     waiting, req, wrapper = MagicMock(), request(), SimpleNamespace(hit_markers={})
     queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None))
 
-    def match(it: Any, _key: object, req: Any, result: object) -> object:
-        it.hit_markers[req.rid] = "its pages"
+    def match(tree: Any, _key: object, req: Any, result: object) -> object:
+        tree.hit_markers[req.rid] = "its pages"
         return result
 
     for has_source in (True, False):

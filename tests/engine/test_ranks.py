@@ -54,7 +54,7 @@ def act(rank: int, store: str, results: Any) -> None:
         timeout=timedelta(seconds=60),
     )
     ranks = Ranks(distributed.group.WORLD)
-    told = [ranks.share(DECISIONS if rank == 0 else [], list[Decision]) for _ in range(2)]
+    decisions = [ranks.share(DECISIONS if rank == 0 else [], list[Decision]) for _ in range(2)]
     nothing = ranks.share([] if rank == 0 else DECISIONS, list[Decision])
     # The second has nothing to agree on, and no rank waits for another.
     least = [ranks.least([3, rank, 2 - rank]), ranks.least([]), ranks.least([True, rank == 0])]
@@ -65,7 +65,9 @@ def act(rank: int, store: str, results: Any) -> None:
     wholes = [whole_of(ranks, *broken) for broken in ((), (1,), (0,))]
     # Without the other one, which does not wait for it here as it would in a layer.
     raised.append(lost_by(ranks) if rank else "")
-    results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least, raised, wholes))
+    results.put(
+        (rank, ranks.is_first, decisions == [DECISIONS] * 2, nothing, least, raised, wholes)
+    )
     results.close()
     results.join_thread()
     distributed.destroy_process_group()
@@ -123,7 +125,7 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     try:
-        found = sorted(results.get(timeout=100) for _ in processes)
+        answers = sorted(results.get(timeout=100) for _ in processes)
     finally:
         for process in processes:
             process.join(60)
@@ -133,7 +135,7 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
         "droidspeak: rank 1 failed within a layer, where the other ranks wait for it, "
         "so the server ends: MemoryError: in a layer"
     )
-    assert found == [
+    assert answers == [
         (
             *(0, True, True, [], least),
             ["", OTHER, "on rank 0", "on rank 0", ""],

@@ -200,9 +200,9 @@ def test_so_many_nodes_are_in_flight_until_sglang_knows_of_them(offloader: Offlo
 @pytest.fixture
 def offloader() -> Iterator[Offloader]:
     pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
-    it = Offloader(MagicMock(), pool, None)
-    yield it
-    it.close()
+    offloader_ = Offloader(MagicMock(), pool, None)
+    yield offloader_
+    offloader_.close()
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,13 @@ class Rig:
 
     @property
     def saved_s(self) -> tuple[float, float]:
-        it = self.metrics.savings.get(PAIR, Saving(sender=PLAN.sender, receiver=PLAN.receiver))
-        for metric, value in ((self.metrics.saved_s, it.saved_s), (self.metrics.lost_s, it.lost_s)):
+        saving = self.metrics.savings.get(PAIR, Saving(sender=PLAN.sender, receiver=PLAN.receiver))
+        for metric, value in (
+            (self.metrics.saved_s, saving.saved_s),
+            (self.metrics.lost_s, saving.lost_s),
+        ):
             assert metric.labels(*PAIR)._value.get() == pytest.approx(value)
-        return pytest.approx(it.saved_s), pytest.approx(it.lost_s)
+        return pytest.approx(saving.saved_s), pytest.approx(saving.lost_s)
 
 
 @pytest.fixture
@@ -108,29 +111,29 @@ FULL_S = TOKEN_S * (NUM_TOKENS + NUM_NEW)
 
 
 def test_one_request_saves_what_its_client_would_have_waited_for(rig: Rig) -> None:
-    it = rig.loading()
-    it.match_s = 0.02
+    request = rig.loading()
+    request.match_s = 0.02
     rig.now.now_s += 0.02
-    it.pass_over()
+    request.pass_over()
     rig.now.now_s += 0.1  # Its fetch.
-    rig.run(it, takes_s=0.3)
+    rig.run(request, takes_s=0.3)
     assert rig.saved_s == (FULL_S - 0.42, 0)
 
 
 def test_a_wait_in_which_no_step_could_have_taken_it_costs_nothing(rig: Rig) -> None:
-    it = rig.loading()
+    request = rig.loading()
     rig.now.now_s += 10.0
-    rig.run(it, takes_s=0.3)
+    rig.run(request, takes_s=0.3)
     assert rig.saved_s == (FULL_S - 0.3, 0)
 
 
 def test_a_wait_for_another_request_that_computes_the_same_costs_nothing(rig: Rig) -> None:
-    it = rig.loading()
-    it.pass_over()
+    request = rig.loading()
+    request.pass_over()
     rig.now.now_s += 5.0
-    it.has_followed, it.match_s = True, 5.0
+    request.has_followed, request.match_s = True, 5.0
     rig.now.now_s += 0.1
-    rig.run(it, takes_s=0.3)
+    rig.run(request, takes_s=0.3)
     assert rig.saved_s == (FULL_S - 0.4, 0)
 
 
@@ -156,13 +159,13 @@ def test_a_request_that_waited_in_vain_has_lost_its_wait(monkeypatch: pytest.Mon
     now = Now(monkeypatch)
     cache, req = Asked(now), request()
     planner = planner_of(is_experiment=False, patience=Patience(saving_s=1.0))
-    waiting, told = waiting_with(cache, planner=planner)
+    waiting, labels = waiting_with(cache, planner=planner)
     assert look(waiting, req) == {req.rid}
     waiting.pass_over([req.rid])
     now.now_s += 1.5
     assert not look(waiting, req)
-    assert told.by_rid[req.rid].outcome.startswith("fallback")
-    assert told.savings == [pytest.approx(-1.5)]
+    assert labels.by_rid[req.rid].outcome.startswith("fallback")
+    assert labels.savings == [pytest.approx(-1.5)]
 
 
 def test_tokens_are_counted_as_exact_or_approximate(rig: Rig) -> None:
@@ -179,6 +182,6 @@ def test_an_answer_and_a_counter_say_how_many_tokens_are_approximate(is_aborted:
         prefixes.note_approximate(req, 32)
         prefixes.move(req, approximate=is_approximate)
         labels.report([req])
-        (told,) = req.customized_info[KEY]
-        assert told["approximate_tokens"] == 32 * is_approximate
+        (provenance,) = req.customized_info[KEY]
+        assert provenance["approximate_tokens"] == 32 * is_approximate
     assert metrics.approximate_tokens._value.get() == 32 * (not is_aborted)

@@ -47,12 +47,12 @@ def arguments(words: list[str]) -> Any:
 
 
 def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, capsys: Any) -> None:
-    told = [*MODEL, *SETTINGS, "--set", "host_gb=0.25", "--set", "gate=none"]
+    flags = [*MODEL, *SETTINGS, "--set", "host_gb=0.25", "--set", "gate=none"]
     with pytest.raises(Started):
-        main([*told, *OPTIONS])
+        main([*flags, *OPTIONS])
     assert started[1:3] == ["-m", "sglang.launch_server"]
     ours = arguments(started[3:])
-    assert main([*told, "--dry-run", *OPTIONS]) == 0
+    assert main([*flags, "--dry-run", *OPTIONS]) == 0
     shown = capsys.readouterr().out
     file = tmp_path / "server.yaml"
     file.write_text(shown)
@@ -83,8 +83,8 @@ def test_only_what_is_given_is_set(capsys: Any) -> None:
 
 
 def test_adapters_are_read_too(capsys: Any) -> None:
-    told = ["serve", "--model", str(OTHER), "--dry-run", "--", "--enable-lora", "--lora-paths"]
-    assert main([*told, f"a={OTHER.with_name('receiver_lora')}"]) == 0
+    arguments = ["serve", "--model", str(OTHER), "--dry-run", "--", "--enable-lora", "--lora-paths"]
+    assert main([*arguments, f"a={OTHER.with_name('receiver_lora')}"]) == 0
     assert "--lora-paths" in capsys.readouterr().out.partition("\n")[0]
 
 

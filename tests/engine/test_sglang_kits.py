@@ -132,7 +132,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str, str]:
     """Of each test of the kits: passed, or what it raised."""
     chance = random.Random(3)
-    given = {
+    counts = {
         "base_url": server.url,
         "model": str(model),
         "api_key": "none",
@@ -143,7 +143,7 @@ def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str
         "abort_all_num_requests": 8,
         "pause_num_requests": 8,
     }
-    kit = type("Kit", (*kits, unittest.TestCase), given)
+    kit = type("Kit", (*kits, unittest.TestCase), counts)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(kit)
     tests = [it for it in suite if it._testMethodName not in NEED_ANSWERS]
     result = unittest.TestResult()
@@ -158,7 +158,7 @@ def test_sglangs_own_tests_come_out_as_without_the_extension(
     model: Path, with_timeout: bool, tmp_path: Path
 ) -> None:
     env = {"SGLANG_REQ_RUNNING_TIMEOUT": "4"} if with_timeout else {}
-    found = []
+    differences = []
     for name, droidspeak in (("without", None), ("with", {"host_gb": 0.1, "capture_layers": [1]})):
         spec = ServerSpec(
             model=model,
@@ -167,7 +167,7 @@ def test_sglangs_own_tests_come_out_as_without_the_extension(
             droidspeak=droidspeak,
         )
         with running(spec, folder=tmp_path / name, env=ENV | env) as (server,):
-            found.append(outcomes(server, model, kits(with_timeout=with_timeout)))
-    without, with_extension = found
+            differences.append(outcomes(server, model, kits(with_timeout=with_timeout)))
+    without, with_extension = differences
     assert without == dict.fromkeys(without, "passed")
     assert with_extension == without

@@ -123,22 +123,22 @@ def nodes() -> list[ast.AST]:
 def test_whatever_is_called_is_recorded() -> None:
     """Functions and classes that some module of the extension imports, `f()`, or has of what it
     imports, `c.f()`."""
-    found, everywhere = set(), nodes()
+    names, everywhere = set(), nodes()
     calls = {ast.unparse(node.func) for node in everywhere if isinstance(node, ast.Call)}
     for node in everywhere:
         if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")):
             continue
-        for it in node.names:
-            name = it.asname or it.name
+        for alias in node.names:
+            name = alias.asname or alias.name
             for call in calls if name not in CALLED_FOR_WHAT_IT_IS else ():
                 if call.partition(".")[0] == name and "(" not in call:
-                    place = node.module + "." + it.name + call.removeprefix(name)
+                    place = node.module + "." + alias.name + call.removeprefix(name)
                     function = resolve_name(place)
                     if getattr(function, "__module__", "").startswith("sglang."):
-                        found.add(f"{function.__module__}.{function.__qualname__}")
-    assert {f"{STREAM}.start", f"{OF}.ScheduleBatch.init_new"} <= found
+                        names.add(f"{function.__module__}.{function.__qualname__}")
+    assert {f"{STREAM}.start", f"{OF}.ScheduleBatch.init_new"} <= names
     made = {it.removesuffix(".__init__") for it in probe.USED}
-    assert found - made == set()
+    assert names - made == set()
 
 
 def test_whatever_is_called_of_its_objects_is_recorded() -> None:
@@ -155,19 +155,19 @@ def test_whatever_is_called_of_its_objects_is_recorded() -> None:
 
 def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
     """Of each supported class the loop over its layers, and what such a layer does."""
-    folder, found = "sglang.srt.models", set()
+    folder, names = "sglang.srt.models", set()
     for path in sorted(probe.installed().joinpath(*folder.split(".")).glob("*.py")):
         text = path.read_text()
         if not any(f"class {it}(" in text for it in ARCHITECTURES):
             continue
-        found |= {
+        names |= {
             f"{folder}.{path.stem}.{it.name}.forward"
             for it in ast.parse(text).body
             if isinstance(it, ast.ClassDef) and it.name.endswith(("Model", "DecoderLayer"))
             if any(isinstance(of, ast.FunctionDef) and of.name == "forward" for of in it.body)
         }
-    assert len(found) > 15
-    assert found - probe.USED.keys() == set()
+    assert len(names) > 15
+    assert names - probe.USED.keys() == set()
 
 
 def test_a_name_is_found_where_it_is_defined(tmp_path: Path) -> None:

@@ -142,14 +142,14 @@ def served(manager: Manager, *objs: Any, busy_s: float = 0.0) -> list[list[Any]]
 
     async def ask() -> list[list[Any]]:
         manager.rid_to_state["another"] = None
-        found = []
+        replies = []
         for obj in objs:
-            found.append([it async for it in manager.generate_request(obj)])
+            replies.append([it async for it in manager.generate_request(obj)])
         await asyncio.sleep(busy_s)
         del manager.rid_to_state["another"]
         if manager.guard._task is not None:
             await manager.guard._task
-        return found
+        return replies
 
     return asyncio.run(ask())
 
@@ -200,7 +200,7 @@ def test_controls_of_the_user_are_those_of_the_greedy_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "num_there", "is_compared"),
+    ("labels", "num_there", "is_compared"),
     [
         (THERE, 64, True),
         (THERE, 48, False),
@@ -211,10 +211,10 @@ def test_controls_of_the_user_are_those_of_the_greedy_run() -> None:
     ids=["there", "evicted in part", "exact by now", "loaded again", "loaded by another plan"],
 )
 def test_a_greedy_run_reads_what_the_answer_has_read_or_tells_nothing(
-    there: dict[str, Any], num_there: int, is_compared: bool
+    labels: dict[str, Any], num_there: int, is_compared: bool
 ) -> None:
     manager = Manager(REUSED, guard())
-    manager.there, manager.num_there = there, num_there
+    manager.there, manager.num_there = labels, num_there
     served(manager, asked())
     (heard,) = manager.heard
     assert (heard.shadow is not None) == is_compared == (not heard.missed)
@@ -226,7 +226,7 @@ def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "label",
     [
         {"outcome": "no_match", "exact": True},
         {**REUSED, "exact": True},
@@ -237,8 +237,8 @@ def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
     ],
     ids=str,
 )
-def test_what_reused_nothing_approximate_has_no_shadow(told: dict[str, Any]) -> None:
-    manager = Manager(told, guard())
+def test_what_reused_nothing_approximate_has_no_shadow(label: dict[str, Any]) -> None:
+    manager = Manager(label, guard())
     served(manager, asked())
     assert manager.heard == [] and len(manager.asked) == 1
 

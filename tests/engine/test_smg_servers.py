@@ -38,11 +38,11 @@ PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 @contextmanager
 def gateway(urls: Sequence[str], folder: Path) -> Iterator[str]:
     port, log = free_port(), folder / "smg.log"
-    told = ["--worker-urls", *urls, "--policy", "cache_aware", "--host", "127.0.0.1"]
-    told += ["--port", str(port), "--prometheus-port", str(free_port())]
+    arguments = ["--worker-urls", *urls, "--policy", "cache_aware", "--host", "127.0.0.1"]
+    arguments += ["--port", str(port), "--prometheus-port", str(free_port())]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(SMG), "launch", *told],
+            [str(SMG), "launch", *arguments],
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -108,8 +108,8 @@ def test_requests_pass_reuse_is_told_and_an_engine_that_dies_costs_nobody(tmp_pa
         }
         assert outcomes & {"reused", "own", "too_short", "on_device"}, outcomes
         lines = asked(url, prompts[1], stream=True).text.splitlines()
-        told = [json.loads(it.removeprefix("data: ")) for it in lines if it.startswith("data: {")]
-        assert len(told) > 1 and told[-1]["meta_info"]["droidspeak"]
+        events = [json.loads(it.removeprefix("data: ")) for it in lines if it.startswith("data: {")]
+        assert len(events) > 1 and events[-1]["meta_info"]["droidspeak"]
 
         receivers[0].kill()
         eventually(lambda: not receivers[0].is_alive)

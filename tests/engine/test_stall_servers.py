@@ -123,8 +123,8 @@ def beside_decoding(
         started_s = time.monotonic()
         reply = server.generate(tokens, max_new_tokens=4, droidspeak=controls, **asked)
         gap_ms = decoding.longest_gap_ms(started_s, time.monotonic())
-    (told,) = reply["meta_info"]["droidspeak"]
-    return gap_ms, told
+    (provenance,) = reply["meta_info"]["droidspeak"]
+    return gap_ms, provenance
 
 
 def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(
@@ -139,9 +139,9 @@ def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(
     reused: dict[str, set[int]] = {name: set() for name in cases}
     for run in range(NUM_RUNS):
         for index, (name, (server, controls)) in enumerate(cases.items()):
-            gap_ms, told = stalled(server, 100 * (1 + len(cases) * run + index), **controls)
+            gap_ms, provenance = stalled(server, 100 * (1 + len(cases) * run + index), **controls)
             gaps_ms[name].append(gap_ms)
-            reused[name].add(told["reused_tokens"])
+            reused[name].add(provenance["reused_tokens"])
     alone_ms, default_ms, unlimited_ms = (min(it) for it in gaps_ms.values())
     print(gaps_ms, reused)
     assert reused["alone"] == {0}
@@ -162,8 +162,8 @@ def test_a_load_that_fails_has_decoding_wait_no_longer_than_twice_that(
     for _ in range(NUM_RUNS):
         for name, controls in cases.items():
             server.flush()
-            gap_ms, told = beside_decoding(server, tokens, controls)
+            gap_ms, provenance = beside_decoding(server, tokens, controls)
             gaps_ms[name].append(gap_ms)
-            assert told["outcome"].startswith("fallback") == (name == "fails"), told
+            assert provenance["outcome"].startswith("fallback") == (name == "fails"), provenance
     print(gaps_ms)
     assert min(gaps_ms["fails"]) <= 2 * min(gaps_ms["alone"]), gaps_ms

@@ -349,9 +349,9 @@ REFUSED: list[tuple[str, object]] = [
 @pytest.fixture(scope="module")
 def accepted(model: Path) -> Any:
     """Arguments as SGLang resolved them."""
-    given = server_args(model, {})
-    given.resolve_once()
-    args = engine.resolved(given)
+    parsed = server_args(model, {})
+    parsed.resolve_once()
+    args = engine.resolved(parsed)
     refuse.check_arguments(args, args, None, ())
     return args
 
@@ -364,9 +364,9 @@ def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, valu
 
 
 def test_who_asks_for_no_quantisation_by_name_is_accepted(model: Path) -> None:
-    given = server_args(model, {}, "--quantization", "unquant")
-    given.resolve_once()
-    assert load_this_server(given).identity == read_model_identity(model)
+    args = server_args(model, {}, "--quantization", "unquant")
+    args.resolve_once()
+    assert load_this_server(args).identity == read_model_identity(model)
 
 
 def test_repositories_of_adapters_are_looked_for_once(
@@ -407,10 +407,10 @@ def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
     stored = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | stored))
     monkeypatch.setattr(qwen3_moe, "get_platform", lambda: SimpleNamespace(is_sm100=True))
-    given = server_args(path, {"gpu_tested_weights": ["fp8"]})
-    given.resolve_once()
-    assert engine.resolved(given).quantization == "fp8"
-    assert load_this_server(given).identity == read_model_identity(path)
+    args = server_args(path, {"gpu_tested_weights": ["fp8"]})
+    args.resolve_once()
+    assert engine.resolved(args).quantization == "fp8"
+    assert load_this_server(args).identity == read_model_identity(path)
 
 
 class Pool:
@@ -512,7 +512,7 @@ def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("found", "tested", "words"),
+    ("quantization", "tested", "words"),
     [
         (Quantization("awq_marlin", ""), ("awq",), ""),
         (Quantization("gptq_marlin", ""), ("gptq",), ""),
@@ -523,10 +523,10 @@ def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_pat
         (Quantization("w8a8_fp8", ""), ("fp8",), "with AWQ, GPTQ and FP8 alone"),
     ],
 )
-def test_weights_as_sglang_runs_them(found: Quantization, tested: Any, words: str) -> None:
+def test_weights_as_sglang_runs_them(quantization: Quantization, tested: Any, words: str) -> None:
     expected = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
     with expected:
-        refuse.check_weights("there", found, tested)
+        refuse.check_weights("there", quantization, tested)
 
 
 def test_each_rank_has_ports_of_its_own(model: Path) -> None:
@@ -684,10 +684,10 @@ def test_two_profiles_of_one_pair(model: Path, tmp_path: Path) -> None:
         folder = tmp_path / str(passed)
         folder.mkdir()
         files = [folder / it for it in ("pair-400.json", "pair.json")]
-        for file, it in zip(files, (True, passed), strict=True):
-            write_profile(profile_of(replace(own, weights="other"), own, passed=it), file)
-        for given in (files, [folder]):
-            extra = {"profiles": [*map(str, given)], "gate": "none"}
+        for file, has_passed in zip(files, (True, passed), strict=True):
+            write_profile(profile_of(replace(own, weights="other"), own, passed=has_passed), file)
+        for paths in (files, [folder]):
+            extra = {"profiles": [*map(str, paths)], "gate": "none"}
             if passed:
                 assert len(load_this_server(server_args(model, extra)).profiles) == 2
                 continue
@@ -777,16 +777,16 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     own = read_model_identity(model)
     other, path = replace(own, weights="other"), tmp_path / "pair.json"
     width = own.hidden_size
-    it = Correction(torch.ones(width), torch.zeros(width, width))
-    best = BlockQuality(start=1, stop=2, quality=0.9, e_map=it.named(1))
+    correction = Correction(torch.ones(width), torch.zeros(width, width))
+    best = BlockQuality(start=1, stop=2, quality=0.9, e_map=correction.named(1))
     plain = profile_of(other, own)
     paired = replace(plain, blocks=(best, *plain.blocks), recommended=best)
     write_profile(paired, path)
-    write_corrections(paired, {best.e_map.sha256: it}, path)
+    write_corrections(paired, {best.e_map.sha256: correction}, path)
     extra = {"profiles": [str(path)]}
     server = load_this_server(server_args(model, extra))
     assert server.profiles == (paired,)
-    assert torch.equal(server.corrections[best.e_map.sha256].bias, it.bias)
+    assert torch.equal(server.corrections[best.e_map.sha256].bias, correction.bias)
     assert correction_bytes(server, torch.bfloat16) == 2 * (width + width * width)
     assert server.senders[other.model_id] == {1}
 

@@ -79,18 +79,18 @@ class Adder(PrefillAdder):
             sampling_params=SimpleNamespace(max_new_tokens=4),
             auxiliary_swa_host_hit_length=0,
         )
-        found = self._select_prefill_admission(
+        result = self._select_prefill_admission(
             req,
             total_tokens=0,
             host_hit_length=num_loaded,
             swa_host_hit_length=0,
             truncation_align_size=self._align,
         )
-        if isinstance(found, AddReqResult):
+        if isinstance(result, AddReqResult):
             return False
         self.can_run_list.append(req)
         self._update_prefill_budget(
-            found.prefix_len, found.extend_len, 4, False, replay_len=found.replay_len
+            result.prefix_len, result.extend_len, 4, False, replay_len=result.replay_len
         )
         return True
 

@@ -167,8 +167,12 @@ def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
     assert is_advertised(team, tokens)
     team.servers[BASE].flush()
     reply = team.ask(BASE, tokens)
-    told = reply.provenance
-    assert (told["outcome"], told["location"], told["exact"]) == ("own", "local", True)
+    provenance = reply.provenance
+    assert (provenance["outcome"], provenance["location"], provenance["exact"]) == (
+        "own",
+        "local",
+        True,
+    )
     assert reply.ids == first.ids
     assert reply.logprobs == pytest.approx(first.logprobs, abs=2e-4)
 
@@ -179,14 +183,14 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     assert is_advertised(team, tokens)
     # The reader's own peers are told at the same time as these were.
     reply = eventually(lambda: found_by(team, tokens, Span(2, 5)))
-    told = reply.provenance
-    assert told["location"] == team.addresses[0]
+    provenance = reply.provenance
+    assert provenance["location"] == team.addresses[0]
     reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
     # Half of E too: what both ranks fetch is E once, as a server with one rank fetches it.
     shard, whole = (family_of(team.models.whole[BASE], size) for size in (NUM_RANKS, 1))
     assert NUM_RANKS * shard.e_page_bytes == whole.e_page_bytes
-    page_bytes = told["loaded_layers"] * shard.kv_page_bytes + shard.e_page_bytes
-    assert told["fetched_bytes"] == len(page_hashes(tokens)) * page_bytes
+    page_bytes = provenance["loaded_layers"] * shard.kv_page_bytes + shard.e_page_bytes
+    assert provenance["fetched_bytes"] == len(page_hashes(tokens)) * page_bytes
 
 
 def test_each_rank_corrects_e_that_all_put_together(team: Team) -> None:
@@ -305,8 +309,8 @@ def test_no_rank_touches_sglangs_tree_alone(tmp_path: Path) -> None:
     controls = models.controls(BASE, Span(2, 5))
     env = ENV_OF_RANKS | {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
     with running(spec, folder=tmp_path, env=env) as (server,), ThreadPoolExecutor(8) as pool:
-        for it in tokens:
-            answer(server, it, max_new_tokens=1)
+        for sequence in tokens:
+            answer(server, sequence, max_new_tokens=1)
         asked = [
             pool.submit(answer, server, it, lora_path="wide", droidspeak=controls)
             for it in (*tokens, *tokens)

@@ -47,12 +47,14 @@ class Stats:
             tracing_enable=False, trace_set_thread_attrs=self.marks.update
         )
 
-    def trace_slice(self, stage: Any, start: float, stop: float, told: dict[str, Any]) -> None:
-        self.slices.append((stage.stage_name, start, stop, told))
+    def trace_slice(
+        self, stage: Any, start: float, stop: float, attributes: dict[str, Any]
+    ) -> None:
+        self.slices.append((stage.stage_name, start, stop, attributes))
 
     def of(self, name: str) -> tuple[float, float, dict[str, Any]]:
-        (found,) = (it[1:] for it in self.slices if it[0] == f"droidspeak.{name}")
-        return found
+        (slice_,) = (it[1:] for it in self.slices if it[0] == f"droidspeak.{name}")
+        return slice_
 
 
 @pytest.fixture
@@ -93,12 +95,16 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: s
     assert admitted_s == taken.seen_s + taken.queued_s
     assert wait == {"droidspeak.runnable_ms": 1500.0}
     tokens, layers = len(taken.load.at), len(PLAN.block)
-    told = {"droidspeak.tokens": tokens, "droidspeak.layers": layers}
-    told["droidspeak.e_corrected"] = bool(e_map)
-    assert stats.of("recompute") == (3.0, 4.0, told)
+    attributes = {"droidspeak.tokens": tokens, "droidspeak.layers": layers}
+    attributes["droidspeak.e_corrected"] = bool(e_map)
+    assert stats.of("recompute") == (3.0, 4.0, attributes)
     layers = len(PLAN.loaded_layers)
-    told = {"droidspeak.tokens": tokens, "droidspeak.layers": layers, "droidspeak.busy_ms": 2000.0}
-    assert stats.of("load") == (5.0, 7.5, told)
+    attributes = {
+        "droidspeak.tokens": tokens,
+        "droidspeak.layers": layers,
+        "droidspeak.busy_ms": 2000.0,
+    }
+    assert stats.of("load") == (5.0, 7.5, attributes)
 
 
 @ON
@@ -122,8 +128,8 @@ def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
 def test_why_there_is_no_plan_is_told_with_its_match() -> None:
     req = traced_request()
     assert not look(waiting_and_traced(Asked(), planner=planner_without("no_profile")), req)
-    ((name, *_, told),) = req.time_stats.slices
-    assert (name, told["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")
+    ((name, *_, attributes),) = req.time_stats.slices
+    assert (name, attributes["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")
 
 
 @ON
@@ -164,13 +170,13 @@ def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch: pytest.Monke
     for name in ("add_slice", "mark"):
         monkeypatch.setattr(tracing, name, None)
     cache, req = Asked(), request()
-    waiting, told = waiting_with(cache)
+    waiting, labels = waiting_with(cache)
     look(waiting, req)
     (staging,) = cache.stagings
     assert (staging.traceparent, staging.landed_s) == ("", {})
     staging.fail(DeadlineExceeded("late"))
     look(waiting, req)
-    assert told.by_rid[req.rid].outcome == "fallback: DeadlineExceeded"
+    assert labels.by_rid[req.rid].outcome == "fallback: DeadlineExceeded"
     nothing: Any = object()
     report.loaded(nothing, (0.0, 1.0))
     report.fell_back(nothing, "", 0.0)

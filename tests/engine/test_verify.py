@@ -180,9 +180,9 @@ def checked(fault: str = "", is_own_data: bool = True) -> dict[str, bool]:
 
 
 def test_sound_servers_pass_every_check() -> None:
-    found = checked()
-    assert all(found.values()), found
-    assert len(found) == 26
+    results = checked()
+    assert all(results.values()), results
+    assert len(results) == 26
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_sound_servers_pass_every_check() -> None:
     ],
 )
 def test_a_fault_is_named_by_its_check(fault: str, name: str) -> None:
-    found = checked(fault)
-    assert found[name] is False, found
+    results = checked(fault)
+    assert results[name] is False, results
 
 
 @pytest.mark.parametrize(
@@ -223,20 +223,20 @@ def test_settings_that_do_not_fit_are_named(
 ) -> None:
     linker = {"linker_extra_config": {"gate": gate}}
     states = [{"page_size": it, "unified_cache_external_linker_config": linker} for it in pages]
-    found = [it for it in command.settings(states) if not it.ok]
-    assert [it.name for it in found] == wrong and all(it.remedy for it in found)
+    results = [it for it in command.settings(states) if not it.ok]
+    assert [it.name for it in results] == wrong and all(it.remedy for it in results)
 
 
 def test_reuse_that_does_not_pay_is_tried_by_its_block_and_is_no_fault() -> None:
-    found = checked("dear")
-    assert all(found.values()), found
-    assert "first token" in found, "it says that no time is saved"
+    results = checked("dear")
+    assert all(results.values()), results
+    assert "first token" in results, "it says that no time is saved"
 
 
 @pytest.mark.parametrize("fault", ["late", "late dear"])
 def test_one_load_that_comes_too_late_is_no_fault(fault: str) -> None:
-    found = checked(fault)
-    assert all(found.values()), found
+    results = checked(fault)
+    assert all(results.values()), results
 
 
 def test_disk_that_fills_while_verify_runs_is_one_line_per_server(capsys: Any) -> None:

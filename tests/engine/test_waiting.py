@@ -165,13 +165,13 @@ def test_follower_waits_until_its_leader_is_gone_or_has_answered(now: Now) -> No
             assert gone() is None
 
 
-@pytest.mark.parametrize("found", [planned_as(PLAN), Declined("no_match")])
-def test_request_that_stays_exact_waits_for_no_leader_of_another_model(found: Any) -> None:
+@pytest.mark.parametrize("decision", [planned_as(PLAN), Declined("no_match")])
+def test_request_that_stays_exact_waits_for_no_leader_of_another_model(decision: Any) -> None:
     team: Any = Team()
     waiting = waiting_in(team)
     leader, exact, other = (request(rid, rid) for rid in ("leads", "exact", "other"))
     Labels(UNCOUNTED, ModelNames()).report([exact])
-    team.plan = lambda req, *_: found if req is exact else Declined("no_match")
+    team.plan = lambda req, *_: decision if req is exact else Declined("no_match")
     assert look(waiting, leader, exact, other) == {"other"}
 
 

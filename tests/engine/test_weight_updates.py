@@ -193,8 +193,8 @@ def test_ranks_that_have_other_weights_have_no_name(served: Any) -> None:
     updates, models, two = served
     two.share = lambda *_: "another"  # type: ignore[method-assign]
 
-    def load(updater: WeightUpdater, given: Any) -> tuple[bool, str]:
-        updater.get_model().load_weights(given)
+    def load(updater: WeightUpdater, source: Any) -> tuple[bool, str]:
+        updater.get_model().load_weights(source)
         return True, ""
 
     updates.by_name(load, updater_of(Weights()), [("w", torch.ones(1))])
@@ -262,8 +262,8 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 def usable(server: Server) -> set[float]:
     """What its metrics say of its pairs."""
-    found = scraped(f"{server.url}/metrics").items()
-    return {value for (name, *_), value in found if name == "droidspeak:pair_usable"}
+    samples = scraped(f"{server.url}/metrics").items()
+    return {value for (name, *_), value in samples if name == "droidspeak:pair_usable"}
 
 
 def update(server: Server, path: str, **body: Any) -> bool:
@@ -275,25 +275,28 @@ def known(server: Server) -> Answer:
     """An answer to another prompt, once the server knows its weights."""
 
     def found() -> Answer | None:
-        told = answer(server, prompt(40, seed=99), max_new_tokens=1)
-        return None if told.provenance["outcome"] == "reading_weights" else told
+        reply = answer(server, prompt(40, seed=99), max_new_tokens=1)
+        return None if reply.provenance["outcome"] == "reading_weights" else reply
 
     return eventually(found)
 
 
 def unknown(server: Server, tokens: list[int]) -> Answer:
-    told = answer(server, tokens)
-    assert (told.provenance["outcome"], told.provenance["reused_tokens"]) == ("weights_updated", 0)
-    return told
+    reply = answer(server, tokens)
+    assert (reply.provenance["outcome"], reply.provenance["reused_tokens"]) == (
+        "weights_updated",
+        0,
+    )
+    return reply
 
 
 @pytest.mark.server
 def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
     server, models, watcher = updated
     tokens, num_pages = prompt(100, seed=1), 100 // PAGE
-    kept = prompt(100, seed=4)
-    before, of_kept = answer(server, tokens), answer(server, kept)
-    for stored in (tokens, kept):
+    tokens_of_a = prompt(100, seed=4)
+    before, of_kept = answer(server, tokens), answer(server, tokens_of_a)
+    for stored in (tokens, tokens_of_a):
         watcher.wait_for(stored, models.model)
     eventually(lambda: usable(server) == {1.0})
     assert not update(server, "update_weights_from_disk", model_path=str(models.model / "missing"))
@@ -312,14 +315,14 @@ def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
     assert update(server, "begin_weight_update")
     unknown(server, tokens)
     state = {name: it.contiguous() for name, it in load_file(models.model / FILE).items()}
-    given = b64encode(pickle.dumps([*state.items()])).decode()
-    assert update(server, "update_weights_from_tensor", serialized_named_tensors=[given])
+    payload = b64encode(pickle.dumps([*state.items()])).decode()
+    assert update(server, "update_weights_from_tensor", serialized_named_tensors=[payload])
     unknown(server, prompt(100, seed=2))
     assert usable(server) == {0.0}
     assert update(server, "end_weight_update")
     known(server)
     eventually(lambda: usable(server) == {1.0})
-    again = answer(server, kept)
+    again = answer(server, tokens_of_a)
     assert (again.provenance["location"], again.provenance["exact"]) == ("local", True)
     assert again.logprobs == of_kept.logprobs, "the same content is the same model"
     assert watcher.num_pages(prompt(100, seed=2), models.model) == 0

@@ -138,10 +138,10 @@ class Walk:
 
     # Updates.
 
-    def _load(self, given: Any) -> None:
+    def _load(self, tensors: Any) -> None:
         """The model's own: what it knows by name it takes."""
         content = dict(zip(NAMES, self.content, strict=True))
-        for name, tensor in given:
+        for name, tensor in tensors:
             if tensor is None:
                 raise RuntimeError("it broke off")
             content[name] = float(torch.as_tensor(tensor).flatten()[0])
@@ -154,13 +154,13 @@ class Walk:
         updater.get_model = lambda: model
         names = self.rng.sample(NAMES, self.rng.choice([1, 2, 3, 3]))
         kind = self.rng.choice(KINDS)
-        given = [(name, torch.full((4, 4), kind)) for name in names]
+        tensors = [(name, torch.full((4, 4), kind)) for name in names]
         way = self.rng.choice(["good"] * 20 + ["fused", "typed", "direct", "broken"])
 
         def original(_updater: object, _given: object, load_format: str | None = None) -> Any:
             if way == "broken":
                 with contextlib.suppress(RuntimeError):
-                    broken = [(name, it + 10) for name, it in given]
+                    broken = [(name, it + 10) for name, it in tensors]
                     self._load(broken[:1])
                     raise RuntimeError
                 return False, "it broke off"
@@ -169,16 +169,16 @@ class Walk:
                 return True, ""
             load = updater.get_model().load_weights
             if way == "typed":
-                load([(name, it.double()) for name, it in given])
+                load([(name, it.double()) for name, it in tensors])
             elif way == "fused":
-                load([*given, ("qkv_proj", torch.ones(1))])
+                load([*tensors, ("qkv_proj", torch.ones(1))])
                 self.content = (ANYTHING, *self.content[1:])
             else:
-                load(given[:1])
-                load(given[1:])
+                load(tensors[:1])
+                load(tensors[1:])
             return True, ""
 
-        self.updates.by_name(original, updater, given)
+        self.updates.by_name(original, updater, tensors)
 
     def session(self) -> None:
         self.updates.restore()
