@@ -46,9 +46,9 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peer that is named here is encrypted, with `peer.key_file` as own key; other traffic is not.
     Workers found by a `dns://` address have to prove the key of that address."""
     keeps: tuple[str, ...] = ()
-    """Addresses as in `peers`, in place of these. This cache fetches all that is in the memory of
-    these servers as they advertise it, and keeps it after they have dropped it. They have to let
-    this server read, and each is trusted as in `peers`."""
+    """Addresses of servers to copy from, in the form of `peers`. A cache has either `keeps` or
+    `peers`. This cache fetches every entry that these servers advertise in their memory, and keeps
+    it after they have dropped it. They must allow this server to read. Trust is as in `peers`."""
     max_pull_mb_s: float | None = None
     """Cap on the rate at which `keeps` fetches from all of them together, 10^6 bytes per second;
     None for no cap."""

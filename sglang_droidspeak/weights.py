@@ -74,8 +74,9 @@ class WeightUpdates:
         self._forget("weights were reset")
 
     def from_disk(self, original: Any, updater: Any, path: str, *args: Any, **rest: Any) -> Any:
-        """Follow a rank that has written, where this one has not. If no rank has, as for a path
-        that does not exist, nothing has changed."""
+        """Load weights from the folder `path`, and follow the other ranks. If another rank has
+        written weights and this one has not, count them as changed here, too. If no rank has
+        written, as for a missing folder, the weights stay as they were."""
         generation, before, stamp = self._models.generation, self._weights, _stamp(path)
         result: tuple[bool, str] = False, ""
         self._loads_folder = True

@@ -70,7 +70,7 @@ def _canonical(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str
 
 
 def plain(value: Any) -> Any:
-    """Write 10000 and 10000.0 as one number."""
+    """Convert each number to a float, so that 10000 and 10000.0 are equal in a digest."""
     if isinstance(value, bool) or not isinstance(value, (int, float, list)):
         return value
     return [plain(item) for item in value] if isinstance(value, list) else float(value)

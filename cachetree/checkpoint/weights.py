@@ -39,7 +39,7 @@ class Weights:
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """None while the content of a tensor is unknown."""
+        """Identity of a model with these weights; None while the content of a tensor is unknown."""
         if self.digests.keys() != self.layouts.keys():
             return None
         weights = digest_of([loaded(self.digests), self.computing])
@@ -63,11 +63,12 @@ class Weights:
         return True
 
     def after(self, digests: Digests) -> Weights:
-        """These tensors are replaced, and the others stay as they were."""
+        """Return the weights after `digests` replaced tensors of these names."""
         return replace(self, digests={**self.digests, **digests})
 
     def after_folder(self, path: Path, cache_dir: Path | None = None) -> Weights:
-        """The tensors of a checkpoint folder are loaded; raises ConfigError as `takes` does."""
+        """Return the weights after a checkpoint folder was loaded. Raises ConfigError as `takes`
+        does."""
         files = weight_files(path)
         tensors = read_tensors(files)
         names = [name for name, it in tensors.items() if self.takes(name, (it.dtype, it.shape))]
@@ -75,7 +76,7 @@ class Weights:
         return self.after({name: digests[name] for name in names})
 
     def unknown(self) -> Weights:
-        """Anything may have been written to any tensor."""
+        """Return the weights after an unknown write: no tensor has a digest."""
         return replace(self, digests={})
 
 

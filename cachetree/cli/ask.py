@@ -138,7 +138,7 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
 
 
 def _prefix_of(args: argparse.Namespace) -> bytes:
-    """Return the page hashes side by side; raises ConfigError."""
+    """Return the hashes of the prefix's pages as one byte string; raises ConfigError."""
     if (args.pages is None) == (args.tokens is None):
         raise ConfigError("name a prefix, either by --pages, or by --tokens with --page-size")
     if args.pages is not None:

@@ -59,9 +59,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     model: ModelId
     part: Part
     num_before: Annotated[int, msgspec.Meta(ge=0)]
-    """Number of pages before the first."""
+    """Number of the prompt's pages before the first page of this file."""
     parent: Page | None
-    """Last of the pages before the first; None at the root."""
+    """Page before the first page of this file; None if the file begins the prompt."""
     pages: tuple[Page, ...]
 
     @property

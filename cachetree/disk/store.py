@@ -381,8 +381,8 @@ class DiskStore:
             self._noted.drop(DISK, record.model, record.pages[:1], record.part)
 
     def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
-        """Return KV files with pages that begin with `pages`, and KV files with only pages of
-        `pages`."""
+        """Return the KV files of prompts that begin with `pages`: those that hold later pages, and
+        those that hold some of `pages` and no others."""
         kv_files = [it for it in self.files.coldest_first() if it.record.part == KV]
         beginning: set[DiskFile] = set()
         below: set[tuple[ModelId, PageHash | None]] = set()

@@ -109,7 +109,8 @@ class Stream:
         self.channel: Final = channel
         self._arena = arena
         self.served_bytes = 0
-        """Bytes sent, plus the bytes that its neighbours had been sent when it was added."""
+        """Turn of the stream: in a channel the lowest number sends next. It is the bytes sent,
+        plus the start value that a new stream gets so that older streams do not wait for it."""
         self.sent_bytes = 0
         self.is_cut = False
         """True if it ended before everything was sent."""

@@ -112,8 +112,8 @@ class RemoteEntries:
     def sources(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[object, Span]]:
-        """Return the source of the leading `pages` at `location`, with the place of its pages in
-        the prompt. `pages` may start anywhere."""
+        """Return the peer's entries that hold the leading `pages`, each with the span of pages in
+        the prompt that it holds. `pages` may start in the middle of a prompt."""
         key = (location, model, part)
         sources: list[tuple[object, Span]] = []
         with self._lock:

@@ -216,5 +216,5 @@ def _require(
 
 
 def _with_holes(num_bytes: int) -> int:
-    """Bytes in use, and freed bytes that the process keeps."""
+    """Add to `num_bytes`, the bytes in use, the freed bytes that the process keeps."""
     return num_bytes + min(num_bytes, MOST_HOLES)

@@ -121,7 +121,7 @@ class Shadows:
             self._task = asyncio.create_task(self._run(manager))
 
     async def _run(self, manager: Any) -> None:
-        """Compare until no answer waits."""
+        """Compare the waiting answers, one after another, until none is left."""
         while self._waiting:
             try:
                 await self._tell(manager, await self._shadow(manager, self._waiting.popleft()))

@@ -32,8 +32,8 @@ class Queue:
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
         """Hide two kinds of request from SGLang while it builds a batch: held ones, and ones with a
-        grammar that is being compiled. SGLang would admit the latter at sight. Afterwards its
-        queues are whole again."""
+        grammar that is being compiled. SGLang would admit requests with a compiling grammar as
+        soon as it sees them. Afterwards its queues are whole again."""
         self._replies.release()
         self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager

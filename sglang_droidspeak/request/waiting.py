@@ -1,11 +1,11 @@
 """Plan each request in SGLang's queue, hold it back while it fetches, and load it when SGLang asks.
 
 Each request is decided once: its fetch begins by a plan, or it gets an outcome that says why not.
-The first rank decides as soon as it knows two things. One is what tiers answer that do not
-advertise. The other is whether another request computes the same pages right now. The other ranks
-follow the first.
+The first rank decides as soon as it knows two things. One is the answers of the tiers that have to
+be asked because they do not advertise. The other is whether another request computes the same pages
+right now. The other ranks follow the first.
 
-The scheduler thread only looks; transport threads fill the staging.
+The scheduler thread never waits for a fetch; transport threads fill the staging memory.
 """
 
 from __future__ import annotations

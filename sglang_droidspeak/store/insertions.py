@@ -53,7 +53,7 @@ class Offload:
     ready: Sequence[torch.cuda.Event]
     """Events that the copy waits for: the forwards that write the slots. Empty off CUDA."""
     event_tokens: EventTokens | None = None
-    """Content of KV events about the node. None if there are no events, or none may tell of it."""
+    """Content of KV events about the node. None if events are off, or must not name the node."""
 
 
 def _no_events(*_about: object) -> None:
@@ -154,7 +154,7 @@ class Offloader:
         self.num_put = 0
         """Nodes ever queued."""
         self.num_done = 0
-        """Queued nodes that are stored, or never will be."""
+        """Count of queued nodes that are finished: stored, or given up."""
         self._num_taken = 0
         """Done nodes that SGLang knows of. All ranks of a server have the same number."""
         self._thread: WorkerThread[tuple[Offload | None]] = WorkerThread(
