@@ -10,7 +10,7 @@ import torch
 from cachetree.ids import Span
 
 NUM_BROKEN = 240
-"""Of a prefix of this length it cannot read E."""
+"""Length of the prefix of which it cannot read E."""
 BROKEN_BLOCK = Span(1, 3)
 """Between the two sums over all ranks of this block's first layer it has no memory. No other test
 of these servers recomputes it, nor does a server by itself."""

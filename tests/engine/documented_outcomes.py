@@ -1,4 +1,4 @@
-"""What the documentation says that a request can be told of itself."""
+"""Outcomes that the documentation says a request can have."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def oracle(
     own: int = 0,
     correct: Callable[[torch.Tensor], torch.Tensor] = lambda e: e,
 ) -> Generated:
-    """What the receiver must answer when tokens [own, num_reused) come from the sender."""
+    """Answer that the receiver must give if tokens [own, num_reused) come from the sender."""
     ids = torch.tensor([list(prompt)])
     reused = ids[:, :num_reused]
     prefix = partial_prefill(_load(receiver), _load(sender), reused, block, own, correct)
@@ -180,7 +180,7 @@ class Watcher:
 
 
 def free_address(num_ranks: int = 1) -> str:
-    """Where a cache may listen; of several ranks the first."""
+    """Return an address on which a cache may listen; with several ranks it is the first rank's."""
     return f"tcp://127.0.0.1:{free_port(num_ranks)}"
 
 

@@ -28,7 +28,7 @@ MODULE = "sglang.launch_server"
 BEFORE = "FORKED_BEFORE"
 """Names a script that breaks something in the server that runs it."""
 _ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_START": "fork"}
-"""What the imports read; the same for every server here."""
+"""Environment that imports read; it is the same for every server here."""
 
 
 class ServerSpec(servers.ServerSpec):
@@ -45,7 +45,7 @@ class Server(servers.Server):
 
 
 class _Fork:
-    """What a server's owner needs of a `subprocess.Popen`, of a process that is not a child."""
+    """Part of `subprocess.Popen` that a server's owner needs, for a process that is not a child."""
 
     def __init__(
         self, origin: _Origin, arguments: Sequence[str], log: BinaryIO, env: Mapping[str, str]

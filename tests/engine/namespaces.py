@@ -31,11 +31,11 @@ class Namespaces:
         return f"{_NETWORK}.{2 + self.names.index(name)}"
 
     def command(self, name: str) -> tuple[str, ...]:
-        """What to write before a command that is to run there."""
+        """Return the words before a command that runs it there."""
         return ("ip", "netns", "exec", f"ds-{name}")
 
     def cut(self, name: str) -> None:
-        """Take its cable out: nothing arrives, and nobody is told."""
+        """Take its cable out: nothing arrives, and no side gets an error."""
         _ip("link", "set", self._cable(name), "down")
 
     def join(self, name: str) -> None:

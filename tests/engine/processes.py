@@ -1,4 +1,4 @@
-"""What the processes of one group hold, as the kernel counts it."""
+"""Memory and files that the processes of one group hold, as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GONE = (FileNotFoundError, ProcessLookupError)
 
 
 def folders(group: int) -> Iterator[Path]:
-    """Of every living process in a process group, below /proc."""
+    """Yield the /proc folder of every living process in a process group."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(*_GONE):
             fields = stat.read_text().rpartition(")")[2].split()
@@ -39,7 +39,7 @@ def resident_bytes(group: int) -> int:
 
 class Resident(NamedTuple):
     own_bytes: int
-    """Of the processes alone: heaps and stacks."""
+    """Bytes that only these processes use: heaps and stacks."""
     mapped_bytes: int
     """Of memory that others map too, and of files; what processes share counts once for each."""
 

@@ -24,9 +24,9 @@ class Pair:
     sender: Server
     receiver: Server
     address: str
-    """Of the sender's cache."""
+    """Address of the sender's cache."""
     watcher: Watcher
-    """Of what the sender offers."""
+    """Profile of the KV that the sender offers."""
 
     @property
     def models(self) -> dict[str, Path]:
@@ -49,7 +49,7 @@ class Pair:
         return reply
 
     def expected(self, tokens: Sequence[int], block: Span) -> Generated:
-        """What the receiver must answer where it recomputes that block of what the sender read."""
+        """Return the answer that the receiver must give if it recomputes that block."""
         models = self.models["receiver"], self.models["sender"]
         num_reused = whole_pages(len(tokens))
         return oracle(*models, tokens, block=block, num_reused=num_reused, max_new=12)

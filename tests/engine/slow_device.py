@@ -1,4 +1,4 @@
-"""Run in a server before it starts: it believes its device to be so slow that reuse always pays.
+"""Run in a server before it starts. The server takes its device for so slow that reuse always pays.
 
 What a tiny model takes on a machine that does other things is noise, by which a request is told
 `slower` now and then. `test_faults`, `test_stall_servers` and `test_never_slower` have real times.

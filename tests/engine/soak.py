@@ -59,7 +59,7 @@ HARM_EVERY_S = (3.0, 9.0)
 
 @dataclass
 class Record:
-    """What happened so far."""
+    """Events so far."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     harms: Counter[str] = field(default_factory=Counter)

@@ -40,7 +40,7 @@ from sglang_droidspeak.store.pool import Held
 TREE: Any = object()
 PAGE = 16
 NUM_PAGES = 4
-"""Of each request here that may be reused."""
+"""Name of each request here that may be reused."""
 STEP_BYTES = 40
 SAVING_S = 0.125
 PLAN = Plan(
@@ -212,7 +212,7 @@ class Pair:
 
 
 class Now:
-    """A clock that moves when it is told to."""
+    """A clock that moves only by a call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1.0  # Before any deadline by the time since the machine was started.

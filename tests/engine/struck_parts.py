@@ -52,7 +52,7 @@ NOISE_S = 3.0
 RECOVERY_S = 30.0
 NUM_DOCUMENTS = 40
 NUM_SLOTS = 2048
-"""Of the reader: room for a quarter of them."""
+"""Room of the reader for a quarter of the prompts."""
 AT_ONCE = 8
 """The author reads so many, each in one chunk: a step of one chunk is sent in one frame."""
 HOST_BYTES = 96 << 20
@@ -81,7 +81,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Blow:
-    """What a request met, and what it cost."""
+    """Outcome of a request, and its costs."""
 
     harm: Strike | Deed
     provenance: dict[str, Any]
@@ -103,7 +103,7 @@ class Rig:
     reader: Server
     shelf: Shelf
     page: str
-    """Where the worker's metrics are."""
+    """Address of the worker's metrics."""
     model: str
     """Id of the one that all of them are about."""
     proxy: FaultProxy
@@ -115,7 +115,7 @@ class Rig:
     would hide what it has not given back."""
     alone_s: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of all requests."""
+    """Counts of all requests."""
 
     def ask(self, **controls: Any) -> tuple[dict[str, Any], float]:
         """Provenance and seconds of a request that answers as full prefill does."""
@@ -137,7 +137,7 @@ class Rig:
         return self.ask()[0]["outcome"] == "reused"
 
     def measure_alone(self) -> None:
-        """As the machine is now."""
+        """State of the machine now."""
         self.alone_s = statistics.median(self.ask(mode="off")[1] for _ in range(5))
 
     def recover(self) -> None:

@@ -151,7 +151,7 @@ class Checkpoints:
         return self.identity(name).model_id
 
     def controls(self, sender: str, block: Span) -> dict[str, str]:
-        """What a request says that wants just this."""
+        """Return the controls of a request that asks for exactly this."""
         return {"sender": self.model_id(sender), "block": literal(block)}
 
     def expected(
@@ -190,7 +190,7 @@ class Team:
     servers: Mapping[str, Server]
     models: Checkpoints
     addresses: Sequence[str]
-    """Where they serve their caches; of several ranks the first."""
+    """Address of their caches; with several ranks it is the first rank's."""
     watcher: Watcher
 
     def ask(self, name: str, tokens: list[int], **options: Any) -> Answer:

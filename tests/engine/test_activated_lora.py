@@ -145,7 +145,7 @@ def test_a_pinned_one_leaves_it_and_the_base_a_slot_each(team: Judged) -> None:
 
 
 def test_events_call_it_by_its_name(team: Judged) -> None:
-    """The base model has none of it, whoever asks for the same tokens."""
+    """The base model has no page of it, even for a request with the same tokens."""
 
     def names() -> set[str | None]:
         tokens = [*plain_prompt(90, 50), *INVOCATION, *plain_prompt(20, 51)]

@@ -1,4 +1,4 @@
-"""Which adapters SGLang puts into a batch together, where one of them acts from somewhere on."""
+"""SGLang puts adapters into a batch together, though one acts only from some token on."""
 
 from __future__ import annotations
 

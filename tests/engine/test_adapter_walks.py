@@ -44,7 +44,7 @@ TENANTS = ("", "one", "two")
 
 @dataclass(frozen=True)
 class Content:
-    """What a page of slots holds."""
+    """Content of a page of slots."""
 
     weights: str
     page: PageHash
@@ -66,7 +66,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Prompt:
-    """As a request; `tokens` are page-wise choices."""
+    """Plan a request; `tokens` are page-wise choices."""
 
     tenant: str
     choices: tuple[int, ...]
@@ -141,7 +141,7 @@ class Walk:
             Named(ModelId("base")), NUM_LAYERS, lambda folder: ModelId(folder.name)
         )
         self.loaded: dict[str, tuple[str, str]] = {}
-        """By name: SGLang's id of this loading, and the weights."""
+        """SGLang's id of this loading, and the weights, by name."""
         self.plans: list[tuple[Plan, Prompt]] = []
         """Of requests that wait for their slots."""
         self.num_loads = self.num_hits = self.num_local_hits = self.num_with_e = 0

@@ -1,4 +1,4 @@
-"""What passes take, fitted from passes as a device would serve them."""
+"""Times of passes are fitted from passes as a device would serve them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_lengths_that_were_served_are_predicted(device, noise: float) -> None:
 
 @pytest.mark.parametrize("tokens", [Span(0, 5000), Span(0, 16000), Span(8000, 16000)])
 def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> None:
-    """Nor what those before them do."""
+    """The passes before them change nothing either."""
     lengths = (16, 32, 64, 128, 256, 800, 3000, 8000)
     cost = served(launch_bound, 0.03, lengths).cost
     assert cost is not None

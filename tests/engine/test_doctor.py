@@ -103,7 +103,7 @@ def configured(tmp_path: Path, change: dict[str, Any] | None = None, **settings:
 
 
 def checked(*args: Any, **settings: Any) -> dict[str, Check]:
-    """What a server would find that is `configured` so."""
+    """Checks of a server that is `configured` so."""
     return by_name(checks.configuration(configured(*args, **settings)))
 
 
@@ -284,7 +284,7 @@ def test_a_mistyped_name_is_told_with_the_right_one(
 
 
 def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any) -> dict[str, Any]:
-    """What a server says, of this cache."""
+    """Give a server's response about this cache."""
     asked, _ = planned(**planner)
     asked.profiles, asked.off = profiles, off
     asked.failed = frozenset(pair for pair, it in profiles.items() if not it.is_usable)
@@ -296,7 +296,7 @@ def state(cache: Any, profiles: Any = PROFILES, *, off: str = "", **planner: Any
 
 
 def say(info: SimpleNamespace, *args: Any, **response: Any) -> None:  # noqa: F811
-    """What a server with an empty cache does."""
+    """A server with an empty cache does this."""
     with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         info.internal_state = state(cache, *args, **response)
 

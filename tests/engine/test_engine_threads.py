@@ -1,4 +1,4 @@
-"""A thread of the server that ends by an error: whoever waits for it hears of that at once."""
+"""If a thread of the server ends by an error, each waiting caller gets the error at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes whose layers cannot be recomputed: what they load is exact, against plain SGLang."""
+"""Classes without a recompute load exact KV only. Answers are compared with plain SGLang."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_settings_of_blocks_are_refused(setting: dict[str, object]) -> None:
 def test_a_model_reads_its_own_kv_and_an_activated_adapter_its_bases(
     family: str, tmp_path: Path
 ) -> None:
-    """In one server after its device was flushed, and in another one that has computed nothing."""
+    """Both in one server after a flush of its device, and in another that has computed nothing."""
     config = shape(family, layers=4, hidden=256, heads=4, kv_heads=2)
     if getattr(config, "sliding_window", None) is not None:
         config.sliding_window = None

@@ -357,7 +357,7 @@ def test_samples_of_one_prompt_say_what_was_reused(trio: Team) -> None:
 
 
 def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio: Team) -> None:
-    """Which nobody asked for: no label tells them apart, so there is none."""
+    """No request asked for these: no label tells them apart, so there is none."""
     before = num_counted(trio.servers[RECEIVER])
     replies = trio.servers[RECEIVER].generate(
         prompt(160, seed=19), max_new_tokens=0, sampling_params={"n": 2, "temperature": 0.7}

@@ -1,4 +1,4 @@
-"""What a server says of one request: which outcome, why, what there was, and what to do."""
+"""A server explains one request: its outcome, the cause, the KV on offer, and the remedy."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Proxied:
     pair: Pair
     proxy: FaultProxy
     tokens: list[int]
-    """What the sender offers."""
+    """Layer at which the sender offers E."""
 
     def ask(self) -> Answer:
         """By name, because otherwise nothing is recomputed of what one's own model has."""

@@ -1,4 +1,4 @@
-"""Whatever fails, the answer is the full prefill's, in bounded time, and nobody else notices."""
+"""After every fault the answer is the full prefill's, in bounded time, and other requests go on."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def abort(server: Server, **target: Any) -> None:
 
 
 class Sending:
-    """What the sender sends from now on."""
+    """Frames that the sender sends from now on."""
 
     def __init__(self, pair: Pair) -> None:
         self._address = pair.address
@@ -319,7 +319,7 @@ def test_abort_while_the_fetch_runs(pair: Pair) -> None:
             reply.exception()
 
     def reused() -> Answer | None:
-        """What was sent for the aborted ones may hold up the first fetch after them."""
+        """Bytes sent for aborted requests may delay the first fetch after them."""
         pair.receiver.flush()
         reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
         return reply if reply.provenance["outcome"] == "reused" else None
@@ -385,7 +385,7 @@ def test_metrics(pair: Pair) -> None:
 
 
 def test_a_request_is_told_in_its_trace(pair: Pair) -> None:
-    """With what the sender did for it."""
+    """The trace includes the sender's work for the request."""
     tokens = prompt(160, seed=11)
     pair.send(tokens)
     reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})

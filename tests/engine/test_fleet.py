@@ -236,7 +236,7 @@ with running(ProgramSpec(command=command, port={port}), folder=Path({str(tmp_pat
 
 
 def test_a_closed_terminal_that_is_ignored_hides_no_other_signal() -> None:
-    """As under nohup."""
+    """SIGHUP is ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt), terminable():

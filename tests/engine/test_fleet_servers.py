@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 4.0
 MARGIN_S = 6.0
-"""For full prefills of seven processes on two cores."""
+"""Seconds for full prefills of seven processes on two cores."""
 DATA = ROOT / "examples" / "pairs" / "data" / "held_out.jsonl"
 QUESTIONS = [prompt_of(record) for record in read_records(DATA)[::3]]
 """One about each document."""
@@ -68,7 +68,7 @@ class Cluster:
 @dataclass(frozen=True, kw_only=True)
 class WorkerElsewhere(WorkerSpec):
     wrapper: tuple[str, ...]
-    """What is written before a command that is to run there."""
+    """Words before a command that run it there."""
 
     def words(self, folder: Path) -> Sequence[str]:
         return (*self.wrapper, *super().words(folder))

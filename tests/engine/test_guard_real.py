@@ -42,7 +42,7 @@ pytestmark = [
 
 
 def documents() -> list[Document]:
-    """Of the receiver's skill, those that nothing was chosen on."""
+    """Return documents of the receiver's skill that no choice has used."""
     options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=16)
     sources = load_sources([str(MADE / "data/questions/verify.jsonl")], options)
     tokenizer = load_tokenizer(ModelSource(path=RECEIVER))

@@ -103,7 +103,7 @@ def test_what_is_exact_or_an_experiment_has_no_head() -> None:
 
 
 def test_a_prompt_that_is_hardly_longer_than_its_head_is_too_short() -> None:
-    """Not `on_device`: the device has nothing of it."""
+    """The outcome is not `on_device`, because the device has no page of it."""
     for min_pages, num_head, held, reason in (
         (2, 9, 0, Reason.TOO_SHORT),
         (2, 9, 5, Reason.ON_DEVICE),
@@ -147,7 +147,7 @@ BEHIND = replace(PLAN, head=Span(0, 1), pages=Span(1, NUM_PAGES))
 
 @pytest.mark.parametrize("num_there", [0, 1])
 def test_slots_of_a_head_are_computed_and_the_others_loaded(num_there: int) -> None:
-    """Of the head that the device has by then nothing is computed."""
+    """The head that the device has by then is not computed again."""
     cache, req = Asked(), request()
     planner = planner_of(plan=BEHIND, patience=Patience(saving_s=1.0))
     waiting, _ = waiting_with(cache, planner=planner)

@@ -49,7 +49,7 @@ from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
 from sglang_droidspeak.hicache.lane import AbsentPages, Piece
 
 NUM_OBJECTS = 8 * 5
-"""Of a prompt of eight pages: KV of four layers, E of one."""
+"""Bytes of a prompt of eight pages: KV of four layers, E of one."""
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +215,7 @@ def test_what_is_wrong_is_a_miss(
 def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which may be long, and is no time of the backend's."""
+    """The queue may be long, and its time is not the backend's."""
     pages, may_forget = prompt(0), threading.Event()
     forget = RemoteEntries.drop_in_slices
 
@@ -272,7 +272,7 @@ def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path
 @pytest.mark.parametrize("num_known", [0, 8])
 @pytest.mark.parametrize("num_loaded", [8, 12])
 def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_known: int) -> None:
-    """As a server stores what it has read of its own."""
+    """Store pages as a server stores its own."""
     shelf, pages = Shelf(), prompt(0, 12)
     with cache_over(shelf) as sender:
         store_and_wait(sender, pages[:8])

@@ -87,7 +87,7 @@ def test_a_backend_that_raises_is_left_alone() -> None:
 
 
 def test_what_could_not_be_written_is_written_with_what_comes_after_it() -> None:
-    """Else nothing that begins with it would ever be found, as long as it is in memory."""
+    """Otherwise no prompt that begins with it would match while it is in memory."""
     shelf, pages = Failing(), prompt(0)
     with cache_over(shelf) as cache, cache_over(shelf) as other:
         shelf.fails = True

@@ -1,4 +1,4 @@
-"""Who follows SGLang's events knows at any time what this server keeps in host memory."""
+"""A follower of SGLang's events always knows which pages this server keeps in host memory."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("is_dynamos", [False, True])
 def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamos: bool) -> None:
-    """And not the base model, whose the same tokens would be gone when the adapter's are."""
+    """The base model is not named: its KV would seem removed with the adapter's."""
     names, tokens = KvEventLoraNames(), prompt(2 * PAGE, seed=1)
     names.register(lora_id=ADAPTER.lora_id, lora_name=ADAPTER.lora_name)
     tree = sglang_tree(

@@ -1,4 +1,4 @@
-"""What a request is told of itself: once, of what it has read, and counted as often."""
+"""A request gets one label about the KV that it read, and metrics count it once."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labe
 def test_what_was_aborted_before_it_read_anything_is_exact(
     labels: Labels, counts: Counts, extend_end: int | None, is_exact: bool
 ) -> None:
-    """In the queue, that is; in the middle of its prefill it has read what SGLang's tree had."""
+    """This holds in the queue. In the middle of its prefill it has read KV of SGLang's tree."""
     req = request(extend_end=extend_end)
     prefixes.move(req, approximate=True)
     prefixes.note_approximate(req, 2)
@@ -293,7 +293,7 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
 
 
 def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: Counts) -> None:
-    """What an experiment has loaded for the first is not there for the others."""
+    """The other requests do not have the KV that an experiment has loaded for the first."""
     warming, sample = request(n=2, max_new_tokens=0), request(n=2)
     labels.note(warming, reused(exact=False))
     labels.report([warming])

@@ -53,7 +53,7 @@ REUSED = RequestProvenance(outcome="reused", reused_tokens=NUM_TOKENS, exact=Fal
 
 
 class Rows:
-    """The KV pool; out of memory in one layer, for as often as it is told."""
+    """The KV pool; runs out of memory in one layer, `failures` times."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -68,7 +68,7 @@ class Rows:
 
 
 class Prefills:
-    """Stands for the model: which blocks it computed; out of memory as often as it is told."""
+    """Stands for the model: notes the computed blocks, and can run out of memory."""
 
     def __init__(self) -> None:
         self.blocks: list[Span] = []
@@ -157,7 +157,7 @@ class Rig:
         return self.told()["exact"]
 
     def run(self) -> bool:
-        """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
+        """Run a batch of one request with a loaded prefix. True if SGLang keeps its result."""
         return self.end(self.launch(self.loading()))
 
     def launch(self, request: Request) -> int:
@@ -237,7 +237,7 @@ def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
 
 
 def test_a_full_prefill_after_approximate_pages_is_approximate(rig: Rig) -> None:
-    """Those that the device had before, which no fault of this load makes exact."""
+    """Tokens that the device had before; no fault of this load makes them exact."""
     rig.prefills.failures = 1
     assert rig.end(rig.launch(rig.loading(num_there=PAGE)))
     assert rig.prefills.blocks == [EVERYTHING]
@@ -270,7 +270,7 @@ def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -
 def test_what_is_loaded_without_e_is_the_requests_to_tell(
     rig: Rig, adopts: bool | Exception, fails: bool
 ) -> None:
-    """What a full prefill has computed instead has E."""
+    """Tokens that a full prefill has computed instead have E."""
     request = rig.loading(num_landed=0 if fails else None)
     request.load.plan, source = replace(PLAN, sender=PLAN.receiver), request.load.source
     adopt_e = source.adopt_e if adopts is False else MagicMock(side_effect=[adopts])
@@ -412,7 +412,7 @@ def test_a_server_whose_loader_died_is_off_on_all_ranks(has_died_here: bool) -> 
 def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(
     rig: Rig, failing: int | None
 ) -> None:
-    """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
+    """The order is that of SGLang's overlap schedule; memory runs out in one of the two."""
     requests, indices = [rig.loading(), rig.loading()], []
     for number, one in enumerate(requests):
         rig.prefills.failures = 2 if number == failing else 0
@@ -449,7 +449,7 @@ def test_a_copy_that_fails_on_another_rank_is_no_result(rig: Rig) -> None:
 
 HASTY_S = 0.01
 FETCHED_S = 0.4
-"""That two of three steps took; the third is expected in half of it."""
+"""Two of three steps took that time; the third is expected in half of it."""
 
 
 def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty: Rig) -> None:
@@ -491,7 +491,7 @@ def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> N
 def test_a_forward_waits_at_most_as_long_as_the_fetch_took(
     hasty: Rig, num_landed: int, share: float
 ) -> None:
-    """Of one step in three, the rest would take twice as long."""
+    """After one step in three, the rest would take twice as long."""
     request, waits_s = hasty.loading(num_landed), []
     source = request.source
     time.sleep(FETCHED_S)

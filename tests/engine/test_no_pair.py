@@ -1,4 +1,4 @@
-"""With no eligible pair the extension changes no byte of any answer."""
+"""The extension changes no byte of any answer if no pair is eligible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.server
 
 
 def test_outputs_are_byte_identical(tmp_path) -> None:
-    """With E of every layer and all KV stored, and without the extension at all."""
+    """Servers with E of every layer and all KV stored, and without the extension."""
     config = shape("qwen3", layers=4, hidden=256, heads=4, kv_heads=2)
     (model,) = write_models(tmp_path, config, ["model"])
     plain = ServerSpec(model=model, name="plain", options=CPU)

@@ -1,4 +1,4 @@
-"""What a server says of the workers that it reads from."""
+"""A server reports the workers that it reads from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request and the server's settings ask of the policy: in pages and in seconds."""
+"""A request and the server's settings become limits of the policy, in pages and seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TREE = SimpleNamespace(
 
 
 def plan(*args: Any, **kw: Any) -> Any:
-    """What is planned where all of a prompt is found at one peer."""
+    """Return the plan if one peer has all of a prompt."""
     return planned(*args, **kw)[1]
 
 
@@ -374,7 +374,7 @@ def test_who_has_a_plan_waits_for_what_more_would_save(
 
 
 def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
-    """Nor is its wait bounded by what it saves."""
+    """Its wait is not bounded by its saving either."""
     decision = plan(controls={"block": "3:6"}, gate="none")
     assert (decision.plan.block, decision.demand, decision.patience.saving_s) == (
         Span(3, 6),

@@ -1,4 +1,4 @@
-"""What is noted of the pool, and who waits for whom: without a server."""
+"""Notes about the pool, and requests that wait for one another: without a server."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_what_sglang_inserts_is_noted_by_what_its_tree_had_before(
 
 
 def test_no_more_is_noted_of_a_place_than_the_pool_can_hold(shelf: Shelf) -> None:
-    """What nobody asked for goes first."""
+    """Pages that no request asked for are evicted first."""
     shared = pages_of(8)
     shelf.insert(shared)
     for seed in range(1, 8):
@@ -294,7 +294,7 @@ def test_what_is_loaded_stays_noted_where_nobody_asks(shelf: Shelf) -> None:
 
 
 def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
-    """Of what SGLang has evicted there are notes left in each."""
+    """Each holds notes of pages that SGLang has evicted."""
     most = NUM_SLOTS // PAGE
     for place in range(10):
         for seed in range(most // 8):

@@ -1,4 +1,4 @@
-"""Priorities and reuse together: who is held for a fetch, and who comes before whom.
+"""Priorities and reuse together: which requests wait for a fetch, and in which order they run.
 
 One request runs at a time, so an order is one of answers. What a request waits for is shut and
 opened by the test: no order here hangs on how fast anything is.
@@ -25,9 +25,9 @@ from sglang_droidspeak.fleet.servers import Server, running
 pytestmark = pytest.mark.server
 
 DOCUMENTS = [prompt(150 + 16 * i, seed=40 + i) for i in range(4)]
-"""What the other model has read."""
+"""Prompt that the other model has read."""
 PLAIN = [prompt(130 + 16 * i, seed=50 + i) for i in range(3)]
-"""What nobody has."""
+"""Prompt that no server has read."""
 BLOCK = "1:3"
 NEAR = 2e-4
 """Two tokens whose log-probabilities are as near may change places where a batch is another."""
@@ -44,7 +44,7 @@ class Rig:
         return answer(self.server, tokens, droidspeak=controls, **options)
 
     def alone(self, tokens: list[int], **options: Any) -> Answer:
-        """The answer while nobody else is there: the fixed block's, or full prefill's."""
+        """Answer without other requests: the fixed block's, or full prefill's."""
         self.gate.open()
         reply = self.ask(tokens, **options)
         self.gate.shut()
@@ -65,7 +65,7 @@ class Rig:
 
     @contextmanager
     def asking(self, num_threads: int) -> Iterator[ThreadPoolExecutor]:
-        """Whatever goes wrong in the body, nobody goes on waiting."""
+        """After any error in the body, no request continues to wait."""
         with ThreadPoolExecutor(num_threads) as pool:
             try:
                 yield pool
@@ -78,7 +78,7 @@ class Rig:
 
     @contextmanager
     def busy(self, pool: ThreadPoolExecutor, num_waiting: int) -> Iterator[None]:
-        """The only place is taken by one whom nobody may displace, until the end of the body."""
+        """Let one request that cannot be displaced hold the only place in the body."""
         ended = pool.submit(
             answer, self.server, prompt(20, 1), max_new_tokens=MANY_TOKENS, priority=9, rid="busy"
         )
@@ -123,7 +123,7 @@ def is_known(rig: Rig) -> bool:
 
 
 def in_order(replies: dict[str, Future[Answer]]) -> list[str]:
-    """As the server ended them; those that have not ended are left out."""
+    """Requests in the order in which the server ended them; unended ones are left out."""
     ended = {name: it.result() for name, it in replies.items() if it.done()}
     return sorted(ended, key=lambda name: ended[name].meta["request_finished_ts"])
 
@@ -170,7 +170,7 @@ def same(first: Answer, second: Answer) -> bool:
 def test_who_is_held_displaces_another_once_fetched_and_no_sooner(
     rig: Rig, tokens: list[int]
 ) -> None:
-    """Who was displaced has its KV fetched or computed again, and goes on as it would have."""
+    """A displaced request gets its KV by fetch or computation, and continues as before."""
     alone = rig.alone(tokens, max_new_tokens=300, top_logprobs_num=2)
     top = alone.meta["output_top_logprobs"]
     gaps = [first[0] - second[0] for first, second in top]

@@ -1,4 +1,4 @@
-"""What the profiler computes for a block is what real servers and the oracle compute for it.
+"""The profiler computes the same for a block as real servers and the oracle.
 
 `DROIDSPEAK_TEST_SEED` chooses documents and blocks; it is printed.
 """
@@ -43,12 +43,12 @@ SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
 OPTIONS = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 NUM_DOCUMENTS, NUM_LATER_BLOCKS, MAX_NEW = 2, 3, 8
 TOLERANCE = 2e-4
-"""Of log-probabilities, three implementations in float32. Tokens this close may change places."""
+"""Tolerance of log-probabilities between three implementations in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What one seed chose."""
+    """Choice of one seed."""
 
     seed: int
     documents: list[Document]
@@ -65,7 +65,7 @@ class Profiled:
     answer: Tokens
     """Greedy, over the block."""
     own: Tokens
-    """What the receiver answers by itself."""
+    """Answer of the receiver without reuse."""
     kl: float
     """Of full prefill's distributions from those over the block, on `own`; nats per token."""
 

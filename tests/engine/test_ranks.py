@@ -23,7 +23,7 @@ OTHER = "another rank failed"
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """As the waiting requests' own, which would bring SGLang into each process."""
+    """Stands for the waiting requests' own, which would import SGLang in each process."""
 
     rid: str
     plan: Plan | None

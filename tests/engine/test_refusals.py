@@ -1,4 +1,4 @@
-"""Requests whose KV is no function of their tokens, and prompts whose logprobs are wanted."""
+"""Requests with KV that depends on more than their tokens, and prompts that want logprobs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def request(**fields: Any) -> Req:
 
 
 def look(req: Req) -> tuple[set[str], MagicMock]:
-    """Which requests are held, and the planner, which finds nothing."""
+    """The held requests, and a planner without matches."""
     planner = MagicMock(refusal=refusal)
     planner.plan.side_effect = ValueError("a test: nothing is planned")
     settings = SimpleNamespace(
@@ -173,7 +173,7 @@ def test_what_comes_after_a_node_that_is_let_go_is_stored(
 
 
 def test_a_node_that_fails_is_let_go(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows it finds no parent in the cache."""
+    """Pages behind it have no parent in the cache."""
     turns = iter([1, 0, 1])
     monkeypatch.setattr(Offloader, "_store", lambda *_: 1 / next(turns))
     for _ in range(3):

@@ -37,7 +37,7 @@ class Streamer:
 
 
 class Request:
-    """As SGLang's Req, which is like no other one."""
+    """Stands for SGLang's Req, which equals no other one."""
 
     finished_output = None
 

@@ -1,4 +1,4 @@
-"""What a server holds as exact is exact, whatever has happened to the requests that left it there.
+"""KV that a server holds as exact is exact, after any retraction of its requests.
 
 They are taken back while they decode, read in chunks beside others that decode, go on from each
 other's answers, are experiments, have several samples, or are aborted.

@@ -107,7 +107,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 FULL_S = TOKEN_S * (NUM_TOKENS + NUM_NEW)
-"""What a client waits for without reuse."""
+"""Seconds that a client waits without reuse."""
 
 
 def test_one_request_saves_what_its_client_would_have_waited_for(rig: Rig) -> None:

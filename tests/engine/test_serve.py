@@ -24,7 +24,7 @@ OPTIONS = ["--", "--device", "cpu", "--port", "30001", "--sleep-on-idle"]
 
 
 class Started(Exception):
-    """In place of the process that would be another one from here on."""
+    """Stands for the process that `exec` would replace."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def arguments(words: list[str]) -> Any:
-    """As SGLang reads its command line."""
+    """Parse a command line as SGLang does."""
     from sglang.srt.server_args import prepare_server_args
 
     return prepare_server_args(words)

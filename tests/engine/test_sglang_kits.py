@@ -130,7 +130,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str, str]:
-    """Of each test of the kits: passed, or what it raised."""
+    """Outcome of each test of the kits: passed, or the error that it raised."""
     chance = random.Random(3)
     counts = {
         "base_url": server.url,

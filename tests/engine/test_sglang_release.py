@@ -115,7 +115,7 @@ def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
 
 
 def nodes() -> list[ast.AST]:
-    """Of all modules of the extension."""
+    """Nodes of all modules of the extension."""
     files = sorted((ROOT / "sglang_droidspeak").rglob("*.py"))
     return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
 

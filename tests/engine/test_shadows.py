@@ -52,7 +52,7 @@ class Manager:
         self.asked: list[Any] = []
         self.suspects: tuple[PlanId, ...] = ()
         self.lora_ids = ["id"]
-        """What the name of an adapter means, one request after another."""
+        """Meaning of an adapter's name, one request after another."""
         self.loaded: dict[str, Any] = {}
         self.lora_registry = SimpleNamespace(get_all_adapters=lambda: self.loaded)
         self.lacks: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def guard(rate: float = 1.0, deadline_s: float = 10.0, busy_share: float = 0.0) 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"n": 1, "regex": "a*"}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_compared_and_its_user_sees_nothing(stream: bool, params: Any) -> None:
-    """By greedy runs, whatever the user has asked for."""
+    """Runs to compare are greedy, even if the user has asked for sampling."""
     manager = Manager(REUSED, guard())
     (replies,) = served(manager, asked(stream=stream, params=params))
     alone = Manager(REUSED, guard(rate=0.0))

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]
 NUM_SHARED = 1536
 BLOCK = "4:10"
 STEP_TOKENS = 64
-"""Of a prompt's own prefill in one step, beside which SGLang decodes."""
+"""Tokens of a prompt's own prefill in one step, beside which SGLang decodes."""
 LATE_SEED = 5
 NUM_RUNS = 3
 """Noise makes a gap longer, never shorter: the shortest of some tells what a server does."""

@@ -157,7 +157,7 @@ def test_bad_settings_are_refused_with_their_remedy(
 def test_memory_that_all_ranks_page_lock_has_to_be_free(
     model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free: float, is_well: bool
 ) -> None:
-    """Else the system ends the server once its model is loaded."""
+    """Otherwise the system ends the server once its model is loaded."""
     resolved = engine.resolved
     monkeypatch.setattr(engine, "resolved", lambda it: Altered(resolved(it), "device", device))
     monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: int(free * (1 << 30)))
@@ -398,7 +398,7 @@ def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
 def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it does with some models on Blackwell."""
+    """SGLang does this with some models on Blackwell."""
     from sglang.srt.arg_groups.model_overrides import qwen3_moe
 
     config = shape("qwen3_moe", layers=2, hidden=64, heads=2, kv_heads=1)
@@ -414,7 +414,7 @@ def test_a_quantisation_that_sglang_takes_from_the_checkpoint_is_not_the_flags(
 
 
 class Pool:
-    """As SGLang's pool of plain rows, or `altered`."""
+    """Return SGLang's pool of plain rows, or one that is `altered`."""
 
     def __init__(self, **altered: object) -> None:
         plain = {"kv_cache_layout": "nhd", "dtype": torch.bfloat16}
@@ -483,7 +483,7 @@ FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "quant_method": "model
 def test_quantised_checkpoint_is_refused(
     model: Path, tmp_path: Path, config: dict[str, Any] | None, name: str
 ) -> None:
-    """By its config, or by a file beside it."""
+    """The checkpoint says this in its config, or in a file beside it."""
     quantised = quantised_as(config or {}, model, tmp_path)
     if config is None:
         shutil.copy(model / "config.json", quantised)

@@ -38,7 +38,7 @@ CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Stats:
-    """In place of SGLang's: the slices and marks that it was given."""
+    """Stands for SGLang's stats: holds the slices and marks that it got."""
 
     def __init__(self) -> None:
         self.slices: list[tuple[str, float, float, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""What a waiting request is planned with and asked for, how long it waits, and what it loads.
+"""A waiting request: inputs of its plan, its fetch, the length of its wait, and its load.
 
 `test_waiting_machine` has what becomes of many of them, whatever happens.
 """
@@ -140,7 +140,7 @@ def waiting_in(team: Any) -> WaitingRequests:
 
 
 def test_follower_waits_until_its_leader_is_gone_or_has_answered(now: Now) -> None:
-    """Nobody else keeps an aborted leader; and none waits longer than reading saves."""
+    """No other request keeps an aborted leader, and none waits longer than reading saves."""
     for end in ("aborted", "answered", "late"):
         waiting, leader, follower = waiting_in(Team()), request("leads"), request("follows", "x")
         gone, queue = weakref.ref(leader), [leader, follower]
@@ -278,7 +278,7 @@ def test_request_without_its_peer_says_since_when_the_peer_is_gone(now: Now) -> 
 def test_delay_until_a_fetch_is_seen_to_end_is_noted_once(
     location: Location, is_fetched: bool
 ) -> None:
-    """Not of what lies in this server's own memory."""
+    """Pages in this server's own memory do not count."""
     cache, req, delays_s = Asked(), request(), []
     meter: Any = SimpleNamespace(recompute=None, noticed=delays_s.append)
     planner = planner_of(
@@ -440,7 +440,7 @@ def test_plan_that_loads_nothing_is_ready_at_once() -> None:
 
 
 def test_pages_of_the_pool_are_locked_when_they_are_taken() -> None:
-    """By the plan, for the request, in the tree of that moment."""
+    """Pages are locked by the plan, for the request, in the tree of that moment."""
     cache, req, locked = Asked(), request(), []
     plan = replace(PLAN, location=Location("pool:x"))
     pages = SimpleNamespace(slots=torch.arange(NUM_PAGES * PAGE), release=lambda: None)
@@ -544,7 +544,7 @@ def test_failure_of_the_first_rank_settles_all_ranks() -> None:
 
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_ranks_read_one_namespace_if_one_has_no_memory(lacking: int) -> None:
-    """Beyond the next in the queue nobody looks again where the others have more."""
+    """Only the next request in the queue looks again for more at other peers."""
     pair, arrivals, places = Pair(), [], []
     for number in range(2):
         cache, queue = Asked(held=Held(1, 3)), [request(f"r{i}") for i in range(9)]

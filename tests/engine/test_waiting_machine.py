@@ -54,12 +54,12 @@ PLANNED: Final = ("approximate", "experiment", "exact", "exact experiment", "opt
 KINDS: Final = (
     *(*PLANNED, "no_match", "follows", "off", "too_short", "on_device", "session", "error"),
 )
-"""What the planner chooses for a request: a plan, or why there is none."""
+"""Choice of the planner for a request: a plan, or the reason for none."""
 DEADLINE_S, SAVING_S = 10.0, 2.0
 NUM_BYTES: Final = len(PLAN.steps) * STEP_BYTES
 PAGES: Final[list[Any]] = []
 KEYS: Final[dict[bool, list[str]]] = {}
-"""By whether the request reads approximate KV; all have the same tokens."""
+"""Requests by whether they read approximate KV; all have the same tokens."""
 WAITING: Final = (Phase.PLANNED, Phase.FETCHING, Phase.READY)
 
 
@@ -593,7 +593,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule()
     @event
     def clear(self) -> None:
-        """As after an update of the weights."""
+        """Change the model, as an update of the weights does."""
         for rank in self.ranks:
             rank.waiting.clear()
         for entry in self.model.entries.values():

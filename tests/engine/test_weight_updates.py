@@ -261,7 +261,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 
 def usable(server: Server) -> set[float]:
-    """What its metrics say of its pairs."""
+    """Values of its metrics about its pairs."""
     samples = scraped(f"{server.url}/metrics").items()
     return {value for (name, *_), value in samples if name == "droidspeak:pair_usable"}
 

@@ -40,12 +40,12 @@ from sglang_droidspeak.weights import WeightUpdates
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
 KINDS = (1.0, 2.0)
-"""What a tensor may be full of."""
+"""Values that may fill a tensor."""
 RANDOM, ANYTHING = -1.0, -2.0
 MAX_RUNNING = 5
 
 Content = tuple[float, ...]
-"""By tensor."""
+"""Kind of value in each tensor."""
 
 
 def tensors(content: Content) -> dict[str, np.ndarray]:
@@ -106,7 +106,7 @@ class Walk:
         offloader: Any = SimpleNamespace(is_stopped=False, put=self._stored)
         self.insertions = Insertions(self.models, pool, offloader, PAGE)
         self.tree: dict[str, Content | None] = {}
-        """By SGLang's name of a page, who computed it."""
+        """Computing model of each page, by SGLang's name of the page."""
         self.queue: list[Any] = []
         self.running: list[tuple[Any, list[Content | None]]] = []
         """Requests, and who has computed their pages."""
@@ -133,7 +133,7 @@ class Walk:
 
     @property
     def now(self) -> Content | None:
-        """Who computes."""
+        """Model that computes."""
         return None if self.is_raw else self.content
 
     # Updates.
@@ -246,7 +246,7 @@ class Walk:
         self.queue.append(req)
 
     def admit(self) -> None:
-        """What waits is met anew after each change, as the linker has it."""
+        """Waiting requests are matched again after each change, as the linker does."""
         if not self.queue or len(self.running) > MAX_RUNNING:
             return
         req = self.queue.pop(0)
