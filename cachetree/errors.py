@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 UNREADABLE: Final = (ValueError, RecursionError)
-"""Errors that decoders raise for a malformed file: another form (all errors of msgspec), text that
-is not UTF-8, impossible dates; nesting too deep, even in an unknown field that is skipped."""
+"""Errors that decoders raise for a malformed file: the wrong form (all errors of msgspec), text
+that is not UTF-8, impossible dates, or nesting that is too deep, even in an unknown field."""
 
 
 class CacheTreeError(Exception):

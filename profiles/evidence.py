@@ -338,9 +338,9 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     pruned: bool
     """True if only plans on the frontier of the fast measure were decoded."""
     prefix_passes: int
-    """Number of runs over one context's prefix: of the receiver's layers, from some layer to the
-    last, and of the sender. Includes all splits, baselines, and repetitions after an
-    interruption."""
+    """Number of passes over a context's prefix, in all: by the receiver over its layers from some
+    layer to the last, and by the sender. All splits, baselines, and repeats after an interruption
+    count."""
     sweep_passes_per_context: int
     """Number of these runs that all blocks of one training context took."""
     elapsed_s: float

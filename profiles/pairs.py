@@ -32,7 +32,7 @@ NO_DATA: Final = "nothing to ask the receiver; give it data, or --from-log"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model of a models file, under the name that servers give it. Paths are relative to the
+    """One model of a models file, by the name that servers give it. Paths are relative to the
     file."""
 
     model: str
@@ -63,10 +63,10 @@ class Wanted:
     about: str = ""
     """Pairs that this reason names."""
     num_prompts: int = 0
-    """Number of a log's prompts about text that the sender had read before the receiver was
+    """Number of the log's prompts whose shared text the sender had read before the receiver was
     asked."""
     num_tokens: int = 0
-    """Tokens of these prompts that sender and receiver share."""
+    """Tokens that sender and receiver share in these prompts."""
 
     @property
     def name(self) -> str:
@@ -104,7 +104,8 @@ def _beside(folder: Path, name: str) -> tuple[str, ...]:
 
 
 def _from(folder: Path, entry: Entry) -> Entry:
-    """Return the entry with paths relative to the working directory; data may name no path."""
+    """Return the entry with its paths changed from relative to `folder` to relative to the working
+    directory. `data` may also name data sets that are no paths."""
     data = tuple(str(folder / of) if (folder / of).exists() else of for of in entry.data)
     adapter = entry.adapter and str(folder / entry.adapter)
     return msgspec.structs.replace(

@@ -54,7 +54,7 @@ def write_models(
     """Write one checkpoint of `config` per name, each with its own weights, and one tokenizer for
     all.
 
-    Words `w4` … `w511` are the tokens. With `std` as wide as this, greedy answers depend on the
+    The tokens are the words `w4` … `w511`. With the default `std`, greedy answers depend on the
     whole prompt.
     """
     paths = []
@@ -76,7 +76,7 @@ def random_prompt(num_tokens: int, seed: int) -> list[int]:
 
 
 def numbered_words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose words are `w4`, `w5` …, by their token ids."""
+    """Return a tokenizer of the words `w4`, `w5` …; each word is named by its token id."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(4, VOCAB_SIZE))]
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")

@@ -41,11 +41,12 @@ class WeightUpdates:
     _models: Models
     _ranks: Ranks
     _changed: Callable[[], object]
-    """Called when a generation begins, before its first write."""
+    """Called when an update begins, before its first write."""
     _known: Callable[[ModelIdentity, str], object]
-    """Called with what is served now, and the name of the folder that it came from, if any."""
+    """Called with the model that is served now, and the name of its folder, or an empty text."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """The weights after the last update. All ranks have one, or none has."""
+    """Weights after the last update, once they are read. Either all ranks have them, or none
+    has."""
     _folder: str = field(default="", init=False)
     """The name of the folder that is read."""
     _why: str = field(default="", init=False)
@@ -64,19 +65,19 @@ class WeightUpdates:
         }
 
     def restore(self, *_args: object, **_kwargs: object) -> None:
-        """SGLang is about to load a folder, or a session begins."""
+        """Begin a generation: SGLang is about to load a folder, or begins a session of updates."""
         self._is_open |= not self._loads_folder
         self._begin()
 
     def reset(self, *_args: object, **_kwargs: object) -> None:
-        """SGLang is about to write random weights."""
+        """Begin a generation: SGLang is about to write random weights."""
         self._begin()
         self._forget("weights were reset")
 
     def from_disk(self, original: Any, updater: Any, path: str, *args: Any, **rest: Any) -> Any:
-        """Load weights from the folder `path`, and follow the other ranks. If another rank has
-        written weights and this one has not, count them as changed here, too. If no rank has
-        written, as for a missing folder, the weights stay as they were."""
+        """Load weights from the folder `path`, and follow the other ranks. If only another rank has
+        written weights, count this rank's as changed, too. If no rank has written, as for a missing
+        folder, the weights stay as they were."""
         generation, before, stamp = self._models.generation, self._weights, _stamp(path)
         result: tuple[bool, str] = False, ""
         self._loads_folder = True
@@ -97,8 +98,9 @@ class WeightUpdates:
                 self._end(read, Path(path).name)
 
     def by_name(self, original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hash what SGLang's model loads by names. Anything else is unknown: SGLang writes it into
-        tensors that the model has fused, cut or packed."""
+        """Hash the tensors that SGLang's model loads by the checkpoint's names. Other updates leave
+        the weights unknown: SGLang writes them into tensors that the model has fused, cut or
+        packed."""
         self._begin()
         loading = _Loading(updater.get_model(), self._weights, self._models.reader)
         self._forget("the update broke off")
@@ -113,7 +115,7 @@ class WeightUpdates:
         return is_done, message
 
     def end(self, _result: None, _updater: object, *, run_post_load: bool) -> None:
-        """The session is over; `run_post_load` says that nothing was loaded by name in it."""
+        """End a session of updates. With `run_post_load`, no tensor was loaded by name in it."""
         self._begin()
         self._is_open = False
         if run_post_load:
@@ -171,7 +173,7 @@ class _Loading:
 
     def __init__(self, model: Any, weights: Weights, threads: Executor) -> None:
         self.weights = weights
-        """The weights after what was loaded."""
+        """Weights after the load."""
         self._odd = ""
         self._has_loaded = False
         self._model = model
@@ -180,7 +182,7 @@ class _Loading:
 
     @property
     def why(self) -> str:
-        """Why it is not known what was loaded; empty if that is known."""
+        """Return why the loaded weights are unknown; empty if they are known."""
         return self._odd if self._has_loaded else "nothing was loaded by the checkpoint's names"
 
     def __enter__(self) -> None:
@@ -215,7 +217,7 @@ def _digest(dtype: str, shape: tuple[int, ...], content: torch.Tensor) -> str:
 
 
 def _read(before: Weights, folder: Path, stamps: Iterable[bytes], load_format: str) -> Weights:
-    """The weights after a folder was loaded; raises ConfigError if it is not known what that is."""
+    """Return the weights after a folder was loaded; raises ConfigError if they cannot be known."""
     if load_format not in READ_AS_SAFETENSORS:
         raise ConfigError(f"load_format {load_format} reads other files than safetensors")
     if not folder.is_dir():

@@ -34,15 +34,16 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def tensor_digests(files: Sequence[Path], cache_dir: Path | None = None) -> Digests:
-    """BLAKE3 of dtype, shape and every byte of each tensor, by its name; see `kept`.
+    """Return the BLAKE3 of dtype, shape and every byte of each tensor, by the tensor's name; see
+    `kept`.
 
     Raises ConfigError naming a file that is broken. The digests do not depend on how the tensors
     are spread over files.
     """
-    found: Digests = {}
+    digests: Digests = {}
     for file in files:
-        found |= kept(cache_dir, "tensors", file, _hash_tensors)
-    return found
+        digests |= kept(cache_dir, "tensors", file, _hash_tensors)
+    return digests
 
 
 def user_cache() -> Path:
@@ -51,12 +52,12 @@ def user_cache() -> Path:
 
 
 def bytes_digest(dtype: str, shape: tuple[int, ...], content: memoryview) -> str:
-    """The digest of a tensor in memory, as `tensor_digests` has it of one in a file."""
+    """Return the digest of a tensor in memory. It equals that of the same tensor in a file."""
     return _begun(dtype, shape).update(content).hexdigest()
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of a JSON value; the order of keys does not count."""
+    """Return the SHA-256 of a JSON value; the order of keys does not count."""
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
 
 
@@ -65,18 +66,19 @@ def kept(
 ) -> Digests:
     """Return `compute(file)`, or its result of an earlier call for the unchanged file.
 
-    A file is unchanged while its path, size, inode and times of modification and of change are.
-    Results are read only from files that this user owns and nobody else can write. Without a
-    cache_dir, or with one that cannot be written, and of files below 1 MiB nothing is kept.
+    A file counts as unchanged if its path, size, inode, and times of modification and of change are
+    the same. Results are read only from files that this user owns and no other user can write.
+    Nothing is stored without a `cache_dir`, in one that cannot be written, or for files below 1
+    MiB.
     """
     path, before = str(file.resolve()), _stamp(file)
     if cache_dir is None or before[0] < _LEAST_BYTES:
         return compute(file)
     cached = cache_dir / f"{hashlib.sha256(f'{_VERSION} {kind} {path}'.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, *UNREADABLE):
-        found = msgspec.json.decode(_read_own(cached), type=_Kept)
-        if (found.file, found.stamp) == (path, before):
-            return found.digests
+        stored = msgspec.json.decode(_read_own(cached), type=_Kept)
+        if (stored.file, stored.stamp) == (path, before):
+            return stored.digests
     digests = compute(file)
     if _stamp(file) == before:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Who a checkpoint is, by content: read from its folder without loading it.
+"""Identity of a checkpoint by its content, read from its folder without loading it.
 
-Neither a path nor a name says anything here; a checkpoint that was renamed, moved or sharded anew
-is the same model, and one that was trained further under the same name is not.
+Neither a path nor a name counts. A checkpoint that was renamed, moved or sharded anew is the same
+model. A checkpoint that was trained further under the same name is another model.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ COMPUTING_KEYS: Final = """
     routed_scaling_factor scale_emb shared_expert_intermediate_size sliding_window
     tie_word_embeddings topk_group use_qk_norm use_sliding_window vocab_size
 """
-"""Fields about the computation beside sizes and rope. Named one by one, because everything else
-(versions, paths, generation defaults) differs between saves of one model."""
+"""Fields about the computation beside sizes and rope. They are named one by one, because all other
+fields (versions, paths, generation defaults) differ between saves of one model."""
 _WINDOW_KEYS: Final = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
 
 def read_model_identity(
     path: Path, cache_dir: Path | None = None, adapter: Path | None = None
 ) -> ModelIdentity:
-    """The identity of the Hugging Face checkpoint in folder `path`, with a PEFT adapter's if given.
+    """Return the identity of the Hugging Face checkpoint in folder `path`, with a PEFT adapter if
+    given.
 
     All bytes of the weights are read, unless `cache_dir` has their digests of an earlier call (see
     `digests.kept`). Raises ConfigError naming the file that is missing or wrong.
@@ -48,8 +49,8 @@ def read_model_identity(
 
 
 def read_weights(path: Path, cache_dir: Path | None = None) -> Weights:
-    """The tensors of the checkpoint in folder `path`, and what they make; as
-    `read_model_identity`."""
+    """Return the digests of the tensors in folder `path`, and the identity of the model that they
+    make. Reads and raises as `read_model_identity` does."""
     config = _config(path)
     identity = ModelIdentity(
         **_shape(path, config, cache_dir),
@@ -62,7 +63,7 @@ def read_weights(path: Path, cache_dir: Path | None = None) -> Weights:
 
 
 def adapted(identity: ModelIdentity, adapter: Path) -> ModelIdentity:
-    """What a PEFT adapter makes of a model; raises ConfigError."""
+    """Return the identity of a model with a PEFT adapter; raises ConfigError."""
     _require_folder("adapter", adapter, "PEFT")
     return identity.with_adapter(adapter_digest(adapter))
 
@@ -74,19 +75,20 @@ def first_difference(
     adapter_b: Path | None = None,
     cache_dir: Path | None = None,
 ) -> int:
-    """The first layer at which two models differ in any byte; the number of layers if in none.
+    """Return the first layer at which two models differ in any byte; the number of layers if in
+    none.
 
-    Below it their KV is bit-identical, and so is the residual stream that enters it: a block from
-    there to the last layer is lossless. That is why a difference in q_proj, o_proj or the MLP
-    counts at its own layer, though the KV of that layer is still the same.
+    Below this layer their KV is bit-identical, and so is the residual stream that enters it. So a
+    block from this layer to the last one is lossless. Therefore a difference in q_proj, o_proj or
+    the MLP counts at its own layer, though the KV of that layer is still the same.
 
-    0 also where embeddings or what the config says about the computation differ. What comes after
-    the layers (final norm, output head) does not count, but for a head tied to the embeddings.
+    Returns 0 also if embeddings differ, or config fields that change the computation. Modules after
+    the layers (final norm, output head) do not count, except a head tied to the embeddings.
 
-    With adapters it is the bases' or the adapters', whichever is lower (see `Adapter`).
+    With adapters it is the lower of two layers: the bases' and the adapters' (see `Adapter`).
 
-    Raises ConfigError where the models have different numbers of layers, or an adapter is not a
-    LoRA on the base's own layers.
+    Raises ConfigError if the models have different numbers of layers, or an adapter is not a LoRA
+    on the base's own layers.
     """
     ours, theirs = _config(a), _config(b)
     num_layers = _number(ours, "num_hidden_layers", a)
@@ -111,8 +113,8 @@ def first_difference(
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """`ModelIdentity.shape` of the checkpoint in folder `path`, whose weights need not be there;
-    raises ConfigError as `read_model_identity` does."""
+    """Return `ModelIdentity.shape` of the checkpoint in folder `path`. Its weights may be absent.
+    Raises ConfigError as `read_model_identity` does."""
     return _shape(path, _config(path), None)
 
 

@@ -21,14 +21,14 @@ from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
-"""Connections that wait in the kernel. It hides those that have said nothing, and shows the others
+"""Connections that wait in the kernel. It hides those that have sent nothing, and shows the others
 first. In a crowd of this size it shows all of them."""
 _MAX_TICKETS: Final = 1024
 """Most unused tickets; beyond them the oldest is void."""
 _MAX_SILENT: Final = 256
-"""Most connections that the kernel has shown and that have said nothing."""
+"""Most connections that the kernel has shown and that have sent nothing."""
 _SILENT_S: Final = 2
-"""Seconds after which a connection that has said nothing is closed."""
+"""Seconds after which a connection that has sent nothing is closed."""
 
 
 class DataPort:
@@ -62,7 +62,7 @@ class DataPort:
         self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
         """Unused tickets by the name of their owner, oldest first."""
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
-        """Connections that have said nothing, by descriptor, oldest first."""
+        """Connections that have sent nothing yet, by file descriptor, the oldest first."""
         self._sources: dict[int, str] = {}
         """Sources of these connections."""
         self._epoll.register(self._listener, select.EPOLLIN)

@@ -19,7 +19,7 @@ NOT_ASKED: Final = 0
 
 class FrameReceiver:
     """Places the frames of one fetch, over one request or several. Used by one thread; no other
-    lands bytes in `staging`.
+    code lands bytes in `staging`.
 
     Landed bytes were verified and stay; the next request begins behind them.
     """
@@ -41,8 +41,8 @@ class FrameReceiver:
         """Id of the running request."""
         self.num_requests = 0
         self.since_s = 0.0
-        """Time at which it was sent; without a running request, time at which the last one broke
-        off."""
+        """Time at which the running request was sent. Without a running request, time at which the
+        last one broke off."""
         self.asked_at_bytes = 0
         """Bytes that the link had carried when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
@@ -82,8 +82,8 @@ class FrameReceiver:
         return frame.id == self.id and self.staging.error is None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """Count a frame whose payload is complete in the memory from `buffer_for`. If its request
-        ended meanwhile, `is_pending` was false, and the payload was discarded."""
+        """Count a frame after its payload was received in the memory from `buffer_for`. The payload
+        is discarded if its request ended meanwhile; `is_pending` returned False then."""
         if is_sound:
             self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
             self._landed(self, frame.size)

@@ -25,7 +25,7 @@ _JOIN_BYTES: Final = 64 << 10
 LOCATED_BYTES: Final = 4 << 20
 """Most bytes that one header locates."""
 _REMEMBERED_BYTES: Final = 128 << 10
-"""Bytes of a slab for each checksum that it keeps; a checksum takes about 250 bytes."""
+"""Bytes of a slab for each checksum that it remembers; a checksum takes about 250 bytes."""
 _LEAST_REMEMBERED: Final = 256
 
 
@@ -45,10 +45,10 @@ def payloads_of(
     *,
     first_byte: int = 0,
 ) -> Iterator[Payload]:
-    """Yield everything that a stream sends of a lease from `first_byte` on. A long view is sent
+    """Yield all payloads that a stream sends of a lease from `first_byte` on. A long view is sent
     alone, at most `most_bytes` at a time; short views are joined to the size of a long one.
 
-    Raises ProtocolError if nothing begins there.
+    Raises ProtocolError if no payload begins at `first_byte`.
     """
     runs = [lease.runs(step) for step in steps]
     num_bytes = sum(view.nbytes for run in runs for _, view in run)
@@ -60,7 +60,7 @@ def payloads_of(
 def _payloads(
     runs: Sequence[Sequence[tuple[Slab, memoryview]]], most_bytes: int, first_byte: int
 ) -> Iterator[Payload]:
-    """Yield payloads; none has bytes of two steps."""
+    """Yield payloads; each has bytes of one step only."""
     offset = skipped = first_byte
     most_joined = min(most_bytes, _JOIN_BYTES)
     for of_step in runs:
@@ -129,8 +129,8 @@ class Stream:
         return not self.is_over and self.channel.has_room
 
     def put(self) -> int:
-        """Send the next bytes, or their place if the receiver can read them; return their
-        number."""
+        """Send the next bytes. A receiver that can read the arena gets their position there
+        instead. Return the number of bytes."""
         assert self._next is not None
         offset, slab, parts = self._next
         frame = Frame(

@@ -63,8 +63,8 @@ class Session:
         self._waiting: dict[Fetch, float] = {}
         """Fetches that wait for pages to be read from disk, and the time since when."""
         self._read: deque[tuple[Fetch, Callable[[], None], LetGo]] = deque()
-        """Fetches whose wait is over, how each continues, and the function that lets go of its
-        pages; filled by any thread."""
+        """Fetches that no longer wait. For each, the function that continues it, and the function
+        that releases its pages. Filled by any thread."""
         self._num_promotions = 0
         """Lines that the disk has not answered yet, including those of cancelled requests."""
         self._wake = wake

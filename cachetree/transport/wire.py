@@ -80,7 +80,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     model: Model = ""
     """The model that this server runs; empty if it serves none itself, and from a peer."""
     epoch: int = 0
-    """Random id of a worker's life; 0 from a peer."""
+    """Random number of this start of a worker; 0 from a peer."""
     arena: ArenaFile | None = None
     """File from which a peer on the worker's host may copy; None from a peer."""
     ticket: Ticket | None = None
@@ -116,7 +116,8 @@ class Synced(msgspec.Struct, frozen=True, tag="synced"):
 
 
 class Learned(msgspec.Struct, frozen=True, tag="learned"):
-    """The peer's own tree shows the next `Entries`; each `Entries` is answered so."""
+    """The peer's own tree shows the next `Entries`. A peer answers each `Entries` with this
+    message."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
@@ -129,7 +130,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     steps: Steps
     """Steps (kind, layer) in the order of need."""
     first_byte: int = 0
-    """First byte to send, of all steps side by side; earlier bytes have landed already."""
+    """First byte to send, counted over all steps in order; earlier bytes have landed already."""
     frame_bytes: int
     """Largest payload of a frame."""
     reads_arena: bool = False
@@ -302,7 +303,8 @@ def ended_by(id: int, error: FetchError) -> Ended:
 
 
 def error_of(message: Ended, who: str) -> FetchError:
-    """Return the error with which `who` ended a fetch; also if a newer `who` uses other words."""
+    """Return the error for a fetch that the worker `who` ended. An unknown reason, as a newer
+    worker may send, gives the general error."""
     kinds = {why.value: kind for why, kind in _ERRORS.items()}
     return kinds.get(message.error, FetchError)(f"{who}: {said(message)}")
 

@@ -1,4 +1,5 @@
-"""The serving side: one thread that answers over ZMQ and serves sessions beside it."""
+"""Serve this process's cache to peers: one thread answers over ZMQ, and runs the peers'
+sessions."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ _MAX_RECEIVED: Final = 64
 
 
 class Worker:
-    """Serves the local entries of `tree`, and those on `disk`, to peers, and advertises them.
+    """Serves the local entries of `tree`, and the entries on `disk`, to peers, and advertises them.
 
-    The tree stays its owner's. Raises ConfigError if the address cannot be bound or a key file
+    The caller still owns the tree. Raises ConfigError if the address cannot be bound or a key file
     cannot be read.
     """
 
@@ -62,7 +63,8 @@ class Worker:
         """`sources` returns the peers that this server reads from, and is called from any
         thread."""
         self.epoch: Final = secrets.randbits(62) + 1
-        """Random id of this worker's life."""
+        """Random number of this start of the worker. Peers see from a new number that it
+        restarted."""
         self._tree = tree
         counts = verbs.Status(
             version=wire.PROTOCOL_VERSION, epoch=self.epoch, model=config.model, family=tree.family
@@ -80,12 +82,13 @@ class Worker:
         self._admin = AdminService(tree, disk, self.status, clock)
         self._sessions: list[Session] = []
         self._callbacks: deque[Callable[[], object]] = deque()
-        """Calls that other threads want the worker's thread to make."""
+        """Calls that the worker's thread makes for other threads."""
         self._turned_at_s = clock()
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         self._stranger_limiter = LogLimiter(clock)
-        """Limits lines about refused strangers: whatever they invent, no other line is lost."""
+        """Limits log lines about refused strangers, so that their invented names crowd out no other
+        line."""
         listen, self._gate = check_worker(config)
         raise_descriptor_limit()
         self._wakeup = Wakeup()
@@ -115,8 +118,8 @@ class Worker:
             undo.pop_all()  # The thread closes all of it at its end.
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that says if all peers know the tree as it is at this call, except
-        peers that have left. Any thread."""
+        """Return a function that says if all peers know the tree as it is at this call. Peers that
+        have left do not count. Any thread."""
         each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
 

@@ -15,7 +15,7 @@ class ChangeListeners:
     """Two kinds of listeners. All are called with the tree's lock held.
 
     Listeners of memory get a change for each local entry. Listeners of kept entries, in memory or
-    on disk, get an addition, perhaps twice, and a removal once an entry has left both.
+    on disk, get an addition, perhaps twice. They get a removal once an entry has left both.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class ChangeListeners:
                 listener(change)
 
     def noted(self, entry: RemoteEntry, *, added: bool) -> None:
-        """Report a remote entry. It is called after it was added, parents first, and before it is
-        removed, children first."""
+        """Report a remote entry: after an addition, parents first, and before a removal, children
+        first."""
         if self.of_kept and _is_on_disk_alone(entry):
             for listener in self.of_kept:
                 listener(entry.change(added=added))

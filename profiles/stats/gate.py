@@ -66,7 +66,7 @@ from profiles.stats.measured import Qualities
 ERROR_RATE: Final = 0.05
 """Largest share of profiles that may pass wrongly."""
 DRIFT_ERROR_RATE: Final = 0.01
-"""Largest share of the drift guard's bounds that may be wrong."""
+"""Largest probability with which a bound of the drift guard may be wrong."""
 CONTROL_SHARE: Final = 0.5
 """Share of full prefill's quality. If a control keeps more than that without the document, its task
 cannot judge reuse."""

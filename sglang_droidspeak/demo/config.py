@@ -23,7 +23,7 @@ from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 
 PAGE_SIZE = 16
-"""Tokens."""
+"""Page size of the demo's servers, in tokens."""
 _LIMITS: Final = "context-length", "max-total-tokens"
 """SGLang's options that limit a prompt together with its answer."""
 _SPARE: Final = 7

@@ -274,8 +274,8 @@ class HiCacheTier:
             self._count("read", len(batch))
 
     def _culprit(self, batch: Sequence[Piece], error: Exception) -> Piece:
-        """The only object with which a read fails. Raises `error` if there is no such object: then
-        the backend has failed."""
+        """Return the one object that makes a read fail. Raises `error` if no single object does:
+        then the backend has failed."""
         culprit, is_well = None, False
         for piece in batch:
             try:
@@ -312,12 +312,12 @@ class HiCacheTier:
     # In the thread that writes.
 
     def _num_at_once(self, change: Change) -> int:
-        """Number of an entry's pages that fill `PART_BYTES`."""
+        """Return how many of an entry's pages fill `PART_BYTES`."""
         layout = Layout.of(self._tree.family, 1, change.part)
         return max(1, PART_BYTES // layout.page_bytes)
 
     def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Write an entry. Returns whether all of it is in the backend."""
+        """Write an entry. Return whether all of it is in the backend."""
         lane, is_there = self._writing, False
         if lane.is_paused:
             return False
@@ -338,8 +338,8 @@ class HiCacheTier:
         return True
 
     def _write_steps(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Write each step of the pages that the backend lacks, by the first and last steps. False
-        if the write was given up or refused."""
+        """Write all steps of the pages behind the leading ones that the backend has. The first and
+        the last step tell which pages it has. Return False if the write was given up or refused."""
         lane, model, pages = self._writing, change.model, change.pages
         start, steps = len(pages), self._objects.steps(change.part)
         for step in dict.fromkeys((steps[0], steps[-1])):
@@ -362,7 +362,7 @@ class HiCacheTier:
 def hicache_tier(
     name: str, config: Mapping[str, Any], senders: Mapping[ModelId, Collection[int]], count: Count
 ) -> MakeTier:
-    """Function with which a Cache makes the tier. That function raises ConfigError."""
+    """Return a function with which a Cache makes the tier. That function raises ConfigError."""
 
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
         slot_bytes = Objects(tree.family).slot_bytes

@@ -25,7 +25,7 @@ from sglang_droidspeak.store.e_pool import Attachment
 log = logging.getLogger(__name__)
 
 _WARM_TOKENS: Final = MIN_PAGE_SIZE
-"""Tokens of the warm-up. SGLang's padding has one page of slots."""
+"""Number of tokens in the warm-up: one page, for which SGLang's padding has slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +153,14 @@ class PartialPrefill:
                 self._stack.run(first.block, e, forward_batch)
 
     def _e_of(self, pieces: Sequence[BlockTokens]) -> torch.Tensor | None:
-        """E of all ranks, corrected: the input of the block's first layer. None if that layer
-        starts from embeddings."""
+        """Return E of all ranks, corrected: the input of the block's first layer. None if that
+        layer starts from embeddings."""
         first = pieces[0]
         num = 0
-        for it in pieces:
-            if it.read_e is None:
+        for piece in pieces:
+            if piece.read_e is None:
                 return None
-            it.read_e(it.tokens, self._e[num : num + len(it.tokens)])
-            num += len(it.tokens)
+            piece.read_e(piece.tokens, self._e[num : num + len(piece.tokens)])
+            num += len(piece.tokens)
         e = self._ranks.whole(self._e[:num])
         return self._corrections[first.e_map](e, self._corrected[:num]) if first.e_map else e

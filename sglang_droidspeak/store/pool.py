@@ -44,7 +44,7 @@ class PoolPages:
     release: Callable[[], None] = lambda: None
     """Let SGLang evict the pages again."""
     has_e: bool = False
-    """Whether they have all E that a recompute can begin with."""
+    """Whether these pages have E at every layer at which a recompute can begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,8 @@ class PoolIndex:
         return sum((namespace, page) in self._loaded for page in pages)
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
-        """Numbers of the request's first pages that SGLang would find in either namespace."""
+        """Return numbers of the request's first pages that SGLang would find in either
+        namespace."""
         exact = prefixes.num_held(req, prefixes.namespace_of(req), num_pages, tree)
         if not self.has_approximate:
             return Held(exact, 0)
@@ -156,9 +157,9 @@ class PoolIndex:
     def lock(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
-        """Lock the plan's pages: SGLang evicts none before they are released. None on all ranks if
-        one rank lacks a part of the plan. All ranks call this for the same requests, in the same
-        order."""
+        """Lock the plan's pages: SGLang evicts none before they are released. Return None on all
+        ranks if one rank lacks a part of the plan. All ranks call this for the same requests, in
+        the same order."""
         (num_pages,) = self._ranks.least([self._num_held(plan, pages, req, tree)])
         if not self._is_all(plan, pages, num_pages):
             return None
@@ -170,8 +171,8 @@ class PoolIndex:
         return PoolPages(slots, lambda: tree.unlock(lock), has_e)
 
     def has(self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache) -> bool:
-        """Whether SGLang still has all pages of the plan, with the E that it needs. Drop the notes
-        of evicted pages. Reads nothing from the device."""
+        """Return whether SGLang still has all pages of the plan, with the E that it needs. Drop the
+        notes of evicted pages. Reads nothing from the device."""
         return self._is_all(plan, pages, self._num_held(plan, pages, req, tree))
 
     def _is_all(self, plan: Plan, pages: Sequence[PageHash], num_pages: int) -> bool:
@@ -183,7 +184,8 @@ class PoolIndex:
     def _num_held(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> int:
-        """Number of the prompt's leading pages that the plan can use, up to its last."""
+        """Return how many of the prompt's leading pages the plan can use, at most up to the plan's
+        end."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
         num_pages = prefixes.num_held(req, namespace, plan.pages.stop, tree)
         return (
@@ -196,7 +198,8 @@ class PoolIndex:
     def _noted(
         self, location: Location, model: ModelId, pages: Sequence[PageHash]
     ) -> tuple[int, int]:
-        """Numbers of leading pages that are noted, and noted with E. Counts as a use of both."""
+        """Return how many leading pages have a note, and how many of these have E as well. Both
+        notes count as used."""
         num_kv, *with_e = (
             self._tree.remote.reach(location, model, pages, part, is_use=True)
             for part in (KV, *self._e_parts)

@@ -17,6 +17,6 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def line(check: Check) -> str:
-    """A check as one line for a person."""
+    """Return a check as one line for a person."""
     remedy = f"; {check.remedy}" if check.remedy and not check.ok else ""
     return f"{'ok   ' if check.ok else 'WRONG'} {check.name}: {check.found}{remedy}"
