@@ -4,7 +4,7 @@
 
     ttft       an 8B-shaped pair of 32 layers, a quarter of them recomputed, at 2K, 10K and 40K
                tokens, beside SGLang's full prefill and its radix cache; answers compared
-    overlap    copies of loaded layers on the extension's copy stream beside a layer's kernels:
+    overlap    copies of loaded layers by the product's loader beside a layer's kernels:
                milliseconds that they add per layer, and their bandwidth
     pinned     staged KV copied into slots from page-locked memory, beside pageable memory
     captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
@@ -23,6 +23,7 @@ were measured.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -57,7 +58,14 @@ def on_device(name: str, num_tokens: int) -> Iterator[Found]:
     needs()
     from benchmarks.gpu import copies
 
-    yield getattr(copies, name)(num_tokens)
+    yield from getattr(copies, name)(num_tokens)
+
+
+def beside(num_tokens: int) -> Iterator[Found]:
+    needs("sglang")
+    from benchmarks.gpu.overlap import overlap
+
+    yield from overlap(num_tokens)
 
 
 def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
@@ -98,7 +106,8 @@ def timed(num_tokens: int) -> Iterator[Found]:
 
 
 HERE = (sys.executable, "-m", "benchmarks.gpu", "--here")
-WATCHED = (*HERE, "captured", "pinned", "overlap", "--tokens", str(_FEW_TOKENS))
+_COPIES = ("captured", "pinned", *(["overlap"] if importlib.util.find_spec("sglang") else []))
+WATCHED = (*HERE, *_COPIES, "--tokens", str(_FEW_TOKENS))
 TORCHS = ("env", "TORCH_CUDA_SANITIZER=1")
 NVIDIAS = (
     *("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"),
@@ -107,7 +116,7 @@ NVIDIAS = (
 )
 PARTS = {
     "ttft": Part(timed, 280),
-    "overlap": Part(partial(on_device, "overlap"), 60),
+    "overlap": Part(beside, 60),
     "pinned": Part(partial(on_device, "pinned"), 20),
     "captured": Part(partial(on_device, "captured"), 20),
     "oracle": Part(partial(compared, f"not ({QUANTISED})"), 180),

@@ -6,7 +6,7 @@ Each part checks the copied bytes before it reports a time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 
 from cachetree import Span
 from cachetree.checkpoint import Codec
-from sglang_droidspeak.request.load import Copies
 from sglang_droidspeak.store.e_pool import EPool
-from sglang_droidspeak.store.rows import Coding, DeviceRows
+from sglang_droidspeak.store.rows import Coding, DeviceRows, ServerPool
 
-HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 4
-"""The KV of an 8B model in bfloat16: 4 KiB per token and layer."""
+HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 3
+"""Sizes of an 8B model, whose KV in bfloat16 has 4 KiB per token and layer, and loaded layers."""
+PAGE = 64
 REPEATS = 20
 
 
@@ -34,7 +34,7 @@ class Stack:
             callback(SimpleNamespace(out_cache_loc=slots), e)
 
 
-def captured(num_tokens: int) -> dict[str, Any]:
+def captured(num_tokens: int) -> Iterator[dict[str, Any]]:
     runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
     pool, stack = EPool((1,), 2 * num_tokens, Span(0, HIDDEN), runner), Stack()
     pool.capture_from(stack)
@@ -53,80 +53,84 @@ def captured(num_tokens: int) -> dict[str, Any]:
         pool.invalidate(slots)
         graph.replay()
         num_wrong += int((pool.e[1][slots] != e).any(1).sum() + (~pool.valid[slots]).sum())
-    return {"wrong_rows": num_wrong}
+    yield {"wrong_rows": num_wrong}
 
 
 class Loads:
-    """Staged KV of some tokens, and the pool that receives it."""
+    """Staged KV of some tokens, and the pool that receives it. Slots come in whole pages, in any
+    order."""
 
     def __init__(self, num_tokens: int, *, pin: bool) -> None:
-        size = (LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
-        buffers = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        self.pool = SimpleNamespace(k_buffer=list(buffers[0]), v_buffer=list(buffers[1]))
-        self.rows = DeviceRows(self.pool, Coding(Codec.NONE, HEAD_DIM))
-        self.slots = torch.arange(0, 2 * num_tokens, 2, device="cuda")
-        self.host = torch.empty(
-            num_tokens, 2, HEADS, HEAD_DIM, dtype=torch.bfloat16, pin_memory=pin
-        ).normal_()
-        self.num_bytes = LAYERS * self.host.nbytes
+        size = (2, LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
+        self._buffers = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+        k, v = self._buffers
+        self.pool = SimpleNamespace(k_buffer=[*k], v_buffer=[*v])
+        self.coding = Coding(Codec.NONE, HEAD_DIM)
+        self.page_tokens = min(PAGE, num_tokens)
+        num_pages = num_tokens // self.page_tokens
+        pages = self.page_tokens * torch.randperm(2 * num_pages)[:num_pages, None]
+        self.slots = (pages + torch.arange(self.page_tokens)).flatten().to("cuda")
+        size = (LAYERS, num_tokens, 2, HEADS, HEAD_DIM)
+        self.host = torch.empty(size, dtype=torch.bfloat16, pin_memory=pin)
+        rows = torch.randint(1 << 14, size[1:], dtype=torch.int16)  # The bits of finite numbers.
+        for layer, host in enumerate(self.host.view(torch.int16)):
+            torch.add(rows, layer, out=host)
+        self.num_bytes = self.host.nbytes
 
-    def run(self) -> None:
-        raw = self.host.view(torch.uint8).flatten().numpy().data
-        for layer in range(LAYERS):
-            self.rows.write_from(layer, self.slots, raw)
+    def by(self, rows: Any) -> Callable[[int], object]:
+        """Function that copies one layer by these rows, on the current stream."""
+        pool: Any = ServerPool(rows, None, self.coding, self.page_tokens)
+        staged = [it.view(torch.uint8).flatten().numpy().data for it in self.host]
+        return lambda layer: pool.load(layer, self.slots, [staged[layer]])
 
-    def check(self) -> None:
+    def check(self, steps: Iterator[None]) -> None:
+        """Raise RuntimeError unless this work fills the slots with what is staged."""
+        self._buffers.zero_()
+        for _ in steps:
+            pass
         torch.cuda.synchronize()
-        written = torch.stack([self.pool.k_buffer[-1], self.pool.v_buffer[-1]], 1)[self.slots]
-        if not torch.equal(written.cpu(), self.host):
+        if not torch.equal(self._buffers[:, :, self.slots].movedim(0, 2).cpu(), self.host):
             raise RuntimeError("the slots do not hold what was staged")
 
 
-def pinned(num_tokens: int) -> dict[str, Any]:
+def pinned(num_tokens: int) -> Iterator[dict[str, Any]]:
     speeds = {}
     for name, pin in (("pinned", True), ("pageable", False)):
         loads = Loads(num_tokens, pin=pin)
-        (ms,) = medians_ms(loads.run)
-        loads.check()
-        speeds[f"{name}_gb_per_s"] = round(loads.num_bytes / ms / 1e6, 2)
-    return speeds
+        way = loads.by(DeviceRows(loads.pool, loads.coding))
+        work = plain(lambda way=way: [way(layer) for layer in range(LAYERS)])
+        loads.check(work())
+        (times_ms,) = turns_ms(work)
+        speeds[f"{name}_gb_per_s"] = round(loads.num_bytes / statistics.median(times_ms) / 1e6, 2)
+        yield speeds
 
 
-def overlap(num_tokens: int) -> dict[str, Any]:
-    loads = Loads(num_tokens, pin=True)
-    matrix = torch.randn(num_tokens, num_tokens, dtype=torch.bfloat16, device="cuda")
-
-    def compute() -> None:
-        for _ in range(8):
-            matrix @ matrix
-
-    def both() -> None:
-        copies = Copies(None, "cuda")
-        copies.begin(0)
-        with copies.on_stream():
-            loads.run()
-            copies.record(0, 0)
-        compute()
-        copies.forward_waits(0, 0)
-
-    copies_ms, compute_ms, both_ms = medians_ms(loads.run, compute, both)
-    loads.check()
-    share = (copies_ms + compute_ms - both_ms) / min(copies_ms, compute_ms)
-    names = ("copies_ms", "compute_ms", "both_ms", "overlap")
-    values = (copies_ms, compute_ms, both_ms, share)
-    return {name: round(it, 3) for name, it in zip(names, values, strict=True)}
+Work = Callable[[], Iterator[None]]
+"""A work on the current stream. Its time begins at the first `yield` and ends at the second."""
 
 
-def medians_ms(*works: Callable[[], None]) -> list[float]:
-    """Median milliseconds of each work on the current stream, by CUDA events. The works take turns,
-    because a device's clock drifts; the first turn is not counted."""
+def plain(run: Callable[[], object]) -> Work:
+    def steps() -> Iterator[None]:
+        yield
+        run()
+        yield
+
+    return steps
+
+
+def turns_ms(*works: Work) -> list[list[float]]:
+    """Milliseconds of each work in each turn, by CUDA events. The works take turns, because a
+    device's clock drifts; the first turn is not counted."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS + 1):
         for work, taken in zip(works, times, strict=True):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            steps = work()
+            next(steps)
             start.record()
-            work()
+            next(steps)
             stop.record()
             stop.synchronize()
             taken.append(start.elapsed_time(stop))
-    return [statistics.median(taken[1:]) for taken in times]
+            next(steps, None)
+    return [taken[1:] for taken in times]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import subprocess
 import sys
 from argparse import ArgumentParser
 from collections import Counter
+from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +27,20 @@ from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, copies, parts, random_weights, servers
+from benchmarks.gpu import attention, copies, overlap, parts, random_weights, servers
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
 from cachetree.checkpoint import first_difference
 from cachetree.checkpoint.safetensors_files import layer_of
 from profiles.environment import read_environment
 from profiles.random_models import shape
 from sglang_droidspeak.fleet.servers import ServerSpec
+from sglang_droidspeak.request.load import Copies, Loader
 from sglang_droidspeak.start.config import parse_settings
+from sglang_droidspeak.store.rows import KernelRows
 
 ROOT = Path(__file__).parents[2]
-SERVED = ("oracle", "quantised", "ttft")
-"""Parts that start servers."""
+SERVED = ("overlap", "oracle", "quantised", "ttft")
+"""Parts that run SGLang."""
 WITHOUT_SGLANG = """
 import json, sys, types
 names = ("sglang", "sglang.srt", "sglang.srt.platforms")
@@ -48,7 +54,7 @@ for name in names:
 sys.modules["sglang"] = None
 from benchmarks.gpu import __main__ as gpu, copies, parts
 from benchmarks.gpu.parts import attempt
-copies.HEADS, copies.HIDDEN, copies.LAYERS, copies.REPEATS = 1, 128, 2, 1
+copies.HEADS, copies.HIDDEN, copies.LAYERS, copies.REPEATS, copies.PAGE = 1, 128, 2, 1, 4
 parts.torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
 found = {}
 with VirtualCuda():
@@ -60,15 +66,93 @@ FIXTURES = Path(__file__).parent / "flashinfer"
 BFLOAT16 = 0.02
 
 
+SMALL = {"HEADS": 1, "HIDDEN": 128, "LAYERS": 2, "REPEATS": 1, "PAGE": 4}
+
+
 def test_copies_run_and_nothing_races(monkeypatch) -> None:
-    for name, value in {"HEADS": 1, "HIDDEN": 128, "LAYERS": 2, "REPEATS": 1}.items():
+    for name, value in SMALL.items():
         monkeypatch.setattr(copies, name, value)
     with VirtualCuda() as cuda:
-        assert copies.captured(16) == {"wrong_rows": 0}
-        assert copies.pinned(16).keys() == {"pinned_gb_per_s", "pageable_gb_per_s"}
-        names = {"copies_ms", "compute_ms", "both_ms", "overlap"}
-        assert copies.overlap(16).keys() == names
+        assert list(copies.captured(16)) == [{"wrong_rows": 0}]
+        *_, speeds = copies.pinned(16)
+        assert speeds.keys() == {"pinned_gb_per_s", "pageable_gb_per_s"}
     assert not cuda.races, cuda.races[0]
+
+
+def transfer_kv_direct(
+    src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    """Copy page by page, as the engine does; its own kernel needs a device."""
+    pages = [it[::page_size].tolist() for it in (src_indices, dst_indices)]
+    for source, into in zip(src_layers, dst_layers, strict=True):
+        for of, to in zip(*pages, strict=True):
+            into[to : to + page_size].copy_(source[of : of + page_size], non_blocking=True)
+
+
+def test_stand_in_for_copies_of_pages_has_the_parameters_of_sglangs() -> None:
+    """The package cannot be imported without CUDA's driver."""
+    (folder,) = importlib.util.find_spec("sgl_kernel").submodule_search_locations  # type: ignore[union-attr]
+    tree = ast.parse((Path(folder) / "kvcacheio.py").read_text())
+    (theirs,) = (it for it in tree.body if getattr(it, "name", "") == transfer_kv_direct.__name__)
+    assert [it.arg for it in theirs.args.args] == [*signature(transfer_kv_direct).parameters]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def device(monkeypatch) -> Iterator[VirtualCuda]:
+    """A virtual device with small layers, and with all ways to copy."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(copies, name, value)
+    monkeypatch.setattr(overlap, "WIDE", 128)
+    monkeypatch.setattr(overlap, "CHUNK", 8)
+    monkeypatch.setattr(KernelRows, "most_tokens", 16)
+    module = SimpleNamespace(transfer_kv_direct=transfer_kv_direct)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(kvcacheio=module))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.kvcacheio", module)
+    with VirtualCuda() as cuda:
+        yield cuda
+
+
+def test_all_ways_to_copy_run_beside_a_layer_and_nothing_races(device: VirtualCuda) -> None:
+    *_, results = overlap.overlap(4)
+    assert not device.races, device.races[0]
+    for length in (1, 4, 16):
+        assert results[f"{length}_compute_ms"] == 1
+        for way in overlap.WAYS:
+            assert results[f"{length}_{way}_exposed_ms_per_layer"] == 0
+            assert f"{length}_{way}_gb_per_s" in results
+
+
+@pytest.mark.parametrize(
+    ("compute_ms", "copies_ms", "both_ms", "goal"),
+    [
+        (10.0, 6.0, 10.4, "met"),
+        (10.0, 6.0, 11.0, "missed"),
+        (10.0, 12.0, 13.0, "copies take longer than the compute"),
+    ],
+)
+def test_goal_is_met_if_copies_add_at_most_a_twentieth(
+    monkeypatch, compute_ms: float, copies_ms: float, both_ms: float, goal: str
+) -> None:
+    """Each turn's time of both is compared with the same turn's compute: a device's clock
+    drifts."""
+    times = [[it, 2 * it, it] for it in (compute_ms, copies_ms, both_ms)]
+    monkeypatch.setattr(copies, "turns_ms", lambda *_: times)
+    loads: Any = SimpleNamespace(num_bytes=6e6)
+    results = overlap._measured(None, loads, SimpleNamespace(run=None), {"dma": print})  # type: ignore[arg-type]
+    assert results["dma_goal"] == goal
+    added_ms = both_ms - compute_ms
+    assert results["dma_exposed_ms_per_layer"] == pytest.approx(added_ms / copies.LAYERS, abs=1e-4)
+    assert results["dma_gb_per_s"] == round(6 / copies_ms, 2)
+
+
+@pytest.mark.parametrize("way", ["nothing", "error"])
+def test_copies_that_fill_no_slots_are_not_timed(device: VirtualCuda, way: str) -> None:
+    loads = copies.Loads(8, pin=True)
+    loader = Loader(copies.LAYERS, Copies(None, "cuda"))
+    broken = {"nothing": lambda _layer: None, "error": lambda _layer: 1 / 0}[way]
+    with pytest.raises(RuntimeError, match=r"do not hold|was not copied"):
+        loads.check(overlap.loaded(loader, loads, broken, lambda: None))
+    loader.close()
 
 
 def test_all_parts_take_fifteen_minutes_and_the_first_takes_five() -> None:
@@ -106,7 +190,7 @@ def test_what_needs_no_sglang_runs_without_it() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["captured"] == {"wrong_rows": 0}
-    assert "pinned_gb_per_s" in found["pinned"] and "overlap" in found["overlap"]
+    assert "pinned_gb_per_s" in found["pinned"]
     for name in SERVED:
         assert found[name] == {"not_run": "sglang is not installed"}
 
