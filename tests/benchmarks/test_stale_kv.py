@@ -52,14 +52,14 @@ def tiny(moved: float) -> LlamaForCausalLM:
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, reads: LlamaForCausalLM) -> tuple[list[int], Tensor]:
     """Return an answer of `model` over the KV of `reads`, and its first log-probabilities."""
-    cache, given, answer = DynamicCache(), [*SUFFIX], list[int]()
+    cache, unread, answer = DynamicCache(), [*SUFFIX], list[int]()
     reads(input_ids=torch.tensor([PREFIX]), past_key_values=cache)
     firsts = []
     for _ in range(TASK.max_new):
-        logits = model(input_ids=torch.tensor([given]), past_key_values=cache).logits[0, -1]
+        logits = model(input_ids=torch.tensor([unread]), past_key_values=cache).logits[0, -1]
         firsts.append(logits.log_softmax(-1))
         answer.append(int(logits.argmax()))
-        given = answer[-1:]
+        unread = answer[-1:]
     return answer, firsts[0]
 
 
@@ -78,12 +78,12 @@ def test_a_comparison_is_that_of_plain_transformers(moved: float) -> None:
         room=Room(rows=2, positions=64),
     )
     reader = Reader(answerer, LayeredModel(new), {7: LayeredModel(old)})
-    (told,) = reader.compare([asked], [7])
+    (result,) = reader.compare([asked], [7])
     expected = float((exact.exp() * (exact - stale)).sum())
-    assert told["first_micronats"] == pytest.approx(1e6 * expected, rel=1e-2, abs=0.5)
-    assert (told["step"], told["skill"], told["full"]) == (7, "questions", 1.0)
-    assert told["same"] == float(own == other)
-    assert (told["stale"] == 1.0) == (sorted(own) == sorted(other))
+    assert result["first_micronats"] == pytest.approx(1e6 * expected, rel=1e-2, abs=0.5)
+    assert (result["step"], result["skill"], result["full"]) == (7, "questions", 1.0)
+    assert result["same"] == float(own == other)
+    assert (result["stale"] == 1.0) == (sorted(own) == sorted(other))
     assert moved < 0.3 or own != other, "this pair shows what is lost"
 
 

@@ -1,4 +1,4 @@
-"""A small family, entries whose content can be recomputed, and processes that write them.
+"""A small family, entries with content that can be recomputed, and processes that write them.
 
 Run as a script:
 

@@ -114,7 +114,7 @@ def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
 
 
 def test_e_that_pages_gain_is_all_that_is_written(tmp_path: Path) -> None:
-    """For the sizes of an 8B model, E of one layer takes 1/16 of the KV's bytes."""
+    """The sizes are an 8B model's: E of one layer takes 1/16 of the KV's bytes."""
     family = msgspec.structs.replace(FAMILY, num_layers=32, page_size=64)
     pages = prompt(0)
     kv = [memoryview(bytes(8 * family.kv_page_bytes))] * family.num_layers

@@ -1,4 +1,4 @@
-"""Peers that are let in or refused, and what each is told: CURVE over real sockets."""
+"""Peers are let in or refused, and get the reason: CURVE over real sockets."""
 
 from __future__ import annotations
 

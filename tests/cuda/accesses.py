@@ -1,4 +1,4 @@
-"""Which bytes an operation reads and writes, told apart finely enough for slots of one pool."""
+"""Bytes that an operation reads and writes, distinguished finely enough for slots of one pool."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 aten: Final = torch.ops.aten
 
 GRANULE: Final = 256
-"""Bytes told apart in payloads, from where their memory begins: no more than one row of a pool.
-Marks and indices are told apart one by one."""
+"""Bytes of a payload that count as one, from the start of its memory: at most one row of a pool.
+Marks and indices count byte by byte."""
 _ONE_BY_ONE: Final = (torch.bool, torch.int16, torch.int32, torch.int64)
 
 _GATHERS: Final = {
@@ -54,7 +54,7 @@ def granules(base: int, offset: int, num_bytes: int, grain: int = GRANULE) -> se
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Where in its storage each element of a host tensor lies, in its shape."""
+    """Return the place of each element of a host tensor in its storage, in the tensor's shape."""
     at = torch.tensor(tensor.storage_offset())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         at = at[..., None] + torch.arange(size) * stride
@@ -62,13 +62,13 @@ def elements_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def accesses(func: Any, args: Any, kwargs: Any, keys: Keys) -> tuple[set[int], set[int]]:
-    """What the operation reads and writes of its arguments, host tensors all; the parameters of a
-    model, which nobody writes, are left out."""
+    """Return the bytes that the operation reads and the bytes that it writes, by its arguments. All
+    are host tensors. Parameters of a model are left out, because no operation writes them."""
     reads: set[int] = set()
     writes: set[int] = set()
     named = {it.name: it for it in func._schema.arguments}
-    given = zip(func._schema.arguments, args, strict=False)
-    for declared, value in [*given, *((named[name], it) for name, it in kwargs.items())]:
+    pairs = zip(func._schema.arguments, args, strict=False)
+    for declared, value in [*pairs, *((named[name], it) for name, it in kwargs.items())]:
         is_written = declared.alias_info is not None and declared.alias_info.is_write
         for tensor in pytree.tree_leaves(value):
             if not isinstance(tensor, torch.Tensor) or getattr(tensor, "is_constant", False):

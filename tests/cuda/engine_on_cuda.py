@@ -68,13 +68,13 @@ CHUNK = 48
 """Tokens of one prefill, so that what is recomputed is cut, too."""
 PEER = ModelId("peer")
 MAP = "map"
-"""Digest of the one that there is: E and half of E, and a bias."""
+"""Digest of the only map: E and half of E, and a bias."""
 
 
 def fork(function: Callable[[], T], kind: type[T]) -> T:
-    """What `function` returns in a child of this process, of a type that msgspec knows.
+    """Call `function` in a child of this process; return its result, of a type that msgspec knows.
 
-    RuntimeError with the traceback of what it raised.
+    Raises RuntimeError with the traceback of an error in the child.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -82,18 +82,18 @@ def fork(function: Callable[[], T], kind: type[T]) -> T:
         os.close(reader)
         status = 0
         try:
-            told = msgspec.msgpack.encode(function())
+            message = msgspec.msgpack.encode(function())
         except BaseException:  # noqa: BLE001
-            told, status = traceback.format_exc().encode(), 1
+            message, status = traceback.format_exc().encode(), 1
         with os.fdopen(writer, "wb") as pipe:
-            pipe.write(told)
+            pipe.write(message)
         os._exit(status)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        told = pipe.read()
+        message = pipe.read()
     if os.waitpid(pid, 0)[1]:
-        raise RuntimeError(told.decode())
-    return msgspec.msgpack.decode(told, type=kind)
+        raise RuntimeError(message.decode())
+    return msgspec.msgpack.decode(message, type=kind)
 
 
 def load(model: Path, dtype: str = "float32", **options: Any) -> Any:
@@ -148,7 +148,7 @@ class Part:
 class Engine:
     """A model runner that has been moved to the device, under the product's own linker.
 
-    SGLang's streams: `schedule`, on which the scheduler's thread prepares, and `forwards`.
+    SGLang's streams are `schedule`, on which the scheduler's thread prepares, and `forwards`.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class Engine:
         """Requests that were just admitted, each in a row of its own."""
         runner = self.runner
         rows = [next(self._rows) for _ in parts]
-        for row, it in zip(rows, parts, strict=True):
-            runner.req_to_token_pool.req_to_token[row, : it.stop] = it.slots[: it.stop].int()
+        for row, part in zip(rows, parts, strict=True):
+            runner.req_to_token_pool.req_to_token[row, : part.stop] = part.slots[: part.stop].int()
         batch = ScheduleBatch.init_new(
             reqs=[_request(it) for it in parts],
             req_to_token_pool=runner.req_to_token_pool,
@@ -243,7 +243,8 @@ class Engine:
         return batch
 
     def run(self, batch: Any) -> torch.cuda.Event:
-        """One batch on the forward stream, through the product's hook; the event: it is over.
+        """Run one batch on the forward stream, through the product's hook. Return the event of its
+        end.
 
         `waits` are the lines of the product that make the host wait meanwhile.
         """
@@ -259,20 +260,20 @@ class Engine:
     def _forward(self, _worker: None, batch: Any) -> None:
         runner = self.runner
         self.loader.counter.set_consumer(batch.hicache_consumer_index)
-        it = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        forward = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         assert runner.shared_read_done_event is None, "what it says is not of this forward"
         with torch.no_grad():
-            runner.forward(it)
+            runner.forward(forward)
         runner.shared_read_done_event = None  # The scheduler's thread takes it.
 
-    def _forward_of_runner(self, it: ForwardBatch) -> None:
-        """In place of ModelRunner.forward, which is this where there are no CUDA graphs."""
+    def _forward_of_runner(self, forward: ForwardBatch) -> None:
+        """Replace ModelRunner.forward, which is the method that runs without CUDA graphs."""
         runner = self.runner
         context = ForwardContext(attn_backend=runner.attn_backend)
-        with forward_context(context, forward_batch=it):
-            runner._prepare_eager_forward_batch(it)
-            runner.attn_backend.init_forward_metadata(it)
-            runner.model.forward(it.input_ids, it.positions, it)
+        with forward_context(context, forward_batch=forward):
+            runner._prepare_eager_forward_batch(forward)
+            runner.attn_backend.init_forward_metadata(forward)
+            runner.model.forward(forward.input_ids, forward.positions, forward)
         runner.shared_read_done_event = torch.cuda.Event()
 
     def run_with(
@@ -281,13 +282,14 @@ class Engine:
         *parts: Part,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """As SGLang: loads start with their batch and end once it has run. The outcomes."""
+        """Run a batch as SGLang does: loads start with it and end after it. Return their
+        outcomes."""
         index = self.loader.start([it.load for it in requests])
         self.pass_.expect(index, requests)
         meanwhile()
         batch = self.batch(*parts, index=index)
-        for it in requests:
-            (it.req,) = (req for req in batch.reqs if req.rid == it.req.rid)
+        for request in requests:
+            (request.req,) = (req for req in batch.reqs if req.rid == request.req.rid)
         self.run(batch)
         assert self.linker.finish_layer_wise_loading(index)
         self.labels.report(batch.reqs)
@@ -296,15 +298,15 @@ class Engine:
     def differences(self, slots: torch.Tensor, expected: Sequence[torch.Tensor]) -> list[float]:
         """Per layer, how far the KV in these slots is from `[tokens, (K, V), heads, head_dim]`."""
         torch.cuda.synchronize()
-        pool, found = self.runner.token_to_kv_pool, []
+        pool, distances = self.runner.token_to_kv_pool, []
         for layer, kv in enumerate(expected):
             rows = [buffer[layer][slots].cpu() for buffer in (pool.k_buffer, pool.v_buffer)]
-            found.append(float((torch.stack(rows, 1) - kv[: len(slots)]).abs().max()))
-        return found
+            distances.append(float((torch.stack(rows, 1) - kv[: len(slots)]).abs().max()))
+        return distances
 
     def store(self, tokens: Sequence[int], slots: torch.Tensor) -> list[PageHash]:
-        """As SGLang inserts them into its tree, and then offloads the new node: its pages, of
-        which all are stored."""
+        """Insert these tokens as SGLang does into its tree, then offload the new node. Return its
+        pages; all of them are stored."""
         req = _request(Part(tokens, slots))
         pages = prefixes.pages_of(req, len(slots), PAGE)
         keys = [it.hex() for it in pages]
@@ -331,8 +333,8 @@ class Engine:
         rid: str = "r",
         e_map: str = "",
     ) -> Request:
-        """Of all pages of `slots`: staged in that memory, or from the pool. Without a sender it is
-        this model: what it loads of its own is not approximate."""
+        """Return a load of all pages of `slots`, from staged memory or from the pool. Without a
+        sender this model is the sender: its own KV is not approximate."""
         pages = Span(0, len(slots) // PAGE)
         plan = Plan(
             sender=sender or self.model,
@@ -396,7 +398,7 @@ def _request(part: Part) -> Req:
 
 
 def land(staging: Staging, values: Mapping[Step, torch.Tensor] | None = None) -> None:
-    """As a transport's thread fills it: with these, or with ones for all steps."""
+    """Fill the staging as a transport's thread does: with `values`, or with ones for all steps."""
     if values is None:
         values = {it: torch.ones(staging.sizes[it] // 4) for it in staging.steps}
     for step, tensor in values.items():
@@ -404,7 +406,7 @@ def land(staging: Staging, values: Mapping[Step, torch.Tensor] | None = None) ->
 
 
 def stored(kv: KV) -> torch.Tensor:
-    """As cachetree keeps it: `[tokens, (K, V), heads, head_dim]`."""
+    """Return KV as cachetree stores it: `[tokens, (K, V), heads, head_dim]`."""
     return torch.stack([it[0].transpose(0, 1) for it in kv], dim=1)
 
 
@@ -416,7 +418,7 @@ def on_device(
     cuda: VirtualCuda,
     recompute: str = "server",
 ) -> Iterator[Engine]:
-    """`recompute` is the setting that says what a partial prefill runs on."""
+    """`recompute` is the setting that chooses the attention of a partial prefill."""
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
     with cuda, patch.object(forward_batch_info, "compute_position", _positions):
         engine = Engine(runner, model, e_layers, cuda, recompute)
@@ -425,7 +427,8 @@ def on_device(
 
 
 def _move(runner: Any, cuda: VirtualCuda) -> None:
-    """To the device, as if it had been loaded there. Nobody writes parameters."""
+    """Move the model to the device, as if it had been loaded there. No operation writes
+    parameters."""
 
     def there(tensor: torch.Tensor) -> VirtualTensor:
         return VirtualTensor(tensor.detach().clone(), cuda)
@@ -454,14 +457,15 @@ def _move(runner: Any, cuda: VirtualCuda) -> None:
 
 
 def _positions(_backend: str, prefix_lens: Any, lens: Any, total: int) -> tuple[Any, Any]:
-    """In place of SGLang's kernel, which does not make the host wait either."""
+    """Replace SGLang's kernel. Neither makes the host wait."""
     starts = lens.cumsum(0) - lens
     shift = (prefix_lens - starts).repeat_interleave(lens, output_size=total)
     return torch.arange(total, device="cuda") + shift, starts
 
 
 def plain_attention(runner: Any) -> Any:
-    """In place of SGLang's kernels: plain, on the device, and nothing in it makes the host wait."""
+    """Replace SGLang's kernels: plain attention on the device, in which nothing makes the host
+    wait."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -469,13 +473,13 @@ def plain_attention(runner: Any) -> Any:
         def __init__(self) -> None:
             self.fails = False
             self.runs: list[list[int]] = []
-            """Of each layer that it ran on, how many tokens stood before each prompt's."""
+            """For each layer that ran on it, the number of tokens before each prompt's new ones."""
             self.token_to_kv_pool = runner.token_to_kv_pool
             self.req_to_token_pool = runner.req_to_token_pool
             self.indptr = torch.zeros(NUM_SLOTS, dtype=torch.int64, device="cuda")
 
         def init_forward_metadata(self, batch: ForwardBatch) -> None:
-            """As FlashInfer's: into what was made with it."""
+            """Write into the metadata that was made with it, as FlashInfer's backend does."""
             self.indptr[1 : batch.batch_size + 1] = batch.seq_lens.cumsum(0)
 
         def forward_extend(

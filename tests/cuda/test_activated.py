@@ -1,4 +1,4 @@
-"""What SGLang is told of a batch whose adapter acts from an invocation on, on a device."""
+"""SGLang gets the places from which an activated adapter acts in a batch, on a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request(lora_id: str = "judge") -> Req:
 
 @pytest.fixture
 def activated() -> Iterator[ActivatedAdapters]:
-    """They have met a request."""
+    """Yield adapters that have met a request."""
     models: Any = SimpleNamespace(invocation=lambda it: (7,) if it == "judge" else ())
     made = ActivatedAdapters(models)
     req = request()
@@ -53,13 +53,13 @@ def test_an_invocation_is_found_where_it_comes_last(num_tokens: int, seed: int) 
     tokens = array("q", draw.choices([0, 1, 256], k=num_tokens))
     for length in (1, 2, 3):
         wanted = draw.choices([0, 1, 256], k=length)
-        found = (i for i in range(num_tokens) if [*tokens[i : i + length]] == wanted)
-        assert last_of(wanted, tokens) == max(found, default=None)
+        places = (i for i in range(num_tokens) if [*tokens[i : i + length]] == wanted)
+        assert last_of(wanted, tokens) == max(places, default=None)
 
 
 @pytest.mark.parametrize("filled_with", [5, 7])
 def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: int) -> None:
-    """Nor where a user fills one with an invocation's first token."""
+    """This holds too if a user fills the prompt with an invocation's first token."""
     tokens = array("q", [filled_with]) * 1_000_000
     begun_s = time.process_time()
     assert last_of((7, 8, 9), tokens) is None
@@ -70,7 +70,8 @@ def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: in
 def test_what_never_invokes_it_is_the_bases_and_so_is_the_guards_exact_run(
     activated: ActivatedAdapters, num_answered: int
 ) -> None:
-    """Which has the answer in its input, with tokens that would have invoked it, and makes none."""
+    """The guard's exact run has the answer in its input, with tokens that would have invoked the
+    adapter, and makes none."""
     req = unsent([5] * NUM_TOKENS + [7] * num_answered, "judge", "tenant", None)
     req.sampling_params.max_new_tokens = 10 - num_answered
     req.sampling_params.custom_params = {ANSWERED: num_answered}
@@ -94,7 +95,7 @@ def prefill() -> Any:
 
 
 def manager(num_slots: int) -> Any:
-    """Whose graphs of prefills have been made for so many requests."""
+    """Return a manager that has captured graphs of prefills for this number of requests."""
     backend = SimpleNamespace(
         prefill_cuda_graph_max_bs=num_slots, prefill_cuda_graph_max_tokens=NUM_TOKENS
     )
@@ -104,12 +105,12 @@ def manager(num_slots: int) -> Any:
 
 
 def test_the_host_does_not_wait_to_tell_of_it(cuda: VirtualCuda, activated) -> None:
-    told, batch = [], prefill()
+    copied, batch = [], prefill()
     cuda.stalls.clear()
-    activated.prepare(lambda _manager, it: told.append(it), manager(2), batch)
+    activated.prepare(lambda _manager, it: copied.append(it), manager(2), batch)
     assert cuda.stalls == []
-    assert told[0].lora_ids == [None, "judge"]
-    assert told[0].extend_seq_lens.tolist() == [INVOKED_AT, NUM_TOKENS - INVOKED_AT]
+    assert copied[0].lora_ids == [None, "judge"]
+    assert copied[0].extend_seq_lens.tolist() == [INVOKED_AT, NUM_TOKENS - INVOKED_AT]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -118,8 +119,8 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
 ) -> None:
     fits, batch, refreshed = LoRAManager.can_use_prefill_cuda_graph, prefill(), []
 
-    def prepare(of: Any, told: Any) -> None:
-        refreshed.append(activated.fits_graph(fits, of, told))
+    def prepare(of: Any, split: Any) -> None:
+        refreshed.append(activated.fits_graph(fits, of, split))
 
     activated.prepare(prepare, manager(num_slots), batch)
     is_replayed = activated.fits_graph(fits, manager(num_slots), batch)
@@ -129,7 +130,7 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
 def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(
     cuda: VirtualCuda, activated
 ) -> None:
-    """Whatever id its user has given it."""
+    """Such a question changes nothing, even with the id of a running request."""
     user, batch = request(), prefill()
     batch.rids = [user.rid]
     activated.meet(user)
@@ -155,13 +156,13 @@ def test_another_adapters_request_of_the_same_id_is_not_touched(
 
 
 def test_where_log_probabilities_begin_is_not_told_of_parts(cuda: VirtualCuda, activated) -> None:
-    """Else the triton backend counts less than no rows, in segments without an end."""
+    """Otherwise the triton backend counts a negative number of rows, in segments without an end."""
     batch = prefill()
     batch.rids, batch.lora_ids, batch.batch_size = [RID, "another"], ["judge", None], 2
     batch.seq_lens_cpu = torch.tensor([NUM_TOKENS, 50])
     batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu = [NUM_TOKENS, 50], [31, 49]
     batch.return_logprob = True
     assert get_lm_head_pruned_lens(batch) == [1, 1]
-    told = activated._split(batch)
-    assert told.lora_ids == [None, "judge", None]
-    assert get_lm_head_pruned_lens(told) == [1, 1, 1]
+    parts = activated._split(batch)
+    assert parts.lora_ids == [None, "judge", None]
+    assert get_lm_head_pruned_lens(parts) == [1, 1, 1]

@@ -59,8 +59,8 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
 
 
 class StoredInFp8(LinearMethodBase):
-    """In place of SGLang's own for quantised weights, whose kernels need a device: a layer has no
-    matrix to look at, and makes it of what it stores as it runs."""
+    """Replace SGLang's own method for quantised weights, because its kernels need a device. The
+    layer has no matrix to look at: it makes one of its stored values as it runs."""
 
     def __init__(self, layer: LinearBase) -> None:
         layer.stored = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
@@ -104,7 +104,7 @@ def test_what_happens_on_the_device_equals_the_oracle(pair) -> None:
 def play(
     sender: Path, receiver: Path, changed: Callable[[Any], Any] = lambda runner: runner
 ) -> dict[str, float]:
-    """How far each is from what it should be."""
+    """Return how far each result is from the right one."""
     ids = torch.tensor([TOKENS])
     theirs = prefill(model_of(sender), ids[:, :NUM_PREFIX])
     ours = prefill(model_of(receiver), ids)
@@ -120,20 +120,20 @@ def play(
     own_kv = [stored(kv) for kv in ours.kv]
     expected_kv = [stored(kv) for kv in expected]
     corrected_kv = [stored(kv) for kv in corrected]
-    found = {}
+    distances = {}
     cuda = VirtualCuda()
     with on_device(changed(load(receiver)), receiver, (1,), cuda) as engine:
         first = engine.slots(PAGE, 3 * PAGE)
         engine.run(engine.batch(Part(TOKENS, first)))
-        found["own KV"] = max(engine.differences(first[: len(TOKENS)], own_kv))
+        distances["own KV"] = max(engine.differences(first[: len(TOKENS)], own_kv))
         e = engine.e_pool.e[1][first[: len(TOKENS)]].cpu()
-        found["E"] = float((e - ours.e[1][0]).abs().max())
+        distances["E"] = float((e - ours.e[1][0]).abs().max())
 
         slots = engine.slots(4 * PAGE, 3 * PAGE)
         request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
         land(request.source.staging, {step: values[step] for step in request.plan.steps})
         assert engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
-        found["loaded"] = max(engine.differences(slots[:NUM_PREFIX], expected_kv))
+        distances["loaded"] = max(engine.differences(slots[:NUM_PREFIX], expected_kv))
 
         # Of one batch, one request's E stays as it is, and the other's is corrected.
         plain, mapped = engine.slots(19 * PAGE, 3 * PAGE), engine.slots(22 * PAGE, 3 * PAGE)
@@ -149,14 +149,16 @@ def play(
             Part(TOKENS, mapped, NUM_PREFIX, "mapped"),
         )
         assert engine.run_with(requests, *parts) == ["reused", "reused"]
-        found["beside a corrected one"] = max(engine.differences(plain[:NUM_PREFIX], expected_kv))
-        found["corrected"] = max(engine.differences(mapped[:NUM_PREFIX], corrected_kv))
+        distances["beside a corrected one"] = max(
+            engine.differences(plain[:NUM_PREFIX], expected_kv)
+        )
+        distances["corrected"] = max(engine.differences(mapped[:NUM_PREFIX], corrected_kv))
 
         slots = engine.slots(7 * PAGE, 3 * PAGE)
         pages = PoolPages(first[:NUM_PREFIX])
         request = engine.loading(slots[:NUM_PREFIX], BLOCK, pages)
         assert engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
-        found["of the pool"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
+        distances["of the pool"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
 
         # Forwards recompute both: E of the one is on the host, of the other in the pool.
         one, other = engine.slots(10 * PAGE, 3 * PAGE), engine.slots(13 * PAGE, 3 * PAGE)
@@ -169,7 +171,7 @@ def play(
         assert engine.made[0].runs[num_before:] == [[0, 0], [PAGE]], "in parts of SGLang's size"
         both = torch.cat([one[:NUM_PREFIX], other[:NUM_PREFIX]])
         twice = [kv[:NUM_PREFIX].repeat(2, 1, 1, 1) for kv in own_kv]
-        found["mixed"] = max(engine.differences(both, twice))
+        distances["mixed"] = max(engine.differences(both, twice))
 
         # Of a recompute nothing works any more: SGLang's own forward has no part in it.
         engine.made[0].fails = True
@@ -177,29 +179,29 @@ def play(
         slots = engine.slots(16 * PAGE, 3 * PAGE)
         request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
         land(request.source.staging, {step: values[step] for step in request.plan.steps})
-        told = engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX))
-        assert told == ["fallback: FetchError"]
-        found["fallback"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
+        outcomes = engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX))
+        assert outcomes == ["fallback: FetchError"]
+        distances["fallback"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
         e = engine.e_pool.e[1][slots[:NUM_PREFIX]].cpu()
-        found["E of the fallback"] = float((e - ours.e[1][0, :NUM_PREFIX]).abs().max())
+        distances["E of the fallback"] = float((e - ours.e[1][0, :NUM_PREFIX]).abs().max())
         assert engine.e_pool.num_pages_without(slots[:NUM_PREFIX], PAGE) == 0
 
-        found["stored"] = _stored_difference(engine, first[:NUM_PREFIX], own)
+        distances["stored"] = _stored_difference(engine, first[:NUM_PREFIX], own)
         engine.close()
     assert not cuda.races, cuda.races[0]
-    return found
+    return distances
 
 
 def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torch.Tensor]) -> float:
     pages = engine.store(TOKENS, slots)
     (match,) = engine.cache.match(pages)
     assert (match.num_pages, match.e_pages) == (len(pages), {1: len(pages)})
-    found = 0.0
+    largest = 0.0
     e = Step(Kind.E, 1)
     parts = (part_of(e), KV)
     lease = engine.cache.tree.lease(engine.model, pages, "test", Deadline.after(300), parts)
     for step in (e, *steps_of(KV, engine.num_layers)):
         raw = b"".join(bytes(it) for it in lease.views(step))
         stored = torch.frombuffer(bytearray(raw), dtype=torch.float32)
-        found = max(found, float((stored - own[step].reshape(-1)).abs().max()))
-    return found
+        largest = max(largest, float((stored - own[step].reshape(-1)).abs().max()))
+    return largest

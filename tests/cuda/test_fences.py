@@ -96,12 +96,12 @@ def a_load_from_the_pool(engine: Engine) -> None:
     source, slots = engine.slots(PAGE, 2 * PAGE), engine.slots(4 * PAGE, 3 * PAGE)
     older_forward(engine, source)
     older_forward(engine, slots)
-    given = engine.slots(4 * PAGE, 2 * PAGE)
-    request = engine.loading(given, BLOCK, PoolPages(source), e_map=MAP)
+    loaded = engine.slots(4 * PAGE, 2 * PAGE)
+    request = engine.loading(loaded, BLOCK, PoolPages(source), e_map=MAP)
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
     # SGLang may give the source's slots to another request now, and to the stream of its scheduler
     # the memory in which these numbers were.
-    for freed in (given, source):
+    for freed in (loaded, source):
         freed.zero_()
     older_forward(engine, engine.slots(PAGE, 2 * PAGE))
 
@@ -184,15 +184,15 @@ def seen(model) -> dict[tuple[str, Line | None], Seen]:
 
 def play_all(model: Path) -> list[Seen]:
     runner = load(model)
-    found, needed = [], set()
+    results, needed = [], set()
     for scenario in SCENARIOS:
         whole = fork(partial(play, runner, model, scenario, None), Seen)
-        found.append(whole)
+        results.append(whole)
         for fence in sorted(whole.fences - needed):
-            found.append(fork(partial(play, runner, model, scenario, fence), Seen))
-            if found[-1].is_bad:
+            results.append(fork(partial(play, runner, model, scenario, fence), Seen))
+            if results[-1].is_bad:
                 needed.add(fence)
-    return found
+    return results
 
 
 def play(runner: Any, model: Path, scenario: Callable, drop: Line | None) -> Seen:
@@ -210,9 +210,9 @@ def play(runner: Any, model: Path, scenario: Callable, drop: Line | None) -> See
 
 @pytest.mark.parametrize("scenario", [it.__name__ for it in SCENARIOS])
 def test_nothing_races(seen, scenario: str) -> None:
-    found = seen[scenario, None]
-    assert not found.error
-    assert not found.races, found.races[0]
+    result = seen[scenario, None]
+    assert not result.error
+    assert not result.races, result.races[0]
 
 
 @pytest.mark.parametrize(
@@ -225,24 +225,25 @@ def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario
 def test_a_load_with_corrected_e_takes_no_memory_of_the_device(seen) -> None:
     """Its buffers were counted before the KV pool was sized. A batch has small tensors."""
     loads = ("rows.py", "source.py", "load.py", "partial_prefill.py", "corrections/__init__.py")
-    found = map(str, seen["a_load_from_a_peer", None].allocations)
-    assert [it for it in found if it.partition(":")[0].endswith(loads)] == []
+    lines = map(str, seen["a_load_from_a_peer", None].allocations)
+    assert [it for it in lines if it.partition(":")[0].endswith(loads)] == []
 
 
 def forwards_before_reads(model: Path) -> list[int]:
-    """When what the end of a batch waits for is noted, how many layers its full prefill has run."""
-    read, found = Loader.read_by_current_stream, []
+    """Return how many layers of its full prefill have run when the event is recorded for which the
+    end of a batch waits."""
+    read, counts = Loader.read_by_current_stream, []
     with on_device(load(model), model, (1,), VirtualCuda()) as engine:
 
         def watched(loader: Loader, index: int) -> None:
-            found.append(len(engine.runner.attn_backend.runs))
+            counts.append(len(engine.runner.attn_backend.runs))
             read(loader, index)
 
         with patch.object(Loader, "read_by_current_stream", watched):
             a_load_that_fails(engine)
-        found.append(len(engine.runner.attn_backend.runs))
+        counts.append(len(engine.runner.attn_backend.runs))
         engine.close()
-    return found
+    return counts
 
 
 def test_the_end_of_a_batch_waits_for_no_full_prefill(model) -> None:
@@ -252,7 +253,7 @@ def test_the_end_of_a_batch_waits_for_no_full_prefill(model) -> None:
 
 
 def streams_of_an_offload(model: Path) -> list[bool]:
-    """Of what it gathers: whether something else runs on that stream, too."""
+    """Return, for each gather of an offload, whether other operations run on its stream, too."""
     cuda, read, streams = VirtualCuda(), KernelRows.read, []
 
     def watched(rows: KernelRows, *args: Any) -> None:

@@ -41,7 +41,7 @@ def here(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Wrapper:
-    """What is common to FlashInfer's wrappers; calls must fit the real ones."""
+    """Common part of FlashInfer's wrappers; calls must fit the real ones."""
 
     real: Any
     is_cuda_graph_enabled = False
@@ -67,16 +67,18 @@ class Wrapper:
 class Ragged(Wrapper):
     real = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
 
-    def compute(self, it: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-        assert it.causal
+    def compute(self, call: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+        assert call.causal
         qo, kv = here(self.plan.qo_indptr, self.plan.kv_indptr)
-        return gqa_ragged_prefill_trace.reference(*here(it.q, it.k, it.v), qo, kv, it.sm_scale)
+        return gqa_ragged_prefill_trace.reference(
+            *here(call.q, call.k, call.v), qo, kv, call.sm_scale
+        )
 
 
 class Paged(Wrapper):
     real = flashinfer.BatchPrefillWithPagedKVCacheWrapper
 
-    def compute(self, it: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, call: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.plan.page_size == 1
         qo, kv, indices, last = here(
             self.plan.qo_indptr,
@@ -85,7 +87,7 @@ class Paged(Wrapper):
             self.plan.paged_kv_last_page_len,
         )
         assert set(last.tolist()) == {1}
-        if not it.causal:
+        if not call.causal:
             # The reference knows causal attention alone: as queries of one token it sees all keys.
             spans = [
                 indices[kv[at] : kv[at + 1]]
@@ -95,9 +97,9 @@ class Paged(Wrapper):
             qo = torch.arange(len(spans) + 1)
             kv = torch.tensor([0, *(len(of) for of in spans)]).cumsum(0)
             indices = torch.cat(spans)
-        keys, values = (of[:, None] for of in here(*it.paged_kv_cache))
-        (q,) = here(it.q)
-        return gqa_paged_prefill_trace.reference(q, keys, values, qo, kv, indices, it.sm_scale)
+        keys, values = (of[:, None] for of in here(*call.paged_kv_cache))
+        (q,) = here(call.q)
+        return gqa_paged_prefill_trace.reference(q, keys, values, qo, kv, indices, call.sm_scale)
 
 
 class Decode(Wrapper):
@@ -110,7 +112,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, t
 
 
 def pack(runner: Any, _plan: Any, *, req_pool_indices, seq_lens, indptr, out, **_: Any) -> None:
-    """In place of SGLang's kernel: the slots of each request, one behind the other."""
+    """Replace SGLang's kernel: write the slots of each request, one behind the other."""
     table = runner.req_to_token_pool.req_to_token
     edges = indptr.tolist()
     pairs = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
@@ -160,11 +162,11 @@ def play(sender: Path, receiver: Path) -> list[float]:
         slots = engine.slots(3 * PAGE, 5 * PAGE)
         request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
         land(request.source.staging, {step: values[step] for step in request.plan.steps})
-        told = engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX))
-        assert told == ["reused"]
-        found = engine.differences(slots[:NUM_PREFIX], [stored(kv) for kv in expected])
+        outcomes = engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX))
+        assert outcomes == ["reused"]
+        distances = engine.differences(slots[:NUM_PREFIX], [stored(kv) for kv in expected])
         engine.close()
-    return found
+    return distances
 
 
 def test_a_plan_reads_its_lengths_back_before_it_writes_its_workspace() -> None:

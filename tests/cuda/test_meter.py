@@ -1,4 +1,4 @@
-"""Who asks a device how long its passes took."""
+"""A meter may ask a device how long its passes took only in the thread of this device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_another_thread_is_told_and_leaves_the_device_alone(monkeypatch: Any) ->
         meter = Meter("cuda", 4, 96, PrefillCost(token_s=1.0, context_s=0.0))
         for _ in range(2):  # The first is over when the second is measured.
             with meter.forward([Span(0, 96)]):
-                """As long as a virtual device takes between two events."""
+                """The pass takes as long as a virtual device takes between two events."""
         other = threading.Thread(target=lambda: costs.append(meter.prefill), name="other")
         other.start()
         other.join()

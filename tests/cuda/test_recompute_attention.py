@@ -1,4 +1,5 @@
-"""What layers are recomputed on is made at start, has run by then, and has room left to it."""
+"""The attention of recomputed layers is made at start, has run by then, and has room left for
+it."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ class Start(msgspec.Struct, frozen=True):
     is_servers_own: bool
     has_own_workspace: bool
     runs: list[list[int]]
-    """Before a request came."""
+    """Runs before a request came."""
     began_with_e: list[bool]
     num_made_later: int
     outcome: str
     table: list[int]
-    """What SGLang keeps for padding."""
+    """Row of the table that SGLang reserves for padding."""
 
 
 def start(model: Path) -> Start:
@@ -107,8 +108,8 @@ def taken(model: Path) -> tuple[int, int]:
 
 
 def test_the_memory_of_flashinfer_is_known_before_it_is_made(model) -> None:
-    found, predicted = fork(partial(taken, model), tuple[int, int])
-    assert found == predicted > 384 * MIB
+    taken_bytes, predicted = fork(partial(taken, model), tuple[int, int])
+    assert taken_bytes == predicted > 384 * MIB
 
 
 def test_flashinfer_has_eight_mebibytes_for_each_plan() -> None:
@@ -118,7 +119,7 @@ def test_flashinfer_has_eight_mebibytes_for_each_plan() -> None:
 
 
 def left_for_kv(model: Path, choice: str) -> int:
-    """Of 8 GiB, in a server that is configured so."""
+    """Return the bytes left for KV of 8 GiB, in a server with this choice of attention."""
     import sglang.srt.managers.scheduler  # noqa: F401  (its hooks are placed where it is loaded)
 
     config = {

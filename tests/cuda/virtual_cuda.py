@@ -57,7 +57,7 @@ _WAITING: Final = {
     aten.equal.default,
     aten.is_nonzero.default,
 }
-"""What the host waits for to know a value, or a shape."""
+"""Operations for which the host waits, to know a value or a shape."""
 
 
 _ALIGNED: Final = 16
@@ -89,7 +89,7 @@ class Stall:
     why: str
     operation: str
     line: Line | None
-    """Of the product; None where something else asked for it."""
+    """Line of the product; None if other code asked for the operation."""
 
 
 class VirtualTensor(torch.Tensor):
@@ -233,7 +233,8 @@ class VirtualCuda:
 
     @contextlib.contextmanager
     def capturing(self, graph: Graph | None = None) -> Iterator[None]:
-        """As `torch.cuda.graph`, on another stream, but that the operations run at once, too."""
+        """Capture a graph, as `torch.cuda.graph` does on another stream; the operations also run at
+        once."""
         self._wait_for_all()
         self.is_capturing = True
         self._graph = graph
@@ -244,7 +245,7 @@ class VirtualCuda:
             self.is_capturing = False
 
     def page_locked(self, num_bytes: int) -> memoryview:
-        """Host memory that the device copies from and to while the host goes on."""
+        """Return host memory that the device copies from and to without a wait of the host."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
     def cudaHostRegister(self, address: int, num_bytes: int, _flags: int) -> int:
@@ -259,8 +260,10 @@ class VirtualCuda:
         """The calling thread reads and writes these buffers now."""
         keys = []
         for buffers in (reads, writes):
-            found = [self._keys_at(it.ctypes.data, it.nbytes) for it in map(np.asarray, buffers)]
-            keys.append({key for of in found for key in of})
+            of_buffers = [
+                self._keys_at(it.ctypes.data, it.nbytes) for it in map(np.asarray, buffers)
+            ]
+            keys.append({key for of in of_buffers for key in of})
         self._access(self._host, *keys, "host")
 
     # Its memory.
@@ -289,10 +292,10 @@ class VirtualCuda:
         stream = self.current_stream().id
         self.join(stream, self.host_clock())
         keys: tuple[set[int], set[int]] = (set(), set())
-        for it in reads:
-            keys[0].update(keys_of(it.host))
+        for tensor in reads:
+            keys[0].update(keys_of(tensor.host))
         for into, source in moves:
-            for found, (base, offsets) in zip(keys, (source, into), strict=True):
+            for touched, (base, offsets) in zip(keys, (source, into), strict=True):
                 memory = self._memory_of(base)
                 for offset in offsets:
                     at = base - memory.start + offset
@@ -300,15 +303,15 @@ class VirtualCuda:
                         raise IllegalAddress(f"{name}: {at} is beyond {len(memory)} bytes")
                     if (base + offset) % _ALIGNED:
                         raise IllegalAddress(f"{name}: {at} is no multiple of {_ALIGNED} bytes")
-                    found.update(granules(memory.start, at, size))
+                    touched.update(granules(memory.start, at, size))
             for to, of in zip(into[1], source[1], strict=True):
                 ctypes.memmove(into[0] + to, source[0] + of, size)
         self.kernels.append(name)
         self._access(stream, *keys, name)
 
     def _memory_of(self, address: int) -> range:
-        there = (range(it, it + size) for it, size in self._sizes.items() if self._alive[it])
-        for memory in (*self._pinned, *there):
+        ranges = (range(it, it + size) for it, size in self._sizes.items() if self._alive[it])
+        for memory in (*self._pinned, *ranges):
             if address in memory:
                 return memory
         raise IllegalAddress(f"{address:#x} is neither page-locked nor on the device")
@@ -382,10 +385,10 @@ class VirtualCuda:
         ):
             with _OnDevice(self):
                 return func.decompose(*args, **kwargs)
-        it = _Operation(func, args, kwargs)
+        operation = _Operation(func, args, kwargs)
         if func is aten.is_pinned.default:
-            return not it.there and self._is_pinned(it.here[0].data_ptr())
-        is_on_device = {id(tensor.host) for tensor in it.there}
+            return not operation.there and self._is_pinned(operation.here[0].data_ptr())
+        is_on_device = {id(tensor.host) for tensor in operation.there}
 
         def keys(tensor: torch.Tensor, elements: torch.Tensor | None = None) -> set[int]:
             if id(tensor) in is_on_device:
@@ -393,38 +396,38 @@ class VirtualCuda:
             return self._keys_at(tensor.data_ptr(), tensor.nbytes)
 
         # What it reads is looked up before it runs: it may overwrite its own indices.
-        reads, writes = accesses(func, it.args, it.kwargs, keys)
-        made = it.execute()
+        reads, writes = accesses(func, operation.args, operation.kwargs, keys)
+        made = operation.execute()
         if self.is_capturing and self._graph is not None:
-            self._graph.operations.append((it, made))
-        for tensor in [*made, *it.here]:
+            self._graph.operations.append((operation, made))
+        for tensor in [*made, *operation.here]:
             self._kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        if it.pins:
+        if operation.pins:
             self._pinned += [range(of.data_ptr(), of.data_ptr() + of.nbytes) for of in made]
-        if it.is_there and not is_view(func):
+        if operation.is_there and not is_view(func):
             writes = writes.union(*(keys_of(tensor) for tensor in made))
-        if not (it.there or it.is_there):
+        if not (operation.there or operation.is_there):
             self._access(self._host, reads, writes, func.name())
         elif not is_view(func):
             stream = self.current_stream().id
             self.join(stream, self.host_clock())
             self._access(stream, reads, writes, func.name())
-            self._have_host_wait(it, made)
-        return it.result(self)
+            self._have_host_wait(operation, made)
+        return operation.result(self)
 
-    def _have_host_wait(self, it: _Operation, made: Sequence[torch.Tensor]) -> None:
-        """Where it would, for the current stream."""
+    def _have_host_wait(self, operation: _Operation, made: Sequence[torch.Tensor]) -> None:
+        """Make the host wait for the current stream, as the operation would."""
         stream = self.current_stream().id
-        why = it.why_host_waits
-        if it.crosses:
-            memory = (it.here or made)[0]
+        why = operation.why_host_waits
+        if operation.crosses:
+            memory = (operation.here or made)[0]
             if not self._is_pinned(memory.data_ptr()):
                 why = "pageable copy"
-            elif not it.is_async:
-                self._stall("blocking copy", it.func.name())
+            elif not operation.is_async:
+                self._stall("blocking copy", operation.func.name())
                 self.fence("blocking copy", lambda: self.join(self._host, self.clock_of(stream)))
         if why:
-            self._stall(why, it.func.name())
+            self._stall(why, operation.func.name())
             self.join(self._host, self.clock_of(stream))
 
     def _stall(self, why: str, operation: str) -> None:
@@ -467,7 +470,7 @@ Move = tuple[tuple[int, Sequence[int]], tuple[int, Sequence[int]]]
 
 
 class Kernels:
-    """In place of `sglang_droidspeak.engine.transfer`."""
+    """Replace `sglang_droidspeak.engine.transfer`."""
 
     def __init__(self, cuda: VirtualCuda) -> None:
         self._cuda = cuda
@@ -527,7 +530,7 @@ class Kernels:
 
 
 class _Operation:
-    """One call of an operator: on plain tensors, whose values are those of the device's."""
+    """One call of an operator, on plain tensors that have the values of the device's."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
@@ -535,7 +538,7 @@ class _Operation:
         self.there = [it for it in tensors if isinstance(it, VirtualTensor)]
         self.here = [it for it in tensors if not isinstance(it, VirtualTensor)]
         self.is_there = bool(self.there)
-        """Where the result is."""
+        """True if the result is on the device."""
         self.args, self.kwargs = pytree.tree_map(_plain, (args, dict(kwargs)))
         self.pins = self.kwargs.pop("pin_memory", False) or func is aten._pin_memory.default
         if self.kwargs.get("device") is not None:
@@ -556,7 +559,7 @@ class _Operation:
 
     @property
     def why_host_waits(self) -> str:
-        """For other reasons than a copy's."""
+        """Return why the host waits, for other reasons than a copy; empty if it does not."""
         if self.func in INDEXING and self.there:
             if self.here:
                 return "copy of a CPU scalar or index"
@@ -575,10 +578,10 @@ class _Operation:
     def result(self, cuda: VirtualCuda) -> Any:
         wrappers = {id(it.host): it for it in self.there}
 
-        def wrapped(it: Any) -> Any:
-            if not (self.is_there and isinstance(it, torch.Tensor)):
-                return it
-            return wrappers[id(it)] if id(it) in wrappers else VirtualTensor(it, cuda)
+        def wrapped(value: Any) -> Any:
+            if not (self.is_there and isinstance(value, torch.Tensor)):
+                return value
+            return wrappers[id(value)] if id(value) in wrappers else VirtualTensor(value, cuda)
 
         with torch.inference_mode(False):
             return pytree.tree_map(wrapped, self.out)

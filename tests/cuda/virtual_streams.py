@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from virtual_cuda import VirtualCuda, _Operation
 
 Clock = dict[int, int]
-"""Of each stream, up to which of its operations something is ordered."""
+"""Number of each stream's operations that are ordered before a moment."""
 
 
 class Stream:
@@ -46,14 +46,15 @@ class Graph:
 
     def replay(self) -> None:
         with _disable_current_modes():
-            for it, made in self.operations:
-                for before, now in zip(made, it.execute(), strict=True):
+            for operation, made in self.operations:
+                for before, now in zip(made, operation.execute(), strict=True):
                     if before.data_ptr() != now.data_ptr():
                         before.copy_(now)
 
 
 class Event:
-    """Not over until somebody has asked: a query answers yes, and then it is."""
+    """An event that is over only after a query: the first query answers yes, and then it is
+    over."""
 
     def __init__(self, cuda: VirtualCuda) -> None:
         self._cuda = cuda
@@ -89,7 +90,7 @@ class Event:
 
 
 class Lock:
-    """A lock that carries the clock of whoever released it to whoever takes it."""
+    """A lock that carries the clock of the thread that released it to the thread that takes it."""
 
     def __init__(self, cuda: VirtualCuda) -> None:
         self._lock = _thread.allocate_lock()

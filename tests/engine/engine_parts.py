@@ -39,7 +39,7 @@ CPU = {
 """Chunks shorter than every prompt, so that prefill is always chunked on both sides."""
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SLOW_DEVICE = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("slow_device.py"))}
-"""For forked servers whose tests do not ask whether reuse is worth it."""
+"""Environment of forked servers in tests that do not ask if reuse is worth its time."""
 SHORT_HOURS = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("short_hours.py"))}
 """The same with a drift guard that need not wait for hours."""
 

@@ -124,7 +124,7 @@ def cache_over(shelf: Shelf, clock: Clock = time.monotonic, **config: Any) -> Ca
 
 
 class PointerStore(HiCacheStorage):
-    """As the backends that move memory by its address: through the registered host pool alone."""
+    """A backend that moves memory by address, only through the registered host pool."""
 
     kept: ClassVar[dict[str, bytes]] = {}
 
@@ -161,7 +161,7 @@ class PointerStore(HiCacheStorage):
 
 
 def store_without_e(cache: Cache, pages: list[PageHash]) -> None:
-    """As what was loaded from another cache."""
+    """Store pages without E, like pages that were loaded from another cache."""
     reservation = cache.tree.reserve(MODEL, None, pages)
     assert reservation is not None
     reservation.commit()

@@ -41,11 +41,13 @@ class Resident(NamedTuple):
     own_bytes: int
     """Bytes that only these processes use: heaps and stacks."""
     mapped_bytes: int
-    """Of memory that others map too, and of files; what processes share counts once for each."""
+    """Bytes of memory that others map too, and of files. Memory that processes share counts for
+    each."""
 
 
 def resident(group: int) -> Resident:
-    """To the page: `statm`, by which `resident_bytes` goes, is off by up to 64 of each thread."""
+    """Return the memory of a group of processes, exact to the page. `statm`, which `resident_bytes`
+    reads, is wrong by up to 64 pages for each thread."""
     whole = own = 0
     for folder in folders(group):
         with suppress(*_GONE):

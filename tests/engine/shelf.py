@@ -10,7 +10,8 @@ from sglang_droidspeak.fleet.servers import Process, WorkerSpec
 
 
 class Shelf:
-    """`config` gives what `cachetree serve` is told in each life, from its number."""
+    """A worker that can be killed and restarted; `config` returns its file for each life, by
+    number."""
 
     def __init__(self, config: Callable[[int], dict[str, Any]], folder: Path) -> None:
         self._config = config

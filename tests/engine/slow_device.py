@@ -1,7 +1,7 @@
 """Run in a server before it starts. The server takes its device for so slow that reuse always pays.
 
-What a tiny model takes on a machine that does other things is noise, by which a request is told
-`slower` now and then. `test_faults`, `test_stall_servers` and `test_never_slower` have real times.
+The times of a tiny model on a busy machine are noise, so some requests would end as `slower`.
+`test_faults`, `test_stall_servers` and `test_never_slower` have real times.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ NUM_LAYERS = 6
 BLOCKS = ("none", "2:4", "2:6")
 DEADLINE_S = 2.0
 MARGIN_S = 2.0
-"""For a machine whose processors are shared by five processes."""
+"""Margin for a machine with five processes on its processors."""
 KILL_EVERY_S = 40.0
 HARM_EVERY_S = (3.0, 9.0)
 
@@ -87,7 +87,7 @@ def worker_config(
 
 
 class Chaos(threading.Thread):
-    """Does harm until it is told to stop, and leaves everything sound."""
+    """Harms the fleet until its end is asked for, and leaves everything sound."""
 
     def __init__(self, shelf: Shelf, proxy: FaultProxy, seed: int, record: Record) -> None:
         super().__init__(name="chaos")

@@ -82,10 +82,11 @@ class StallingWorker(_OfferingWorker):
 
 
 class GatedWorker(_OfferingWorker):
-    """Sends nothing of a fetch while its gate is shut, as it is at first, and all in order after.
+    """A worker that sends nothing of a fetch while its gate is shut, and everything in order
+    afterwards.
 
-    KV and E are random numbers, others for each page and layer: whoever is given what was another
-    request's answers otherwise.
+    The gate is shut at first. KV and E are random numbers, different for each page and layer: a
+    request that gets the KV of another answers differently.
     """
 
     def __init__(self, family: Family, model: str, prompts: Sequence[Sequence[int]]) -> None:

@@ -52,7 +52,7 @@ PLAN = Plan(
     num_layers=4,
 )
 WANTED = {"is_experiment": True, "patience": Patience(saving_s=math.inf), "step_share": 0.5}
-"""As where a request asks for a block by name and no gate decides."""
+"""Settings of a planner for requests that name their block, without a gate."""
 
 
 UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, **__: None)
@@ -61,7 +61,8 @@ UNCOUNTED: Any = SimpleNamespace(count_outcome=lambda *_, **__: None)
 
 @dataclass
 class Recorded:
-    """Labels and their metrics: what requests are told, and what each plan has saved."""
+    """Labels and their metrics: the provenance that requests get, and the time that each plan
+    saved."""
 
     notes: list[tuple[str, RequestProvenance]] = field(default_factory=list)
     savings: list[float] = field(default_factory=list)
@@ -135,7 +136,7 @@ class FakeMeter(SimpleNamespace):
     """A meter that knows what it is made with."""
 
     def noticed(self, late_s: float) -> None:
-        """Of no use here."""
+        """Do nothing: these tests do not need it."""
 
 
 METER: Any = FakeMeter(

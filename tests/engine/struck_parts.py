@@ -144,7 +144,8 @@ class Rig:
         eventually(self.is_well, RECOVERY_S)
 
     def frames(self, proxy: FaultProxy) -> list[tuple[Towards, int, Via]]:
-        """Those that each of some fetches had; how many pings there are differs."""
+        """Return frames that each of three fetches had; the number of pings differs between
+        fetches."""
         counts = []
         for _ in range(3):
             proxy.arm(None)
@@ -175,7 +176,7 @@ class Rig:
         return scraped(f"{self.reader.url}/metrics")
 
     def held(self) -> dict[str, float]:
-        """What has to return to where it was; slots are counted by SGLang, see `STRICT`."""
+        """Return counts that have to return to their start; SGLang counts slots, see `STRICT`."""
         pages = [self.page] if self.shelf.process.is_alive else []
         senders = [scraped(url) for url in (f"{self.author.url}/metrics", *pages)]
         counts = {

@@ -124,7 +124,7 @@ def test_a_later_invocation_makes_what_was_the_adapters_the_bases(team: Judged) 
 
 
 def test_without_an_invocation_it_is_the_base(team: Judged) -> None:
-    """Which has it on the device already."""
+    """The server has the base's KV on the device already."""
     tokens = plain_prompt(150, 12)
     team.ask(BASE, tokens, max_new_tokens=1)
     reply = team.ask(JUDGE, tokens)

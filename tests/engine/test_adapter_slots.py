@@ -76,7 +76,7 @@ def scheduler_of(slots: Slots, *, is_overlapped: bool) -> Any:
 
 
 def hooks_of(ranks: Ranks) -> AdapterHooks:
-    """With models whose folders have their names."""
+    """Return hooks with models that are named as their folders."""
     models = Models(Named(ModelId("base")), 4, lambda folder: folder.name)
     return AdapterHooks(models, ActivatedAdapters(models), ranks, lambda _lora_id: None)
 
@@ -210,7 +210,7 @@ class OtherRank(Ranks):
 def test_all_ranks_have_a_new_adapter_or_none_has(
     adapter: Path, tmp_path: Path, broken: str | None, is_well: bool
 ) -> None:
-    """What is being read is the same on all of them, whichever failed, and where."""
+    """All ranks read the same adapters, whichever rank failed, and at whichever step."""
     hooks = hooks_of(OtherRank(is_well=is_well))
     models = hooks.models
     folder = shutil.copytree(adapter, tmp_path / "a")
@@ -244,7 +244,7 @@ def test_a_pinned_one_leaves_room_for_those_that_are_there(adapter: Path) -> Non
 
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_one_whose_batches_lm_head_could_not_read_is_refused(is_pinned: bool) -> None:
-    """On CUDA SGLang takes the rows of lm_head from what it is told of a batch."""
+    """On CUDA SGLang chooses the rows of lm_head by the lengths that a batch states."""
     manager, late = Loads(None, 4, [ref("a")]), ref(LATE, is_pinned)
     manager.target_modules |= {"lm_head"}
     of_one().require_room(manager)

@@ -34,7 +34,7 @@ from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.pool import PoolIndex, pool_of
 
 NUM_PAGES = 96
-"""Of the pool: small, so that slots are used again and again."""
+"""Pages of the pool: few, so that slots are used again and again."""
 NUM_LAYERS = 4
 E_LAYER = 1
 MAX_RUNNING = 6
@@ -59,9 +59,9 @@ class Running:
     weights: str
     pages: Sequence[PageHash]
     num_read: int
-    """Of SGLang's tree, which keeps them meanwhile."""
+    """Number of pages that it reads in SGLang's tree, which keeps them meanwhile."""
     num_loaded: int
-    """So many of the first come out of a cache, but for those; without E."""
+    """Number of first pages without E: those of them that were not read come out of a cache."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Engine:
         return slots
 
     def insert(self, running: Running) -> None:
-        """What is missing; what is there keeps its slots, whatever the request has made."""
+        """Insert missing pages. A page that the tree has keeps its slots, whatever the request
+        made."""
         lora_id, pages = running.lora_id, running.pages
         for index, page in enumerate(pages):
             if (lora_id, page) in self.trees:
@@ -143,7 +144,7 @@ class Walk:
         self.loaded: dict[str, tuple[str, str]] = {}
         """SGLang's id of this loading, and the weights, by name."""
         self.plans: list[tuple[Plan, Prompt]] = []
-        """Of requests that wait for their slots."""
+        """Plans of requests that wait for their slots."""
         self.num_loads = self.num_hits = self.num_local_hits = self.num_with_e = 0
         for name, of in (("num_held", self._num_held), ("use", self._use)):
             monkeypatch.setattr(pool_module.prefixes, name, of)
@@ -259,7 +260,7 @@ class Walk:
                 self.plans.append((plan, prompt))
 
     def admit(self) -> None:
-        """What was planned once is looked for when there are slots."""
+        """Look for the pages of an earlier plan, now that there are slots."""
         if self.plans:
             self._check(*self.plans.pop(self.rng.randrange(len(self.plans))))
 

@@ -49,8 +49,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read all of SGLang takes seconds; another test does. The example names files from the
-    root."""
+    """Leave out the search through SGLang, which takes seconds; another test has it. Files of the
+    example have paths from the root."""
     monkeypatch.setattr(probe, "compare", lambda _root: ([], []))
     monkeypatch.chdir(ROOT)
 
@@ -347,7 +347,7 @@ def test_firewall_before_the_data_port_is_one_line(info: SimpleNamespace) -> Non
 
 
 def test_the_speed_of_a_link_is_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan takes a link that nobody uses to have become faster; a person is not told so."""
+    """A plan expects an unused link to be faster by now; a person sees the measured speed."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(address,), serves=False, host_bytes=1 << 20)) as cache:
         status = cache.status()

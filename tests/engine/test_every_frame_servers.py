@@ -62,7 +62,7 @@ def authors_proxy(rig: Rig) -> Iterator[FaultProxy]:
 
 
 def between(frames: Frames) -> list[int]:
-    """Where a worker may end: before a message that it sends, not within one."""
+    """Return points at which a worker may end: before one of its messages, not within a message."""
     return [index for towards, index, via in frames if (towards, via) == (Towards.PEER, Via.DATA)][
         ::2
     ]
@@ -113,7 +113,7 @@ def strike_all(
 
 
 def kept(rig: Rig, before: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """What is held now beyond what was held before: then and now.
+    """Return what is held now beyond what was held before, as pairs (then, now).
 
     A worker's disk has readers that start when they are first needed: after a restart, mostly.
     """
@@ -154,7 +154,7 @@ def test_the_worker_is_killed_between_any_two_frames(rig: Rig, frames: Frames) -
 
 
 def test_the_worker_is_restarted_between_any_two_frames(rig: Rig, frames: Frames) -> None:
-    """From its disk it can send the rest, if it is back in time."""
+    """A worker that is back in time sends the rest from its disk."""
 
     def kill_and_restart() -> None:
         rig.shelf.kill()

@@ -50,7 +50,7 @@ class Proxied:
     """Layer at which the sender offers E."""
 
     def ask(self) -> Answer:
-        """By name, because otherwise nothing is recomputed of what one's own model has."""
+        """Ask for the sender by name; otherwise no layer of a model's own KV is recomputed."""
         sender = read_model_identity(self.pair.sender.spec.model).model_id
         return self.pair.ask(self.tokens, droidspeak={"block": BLOCK, "sender": sender})
 

@@ -61,7 +61,7 @@ class Silent:
     tokens: list[int]
     shelf: Shelf
     proxy: FaultProxy
-    """In between."""
+    """The proxy between worker and reader."""
 
     @contextmanager
     def by(self, cause: str) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Pair(server_parts.Pair):
     collector: Collector
 
     def spans(self, reply: Answer) -> list[Collected]:
-        """Of its trace, so far."""
+        """Return the spans of the reply's trace, so far."""
         spans, rid = list(self.collector.spans), reply.meta["id"]
         roots = {it.trace_id for it in spans if it.attributes.get("rid") == rid}
         return [it for it in spans if it.trace_id in roots]
@@ -294,7 +294,7 @@ class Sending:
         self._before = ask_status(self._address, timeout_s=10)
 
     def wait_for(self, *, num_bytes: int = 0, num_fetches: int = 0) -> None:
-        """Until so many bytes, or the last bytes of so many fetches, have been sent."""
+        """Wait until this many bytes, or the last bytes of this many fetches, have been sent."""
 
         def has_sent() -> bool:
             before, now = self._before, ask_status(self._address, timeout_s=10)

@@ -154,7 +154,7 @@ def test_what_a_program_left_when_it_ended_ends_with_the_fleet(tmp_path: Path) -
 
 
 def ended(pid: int) -> None:
-    """Of what was not this process's own; its new parent may be late to ask how it ended."""
+    """Wait for the end of another process's child; its new parent may be late to collect it."""
     eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10)
 
 
@@ -192,7 +192,8 @@ def test_whoever_was_given_the_number_of_what_ended_is_let_alone(tmp_path: Path)
 
 
 def test_what_is_being_written_is_written_before_it_ends(tmp_path: Path) -> None:
-    """As a cache of its own writes what waits for its disk, in more seconds than two."""
+    """A worker does so too: it writes the entries that wait for its disk, in more than two
+    seconds."""
     port, file = servers.free_port(), tmp_path / "written"
     program = f"""
 import os, signal, socket, time
@@ -386,7 +387,7 @@ def test_a_server_is_asked_itself_whatever_proxy_there_is(
 
 
 def test_no_two_processes_are_given_one_port(monkeypatch):
-    """Of two ports this one has one, until it ends; the other has a process that has ended."""
+    """One of two ports belongs to a live process, the other to a process that has ended."""
     first = servers.free_port(2)
     ports._given_out.pop().close()
     monkeypatch.setattr(ports, "_PORTS", range(first, first + 2))

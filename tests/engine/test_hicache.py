@@ -400,7 +400,7 @@ def test_a_backend_that_cannot_work_is_refused(
 def test_the_folder_of_the_file_backend_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's own is of whoever made it first, and all may read what is in it."""
+    """SGLang's own folder belongs to the user who made it first, and all users may read it."""
     with pytest.raises(ConfigError, match="file_storage_path is None; name a folder"):
         check_backend("file", {})
     folder = tmp_path / "a" / "store"
@@ -428,7 +428,7 @@ def test_the_folder_of_the_file_backend_is_this_users_alone(
 def test_the_folders_of_nixl_are_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
-    """Where it keeps files: SGLang gives them a folder of its own, which all may read."""
+    """SGLang's default for files is a folder that all users may read."""
     monkeypatch.setitem(StorageBackendFactory._registry["nixl"], "loader", lambda: None)
     check_backend("nixl", {"plugin": {"obj": {"active": True}}})
     variable = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"

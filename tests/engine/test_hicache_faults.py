@@ -237,7 +237,7 @@ def test_what_pauses_reading_is_late_answers_not_long_prompts(
 
 
 def notes_of(cache: Cache) -> list[tuple[int, type]]:
-    """Of each fetch that will have ended: how much was read, and what ended it."""
+    """Return a list that gets, for each fetch that ends, the bytes that were read and its error."""
     noted: list[tuple[int, type]] = []
 
     def note(num_bytes: int, _seconds: float, error: FetchError | None) -> None:

@@ -52,7 +52,8 @@ HOST = StorageMedium.CPU.value
 
 
 class Index:
-    """As an indexer keeps it: by medium and block, the tokens of the prompt up to its end."""
+    """An indexer's view: for each medium and block, the tokens of the prompt up to the block's
+    end."""
 
     def __init__(self, port: int) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
@@ -275,7 +276,8 @@ def test_sglang_names_an_adapter_by_whatever_key_it_inserts(core: str, is_dynamo
 
 
 def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
-    """Nor of what is nobody's business, and while something else, or another model's, is stored."""
+    """Private entries cause no event, nor do entries that are added during another one's
+    storing."""
     tokens = prompt(5 * PAGE, seed=1)
     keeper.store(tokens, None)
     keeper.fill(page_hashes(prompt(4 * PAGE, seed=2)))

@@ -305,7 +305,8 @@ def test_a_sample_that_has_computed_its_prompt_says_so(labels: Labels, counts: C
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_sample_that_read_other_kv_than_the_first_says_so(labels: Labels, exact: bool) -> None:
-    """By its own namespace, not by that of the request that prefilled the prompt."""
+    """The sample is judged by its own namespace, not by that of the request that ran the
+    prefill."""
     warming, sample = request(n=2, max_new_tokens=0), request(n=2)
     labels.note(warming, reused(exact=not exact))
     labels.report([warming])
@@ -316,7 +317,7 @@ def test_a_sample_that_read_other_kv_than_the_first_says_so(labels: Labels, exac
 
 
 def test_a_sample_says_what_was_read_by_its_own_controls(labels: Labels, counts: Counts) -> None:
-    """Of one prompt that two ask for at the same time, one of whom forbids reuse."""
+    """Two requests ask for one prompt at the same time, and one of them forbids reuse."""
     read = {"auto": reused(), "off": RequestProvenance(outcome="off")}
     for mode, provenance in read.items():
         ask(labels, mode, provenance, max_new_tokens=0)

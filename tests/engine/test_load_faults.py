@@ -124,8 +124,8 @@ class Rig:
     def loading(
         self, num_landed: int | None = None, num_there: int = 0, num_head: int = 0
     ) -> Request:
-        """With so many of its steps, or all; of its tokens the device has so many, and it computes
-        so many after them."""
+        """Return a request of which `num_landed` steps, or all, have landed. The device has
+        `num_there` of its tokens, and it computes `num_head` after them."""
         staging = Staging(dict.fromkeys(PLAN.steps, NUM_TOKENS), Deadline.after(60))
         for step in PLAN.steps[:num_landed]:
             staging.write(step, 0, memoryview(bytes(NUM_TOKENS)))
@@ -149,7 +149,7 @@ class Rig:
         return self.req.cached_tokens, self.req.cached_tokens_host
 
     def num_reused(self) -> float:
-        """As metrics have it."""
+        """Return the reused tokens that the metrics count."""
         (metric,) = self.labels.metrics.reused_tokens.collect()
         return sum(it.value for it in metric.samples if it.name.endswith("_total"))
 

@@ -36,7 +36,7 @@ BLOCK, LAYERS = Span(2, 5), 12
 TEXTS = [context_prompt(it) for it, _ in by_context(read_records(PAIRS / "data/held_out.jsonl"))]
 MAX_NEW = 6
 LIMIT_S = 8.0
-"""For one request on a busy machine, whatever happens to the store: its calls may take 5 s."""
+"""Limit of one request on a busy machine while the store fails: its calls may take 5 s."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Cluster:
     metrics_port: int
 
     def num_objects(self) -> int:
-        """Of the store; 0 where there is no master."""
+        """Return the number of objects in the store; 0 if its master is gone."""
         with contextlib.suppress(requests.ConnectionError):
             text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5).text
             count = re.search(r"^master_key_count (\d+)", text, re.MULTILINE)
@@ -166,7 +166,7 @@ def test_what_is_killed_harms_no_answer(cluster: Cluster) -> None:
 
 
 def test_one_command_starts_all_of_it(tmp_path: Path) -> None:
-    """As a user types it: what one engine stores the other reads, and Ctrl-C ends them all."""
+    """One command starts the example; one engine reads KV of the other; Ctrl-C ends everything."""
     file, ports = example(tmp_path)
     command = [sys.executable, "-m", "sglang_droidspeak.cli", "up", str(file)]
     command += ["--device", "cpu", "--out", str(tmp_path / "out")]

@@ -16,7 +16,7 @@ from sglang_droidspeak.store.rows import page_locked
 
 
 class Runtime:
-    """CUDA's, of a device whose host allows so many locked bytes."""
+    """CUDA's runtime, on a device with a host that allows this many locked bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

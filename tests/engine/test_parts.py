@@ -358,7 +358,7 @@ class Pieces:
 
 
 def test_what_is_stored_is_gathered_in_pieces() -> None:
-    """Of a long node all at once would take as much memory of the device again."""
+    """A long node in one piece would take as much memory of the device again."""
     slots, coding = torch.randperm(3000), Pieces()
     e = torch.arange(6000, dtype=torch.float32).view(3000, 2)
     kv: Any = SimpleNamespace(k_buffer=[e[:, None]], v_buffer=[-e[:, None]])

@@ -139,7 +139,7 @@ def test_to_look_for_e_is_no_use_of_it(shelf: Shelf, monkeypatch) -> None:
 
 
 def test_what_was_loaded_has_no_e(shelf: Shelf) -> None:
-    """Nor, as far as anybody could use it, what was computed behind it."""
+    """Pages computed after loaded ones have E that no plan can use."""
     pages = pages_of(6)
     shelf.insert(pages, num_loaded=4)
     shelf.insert(pages[:4], num_there=4)
@@ -174,7 +174,7 @@ def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf)
 
 
 def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
-    """Nobody knew the adapter then, say: whatever is in the tree came somehow."""
+    """For example the adapter was unknown when its pages came into the tree."""
     pages = pages_of(6)
     shelf.insert(pages, num_there=4)
     assert shelf.e_pages(pages) == 0
@@ -306,7 +306,7 @@ def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
 def test_of_places_without_number_the_one_longest_unused_is_forgotten(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As activated adapters make them, one for each token at which they are invoked."""
+    """Activated adapters make such places: one for each token at which they are invoked."""
     monkeypatch.setattr(pool_module, "_MAX_PLACES", 3)
     pages = pages_of(2)
     for namespace in ("x@1", "x@2", "x@3", "x@1", "x@4"):
@@ -564,7 +564,7 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
 @pytest.mark.parametrize("tenant", [None, "tenant"])
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
 def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: str | None) -> None:
-    """Of the same tenant and adapter; and hashes that say the same to other servers."""
+    """The namespace has the same tenant and adapter, and hashes that other servers understand."""
     key = (tenant or "") + (lora_id or "") or None  # As SGLang makes it.
     tokens = random_prompt(4 * PAGE, 1)
     req = request_of(tokens, lora_id, extra_key=key, cache_salt="salt")
@@ -585,7 +585,7 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
 @pytest.mark.parametrize("key", [None, "", "t"])
 @pytest.mark.parametrize("lora_id", [None, "7" * 32])
 def test_pages_are_named_as_sglang_names_them(key: str | None, lora_id: str | None) -> None:
-    """To which an empty key is another tenant's than none; also after a move there and back."""
+    """SGLang distinguishes an empty key from none. The names hold after a move there and back."""
     req = unsent(random_prompt(4 * PAGE, 1), lora_id, key, None)
     req.refresh_fill_ids()
     old_key = req.extra_key

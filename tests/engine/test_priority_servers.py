@@ -30,7 +30,7 @@ PLAIN = [prompt(130 + 16 * i, seed=50 + i) for i in range(3)]
 """Prompt that no server has read."""
 BLOCK = "1:3"
 NEAR = 2e-4
-"""Two tokens whose log-probabilities are as near may change places where a batch is another."""
+"""Two tokens with log-probabilities this close may change places in another batch."""
 MANY_TOKENS = 8000
 
 

@@ -67,7 +67,7 @@ class Profiled:
     own: Tokens
     """Answer of the receiver without reuse."""
     kl: float
-    """Of full prefill's distributions from those over the block, on `own`; nats per token."""
+    """KL of full prefill's distributions from those of the block, on `own`; nats per token."""
 
     @property
     def prompt(self) -> list[int]:
@@ -100,7 +100,7 @@ def drawn(pair: Pair) -> Drawn:
 
 @pytest.fixture(autouse=True)
 def _said(drawn: Drawn) -> None:
-    """For whoever reads of a failure: pytest shows a shared fixture's words in one test only."""
+    """Print the seed in each test: pytest shows a shared fixture's output in one test only."""
     print(f"DROIDSPEAK_TEST_SEED={drawn.seed}: blocks {', '.join(map(literal, drawn.blocks))}")
 
 
@@ -145,7 +145,7 @@ def literal(block: Span) -> str:
 
 
 def profile(pair: Pair, document: Document, blocks: list[Span]) -> Iterator[Profiled]:
-    """As the profiler's stages do it: one pass per starting layer, all mixtures at once."""
+    """Measure as the profiler's stages do: one pass per starting layer, all mixtures at once."""
     sender, model = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     answerer = Answerer(
         model=model, tokenizer=pair.tokenizer, ends=frozenset(), room=Room(rows=8, positions=256)
@@ -201,7 +201,8 @@ def reused(server: Server, case: Profiled, tokens: list[int], **options):
 
 
 def assert_same_tokens(ids: Tokens, expected: Generated, name: object) -> None:
-    """Equal up to a token whose runner-up is as good; what follows that one has another past."""
+    """Compare tokens up to the first that differs: its runner-up has to be nearly as good. Later
+    tokens have another past."""
     for i, (token, right) in enumerate(zip(ids, expected.ids, strict=True)):
         if token != right:
             assert expected.margins[i] < TOLERANCE, name

@@ -192,7 +192,7 @@ def test_which_held_requests_a_step_could_have_taken(
 
 
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
-    """Of its second reading: its first answer was on its way, as with SGLang's overlap schedule."""
+    """The first answer was under way at the second reading, as in SGLang's overlap schedule."""
     outcomes: Counter[str] = Counter()
     metrics = SimpleNamespace(
         count_outcome=lambda it, **_: outcomes.update([it]), count_saving=lambda *_: None
@@ -268,7 +268,7 @@ def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> No
 
 
 class Held:
-    """One request whose fetch is under way, and whose recompute takes longer than any fetch."""
+    """A request with a fetch under way, and with a recompute that takes longer than any fetch."""
 
     def __init__(self) -> None:
         self._cache, self._req = Asked(time.monotonic), request()

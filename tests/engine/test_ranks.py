@@ -96,7 +96,7 @@ GATHERING: Any = SimpleNamespace(tensor_model_parallel_all_gather=gather)
 
 
 def whole_of(ranks: Ranks, *broken: int) -> list[list[int]] | str:
-    """Of two tokens and a column on each rank; those that are broken have none."""
+    """Return E of two tokens, joined from one column of each rank; broken ranks have no column."""
     try:
         with ranks.together():
             if ranks.rank in broken:

@@ -67,8 +67,8 @@ OWNER = Owner(ModelId("m"), None, None)
 def inserted(
     req: Req, *, is_stopped: bool = False, owner: Owner | None = OWNER
 ) -> tuple[MagicMock, MagicMock]:
-    """What the offloader was given, and what was noted for models beside, after SGLang has inserted
-    the request's whole pages into its tree."""
+    """Return the mocks of the offloader and the pool's index, after SGLang has inserted the
+    request's whole pages into its tree."""
     models, pool, offloader = MagicMock(), MagicMock(), MagicMock(is_stopped=is_stopped)
     models.owner_of.return_value = owner
     inserting = Insertions(models, pool, offloader, PAGE)

@@ -37,7 +37,7 @@ def test_embeddings_of_other_rows_are_not_taken_along() -> None:
 
 
 def test_a_recording_of_experts_has_none_of_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's models say which layer they are in; here nobody does, and it would raise."""
+    """SGLang's models name the layer that they are in. Here no model does, and that would raise."""
     recorder: Any = object.__new__(experts._ExpertDistributionRecorderReal)
     recorder._disable_all, recorder._recording = False, True
     recorder._current_layer_idx = recorder._current_debug_name = experts.Withable()

@@ -11,7 +11,7 @@ from sglang_droidspeak.request.replies import Replies
 
 
 class Streamer:
-    """What went out, and a cache and an offloader that say how far publication is."""
+    """A streamer that notes sent replies, with a cache and an offloader that publish on demand."""
 
     def __init__(self, patience_s: float = 100.0) -> None:
         self.sent: list[str] = []
@@ -89,7 +89,7 @@ def test_what_sglang_prefills_for_all_samples_does_not_keep_them_waiting() -> No
 
 
 def test_who_has_the_id_of_one_that_waits_is_answered_and_labelled() -> None:
-    """The first rank has answered the other one, whose id is free again then."""
+    """The first rank has answered the other request, so the id is free again."""
     streamer = Streamer()
     streamer.stream(request("r1", **BEFORE))
     streamer.stream(request("r1", is_finished=False))

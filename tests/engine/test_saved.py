@@ -44,7 +44,7 @@ PAIR = PLAN.sender, PLAN.receiver
 
 
 class Rig:
-    """A server on whose clock a token of full prefill takes `TOKEN_S`."""
+    """A server with a clock by which a token of full prefill takes `TOKEN_S`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = Now(monkeypatch)
@@ -138,7 +138,8 @@ def test_a_wait_for_another_request_that_computes_the_same_costs_nothing(rig: Ri
 
 
 def test_requests_of_a_batch_share_its_time_by_their_work(rig: Rig) -> None:
-    """With a third that loads nothing: of 48 new tokens each has 16, and loaded ones cost none."""
+    """A third request loads nothing. Of 48 new tokens each request has 16, and loaded tokens cost
+    nothing."""
     rig.run(rig.loading(), rig.loading("r2"), takes_s=0.6, num_others=1)
     assert rig.saved_s == (2 * FULL_S - 0.4, 0)
 

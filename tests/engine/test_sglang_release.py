@@ -1,4 +1,4 @@
-"""What is recorded of SGLang: true of the installed one, complete, and told of where it moved."""
+"""Records of SGLang are true of the installed release, complete, and name what has moved."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def test_whatever_is_called_of_its_objects_is_recorded() -> None:
 
 
 def test_the_forwards_of_models_whose_layers_are_run_are_recorded() -> None:
-    """Of each supported class the loop over its layers, and what such a layer does."""
+    """The record has, for each supported class, the loop over its layers and one layer's
+    forward."""
     folder, names = "sglang.srt.models", set()
     for path in sorted(probe.installed().joinpath(*folder.split(".")).glob("*.py")):
         text = path.read_text()

@@ -35,8 +35,8 @@ STALLING = "stalling"
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
-    """As it comes, and as good as without a limit, each with a base and an adapter; both read from
-    a worker that stalls."""
+    """Start one server with default limits and one with hardly any, each with a base and an
+    adapter. Both read from a worker that stalls."""
     folder: Path = tmp_path_factory.mktemp("stall")
     (base,) = write_models(
         folder, shape("llama", layers=12, hidden=512, heads=8, kv_heads=8), ["base"]

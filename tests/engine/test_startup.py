@@ -608,7 +608,7 @@ def test_settings_of_a_file_are_those_of_the_server(model: Path, tmp_path: Path)
 
 
 def test_no_choice_is_another_value_in_yaml(tmp_path: Path) -> None:
-    """As `off` is, which is false there."""
+    """An unquoted `off` would be false in YAML."""
     path = tmp_path / "droidspeak.yaml"
     choices = {
         it.name: getattr(it.type, "__args__", None) or list(it.type)
@@ -724,7 +724,7 @@ def test_senders_are_those_of_usable_profiles_and_the_model_itself(
 
 
 def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -> None:
-    """Not of what was written to its folder meanwhile, and if that is gone."""
+    """The base counts as it was loaded, even if its folder was overwritten or is gone."""
     base = shutil.copytree(model, tmp_path / "base")
     adapter = write_adapter(tmp_path / "adapter", base)
     identity = load_this_server(server_args(base, {})).identity

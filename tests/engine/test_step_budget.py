@@ -54,7 +54,7 @@ class Slots:
 
 
 class Adder(PrefillAdder):
-    """As the hook makes it; of each loaded token half of the layers are computed anew."""
+    """SGLang's adder with the hook; each loaded token recomputes half of the layers."""
 
     def __init__(self, *, is_decoding: bool, align: int | None = None) -> None:
         tree = SimpleNamespace(supports_mamba=lambda: False, supports_prefix_sharing=lambda: True)
@@ -97,7 +97,7 @@ class Adder(PrefillAdder):
 
 @pytest.mark.parametrize("is_decoding", [True, False])
 def test_a_step_takes_partial_prefills_up_to_its_tokens(is_decoding: bool) -> None:
-    """Of 32 tokens' worth and a page of their own each: twice that are 96."""
+    """Each partial prefill costs 32 tokens and a page: two of them are 96 tokens."""
     adder = Adder(is_decoding=is_decoding)
     assert [adder.add(64, 10) for _ in range(4)] == [True, True, False, False]
     assert adder.rem_chunk_tokens == 0
@@ -110,7 +110,7 @@ def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding: bool) -> 
 
 
 def test_one_is_not_refused_where_chunks_are_of_many_pages() -> None:
-    """SGLang leaves whoever is refused first, and all behind, for as long as anything decodes."""
+    """SGLang passes over a refused request, and all behind it, as long as any request decodes."""
     adder = Adder(is_decoding=True, align=4 * PAGE)
     assert [adder.add(640, 5 * PAGE) for _ in range(2)] == [True, False]
 
@@ -132,7 +132,8 @@ def test_what_is_only_loaded_takes_the_time_of_its_copies(share: float, num: int
 
 
 def due(step_tokens: int, *rids: str) -> tuple[WaitingRequests, Asked, list[Any]]:
-    """Requests whose E has come; the rest comes within their recompute, of half of the layers.
+    """Return requests with E here; their KV is predicted within their recompute of half of the
+    layers.
 
     The fetch seems to run since the machine was started, so the recompute takes years.
     """
@@ -160,7 +161,8 @@ def test_a_step_takes_no_more_unfinished_loads_than_it_could_prefill(is_decoding
 
 
 def test_an_unfinished_load_that_no_step_could_prefill_waits_beside_who_decodes() -> None:
-    """Of 64 tokens, where a step takes 79 with a page of the request's own; and then all of it."""
+    """The load has 64 tokens. A step takes 79 and a page of the request's own, and then all of
+    it."""
     waiting, cache, (req,) = due(NUM_PAGES * PAGE + PAGE - 1, "r1")
     assert look(waiting, req, is_decoding=True) == {"r1"}
     assert not look(waiting, req, is_decoding=False), "there is nobody who would wait"

@@ -43,7 +43,8 @@ NUM_RANKS = 2
 DEADLINE_S = 3.0
 READER = "reader"
 LATE, NEVER = "late", "never"
-"""Models of workers whose second rank does not send the last layer, and does not send anything."""
+"""Models of two workers: the second rank of `late` never sends its last layer, that of `never`
+sends nothing."""
 NUM_STALLED = 330
 CORRECTED, E_MAP = Span(3, 5), random_correction()
 """A block of the reader's profile, and what corrects E before it."""
@@ -291,8 +292,8 @@ def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path
 
 @pytest.mark.slow
 def test_no_rank_touches_sglangs_tree_alone(tmp_path: Path) -> None:
-    """As SGLang itself sees it, which ends a server whose ranks call its tree differently: while
-    requests wait for slots that others have, and what they are to read is evicted."""
+    """SGLang itself detects this: a server ends if its ranks call its tree differently. Requests
+    wait for slots that others have, and their pages are evicted meanwhile."""
     models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
     spec = servers.ServerSpec(
         model=models.whole[BASE],

@@ -145,7 +145,7 @@ class Served(Client):
         return label, num
 
     def _under(self, server: Served, salt: str) -> list[Tokens]:
-        """What a server has read under a salt, or with a fault under any."""
+        """Return prompts that a server has read under a salt; with the fault, under any salt."""
         is_wrong = self.fault == "tenant" and server is self.peer
         salts = server.device if is_wrong else [salt]
         return [it for key in salts for it in server.device.get(key, [])]

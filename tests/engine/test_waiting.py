@@ -79,8 +79,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def test_plan_whose_first_pages_the_device_lost_is_made_anew(
     now: Now, has_come: bool, left_s: float
 ) -> None:
-    """What is loaded follows on what is there. It waits no longer in all, unless its wait was over
-    and it has stood in the queue as all others do."""
+    """The new load begins behind the pages that are left. The request waits no longer in all,
+    unless its wait was over and it has queued as all others do."""
     cache, req = Asked(now, held=Held(2, 0)), request()
     planner = planner_that(
         lambda *_: planned_as(
@@ -297,7 +297,8 @@ def test_delay_until_a_fetch_is_seen_to_end_is_noted_once(
 
 
 def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any, Any]:
-    """A request of whose 120 bytes so many have come in so many seconds, in its turn at once."""
+    """Return a request of 120 bytes, of which `num_bytes` have come in `seconds`, at its first
+    turn."""
     cache, req = Asked(now, held=Held(1, 0)), request()
     waiting, recorded = waiting_with(cache, **parts)
     look(waiting, req)
@@ -354,8 +355,8 @@ def test_missing_kv_may_come_during_the_recompute(now: Now, token_s: float, is_h
 def held_for(
     now: Now, came: Callable[[float], float], saving_s: float = MARGIN_S, times: float = 1.0
 ) -> tuple[float, bool]:
-    """How long a request is held of whose fetch such a share has come after so many seconds, and
-    whether it loads then; all of it so many times as long."""
+    """Return how long a request is held, and whether it loads then. `came` gives the share of the
+    fetch that has come, by seconds; `times` multiplies all times."""
     link = Link(byte_s=times * WAIT_S / 120, frame_bytes=1)
     patience = Patience(saving_s=times * saving_s, wait_s=times * WAIT_S, link=link)
     cache, req = Asked(now), request()
@@ -394,14 +395,15 @@ def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now: Now, share: fl
 def test_no_fetch_makes_an_answer_later_than_two_full_prefills(
     now: Now, slower: float, share: float, times: float
 ) -> None:
-    """What reuse saves without its wait is less than one: so long it waits, and then takes one."""
+    """Reuse saves less than one full prefill without its wait: so long it waits, and then takes
+    one."""
     waited_s, has_come = held_for(now, lambda it: min(it / WAIT_S / slower, share), MARGIN_S, times)
     assert waited_s <= WAIT_S + MARGIN_S + 4 * STEP_S
     assert has_come == (share == 1.0 and slower <= 1.2)
 
 
 def test_low_rate_of_a_long_fetch_is_seen_early(now: Now) -> None:
-    """Of 2.4 seconds that it was to take, and takes three times as long."""
+    """The fetch was predicted to take 2.4 seconds, and takes three times as long."""
     waited_s, has_come = held_for(now, lambda it: it / WAIT_S / 3, MARGIN_S, times=20)
     assert not has_come
     assert 20 * waited_s == pytest.approx(0.2, abs=0.05)

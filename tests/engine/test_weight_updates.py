@@ -92,8 +92,8 @@ def updater_of(model: Weights) -> WeightUpdater:
 
 
 def checker_of(model: Weights) -> WeightChecker:
-    """Of `POST /weights_checker`, by which it is proven that an update writes all weights: random
-    ones come first."""
+    """Return the checker of `POST /weights_checker`. It writes random weights first, to prove that
+    an update writes all weights."""
     checker = WeightChecker.__new__(WeightChecker)  # As constructed, it asks for groups of ranks.
     checker._get_model = lambda: model
     return checker

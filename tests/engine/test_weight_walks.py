@@ -55,7 +55,7 @@ def tensors(content: Content) -> dict[str, np.ndarray]:
 
 
 class Threads:
-    """What hashes a folder does so when the walk says so; tensors are hashed at once."""
+    """Threads that hash a folder when the walk says so; tensors are hashed at once."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []

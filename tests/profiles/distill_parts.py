@@ -24,7 +24,7 @@ WORDS = ("red", "sea", "cat", "oak", "tin", "fig", "owl", "bay", "jam", "elm")
 
 
 def write_base(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
-    """A model whose greedy answers depend on the whole prompt."""
+    """Write a model with greedy answers that depend on the whole prompt."""
     alphabet = sorted(ByteLevel.alphabet())
     vocabulary = [*alphabet, "ĊĊ", "<s>", "</s>"]
     tokenizer = Tokenizer(

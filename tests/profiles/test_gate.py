@@ -261,7 +261,7 @@ def test_an_interval_of_many_contexts_fits_beside_the_weights():
 
 
 def test_the_interval_leaves_out_as_much_on_either_side():
-    """For the mean of many draws, the interval reaches 1.96 deviations to either side."""
+    """The interval reaches 1.96 deviations to either side of the mean of many draws."""
     contexts = np.random.default_rng(5).random((400, 1)).tolist()
     around, deviation = interval(contexts), np.std(contexts) / 400**0.5
     assert (around.mean - around.low) / deviation == pytest.approx(1.96, abs=0.05)
