@@ -79,7 +79,7 @@ def questions(skill: str, chosen: Sequence[Sequence[Package]]) -> Iterator[Recor
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The last checkpoint, and all models whose KV it reads."""
+    """The last checkpoint, and all models that it reads KV of."""
 
     answerer: Answerer
     own: LayeredModel
@@ -93,22 +93,22 @@ class Reader:
         prefix = asked[0].prefix
         sources = [[(k.float(), v.float()) for k, v in it.prefix(prefix, ()).kv] for it in models]
         mixtures = [(source,) * model.num_layers for source in range(num)]
-        for it in asked:
-            (question,), (answer,) = it.questions, self.answerer.answer(it, sources[0])
-            given = (*question.suffix, *answer[:-1])
-            streams = forced(model, sources, mixtures, [given], num)
+        for context in asked:
+            (question,), (answer,) = context.questions, self.answerer.answer(context, sources[0])
+            tokens = (*question.suffix, *answer[:-1])
+            streams = forced(model, sources, mixtures, [tokens], num)
             exact, *stale = self._predicted(streams, len(question.suffix) - 1)
-            full = self.answerer.quality(it, 0, answer)
+            full = self.answerer.quality(context, 0, answer)
             for step, mixture, got in zip(steps, mixtures[1:], stale, strict=True):
                 kl = (exact.exp() * (exact - got)).sum(-1).clamp(min=0).tolist()
                 other = answer
                 if got.argmax(-1).tolist() != [*answer]:
                     again = [Asked(mixture, question.suffix, answer)]
-                    (other,) = self.answerer.answer_all(it, sources, again)
-                quality = self.answerer.quality(it, 0, other)
+                    (other,) = self.answerer.answer_all(context, sources, again)
+                quality = self.answerer.quality(context, 0, other)
                 yield {
                     "step": step,
-                    "skill": it.task.name,
+                    "skill": context.task.name,
                     "first_micronats": 1e6 * kl[0],
                     "micronats": 1e6 * fmean(kl),
                     "same": float(other == answer),
@@ -155,10 +155,10 @@ def rows(journal: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Sum up by ancestor, length and skill. A context is one draw."""
     groups: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for line in journal:
-        for it in line["compared"]:
-            lost = it["full"] - it["stale"]
-            key = -it["step"], line["length"], it["skill"]
-            groups.setdefault(key, []).append({**it, "lost": lost, "tokens": line["tokens"]})
+        for compared in line["compared"]:
+            lost = compared["full"] - compared["stale"]
+            key = -compared["step"], line["length"], compared["skill"]
+            groups.setdefault(key, []).append({**compared, "lost": lost, "tokens": line["tokens"]})
     for (_, length, skill), group in sorted(groups.items()):
         of = {key: [[it[key]] for it in group] for key in group[0] if key not in ("step", "skill")}
         bounds = {key: interval(values) for key, values in of.items()}
@@ -189,8 +189,8 @@ def main() -> None:
         it: distances(checkpoint(args.work, it), checkpoint(args.work, KEPT[-1]))
         for it in KEPT[:-1]
     }
-    told = [{**away[it["step"]], **it} for it in rows(read(journal))]
-    result.write("stale_kv", {"rows": told}, environment, args.json)
+    joined = [{**away[it["step"]], **it} for it in rows(read(journal))]
+    result.write("stale_kv", {"rows": joined}, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -59,15 +59,15 @@ def test_e_is_written_inside_a_cuda_graph(cuda: VirtualCuda, pool) -> None:
 def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda: VirtualCuda) -> None:
     runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
     slots, e = torch.tensor([5, 6, 9], device="cuda"), torch.randn(8, HIDDEN).bfloat16()
-    kept, num_bytes = [], []
+    stored, num_bytes = [], []
     for columns in (Span(0, HIDDEN), Span(0, HIDDEN // 2), Span(HIDDEN // 2, HIDDEN)):
         rank, stack = EPool((1, 3), SLOTS, columns, runner), Stack()
         rank.capture_from(stack)
         stack.forward(slots, {layer: e.to("cuda") for layer in (1, 3)})
         num_bytes.append(sum(rows.nbytes for rows in rank.e.values()))
-        kept.append([rank.e[layer][slots].cpu() for layer in (1, 3)])
+        stored.append([rank.e[layer][slots].cpu() for layer in (1, 3)])
     assert num_bytes == [2 * SLOTS * HIDDEN * 2, 2 * SLOTS * HIDDEN, 2 * SLOTS * HIDDEN]
-    for whole, first, second in zip(*kept, strict=True):
+    for whole, first, second in zip(*stored, strict=True):
         assert torch.equal(whole, e[:3])
         assert torch.equal(torch.cat([first, second], 1), whole)
 

@@ -1,4 +1,4 @@
-"""E that comes encoded is decoded on the device, and nobody waits for that."""
+"""E that arrives encoded is decoded on the device, and no thread waits for that."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_two_streams_may_encode_and_decode(codec: Codec) -> None:
         with torch.cuda.stream(offloads):
             codecs.encode(codec, torch.zeros(4, HEAD_DIM, device="cuda"))
         with torch.cuda.stream(loads):
-            there = stored.to("cuda", non_blocking=True)
-            decoded = codecs.decode(codec, there, torch.float32)
+            received = stored.to("cuda", non_blocking=True)
+            decoded = codecs.decode(codec, received, torch.float32)
         assert not cuda.races, cuda.races[0]
         assert torch.equal(decoded.cpu(), codecs.decode(codec, stored, torch.float32))

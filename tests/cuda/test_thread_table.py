@@ -34,12 +34,12 @@ def running(folder: Path) -> list[str]:
     server_of = engine_on_cuda._server
 
     def server(*args: Any) -> Any:
-        it = server_of(*args)
+        this_server = server_of(*args)
         more = {"listen": "tcp://127.0.0.1:0", "http": port, "disk_gb": 2**-6}
         more |= {"disk_path": str(folder / "disk"), "hicache_backend": "file"}
         more |= {"hicache_config": {"file_storage_path": str(folder / "hicache")}}
         more |= {"peers": ("tcp://127.0.0.1:1", f"dns://localhost:{free_port()}")}
-        return dataclasses.replace(it, settings=replace(it.settings, **more))
+        return dataclasses.replace(this_server, settings=replace(this_server.settings, **more))
 
     with (
         patch.object(engine_on_cuda, "_server", server),

@@ -94,17 +94,17 @@ def test_what_one_thread_waited_for_another_knows_only_if_it_is_told(cuda: Virtu
     def races_of(tells: bool) -> int:
         cuda.races.clear()
         torch.frombuffer(memory, dtype=torch.uint8).to("cuda", non_blocking=True)
-        told, is_over = threading.Semaphore(0), threading.Semaphore(0)
+        has_copied, is_over = threading.Semaphore(0), threading.Semaphore(0)
 
         def write() -> None:
             if tells:
-                told.acquire()
+                has_copied.acquire()
             np.copyto(np.asarray(memory), 1)
             is_over.release()
 
         threading.Thread(target=write).start()
         torch.cuda.current_stream().synchronize()
-        told.release()
+        has_copied.release()
         is_over.acquire()
         return len(cuda.races)
 

@@ -174,7 +174,7 @@ def test_what_is_computed_where_the_tree_has_it_leaves_it_as_it_is(shelf: Shelf)
 
 
 def test_what_was_inserted_unnoted_counts_as_without_e(shelf: Shelf) -> None:
-    """For example the adapter was unknown when its pages came into the tree."""
+    """An adapter may have been unknown when its pages came into the tree."""
     pages = pages_of(6)
     shelf.insert(pages, num_there=4)
     assert shelf.e_pages(pages) == 0
