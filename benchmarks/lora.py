@@ -131,9 +131,9 @@ class Bench:
             return time.perf_counter() - started_s, samples
 
 
-def write(folder: Path, num_adapters: int) -> Models:
-    """Write the base, its adapters, and a profile of every ordered pair of them."""
-    (base,) = write_random(folder, ["base"])
+def write(base: Path, num_adapters: int) -> Models:
+    """Write adapters beside their base, and a profile of every ordered pair of them."""
+    folder = base.parent
     adapters = [
         write_adapter(folder / f"adapter-{seed}", base, rank=RANK, std=0.02, seed=seed)
         for seed in range(num_adapters)
@@ -153,29 +153,38 @@ def pool_tokens(num_tokens: int, num_requests: int) -> int:
     return (num_requests + 1) * pages * PAGE
 
 
-@contextmanager
-def bench(models: Models, num_tokens: int, count: int) -> Iterator[Bench]:
-    """Run SGLang alone and with the extension, side by side, with the first `count` adapters."""
-    adapters = {it.name: it for it in models.adapters[:count]}
-    of_sglang = options(
-        max_total_tokens=pool_tokens(num_tokens, count),
-        max_running_requests=max(8, count),
-        lora_backend="torch_native",
-        max_lora_rank=RANK,
-        max_loras_per_batch=count,
-    )
-    specs = [
-        ServerSpec(
+def specs(
+    models: Models, num_tokens: int, count: int, spec: type[ServerSpec] = ServerSpec, **more: Any
+) -> list[ServerSpec]:
+    """Specify SGLang alone and with the extension, both with the first `count` adapters. `more` are
+    options of SGLang."""
+    of_sglang = {
+        "max_total_tokens": pool_tokens(num_tokens, count),
+        "max_running_requests": max(8, count),
+        "lora_backend": "torch_native",
+        "max_lora_rank": RANK,
+        "max_loras_per_batch": count,
+    }
+    return [
+        spec(
             model=models.base,
             name=name,
-            options=of_sglang,
-            adapters=adapters,
+            options=options(**of_sglang | more),
+            adapters={it.name: it for it in models.adapters[:count]},
             droidspeak=droidspeak,
         )
         for name, droidspeak in (("alone", None), ("extended", settings_of(models)))
     ]
-    with running(*specs, env=ENV) as servers:
-        yield Bench(dict(zip(CONTENDERS, servers, strict=True)), list(adapters), num_tokens)
+
+
+@contextmanager
+def bench(
+    servers: Sequence[ServerSpec], num_tokens: int, env: Mapping[str, str] = ENV
+) -> Iterator[Bench]:
+    """Run SGLang alone and with the extension, side by side."""
+    with running(*servers, env=env) as running_servers:
+        contenders = dict(zip(CONTENDERS, running_servers, strict=True))
+        yield Bench(contenders, list(servers[0].adapters), num_tokens)
 
 
 def settings_of(models: Models) -> dict[str, Any]:
@@ -315,7 +324,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.activated is not None:
         with tempfile.TemporaryDirectory() as name:
-            models = write(Path(name), args.activated)
+            (base,) = write_random(Path(name), ["base"])
+            models = write(base, args.activated)
             with activated_bench(models, args.tokens) as testbed:
                 rows = measure_activated(testbed, args.rounds)
         results = {"tokens": args.tokens, "rounds": args.rounds, "count": args.activated}
@@ -323,9 +333,10 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        models = write(Path(name), max(args.adapters))
+        (base,) = write_random(Path(name), ["base"])
+        models = write(base, max(args.adapters))
         for count in args.adapters:
-            with bench(models, args.tokens, count) as testbed:
+            with bench(specs(models, args.tokens, count), args.tokens) as testbed:
                 if not rows:
                     compare_outputs(testbed, models)
                 rows.append(measure(testbed, args.rounds))

@@ -1,15 +1,19 @@
 """Does the CUDA path do on this device what it is written for? Fifteen minutes at most; `make gpu`.
 
     python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
+    python -m benchmarks.gpu --rehearse    on CPUs: the parts whose servers can run there, in small
 
     ttft       an 8B-shaped pair of 32 layers, a quarter of them recomputed, at 2K, 10K and 40K
                tokens, beside SGLang's full prefill and its radix cache; answers compared
     overlap    copies of loaded layers by the product's loader beside a layer's kernels:
                milliseconds that they add per layer, and their bandwidth
-    pinned     staged KV copied into slots from page-locked memory, beside pageable memory
-    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
+    throughput requests per second at a target for the first token, with two models on the device:
+               Poisson arrivals for two minutes
+    lora       eight adapters of one server that read one document, beside SGLang alone
     oracle     blocks of llama and qwen3, with FlashInfer and FA3, in CUDA graphs and without, of
                adapters and on two ranks, against plain transformers; then in quantised weights
+    pinned     staged KV copied into slots from page-locked memory, beside pageable memory
+    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
     sanitizer  the copies under torch's CUDA sanitizer; and under NVIDIA's
     flashinfer its answer over a cached prefix, dumped for tests that have no device
 
@@ -35,6 +39,7 @@ from pathlib import Path
 
 from benchmarks import result
 from benchmarks.gpu.parts import (
+    REHEARSAL,
     Found,
     NotHere,
     Part,
@@ -98,11 +103,13 @@ def compared(selection: str, _num_tokens: int) -> Iterator[Found]:
     yield from servers.oracle(selection)
 
 
-def timed(num_tokens: int) -> Iterator[Found]:
-    needs("sglang")
-    from benchmarks.gpu import servers
+def served(name: str, num_tokens: int) -> Iterator[Found]:
+    """Run a part whose servers make random weights on their device."""
+    needs("sglang", on_cpus=True)
+    from benchmarks.gpu import adapters, servers, throughput
 
-    yield from servers.ttft(num_tokens)
+    parts_of = {"ttft": servers.ttft, "throughput": throughput.measure, "lora": adapters.measure}
+    yield from parts_of[name](num_tokens)
 
 
 HERE = (sys.executable, "-m", "benchmarks.gpu", "--here")
@@ -115,15 +122,17 @@ NVIDIAS = (
     *("--report-api-errors", "no"),
 )
 PARTS = {
-    "ttft": Part(timed, 280),
-    "overlap": Part(beside, 60),
-    "pinned": Part(partial(on_device, "pinned"), 20),
-    "captured": Part(partial(on_device, "captured"), 20),
-    "oracle": Part(partial(compared, f"not ({QUANTISED})"), 180),
-    "quantised": Part(partial(compared, QUANTISED), 80),
-    "torch_sanitizer": Part(partial(sanitized, TORCHS), 40),
-    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 60),
-    "flashinfer": Part(dumped, 60),
+    "ttft": Part(partial(served, "ttft"), 280),
+    "overlap": Part(beside, 40),
+    "throughput": Part(partial(served, "throughput"), 180),
+    "lora": Part(partial(served, "lora"), 80),
+    "oracle": Part(partial(compared, f"not ({QUANTISED})"), 110),
+    "quantised": Part(partial(compared, QUANTISED), 50),
+    "captured": Part(partial(on_device, "captured"), 15),
+    "pinned": Part(partial(on_device, "pinned"), 15),
+    "torch_sanitizer": Part(partial(sanitized, TORCHS), 25),
+    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 30),
+    "flashinfer": Part(dumped, 15),
 }
 """Parts in order of worth: a run that is cut has the most useful results."""
 
@@ -147,8 +156,11 @@ def main() -> None:
     parser = result.arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rehearse", action="store_true", help="servers run on CPUs, in small")
     parser.add_argument("--here", nargs="+", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rehearse:
+        os.environ[REHEARSAL] = "1"
     if args.here:
         failed = []
         for name in args.here:

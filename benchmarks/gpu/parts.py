@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 Found = dict[str, Any]
+REHEARSAL = "DROIDSPEAK_GPU_REHEARSAL"
+"""Variable of the environment under which servers run on CPUs, at small sizes."""
 _MERCY_S = 10.0
 """Seconds that a process has to stop its servers after SIGTERM."""
 
@@ -37,9 +39,14 @@ class Part:
     most_s: float
 
 
-def needs(*packages: str) -> None:
-    """Raise NotHere if there is no CUDA device, or one of these packages is missing."""
-    if not torch.cuda.is_available():
+def is_rehearsal() -> bool:
+    return REHEARSAL in os.environ
+
+
+def needs(*packages: str, on_cpus: bool = False) -> None:
+    """Raise NotHere if there is no CUDA device, or one of these packages is missing. A part whose
+    servers can run `on_cpus` needs no device while it is rehearsed."""
+    if not (torch.cuda.is_available() or (on_cpus and is_rehearsal())):
         raise NotHere("there is no CUDA device")
     for package in packages:
         if importlib.util.find_spec(package) is None:

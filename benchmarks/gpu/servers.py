@@ -10,22 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.parts import is_rehearsal
 from benchmarks.gpu.random_weights import plugin_environment, write_seeded
 from cachetree import Span
 from profiles.random_models import random_prompt, shape
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 ROOT = Path(__file__).parents[2]
-LAYERS, BLOCK = 32, Span(24, 32)
-"""Layers of an 8B model, and the quarter of them that is recomputed. The models are equal below, so
-that a reuse has to answer as a full prefill does."""
 TOLERANCE = 0.1
 """Largest difference of log-probabilities that kernels of other shapes may cause in bfloat16."""
-LENGTHS = (2_000, 10_000, 40_000)
 PAGE = 64
 REPEATS = 3
 _TOLD = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)")
@@ -33,6 +31,73 @@ _TOLD = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)")
 _AT_ONCE = 4
 """Cases that run at once, each with two small servers: most of their time is start-up on the
 host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of models, of prompts, and of runs under load."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    wide: int
+    """Width of the MLP."""
+    layers: int
+    block: Span
+    """Layers that are recomputed. The models are equal below, so that a reuse has to answer as a
+    full prefill does."""
+    lengths: Sequence[int]
+    """Tokens of the prompts for which the first token is timed."""
+    num_documents: int
+    document_tokens: int
+    run_s: float
+    """Seconds of arrivals at one rate."""
+    host_gb: int
+    """Memory of the sender's cache, which holds all documents, and of the receiver's staging."""
+    options: Mapping[str, Any]
+    """Options of SGLang."""
+
+    def config(self, layers: int) -> Any:
+        sizes = {"hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
+        config = shape("llama", layers=layers, **sizes)
+        config.intermediate_size, config.max_position_embeddings = self.wide, 1 << 16
+        return config
+
+
+ON_DEVICE = Scale(
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    wide=14336,
+    layers=32,
+    block=Span(24, 32),
+    lengths=(2_000, 10_000, 40_000),
+    num_documents=32,
+    document_tokens=2048,
+    run_s=7,
+    host_gb=10,
+    options={"mem-fraction-static": 0.4, "dtype": "bfloat16"},
+)
+"""An 8B model of random weights, a quarter of it recomputed."""
+REHEARSED = Scale(
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    wide=512,
+    layers=4,
+    block=Span(3, 4),
+    lengths=(200, 400),
+    num_documents=6,
+    document_tokens=256,
+    run_s=2,
+    host_gb=1,
+    options={"device": "cpu", "dtype": "float32"},
+)
+"""A model that two servers on CPUs compute at once. Its times mean nothing."""
+
+
+def scale() -> Scale:
+    return REHEARSED if is_rehearsal() else ON_DEVICE
 
 
 class SizedServer(ServerSpec):
@@ -46,36 +111,48 @@ class SizedServer(ServerSpec):
 def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
     """Measure milliseconds to the first token: by full prefill, by SGLang's radix cache, and with
     the block recomputed."""
+    at = scale()
+    with running_pair(at) as (sender, receiver):
+        yield from measured(sender, receiver, at)
+
+
+@contextmanager
+def running_pair(at: Scale, **more: Any) -> Iterator[Sequence[Server]]:
+    """Run a sender and a receiver that share this device; `more` are options of the receiver."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = shape("llama", layers=LAYERS, hidden=4096, heads=32, kv_heads=8)
-        config.intermediate_size, config.max_position_embeddings = 14336, 1 << 16
-        paths = write_seeded(folder, config, ("sender", "receiver"), BLOCK.start)
-        env = plugin_environment(folder / "plugin", os.environ.get("PYTHONPATH", str(ROOT)))
-        with running(*pair(paths), folder=folder / "logs", env=env) as (sender, receiver):
-            yield from measured(sender, receiver, LENGTHS)
+        names = ("sender", "receiver")
+        paths = write_seeded(folder, at.config(at.layers), names, at.block.start)
+        with running(*pair(paths, at, **more), folder=folder / "logs", env=env(folder)) as servers:
+            yield servers
 
 
-def pair(paths: Sequence[Path], **more: Any) -> list[ServerSpec]:
-    """Specify a server of each model; `more` are options of SGLang."""
-    options = {"mem-fraction-static": 0.4, "page-size": PAGE, "max-running-requests": 8}
-    options["max-total-tokens"] = 2 * LENGTHS[-1] + 64 * PAGE
+def env(folder: Path) -> dict[str, str]:
+    """Environment of servers that make their weights on their device."""
+    return plugin_environment(folder / "plugin", os.environ.get("PYTHONPATH", str(ROOT)))
+
+
+def pair(paths: Sequence[Path], at: Scale, **more: Any) -> list[ServerSpec]:
+    """Specify a server of each model; `more` are options of the receiver."""
+    options = {"page-size": PAGE, "max-running-requests": 8, **at.options}
+    options["max-total-tokens"] = 2 * max(at.lengths) + 64 * PAGE
     address = f"tcp://127.0.0.1:{free_port()}"
-    sends = {"listen": address, "capture_layers": [BLOCK.start], "host_gb": 8}
-    reads = {"peers": [address], "gate": "none", "host_gb": 0, "staging_gb": 8}
-    reads["max_recompute_tokens"] = LENGTHS[-1]
-    names = ("sender", "receiver")
+    sends = {"listen": address, "capture_layers": [at.block.start], "host_gb": at.host_gb}
+    reads = {"peers": [address], "gate": "none", "host_gb": 0, "staging_gb": at.host_gb}
+    reads["max_recompute_tokens"] = max(*at.lengths, at.document_tokens)
     return [
-        SizedServer(model=path, name=name, options=options | more, droidspeak=settings)
-        for path, name, settings in zip(paths, names, (sends, reads), strict=True)
+        SizedServer(model=path, name=name, options=options | extra, droidspeak=settings)
+        for path, name, extra, settings in zip(
+            paths, ("sender", "receiver"), ({}, more), (sends, reads), strict=True
+        )
     ]
 
 
-def measured(sender: Server, receiver: Server, lengths: Iterable[int]) -> Iterator[dict[str, Any]]:
+def measured(sender: Server, receiver: Server, at: Scale) -> Iterator[dict[str, Any]]:
     """Measure all ways in turns; the first request of each length warms up. Raises RuntimeError if
     a reuse answers otherwise than the full prefill before it."""
-    results: dict[str, Any] = {"layers": LAYERS, "recomputed": len(BLOCK)}
-    for length in lengths:
+    results: dict[str, Any] = {"layers": at.layers, "recomputed": len(at.block)}
+    for length in at.lengths:
         times: dict[str, list[float]] = {"full": [], "radix": [], "reused": []}
         for repeat in range(REPEATS + 1):
             tokens = random_prompt(length, seed=repeat)
@@ -86,7 +163,7 @@ def measured(sender: Server, receiver: Server, lengths: Iterable[int]) -> Iterat
                 first = _first_token(receiver, tokens, {"mode": "off"})
                 times[name].append(first.ms)
                 firsts.append(first)
-            first = _reused(receiver, tokens)
+            first = reused(receiver, tokens, at.block)
             times["reused"].append(first.ms)
             firsts.append(first)
             off = max(abs(it.logprob - firsts[0].logprob) for it in firsts)
@@ -124,13 +201,17 @@ def _first_token(server: Server, tokens: Sequence[int], control: Mapping[str, st
     )
 
 
-def _reused(server: Server, tokens: Sequence[int]) -> FirstToken:
+def control_of(block: Span) -> dict[str, str]:
+    return {"block": f"{block.start}:{block.stop}"}
+
+
+def reused(server: Server, tokens: Sequence[int], block: Span) -> FirstToken:
     """Ask until the sender offers all pages that it has read. Returns the last answer."""
     num_reusable = (len(tokens) - 1) // PAGE * PAGE
     deadline = time.monotonic() + 20
     while True:
         server.flush()
-        first = _first_token(server, tokens, {"block": f"{BLOCK.start}:{BLOCK.stop}"})
+        first = _first_token(server, tokens, control_of(block))
         if (first.outcome, first.reused_tokens) == ("reused", num_reusable):
             return first
         if time.monotonic() > deadline:

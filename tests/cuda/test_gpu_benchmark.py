@@ -9,7 +9,8 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,20 @@ from test_flashinfer import NAMES
 from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
+from benchmarks import lora
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, copies, overlap, parts, random_weights, servers
+from benchmarks.gpu import (
+    adapters,
+    attention,
+    copies,
+    overlap,
+    parts,
+    random_weights,
+    servers,
+    throughput,
+)
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
+from benchmarks.serving_study.client import Answer, Ask
 from cachetree.checkpoint import first_difference
 from cachetree.checkpoint.safetensors_files import layer_of
 from profiles.environment import read_environment
@@ -39,7 +51,7 @@ from sglang_droidspeak.start.config import parse_settings
 from sglang_droidspeak.store.rows import KernelRows
 
 ROOT = Path(__file__).parents[2]
-SERVED = ("overlap", "oracle", "quantised", "ttft")
+SERVED = ("overlap", "oracle", "quantised", "ttft", "throughput", "lora")
 """Parts that run SGLang."""
 WITHOUT_SGLANG = """
 import json, sys, types
@@ -58,7 +70,7 @@ copies.HEADS, copies.HIDDEN, copies.LAYERS, copies.REPEATS, copies.PAGE = 1, 128
 parts.torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
 found = {}
 with VirtualCuda():
-    for name in ("captured", "pinned", "overlap", "oracle", "quantised", "ttft"):
+    for name in ("captured", "pinned", *sys.argv[1:]):
         attempt(gpu.PARTS[name], 16, lambda it: found.update({name: it}))
 print(json.dumps(found))
 """
@@ -158,7 +170,8 @@ def test_copies_that_fill_no_slots_are_not_timed(device: VirtualCuda, way: str) 
 def test_all_parts_take_fifteen_minutes_and_the_first_takes_five() -> None:
     """A minute each is for starts and stops, or what is left of one."""
     assert sum(it.most_s for it in gpu.PARTS.values()) <= 840
-    assert next(iter(gpu.PARTS)) == "ttft" and gpu.PARTS["ttft"].most_s <= 285
+    assert [*gpu.PARTS][:5] == ["ttft", "overlap", "throughput", "lora", "oracle"]
+    assert gpu.PARTS["ttft"].most_s <= 285
 
 
 def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys) -> None:
@@ -185,7 +198,7 @@ def test_a_part_says_what_this_machine_lacks(name: str, monkeypatch) -> None:
 
 
 def test_what_needs_no_sglang_runs_without_it() -> None:
-    script = [sys.executable, "-c", WITHOUT_SGLANG]
+    script = [sys.executable, "-c", WITHOUT_SGLANG, *SERVED]
     done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -304,16 +317,30 @@ def test_sglang_takes_the_options_of_the_servers(tmp_path, monkeypatch) -> None:
 
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
+    models = lora.Models(tmp_path, [tmp_path / f"adapter-{it}" for it in range(2)], tmp_path)
     specs = [ServerSpec(model=tmp_path, options=case.options) for case in CASES.values()]
-    for spec in [*specs, *servers.pair([tmp_path, tmp_path])]:
-        *_, option, file = spec.words(tmp_path)
-        args = ConfigArgumentMerger(parser).merge_config_with_args([option, file])
+    for at in (servers.ON_DEVICE, servers.REHEARSED):
+        specs += servers.pair([tmp_path, tmp_path], at)
+    for spec in [*specs, *lora.specs(models, 2048, 2, **adapters.DEVICE)]:
+        words = list(spec.words(tmp_path))
+        option = words.index("--config")
+        args = ConfigArgumentMerger(parser).merge_config_with_args(words[option : option + 2])
         assert parser.parse_args(args).page_size == spec.options["page-size"]
 
 
 def test_the_pair_may_reuse_each_length_that_is_measured(tmp_path) -> None:
-    _, reads = servers.pair([tmp_path, tmp_path])
-    assert parse_settings(reads.droidspeak).max_recompute_tokens >= max(servers.LENGTHS)
+    for at in (servers.ON_DEVICE, servers.REHEARSED):
+        _, reads = servers.pair([tmp_path, tmp_path], at)
+        most = parse_settings(reads.droidspeak).max_recompute_tokens
+        assert most >= max(*at.lengths, at.document_tokens)
+
+
+def test_sender_keeps_all_documents_of_the_load(tmp_path) -> None:
+    at = servers.ON_DEVICE
+    sends, _ = servers.pair([tmp_path, tmp_path], at)
+    row_bytes = 2 * (2 * at.layers * at.kv_heads * at.hidden // at.heads + at.hidden)
+    num_bytes = at.num_documents * at.document_tokens * row_bytes
+    assert parse_settings(sends.droidspeak).host_gb * 1e9 > num_bytes
 
 
 class Offering:
@@ -340,7 +367,7 @@ class Offering:
 
 def test_reuse_is_timed_when_the_whole_prefix_is_on_offer() -> None:
     server: Any = Offering(-1.0625)
-    *_, results = servers.measured(server, server, (70, 140))
+    *_, results = servers.measured(server, server, replace(servers.ON_DEVICE, lengths=(70, 140)))
     timed = {"70_full_ms", "70_radix_ms", "140_reused_ms", "140_speedup", "recomputed"}
     assert timed <= results.keys()
     assert results["140_logprob_off"] == 0.0625
@@ -350,7 +377,70 @@ def test_reuse_is_timed_when_the_whole_prefix_is_on_offer() -> None:
 def test_reuse_with_another_answer_than_full_prefill_fails() -> None:
     server: Any = Offering(-1.5)
     with pytest.raises(RuntimeError, match="log-probabilities differ"):
-        list(servers.measured(server, server, (70,)))
+        list(servers.measured(server, server, replace(servers.ON_DEVICE, lengths=(70,))))
+
+
+class Queue:
+    """A server that answers one request after the other, in a clock of its own."""
+
+    def __init__(self, service_s: dict[str, float]) -> None:
+        self._service_s = service_s
+        self.now_s, self.num_flushed = 0.0, 0
+
+    def flush(self) -> None:
+        self.num_flushed += 1
+
+    def send(self, asks: Sequence[Ask]) -> list[Answer]:
+        free_s, answers = 0.0, []
+        for ask in asks:
+            way = "off" if ask.controls == {"mode": "off"} else "reused"
+            free_s = max(free_s, ask.at_s) + self._service_s[way]
+            answers.append(
+                Answer(
+                    document=ask.document,
+                    replica=ask.url,
+                    due_s=ask.at_s,
+                    sent_s=ask.at_s,
+                    tokens_s=[free_s],
+                    output_ids=[5],
+                    prompt_tokens=len(ask.tokens),
+                    cached_tokens=0,
+                    outcome=way,
+                )
+            )
+        self.now_s += free_s
+        return answers
+
+
+def requests_of(queue: Queue) -> throughput.Requests:
+    at = servers.REHEARSED
+    return throughput.Requests("http://peer", [[1], [2]], queue.flush, at, queue.send)
+
+
+def test_rate_rises_until_a_tenth_of_the_first_tokens_come_late() -> None:
+    queue = Queue({"off": 0.04, "reused": 0.01})
+    runs = [dict(it) for it in throughput.measured(requests_of(queue), lambda: queue.now_s)]
+    assert runs[0] == {"ttft_target_ms": 80}
+    results = runs[-1]
+    assert 0 < results["full_per_s"] < 25, "one request takes 40 ms"
+    assert results["full_per_s"] < results["reused_per_s"] < 100
+    assert results["gain"] == round(results["reused_per_s"] / results["full_per_s"], 3)
+    rates = [name for name in results if "_at_" in name]
+    assert len(rates) == len(runs) - 2, "each run is reported, then the gain"
+    assert queue.num_flushed == len(rates) + 4
+
+
+def test_way_that_is_late_at_every_rate_has_no_gain() -> None:
+    queue = Queue({"off": 0.04, "reused": 0.09})
+    *_, results = throughput.measured(requests_of(queue), lambda: queue.now_s)
+    assert results["reused_per_s"] == 0 and results["gain"] == 0
+
+
+def test_rate_stops_rising_after_a_minute() -> None:
+    queue = Queue({"off": 0.04, "reused": 1e-9})
+    *_, results = throughput.measured(requests_of(queue), lambda: queue.now_s)
+    assert queue.now_s < 2 * (throughput.MOST_S + 5)
+    assert results["gain"] > 2
 
 
 def test_seeded_checkpoints_are_models_that_differ_from_the_shared_layers_on(
