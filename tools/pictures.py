@@ -101,6 +101,47 @@ def frontier_data() -> list[Any]:
     return [[str(it.block), it.held_out.mean, it.ttft_s] for it in read_measured(PAIR).frontier]
 
 
+def dashboard_data() -> tuple[list[str], list[dict[str, Any]]]:
+    """Titles of two panels of the dashboard, and a run's requests that they count.
+
+    Each panel is the rate of one counter by one label. All reused KV of the run is approximate.
+    """
+    queries = [
+        "sum by (outcome) (rate(droidspeak:requests_total[$__rate_interval]))",
+        "sum by (kind) (rate(droidspeak:reused_tokens_total[$__rate_interval]))",
+    ]
+    panels = json.loads((ROOT / "deploy/grafana/droidspeak.json").read_bytes())["panels"]
+    shown = {it["targets"][0]["expr"]: it["title"] for it in panels if it.get("targets")}
+    run = [it for it in tables.read("serving_study/trace_requests") if it["arm"] == "adaptive"]
+    keys = ("outcome", "reused_tokens")
+    counted = [{"end_s": it["tokens_s"][-1]} | {key: it[key] for key in keys} for it in run]
+    return [shown[it] for it in queries], sorted(counted, key=lambda it: it["end_s"])
+
+
+def dashboard(data: tuple[list[str], list[dict[str, Any]]], path: Path) -> None:
+    titles, counted = data
+    outcomes = sorted({it["outcome"] for it in counted})
+    requests = {name: [float(it["outcome"] == name) for it in counted] for name in outcomes}
+    tokens = {"approximate": [it["reused_tokens"] for it in counted]}
+    figure = Figure(figsize=(5.6, 4.4), layout="constrained")
+    times, window_s = range(int(counted[-1]["end_s"]) + 2), 8
+    for axes, title, lines in zip(
+        figure.subplots(2, sharex=True), titles, (requests, tokens), strict=True
+    ):
+        for (name, counts), colour in zip(lines.items(), (GREEN, ORANGE, INK), strict=False):
+            ended = [*zip((it["end_s"] for it in counted), counts, strict=True)]
+            rates = [
+                sum(n for s, n in ended if now - window_s < s <= now) / window_s for now in times
+            ]
+            axes.plot(times, rates, color=colour, label=name)
+        axes.set_title(f"{title}, per second", loc="left", fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", frameon=False, fontsize=8)
+    axes.set_xlabel("seconds")
+    figure.savefig(path, dpi=120)
+
+
 MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = {
     "timeline": (timeline_data, timeline),
     "packages": (packages_data, packages),
@@ -108,6 +149,7 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
         DEMO.read_text,
         lambda text, path: draw(msgspec.json.decode(text, type=DemoReport), path),
     ),
+    "dashboard": (dashboard_data, dashboard),
     "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(PAIR), path)),
 }
 """Each picture: the data that it shows, and the function that draws it."""
