@@ -91,7 +91,7 @@ def test_text_from_a_worker_is_logged_on_one_line_without_colours(logged: list[s
     staging = new_staging(1)
     with ScriptedWorker(end) as worker, peer_of(worker.address, new_tree()) as peer:
         peer.fetch(MODEL, pages_of(1), staging)
-        eventually(lambda: logged)
+        eventually(lambda: logged and staging.error and peer.status.error)
         said = [logged[0], str(staging.error), peer.status.error]
     for line in said:
         assert "a reason WARNING forged" in line and line.isprintable()
