@@ -260,10 +260,11 @@ Raises StaleEntry if the bytes were taken away meanwhile.
 
 
 class WriteBehind:
-    """Writes every entry that is added to a tree, in a thread of its own; entries are leased until
+    """Writes every entry that is added to a tree, in a thread of its own. Entries are leased until
     then.
 
-    An entry that is evicted before its turn, or added while too many wait, is late and not written.
+    An entry is late, and not written, if it is evicted before its turn or added while too many
+    wait.
     """
 
     def __init__(

@@ -147,7 +147,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """The contexts of the held-out split that measure plans that the gate does not judge."""
+    """Held-out contexts on which plans were measured that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float

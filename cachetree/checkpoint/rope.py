@@ -1,4 +1,4 @@
-"""One string for a rotary embedding, in whichever form a config states it."""
+"""Describe a rotary embedding in one string, whichever form a config states it in."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from cachetree.errors import ConfigError
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _ROTATIONS: Final = ".rotary_emb."
-"""Tables in old checkpoints, which servers skip."""
+"""Names of tables in old checkpoints; servers do not load them."""
 
 Layout = tuple[str, tuple[int, ...]]
 """Type, as a safetensors header writes it, and shape."""

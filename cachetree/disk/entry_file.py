@@ -73,8 +73,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def key(self) -> str:
-        """Name of the record's file: pages that were published twice are one file. A page hash
-        covers all pages before it, so first and last hash identify the pages."""
+        """Name of the record's file, from the first and the last page hash. A page hash covers all
+        pages before it, so both identify the pages. Pages that were published twice are in one
+        file."""
         body = f"{self.model} {self.part} ".encode() + self.pages[0] + self.pages[-1]
         return sha256(body).hexdigest()[:32]
 

@@ -225,8 +225,9 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(ours: list[str], theirs: list[str]) -> Iterator[str]:
-    """Words of a longest common subsequence. The order of the arguments decides between equal ones.
-    This order makes the choice of `rouge` if no word of `theirs` is repeated."""
+    """Return the words of a longest common subsequence. Of several equally long ones, the order of
+    the arguments chooses. With this order it is the one that `rouge` chooses, if no word of
+    `theirs` is repeated."""
     for operation in LCSseq.opcodes(ours, theirs):
         if operation.tag == "equal":
             yield from theirs[operation.dest_start : operation.dest_end]

@@ -69,8 +69,8 @@ PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
 """Settings that change the trained adapter, beside models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
-"""Divisors of the number of steps. At each quotient, and before the first step, the first held-out
-contexts are scored."""
+"""Parts of the training after which the first held-out contexts are scored: the number of steps
+divided by each of these. They are also scored before the first step."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",

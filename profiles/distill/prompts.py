@@ -150,7 +150,7 @@ def ending_in_space(sources: Iterable[Source]) -> list[str]:
 
 
 def last_match(ids: Sequence[int], of: Sequence[int]) -> int:
-    """Place of the last match of `of` in `ids`; -1 if there is none."""
+    """Return the place of the last match of `of` in `ids`; -1 if there is none."""
     wanted = list(of)
     for start in range(len(ids) - len(wanted), -1, -1):
         if ids[start] == wanted[0] and list(ids[start : start + len(wanted)]) == wanted:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READS: Final = -1
-"""Key in place of a layer: reads of a batch's staging by the forward's stream."""
+"""Key in place of a layer, for the event behind the forward's reads of a batch's staging."""
 _BEGUN: Final = -2
 _DONE: Final = -3
-"""Keys in place of a layer: before the first copy of a batch, and after the last."""
+"""Keys in place of a layer, for the events before a batch's first copy and after its last."""
 _ABOVE_FORWARDS: Final = -1
 """Priority of the copy stream. SGLang's streams have 0: a copy kernel, which needs few of the
 device's multiprocessors, would wait until a product leaves some."""
