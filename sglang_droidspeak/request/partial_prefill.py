@@ -35,7 +35,7 @@ class BlockTokens:
     row: int
     tokens: Span
     block: Span
-    read_e: Callable[[Span, torch.Tensor], None] | None
+    read_e: Callable[[Span, torch.Tensor], object] | None
     """Function that reads E at block.start of some of these tokens, as `Source.read_e` does. E of
     all of them would take much memory. None if block.start is 0."""
     e_map: str = ""
@@ -73,10 +73,6 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
         yield forward
 
 
-def _read_zeros(_tokens: Span, into: torch.Tensor) -> None:
-    into.zero_()
-
-
 class PartialPrefill:
     """Run the block forwards of one model runner. Scheduler thread only."""
 
@@ -110,7 +106,7 @@ class PartialPrefill:
                 self._ranks.together(),
             ):
                 behind = Span(half, _WARM_TOKENS)
-                rest = replace(first, tokens=behind, read_e=_read_zeros)
+                rest = replace(first, tokens=behind, read_e=lambda _, into: into.zero_())
                 for tokens in (first, rest, *(replace(rest, e_map=it) for it in self._corrections)):
                     self.run(batch, [tokens])
         except RanksApart:

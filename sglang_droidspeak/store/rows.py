@@ -19,13 +19,7 @@ import torch
 
 from cachetree import ConfigError, Kind, Span, Step
 from cachetree.checkpoint import Codec, vector_bytes
-from cachetree.checkpoint.codecs import (
-    decode,
-    decoding_bytes,
-    encode,
-    encoding_bytes,
-    prepare,
-)
+from cachetree.checkpoint.codecs import DEVICE_BYTES, decode, encode, prepare
 from cachetree.memory import cut
 from sglang_droidspeak.store.e_pool import EPool, correction_bytes
 
@@ -147,8 +141,10 @@ def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> i
 def temporary_bytes(codec: Codec, dtype: torch.dtype, kv_values: int, e_values: int) -> int:
     """Most bytes of the device that a load of KV, one of E and an offload take at once, beside the
     pools; `kv_values` and `e_values` are of one token and layer."""
-    loaded = (kv_values + e_values) * decoding_bytes(codec, dtype.itemsize)
-    stored = max(kv_values, e_values) * encoding_bytes(codec, dtype.itemsize)
+    encoding, decoding = DEVICE_BYTES[codec]
+    loaded = (kv_values + e_values) * (dtype.itemsize + decoding)
+    # Offloads gather K and V, and put them together.
+    stored = max(kv_values, e_values) * (2 * dtype.itemsize + encoding)
     return int(_LOADED_TOKENS * loaded + _PIECE_TOKENS * stored)
 
 

@@ -28,8 +28,10 @@ from torch import Tensor
 
 from cachetree.checkpoint.family import SCALE_BYTES, Codec, vector_bytes
 
-__all__ = ["decode", "decoding_bytes", "encode", "encoding_bytes", "prepare"]
+__all__ = ["DEVICE_BYTES", "decode", "encode", "prepare"]
 
+DEVICE_BYTES: Final = {Codec.NONE: (0.0, 0.0), Codec.INT8: (12.0, 1.1), Codec.INT4: (12.0, 8.6)}
+"""Bytes per value that `encode` and `decode` take on a device at most, beside values and result."""
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0
@@ -40,18 +42,6 @@ def prepare(codec: Codec, length: int, device: torch.device) -> None:
     wait."""
     if codec is Codec.INT4:
         _hadamard(length, device)
-
-
-def encoding_bytes(codec: Codec, itemsize: int) -> float:
-    """Bytes per value that `encode` of gathered values takes on a device at most, values of
-    `itemsize` bytes and their parts included."""
-    return 2.0 * itemsize + {Codec.NONE: 0.0, Codec.INT8: 12.0, Codec.INT4: 12.0}[codec]
-
-
-def decoding_bytes(codec: Codec, itemsize: int) -> float:
-    """Bytes per value that `decode` takes on a device at most, encoded bytes and result
-    included."""
-    return itemsize + {Codec.NONE: 0.0, Codec.INT8: 1.1, Codec.INT4: 8.6}[codec]
 
 
 def encode(codec: Codec, vectors: Tensor) -> Tensor:
