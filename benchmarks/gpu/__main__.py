@@ -44,6 +44,7 @@ from benchmarks.gpu.parts import (
     NotHere,
     Part,
     attempt,
+    is_rehearsal,
     lines_of_json,
     needs,
     run_all,
@@ -55,6 +56,8 @@ Report = Callable[[str, Found], None]
 """Function that takes a part's name and its results so far."""
 DUMP = Path("build/flashinfer.safetensors")
 QUANTISED = "awq or gptq or fp8"
+SLOWER = 5
+"""Factor by which a rehearsal on CPUs may take longer."""
 _FEW_TOKENS = 256
 """Tokens of a part that runs under a sanitizer."""
 
@@ -146,6 +149,7 @@ def alone(num_tokens: int, report: Report, name: str, most_s: float) -> Found:
     """Run one part in its own process, for at most `most_s` seconds. Report its results as they
     come."""
     command = [*HERE, name, "--tokens", str(num_tokens)]
+    most_s *= SLOWER if is_rehearsal() else 1
     results = within(command, most_s, lambda so_far: report(name, so_far))
     report(name, results)
     sys.stderr.write(f"{name}: {json.dumps(results)}\n")

@@ -181,6 +181,8 @@ def test_what_a_part_found_is_told_when_it_ends(monkeypatch, capsys) -> None:
     assert gpu.alone(16, lambda *it: reported.append(it), "pinned", 20) == {"had_s": 20}
     assert reported == [("pinned", {"had_s": 20})]
     assert capsys.readouterr().err == 'pinned: {"had_s": 20}\n'
+    monkeypatch.setenv(parts.REHEARSAL, "1")
+    assert gpu.alone(16, lambda *_: None, "ttft", 20) == {"had_s": 100}
 
 
 @pytest.mark.parametrize("name", gpu.PARTS)
