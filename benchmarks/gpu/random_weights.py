@@ -22,6 +22,7 @@ from profiles.random_models import numbered_words
 
 STD: Final = 0.02
 _SEED_BYTES: Final = 4
+_FILE: Final = "model.safetensors"
 _TARGET: Final = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 
 
@@ -39,7 +40,7 @@ def write_seeded(folder: Path, config: Any, names: Sequence[str], num_shared: in
         for name in model.state_dict():
             is_shared = layer_of(name, config.num_hidden_layers) < num_shared
             seeds[name] = zlib.crc32(f"{'' if is_shared else path.name} {name}".encode())
-        _write(path / "model.safetensors", model.state_dict(), seeds)
+        _write(path / _FILE, model.state_dict(), seeds)
     return paths
 
 
@@ -78,15 +79,17 @@ def register() -> None:
 
 
 def _random_weights(
-    _read: object, _loader: object, source: Any, **_options: object
+    read: Any, loader: object, source: Any, **options: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    yield from random_weights(Path(source.model_or_path), device)
+    """Read adapters as SGLang does: their file has weights."""
+    path, device = Path(source.model_or_path), "cuda" if torch.cuda.is_available() else "cpu"
+    is_seeded = (path / _FILE).exists()
+    yield from random_weights(path, device) if is_seeded else read(loader, source, **options)
 
 
 def random_weights(path: Path, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Make each tensor of a checkpoint of `write_seeded`. Norms are 1."""
-    file = path / "model.safetensors"
+    file = path / _FILE
     with file.open("rb") as opened:
         for name, it in read_tensors([file]).items():
             opened.seek(it.offset)

@@ -460,6 +460,13 @@ def test_seeded_checkpoints_are_models_that_differ_from_the_shared_layers_on(
         assert model(torch.tensor([[5, 6, 7]])).logits.std() > 0.01
 
 
+def test_weights_of_an_adapter_are_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    weights = [("lora_A", torch.ones(1))]
+    source = SimpleNamespace(model_or_path=str(tmp_path))
+    assert [*random_weights._random_weights(lambda *_: weights, None, source)] == weights
+
+
 def test_file_has_each_result_once_a_part_has_it(tmp_path: Path) -> None:
     file, environment = tmp_path / "new" / "gpu.json", read_environment([])
     gpu.save([{"part": "ttft", "2000_full_ms": 9.0}], environment, file)
