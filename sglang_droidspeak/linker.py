@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from cachetree import Cache, MakeTier, ModelId, Part, with_names
-from cachetree.checkpoint import Family, ModelIdentity, adapter_digest
+from cachetree.checkpoint import Family, ModelIdentity, Weights, adapter_digest
 from cachetree.memory import unregistered
 from cachetree.metrics import StatusPage
+from cachetree.planning import LineProfile
 from cachetree.transport import parse_http, serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
@@ -42,6 +43,7 @@ from sglang_droidspeak.engine.names import (
     get_parallel,
 )
 from sglang_droidspeak.guard.service import PairsInService
+from sglang_droidspeak.lines import Lines
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
@@ -63,7 +65,7 @@ from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.insertions import Insertions, Offloader
 from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, ServerPool, page_locked, rows_of
-from sglang_droidspeak.weights import WeightUpdates
+from sglang_droidspeak.weights import TYPES, WeightUpdates
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         attachment = attachment_of(pool)
         server, runner = attachment.server, attachment.runner
         settings, identity = server.settings, server.identity
+        if server.lines:
+            refuse.check_stored_type(server.weights, TYPES[runner.dtype])
         num_slots = pool.size + pool.page_size
 
         self.pools = {PoolName.KV: pool}
@@ -148,18 +152,20 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             server, self._cache, self._meter, self._models, self._activated, self._pool_index
         )
         self._metrics.tell_pairs(planner.profiles)
-        for profile in planner.profiles.values():
+        for profile in (*planner.profiles.values(), *server.lines):
             self._cache.names.suppose(profile.names)
         if settings.http is not None and self._ranks.is_first:
             page = StatusPage(parse_http(settings.http), self._cache.status)
             self._until_closed.enter_context(page)
-        guard = PairsInService(
+        self._guard = guard = PairsInService(
             planner,
             self._metrics,
             settings,
             self._cache.names,
             keeps_record=self._ranks.is_first,
         )
+        self._lines = Lines(server.lines)
+        self._lines.follow(identity, server.weights)
         self._waiting = WaitingRequests(
             Sources(server, self._cache, self._pool_index, server_pool),
             self._meter,
@@ -305,15 +311,23 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._pool_index.clear()
         self._cache.run(ModelId(""))
 
-    def _weights_known(self, identity: ModelIdentity, folder: str) -> None:
+    def _weights_known(self, identity: ModelIdentity, weights: Weights, folder: str) -> None:
         model = identity.model_id
         name = folder or f"{self._served}+{self._models.generation}"
         if model not in self._cache.names.now:
             self._cache.names.call(model, name)
-        # No profile names the models of former updates. Only the present model may find its own KV.
-        for former in self._senders.keys() - self._started_with.keys():
+        heirs = self._ranks.share(self._lines.follow(identity, weights), list[LineProfile])
+        self._guard.inherit(heirs)
+        # The present model may find its own KV, and that of models from which it inherits.
+        own = self._started_with[self._started_as]
+        senders = {model: own} | self._started_with
+        for sender, layers in (
+            (it.sender.model_id, it.transition_layers()) for it in heirs if it.passed
+        ):
+            senders[sender] = senders.get(sender, own) | layers
+        self._senders |= senders
+        for former in self._senders.keys() - senders.keys():
             del self._senders[former]
-        self._senders.setdefault(model, self._started_with[self._started_as])
         self._cache.run(model)
         self._metrics.tell_pairs(self._planner.profiles, are_off=bool(self._planner.off))
         log.info(

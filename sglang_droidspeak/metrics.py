@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,7 @@ from cachetree.metrics import METRICS
 
 if TYPE_CHECKING:
     from cachetree import CacheStatus
-    from cachetree.planning import Plan, Profiles
+    from cachetree.planning import LineProfile, Plan, Profiles
     from sglang_droidspeak.guard.plans import WatchedPair
     from sglang_droidspeak.request.request import Request
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _PERIOD_S: Final = 2.0
 """Seconds between two copies of the cache's own counters."""
+HEIR_STATES: Final = ("probation", "in_service", "out_of_service", "too_far")
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -107,6 +109,17 @@ class Metrics:
         )
         self.savings: Final[dict[tuple[ModelId, ModelId], Saving]] = {}
         """Seconds saved and lost since the start, by (sender, receiver)."""
+        self.heirs: Final[Gauge] = Gauge(
+            "droidspeak:heirs",
+            "Pairs that may inherit a line's plan, by state: on probation, in service, out of "
+            "service, or changed too much (too_far). Other metrics count them as the line's own "
+            "last pair",
+            ["state"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._lines: Mapping[tuple[ModelId, ModelId], tuple[ModelId, ModelId]] = {}
+        """Last pair of the line, by pair that inherits."""
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes",
             "Bytes of E and KV staged for requests by when they were admitted; "
@@ -180,10 +193,28 @@ class Metrics:
         as it was. A pair that was never usable has no sample, so that it raises no alert."""
         if are_off is not None:
             self._are_off = are_off
+        profiles = {pair: it for pair, it in profiles.items() if pair not in self._lines}
         self._in_pairs = {**self._in_pairs, **{str(it): it[:8] for pair in profiles for it in pair}}
         self._usable |= {it for it, profile in profiles.items() if profile.is_usable}
         for pair in self._usable & profiles.keys():
             self.pair_usable.labels(*pair).set(profiles[pair].is_usable and not self._are_off)
+
+    def tell_heirs(
+        self, heirs: Mapping[tuple[ModelId, ModelId], LineProfile], states: Iterable[str]
+    ) -> None:
+        """Set the pairs that inherit, and their states (`WatchedPair.state`). Counters count them
+        as the last pairs of their lines: each update makes new pairs, and labels only grow."""
+        self._lines = {
+            pair: (it.line.models[-2].model_id, it.line.models[-1].model_id)
+            for pair, it in heirs.items()
+        }
+        counts = Counts(states)
+        for state in HEIR_STATES:
+            self.heirs.labels(state).set(counts[state])
+
+    def counted_as(self, pair: tuple[ModelId, ModelId]) -> tuple[ModelId, ModelId]:
+        """Labels of a pair's counters."""
+        return self._lines.get(pair, pair)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
         """Set the present names, by model id. Call it from one thread only."""
@@ -196,6 +227,8 @@ class Metrics:
 
     def tell_guard(self, pair: WatchedPair) -> None:
         names = (pair.sender, pair.receiver)
+        if names in self._lines:
+            return
         self.guard_changes.labels(*names)  # This makes a sample of 0.
         self.guard_plans.labels(*names).set(pair.num_left)
         self.guard_evidence.labels(*names).set(pair.strength)
@@ -211,9 +244,9 @@ class Metrics:
 
     def count_saving(self, plan: Plan, seconds: float) -> None:
         """Add the seconds that one request has saved by a plan. Negative if it took longer."""
-        models = plan.sender, plan.receiver
+        models = self.counted_as((plan.sender, plan.receiver))
         saved, lost = self.saved_s.labels(*models), self.lost_s.labels(*models)
-        total = self.savings.setdefault(models, Saving(sender=plan.sender, receiver=plan.receiver))
+        total = self.savings.setdefault(models, Saving(sender=models[0], receiver=models[1]))
         if seconds > 0:
             saved.inc(seconds)
             total.saved_s += seconds

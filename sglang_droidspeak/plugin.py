@@ -59,7 +59,7 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
         settings = check_front_end(server_args)
         add_pages(KEY)
         engine.place_hooks({release.GENERATE: (LabelNotes(KEY).generate, HookType.AROUND)})
-        if settings.shadow_share:
+        if settings.shadow_share or settings.lines:
             shadows = Shadows(settings)
             engine.place_hooks({release.GENERATE: (shadows.generate, HookType.AROUND)})
         engine.place_hooks({release.GENERATE: (mark_warm_up, HookType.BEFORE)})

@@ -19,7 +19,14 @@ from typing import Any, Final
 import torch
 
 from cachetree import ConfigError, ModelId
-from cachetree.checkpoint import ModelIdentity, Weights, bytes_digest, user_cache
+from cachetree.checkpoint import (
+    ModelIdentity,
+    Sketch,
+    Weights,
+    bytes_digest,
+    sketch_of,
+    user_cache,
+)
 from sglang_droidspeak.adapters.models import Models, stamp_of
 from sglang_droidspeak.engine import Hooks, HookType, release
 from sglang_droidspeak.ranks import Ranks
@@ -27,7 +34,7 @@ from sglang_droidspeak.start.refuse import READ_AS_SAFETENSORS
 
 log = logging.getLogger(__name__)
 
-_TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 """Names of types in safetensors headers."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -42,8 +49,9 @@ class WeightUpdates:
     _ranks: Ranks
     _changed: Callable[[], object]
     """Called when an update begins, before its first write."""
-    _known: Callable[[ModelIdentity, str], object]
-    """Called with the model that is served now, and the name of its folder, or an empty text."""
+    _known: Callable[[ModelIdentity, Weights, str], object]
+    """Called with the model that is served now, its weights, and the name of its folder, or an
+    empty text."""
     _reading: Future[Weights] | None = field(default=None, init=False)
     """Weights after the last update, once they are read. Either all ranks have them, or none
     has."""
@@ -139,7 +147,7 @@ class WeightUpdates:
         is_agreed = self._ranks.share(model, ModelId | None) == model
         if all(self._ranks.least([is_agreed and identity is not None])) and identity is not None:
             self._models.become(identity)
-            self._known(identity, self._folder)
+            self._known(identity, self._weights, self._folder)
             return
         if identity is not None:
             self._forget("the ranks have other weights")
@@ -193,27 +201,45 @@ class _Loading:
 
     def _load_hashed(self, tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
         hashing: dict[str, Future[str]] = {}
+        sketching: dict[str, Future[Sketch]] = {}
         self._has_loaded = True
-        result = self._load(self._seen(tensors, hashing), *args, **kwargs)
+        result = self._load(self._seen(tensors, hashing, sketching), *args, **kwargs)
         # Before the caller has its memory back.
-        self.weights = self.weights.after({name: it.result() for name, it in hashing.items()})
+        self.weights = self.weights.after(
+            {name: it.result() for name, it in hashing.items()},
+            {name: it.result() for name, it in sketching.items()},
+        )
         return result
 
-    def _seen(self, tensors: Tensors, hashing: dict[str, Future[str]]) -> Iterator[Any]:
+    def _seen(
+        self,
+        tensors: Tensors,
+        hashing: dict[str, Future[str]],
+        sketching: dict[str, Future[Sketch]],
+    ) -> Iterator[Any]:
         for name, tensor in tensors:
-            layout = _TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+            layout = TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
             try:
                 if self.weights.takes(name, layout):
                     content = tensor.detach().cpu()
                     hashing[name] = self._threads.submit(_digest, *layout, content)
+                    if self.weights.sketches is not None:
+                        sketching[name] = self._threads.submit(_sketch, name, layout[0], content)
             except ConfigError as exc:
                 self._odd = str(exc)
             yield name, tensor
 
 
 def _digest(dtype: str, shape: tuple[int, ...], content: torch.Tensor) -> str:
-    flat = content.contiguous().reshape(-1).view(torch.uint8)
-    return bytes_digest(dtype, shape, memoryview(flat.numpy()))
+    return bytes_digest(dtype, shape, _bytes(content))
+
+
+def _sketch(name: str, dtype: str, content: torch.Tensor) -> Sketch:
+    return sketch_of(name, dtype, _bytes(content))
+
+
+def _bytes(content: torch.Tensor) -> memoryview:
+    return memoryview(content.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _read(before: Weights, folder: Path, stamps: Iterable[bytes], load_format: str) -> Weights:

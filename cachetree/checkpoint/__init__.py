@@ -25,6 +25,7 @@ from cachetree.checkpoint.identity import (
 )
 from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
+from cachetree.checkpoint.sketches import Sketch, sketch_of
 from cachetree.checkpoint.tokenizer import tokenizer_difference
 from cachetree.checkpoint.weights import Weights
 
@@ -34,6 +35,7 @@ __all__ = [
     "Codec",
     "Family",
     "ModelIdentity",
+    "Sketch",
     "Weights",
     "acting",
     "adapted",
@@ -47,6 +49,7 @@ __all__ = [
     "read_shape",
     "read_weights",
     "require_base",
+    "sketch_of",
     "targets",
     "tensor_digests",
     "tokenizer_difference",

@@ -126,10 +126,16 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         )
 
 
+def own_layer(name: str) -> int | None:
+    """Return the layer that a tensor is part of; None if it is outside of the layers."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
 def layer_of(name: str, num_layers: int) -> int:
     """Return the first layer with KV that depends on a tensor. That is its own layer, `num_layers`
     for tensors behind the layers, and 0 for embeddings and everything unknown."""
-    match = _LAYER.search(name)
-    if match:
-        return int(match.group(1))
+    own = own_layer(name)
+    if own is not None:
+        return own
     return num_layers if _AFTER_THE_LAYERS.search(name) else 0

@@ -12,6 +12,7 @@ import msgspec
 from cachetree.checkpoint.digests import Digests, digest_of, tensor_digests
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.safetensors_files import read_tensors, weight_files
+from cachetree.checkpoint.sketches import EMPTY, Sketches, distances, folder_sketches
 from cachetree.errors import ConfigError
 
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
@@ -36,6 +37,8 @@ class Weights:
     """Every tensor of the model."""
     digests: Digests
     """Tensors of known content."""
+    sketches: Sketches | None = None
+    """Sketches of the tensors of known content; None if nothing asks for distances."""
 
     @property
     def identity(self) -> ModelIdentity | None:
@@ -62,9 +65,13 @@ class Weights:
             )
         return True
 
-    def after(self, digests: Digests) -> Weights:
-        """Return the weights after `digests` replaced tensors of these names."""
-        return replace(self, digests={**self.digests, **digests})
+    def after(self, digests: Digests, sketches: Sketches = EMPTY) -> Weights:
+        """Return the weights after `digests` replaced tensors of these names. If anything asks for
+        distances, `sketches` are of the same tensors."""
+        left = self.sketches
+        if left is not None:
+            left = {name: it for name, it in left.items() if name not in digests} | {**sketches}
+        return replace(self, digests={**self.digests, **digests}, sketches=left)
 
     def after_folder(self, path: Path, cache_dir: Path | None = None) -> Weights:
         """Return the weights after a checkpoint folder was loaded. Raises ConfigError as `takes`
@@ -73,11 +80,29 @@ class Weights:
         tensors = read_tensors(files)
         names = [name for name, it in tensors.items() if self.takes(name, (it.dtype, it.shape))]
         digests = tensor_digests(files, cache_dir)
-        return self.after({name: digests[name] for name in names})
+        sketches = EMPTY if self.sketches is None else folder_sketches(files)
+        return self.after(
+            {name: digests[name] for name in names},
+            {name: sketches[name] for name in names if name in sketches},
+        )
 
     def unknown(self) -> Weights:
         """Return the weights after an unknown write: no tensor has a digest."""
-        return replace(self, digests={})
+        return replace(self, digests={}, sketches=None if self.sketches is None else EMPTY)
+
+    def sketched(self, path: Path) -> Weights:
+        """Return the same weights with sketches, which are read from the checkpoint folder `path`.
+        Raises ConfigError if a tensor's type has no sketch."""
+        sketches = folder_sketches(weight_files(path))
+        return replace(self, sketches={name: sketches[name] for name in self.layouts})
+
+    def distances_from(self, sender: Weights) -> tuple[float, ...] | None:
+        """Return the relative changes from the sender's weights to these, as `sketches.distances`
+        does. None if a tensor of either has no sketch."""
+        ours, theirs, named = self.sketches or {}, sender.sketches or {}, self.layouts.keys()
+        if not ours.keys() == theirs.keys() == named:
+            return None
+        return distances(theirs, ours, self.started_as.num_layers)
 
 
 def of_folder(

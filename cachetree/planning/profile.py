@@ -5,9 +5,9 @@ A file holds the profile and the evidence for it (`profiles.evidence`). Servers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -144,7 +144,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return self.limited_to(plain, "all of its plans correct E; set e_correction to profile")
 
-    def limited_to(self, blocks: tuple[BlockQuality, ...], reason: str) -> PairProfile:
+    def limited_to(self, blocks: tuple[BlockQuality, ...], reason: str) -> Self:
         """Return the profile with only these plans. It did not pass, for that reason, if only the
         plan of all layers is left."""
         left = [it for it in blocks if len(it.block) < self.receiver.num_layers]
@@ -186,6 +186,70 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(starts - {0})
 
 
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """Models of which each was made from the one before, and over which plans were proven."""
+
+    models: tuple[ModelIdentity, ...]
+    names: tuple[str, ...]
+    """Names for people, by model."""
+    distances: tuple[tuple[float, ...], ...]
+    """Relative change of the weights from each model to the next, see
+    `cachetree.checkpoint.sketches`."""
+
+    def __str__(self) -> str:
+        return " → ".join(self.names)
+
+    def excess(self, change: Sequence[float]) -> str:
+        """Say where a change of weights is beyond what was proven; empty if no place changed more
+        than in one of the measured pairs."""
+        beyond = [_farthest(change, proven) for proven in self.distances]
+        found, proven, place = min(beyond, key=lambda it: it[0] - it[1])
+        if found <= proven:
+            return ""
+        where = f"layer {place - 1}" if place else "the embeddings"
+        return (
+            f"{where} changed by {found:.2g} of its weights, and the line {self} is proven for "
+            f"{proven:.2g}"
+        )
+
+
+def _farthest(change: Sequence[float], proven: Sequence[float]) -> tuple[float, float, int]:
+    """Return the change, what is proven, and the place where they differ most."""
+    places = zip(change, proven, range(len(change)), strict=True)
+    return max(places, key=lambda it: it[0] - it[1])
+
+
+class LineProfile(PairProfile, frozen=True, kw_only=True):
+    """A profile with one choice of plans for a line of models. The profile's own pair is the last
+    of the line. The verdict is that all pairs of the line passed."""
+
+    line: Line
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of the line's models by model id."""
+        models = (it.model_id for it in self.line.models)
+        return dict(zip(models, self.line.names, strict=True))
+
+    def inherited(
+        self, sender: ModelIdentity, receiver: ModelIdentity, change: Sequence[float]
+    ) -> LineProfile:
+        """Return the profile of a later pair, with that change of weights. It passes with the
+        line's plans if the change is within what was proven."""
+        pair = msgspec.structs.replace(
+            self,
+            sender=sender,
+            receiver=receiver,
+            sender_name="",
+            receiver_name="",
+            first_difference=0,
+            reason=f"inherited from the line {self.line}",
+        )
+        excess = self.line.excess(change)
+        all_layers = (it for it in self.blocks if len(it.block) == receiver.num_layers)
+        return pair.limited_to(tuple(all_layers), excess) if excess else pair
+
+
 Schema = TypeVar("Schema", bound=PairProfile)
 
 
@@ -217,6 +281,27 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
         raise ProfileError(
             f"profile {path} is not a pair profile: {exc}; `droidspeak profile` makes them"
         ) from exc
+
+
+def read_line(path: Path) -> LineProfile:
+    """Read the profile of a line; raises ProfileError like `read_profile`, also if the profile is
+    of one pair."""
+    read_profile(path)
+    try:
+        profile = read_profile_as(LineProfile, path)
+    except ProfileError as exc:
+        raise ProfileError(
+            f"profile {path} is of one pair, and of no line of models; make one of a line with "
+            "`droidspeak profile --line`, or name the file under `profiles`"
+        ) from exc
+    line, num_places = profile.line, profile.receiver.num_layers + 1
+    sizes = [len(line.names), len(line.distances) + 1, *map(len, line.distances)]
+    if sizes != [len(line.models)] * 2 + [num_places] * (len(line.models) - 1) or sizes[0] < 2:
+        raise ProfileError(
+            f"profile {path} has a line of {len(line.models)} models with {len(line.distances)} "
+            "rows of distances, and needs two models or more and a row for each pair; make it again"
+        )
+    return profile
 
 
 def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:

@@ -208,6 +208,8 @@ def explanation_lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"has it   {holding['model']} at {holding['location']}: {_held(holding)}"
     for model, num_pages in answer["approximate"].items():
         yield f"has it   {model} only approximately: {num_pages:,} pages, for its own use"
+    for sender, state in answer["heirs"].items():
+        yield f"heir     of {sender}: {state}"
     for way in answer["ways"]:
         yield f"way      {_way(way)}"
     if answer["profile_command"]:
@@ -268,9 +270,10 @@ def guard_lines(state: GuardState) -> Iterator[str]:
     for pair in state.pairs:
         yield f"{pair.sender} to {pair.receiver}"
         for i, plan in enumerate(pair.plans):
+            in_service = "on probation" if plan.probation is not None else "in service"
             block = plan.layers + (", E corrected" if plan.e_corrected else "")
             yield (
-                f"    {'in service' if i < pair.num_left else 'OUT OF SERVICE':15} {block} anew: "
+                f"    {in_service if i < pair.num_left else 'OUT OF SERVICE':15} {block} anew: "
                 f"distance {plan.mean_tv:.4f} in {plan.num_shadows:,} shadows, {plan.allowed:.4f} "
                 f"allowed, evidence {strength(plan.evidence):,.0f}"
             )

@@ -347,6 +347,7 @@ def _of_state(url: str, state: Mapping[str, Any], off_s: float) -> Iterator[Chec
     for pair in report["pairs"]:
         name = with_names(f"profile {pair['sender']} to {pair['receiver']}", names)
         is_note = pair["failed"] and pair["sender"] not in read
+        is_note |= pair["heir"] == "too_far"
         said = f"{_NOT_USED}: {pair['reason']}" if pair["failed"] else pair["reason"]
         yield _check(name, pair["usable"] or is_note, said, "see `droidspeak profile show`")
     prices = [it["price"] for it in report["pairs"] if it["usable"] and it["price"]]

@@ -48,7 +48,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from cachetree import ModelId
-from cachetree.planning import BlockQuality, PairProfile, PlanId
+from cachetree.planning import BlockQuality, LineProfile, PairProfile, PlanId
+from sglang_droidspeak.guard.probation import Probation
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 TOP: Final = 20
@@ -102,6 +103,8 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence at the beginning of that hour."""
     documents: tuple[str, ...] = ()
     """The last documents that added evidence, as digests."""
+    probation: Probation | None = None
+    """Evidence of a plan that was inherited, until it is enough. None for a measured plan."""
 
     @property
     def key(self) -> tuple[tuple[int, int] | None, bool]:
@@ -110,6 +113,8 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_suspect(self) -> bool:
+        if self.probation is not None:
+            return True
         return 0 < self.num_shadows < NUM_FIRST or suspicion(self.evidence) >= SUSPICION
 
     @property
@@ -142,6 +147,16 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def in_service(self) -> tuple[WatchedPlan, ...]:
         return self.plans[: self.num_left]
+
+    @property
+    def state(self) -> str:
+        """State of a pair that inherits, as a metric's label says it."""
+        if not self.plans:
+            return "too_far"
+        if not self.in_service:
+            return "out_of_service"
+        on_probation = any(it.probation is not None for it in self.in_service)
+        return "probation" if on_probation else "in_service"
 
     @property
     def out_of_service(self) -> Iterator[PlanId]:
@@ -196,8 +211,10 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def watched(profile: PairProfile) -> WatchedPair:
-    """A pair with all plans in service, and no evidence."""
+    """A pair with all plans in service, and no evidence. Inherited plans are on probation."""
     plans = [_watched(it) for it in profile.blocks if not _is_exact(it, profile)]
+    if isinstance(profile, LineProfile):
+        plans = [msgspec.structs.replace(it, probation=Probation()) for it in plans]
     return WatchedPair(
         sender=profile.sender.model_id,
         receiver=profile.receiver.model_id,
@@ -219,7 +236,9 @@ def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
     for i, before in enumerate(pair.in_service):
         if before.key == key:
             seen = _with(before, shadow)
-            is_alarm = strength(seen.evidence) >= ALARM
+            is_alarm = strength(seen.evidence) >= ALARM or (
+                seen.probation is not None and seen.probation.is_alarm
+            )
             return msgspec.structs.replace(
                 pair,
                 plans=(*pair.plans[:i], seen, *pair.plans[i + 1 :]),
@@ -234,6 +253,9 @@ def _with(plan: WatchedPlan, shadow: Shadow) -> WatchedPlan:
     plan = msgspec.structs.replace(plan, num_shadows=num, mean_tv=mean_tv)
     if shadow.document and shadow.document in plan.documents:
         return plan
+    probation = plan.probation and plan.probation.after(shadow.tv, plan.allowed)
+    if probation is not None and probation.is_over:
+        probation = None
     began = plan.hour_began if shadow.hour == plan.hour else plan.evidence
     return msgspec.structs.replace(
         plan,
@@ -241,6 +263,7 @@ def _with(plan: WatchedPlan, shadow: Shadow) -> WatchedPlan:
         hour=shadow.hour,
         hour_began=began,
         documents=(*plan.documents, shadow.document)[-MAX_DOCUMENTS:],
+        probation=probation,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import msgspec
 
 from cachetree import ConfigError, ModelId, ModelNames, with_names
 from cachetree.disk import lock_file, new_file
+from cachetree.planning import Line, LineProfile, PairProfile
 from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.guard.plans import (
     ALL,
@@ -32,6 +33,9 @@ from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.start.config import Settings
 
 log = logging.getLogger("droidspeak.guard")
+
+Pair = tuple[ModelId, ModelId]
+"""Sender and receiver."""
 
 MAX_OTHERS: Final = 1000
 """Most pairs kept in the record although this server has no profile of them now."""
@@ -61,10 +65,14 @@ class PairsInService:
         self._rate: Final = settings.shadow_share
         path = None if settings.guard_path is None else Path(settings.guard_path)
         self._path: Final = path if keeps_record else None
-        self._profiles: Final = dict(planner.profiles)
+        self._profiles: Final[dict[Pair, PairProfile]] = dict(planner.profiles)
         """Whole profiles, with plans that are out of service."""
         known = {it.profile: it for it in (read_record(path) if path is not None else ())}
-        self._pairs: Final[dict[tuple[ModelId, ModelId], WatchedPair]] = {}
+        self._pairs: Final[dict[Pair, WatchedPair]] = {}
+        self._heirs: Mapping[Pair, LineProfile] = {}
+        """Pairs that inherit from a line, with whole profiles. The record has none of them."""
+        self._left: Final[dict[Line, int]] = {}
+        """Number of first plans that an alarm has left to all heirs of a line."""
         for profile in self._profiles.values():
             fresh = watched(profile)
             pair = known.pop(fresh.profile, fresh)
@@ -72,6 +80,26 @@ class PairsInService:
             if self._rate:
                 self._warn_of(fresh)
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
+
+    def inherit(self, heirs: Sequence[LineProfile]) -> None:
+        """Put these pairs in the place of all pairs that inherited before. A pair that has a
+        profile of its own inherits nothing."""
+        before = {it.profile: it for it in map(self._pairs.pop, self._heirs)}
+        for key in self._heirs:
+            del self._profiles[key]
+        pairs = {(it.sender.model_id, it.receiver.model_id): it for it in heirs}
+        self._heirs = {key: it for key, it in pairs.items() if key not in self._profiles}
+        if not (before or self._heirs):
+            return
+        self._profiles |= self._heirs
+        for key, profile in self._heirs.items():
+            fresh = watched(profile)
+            num_left = min(self._left.get(profile.line, fresh.num_left), fresh.num_left)
+            fresh = msgspec.structs.replace(fresh, num_left=num_left)
+            self._pairs[key] = before.get(fresh.profile, fresh)
+        left = {key: left_of(it, self._pairs[key]) for key, it in self._heirs.items()}
+        self._planner.inherit(left)
+        self._tell()
 
     def answer(self, question: str) -> dict[str, Any]:
         """Answer a question in JSON with a GuardState as builtins. Raises MsgspecError or
@@ -103,7 +131,7 @@ class PairsInService:
         self._metrics.shadows.labels("compared").inc()
         if before is None or (pair := after(before, shadow)) is before:
             return
-        self._metrics.shadow_tv.labels(*key).observe(shadow.tv)
+        self._metrics.shadow_tv.labels(*self._metrics.counted_as(key)).observe(shadow.tv)
         why = ""
         if pair.num_left < before.num_left:
             demoted = pair.plans[pair.num_left]
@@ -111,6 +139,8 @@ class PairsInService:
                 f"recomputing {demoted.layers} was {demoted.mean_tv:.3f} from full prefill in "
                 f"{demoted.num_shadows} shadows, {demoted.allowed:.3f} is allowed"
             )
+            if key in self._heirs:
+                self._left[self._heirs[key].line] = pair.num_left
         self._note(pair, why)
         self._keep()
 
@@ -126,6 +156,8 @@ class PairsInService:
             if pair.sender in asked:
                 fresh = watched(self._profiles[key])
                 self._note(fresh, "an operator has reset it" if pair.is_demoted else "")
+        if sender == ALL:
+            self._left.clear()
         self._keep()
 
     def _note(self, pair: WatchedPair, why: str) -> None:
@@ -134,19 +166,26 @@ class PairsInService:
         key = pair.sender, pair.receiver
         self._pairs[key] = pair
         self._metrics.tell_guard(pair)
+        self._tell()
         if not why:
             return
         left_in_it = left_of(self._profiles[key], pair)
         self._planner.put_in_service(left_in_it)
-        self._planner.out_of_service = frozenset(
-            plan for it in self._pairs.values() for plan in it.out_of_service
-        )
         self._metrics.tell_pairs({key: left_in_it})
-        self._metrics.guard_changes.labels(*key).inc()
+        self._metrics.guard_changes.labels(*self._metrics.counted_as(key)).inc()
         left = f"{pair.num_left} of {len(pair.plans)} plans in service"
         log.warning("droidspeak: %s: %s: %s", self._called(pair), left, why)
         names = {"sender": pair.sender, "receiver": pair.receiver, "why": why}
         tracing.event("guard", {**names, "plans_left": pair.num_left})
+
+    def _tell(self) -> None:
+        """Tell which plans are out of service, and the states of pairs that inherit."""
+        self._planner.out_of_service = frozenset(
+            plan for it in self._pairs.values() for plan in it.out_of_service
+        )
+        states = {key: it.state for key, it in self._pairs.items() if key in self._heirs}
+        self._planner.heirs = states
+        self._metrics.tell_heirs(self._heirs, states.values())
 
     def _called(self, pair: WatchedPair) -> str:
         return with_names(f"{pair.sender} to {pair.receiver}", self._names.now)
@@ -154,7 +193,8 @@ class PairsInService:
     def _keep(self) -> None:
         if self._path is not None:
             try:
-                write_record(self._path, (*self._others, *self._pairs.values()))
+                own = (it for key, it in self._pairs.items() if key not in self._heirs)
+                write_record(self._path, (*self._others, *own))
             except OSError as exc:
                 log.warning("droidspeak: guard_path %s is not written: %s", self._path, exc)
 

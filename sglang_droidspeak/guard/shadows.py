@@ -1,8 +1,8 @@
 """Shadows: compare answers from approximate KV with an exact run afterwards.
 
     arrival  A hash of the request's id, under a key of this server, chooses the request. So text,
-             load and users cannot influence the choice. While a plan is suspected, all requests are
-             looked at.
+             load and users cannot influence the choice. While a plan is suspected, or where pairs
+             may inherit one, all requests are looked at.
     answer   If the request reused another model's KV, its prompt is kept.
     turn     The prompt runs twice: greedily over the same approximate KV, and exactly over the
              tokens of the first run. A run waits until no request runs, or until other requests
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from cachetree import ModelId
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.asking import ANSWERED, SECRET
@@ -79,6 +80,11 @@ class Shadows:
         self._deadline_s: Final = settings.shadow_deadline_s
         self._budget: Final = Budget(settings.shadow_busy_share)
         self._suspects: frozenset[PlanId] = frozenset()
+        self._known: frozenset[tuple[ModelId, ModelId]] | None = (
+            frozenset() if settings.lines else None
+        )
+        """Pairs of the scheduler's last answer. Others may have inherited a plan since. None
+        if no pair can inherit."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
         """Shadows without a result that the scheduler does not know of yet."""
@@ -90,7 +96,7 @@ class Shadows:
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
         is_chosen = place_of(obj.rid) < self._rate
-        if not (is_chosen or self._suspects):
+        if not (is_chosen or self._suspects or self._known is not None):
             return original(manager, obj, request)
         asked = copy(obj)
         asked.return_prompt_token_ids = True
@@ -110,7 +116,10 @@ class Shadows:
 
     def _keep(self, manager: Any, answer: _Answer) -> None:
         plan = answer.plan
-        if plan is None or not (answer.is_chosen or plan in self._suspects):
+        if plan is None:
+            return
+        is_new = self._known is not None and (plan.sender, plan.receiver) not in self._known
+        if not (answer.is_chosen or is_new or plan in self._suspects):
             return
         answer.keep(time.monotonic() + self._deadline_s)
         self._waiting.append(answer)
@@ -180,7 +189,10 @@ class Shadows:
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
         state = await asking.ask(manager, asking.GUARD, question, KEY)
         self._missed -= missed
-        self._suspects = frozenset(msgspec.convert(state, GuardState).suspects)
+        guard_state = msgspec.convert(state, GuardState)
+        self._suspects = frozenset(guard_state.suspects)
+        if self._known is not None:
+            self._known = frozenset((it.sender, it.receiver) for it in guard_state.pairs)
 
 
 class Budget:

@@ -72,6 +72,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     approximate: Mapping[ModelId, int] = {}
     """Pages of an unsent prompt that other models of this server have as approximate KV only. No
     other model reads these pages."""
+    heirs: Mapping[ModelId, str] = {}
+    """State of each pair with the model that may inherit a line's plan, by sender; see `Pair`."""
     measured: RequestProvenance | None = None
     """None for a prompt that was not sent."""
 
@@ -110,6 +112,9 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """Recommended block; null if none is recommended."""
     price: Price | None
     """Predicted cost of the recommended block, for a prompt of 2,048 tokens."""
+    heir: str | None
+    """State of a pair that may inherit a line's plan: `probation`, `in_service`, `out_of_service`
+    or `too_far`. Null for a pair with a profile of its own."""
     measured_tokens: int | None
     """Longest prefix that the profile covers; null if it covers every length."""
 
@@ -184,6 +189,7 @@ class Answers:
             reason=off or profile.reason,
             block=None if best is None else (best.start, best.stop),
             price=None if plan is None else self._planner.price(plan),
+            heir=self._planner.heirs.get((sender, receiver)),
             measured_tokens=None if profile.lossless else profile.measured_tokens,
         )
 
@@ -220,8 +226,10 @@ class Answers:
         command = "".join(
             self._profile_command(it, explanation.model, scheduler) for it in [*missing][:1]
         )
+        model = explanation.model
+        heirs = {of: it for (of, to), it in self._planner.heirs.items() if to == model}
         return msgspec.structs.replace(
-            explanation, profile_command=command, approximate=approximate
+            explanation, profile_command=command, approximate=approximate, heirs=heirs
         )
 
     def _profile_command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -25,6 +25,7 @@ from cachetree.planning import (
     Patience,
     Plan,
     PlanId,
+    Profiles,
     Reason,
     bytes_of,
     choose,
@@ -82,14 +83,11 @@ class Planned:
 
     @property
     def saving_s(self) -> float:
-        """Seconds saved as predicted when the plan was chosen; 0 while the device's speed is
-        unknown."""
+        """Seconds that the plan was predicted to save; 0 while the device's speed is unknown."""
         considered = self.considered
-        return (
-            0.0
-            if considered is None
-            else saving_s(self.plan, considered.demand, considered.costs) or 0.0
-        )
+        if considered is None:
+            return 0.0
+        return saving_s(self.plan, considered.demand, considered.costs) or 0.0
 
     @property
     def is_approximate(self) -> bool:
@@ -141,6 +139,8 @@ class Planner:
     """Number of changes to the plans in service."""
     out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
     """Plans that the drift guard has stopped. A request cannot use one even with `gate: none`."""
+    heirs: Mapping[tuple[ModelId, ModelId], str] = field(default_factory=dict, init=False)
+    """Pairs that may inherit a line's plan, with their states (`WatchedPair.state`)."""
     _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
     off: str = field(default="", init=False)
     """Outcome of every request since this server was retired, after which nothing is planned any
@@ -155,6 +155,11 @@ class Planner:
         """Replace the profile of a pair. Later requests read no approximate KV made before."""
         self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
         self._generation += 1
+
+    def inherit(self, heirs: Profiles) -> None:
+        """Replace the pairs that may inherit. Later requests read no approximate KV made before."""
+        own = {pair: it for pair, it in self.profiles.items() if pair not in self.heirs}
+        self.profiles, self._generation = own | dict(heirs), self._generation + 1
 
     def meet(self, req: Req) -> None:
         """Find where the request's adapter acts, and choose its namespaces: apart from other

@@ -37,6 +37,7 @@ _MOST = 1e6
 _NEEDS = (
     # a setting, another one that it needs to have an effect, and why
     ("disk_path", "host_gb", "nothing is ever stored"),
+    ("lines", "guard_path", "nothing watches what an heir of a line inherits"),
     ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
     ("shadow_deadline_s", "guard_path", "no answer is compared"),
     ("shadow_busy_share", "guard_path", "no answer is compared"),
@@ -100,6 +101,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     profiles: tuple[str, ...] = ()
     """Pair profiles, or folders of them. A named file must have this server's model, or an adapter
     on it, as sender or receiver."""
+    lines: tuple[str, ...] = ()
+    """Profiles of lines of models (`droidspeak profile --line`). Each must name this server's
+    model. A model that an update makes from it inherits the plan if its weights changed by no more
+    than the profile has proven."""
     e_correction: Literal["none", "profile"] = "profile"
     """`profile` allows plans that correct the sender's E by a map of the profile. The maps are in
     `PAIR.maps.safetensors` beside the profile. `none` allows no such plan. Give senders the same

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from cachetree import ConfigError, ProfileError
-from cachetree.checkpoint import ModelIdentity, varying_rope
-from cachetree.planning import PairProfile
+from cachetree.checkpoint import ModelIdentity, Weights, varying_rope
+from cachetree.planning import LineProfile, PairProfile
 from sglang_droidspeak.engine import Quantization
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings
 
@@ -283,6 +283,20 @@ def refuse_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> No
     )
 
 
+def check_line(file: str, line: LineProfile, identity: ModelIdentity) -> None:
+    if identity not in line.line.models:
+        raise ProfileError(
+            f"profile {file} is of the line {line.line}, and this server's model, "
+            f"{identity.model_id} by content, is none of these; start from a model of the line, "
+            "profile a line with this one, or remove the file from `lines`"
+        )
+    if not line.passed:
+        raise ProfileError(
+            f"profile {file} did not pass its gate: {line.reason}; remove it from `lines`, or "
+            "profile the line on more data"
+        )
+
+
 def check_activated(
     refs: Collection[LoRARef],
     invocation: Callable[[LoRARef], Sequence[int]],
@@ -327,6 +341,17 @@ def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None
             f"KV is kept in {pool.dtype}: {_SCALED}; start the server with --kv-cache-dtype "
             "bfloat16"
         )
+
+
+def check_stored_type(weights: Weights, served: str) -> None:
+    """Refuse a server with lines if rounding to the served type changes distances."""
+    for name, (stored, _) in weights.layouts.items():
+        if stored != served:
+            raise ConfigError(
+                f"lines is set, and {name} is {stored} in the checkpoint and {served} when served: "
+                f"rounding changes distances; save the line's models as {served} and profile them, "
+                "or set lines to []"
+            )
 
 
 def check_tree_components(names: set[str]) -> None:

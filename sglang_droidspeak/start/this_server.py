@@ -27,9 +27,11 @@ from cachetree.checkpoint import (
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
 from cachetree.planning import (
+    LineProfile,
     PairProfile,
     PrefillCost,
     profile_files,
+    read_line,
     read_profile,
     require_one_each,
 )
@@ -57,6 +59,8 @@ class ThisServer:
     weights: Weights
     """Weights of the checkpoint, as read at start."""
     profiles: tuple[PairProfile, ...]
+    lines: tuple[LineProfile, ...]
+    """Profiles of which later models of this server inherit."""
     page_size: int
     e_width: int
     """Columns of E on each rank."""
@@ -91,7 +95,9 @@ class ThisServer:
         # An adapter of this server may read a pair's KV, and others by an address or a storage.
         to = self.settings.listen, self.settings.hicache_backend, self.settings.disk_path
         is_read = self.adapters is not None or any(to)
-        sends = (p.transition_layers() for p in self._profiles_of("sender") if is_read)
+        sends = [p.transition_layers() for p in self._profiles_of("sender") if is_read]
+        # Any model of a line sends to the next one on this server.
+        sends += [it.transition_layers() for it in self.lines]
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 
     @property
@@ -192,6 +198,11 @@ def read_server(
     adapters = {it: adapted(identity, it).model_id for it in folders} if has_adapters else None
     profiles = dict(_read_profiles(settings, identity, has_adapters=has_adapters))
     require_one_each(profiles)
+    lines = tuple(read_line(Path(it)) for it in settings.lines)
+    for file, line in zip(settings.lines, lines, strict=True):
+        refuse.check_line(file, line, identity)
+    if lines:
+        weights = weights.sketched(path)
     corrections: dict[str, Correction] = {}
     for file, profile in profiles.items():
         if has_adapters or profile.receiver == identity:
@@ -200,6 +211,7 @@ def read_server(
         settings=settings,
         weights=weights,
         profiles=tuple(profiles.values()),
+        lines=lines,
         page_size=page_size,
         e_width=e_width,
         adapters=adapters,

@@ -41,7 +41,7 @@ SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 
 
 def answers(labels: Labels, refusal: str = "") -> Answers:
-    planner = SimpleNamespace(profiles=PROFILES, refusal=lambda _req: refusal)
+    planner = SimpleNamespace(profiles=PROFILES, refusal=lambda _req: refusal, heirs={})
     cache = SimpleNamespace(sources=lambda: (), names=ModelNames())
 
     def guard(_question: str) -> dict[str, Any]:
@@ -149,6 +149,7 @@ def with_an_adapter(labels: Labels) -> Answers:
     asked._lora_refs = {"1": SQL}  # type: ignore[dict-item]
     asked._planner = SimpleNamespace(  # type: ignore[assignment]
         profiles={},
+        heirs={},
         refusal=lambda _req: "",
         meet=lambda _req: None,
         model_of=lambda lora_id: "a" * 32 if lora_id else R,
@@ -156,6 +157,16 @@ def with_an_adapter(labels: Labels) -> Answers:
         plan=lambda *_: Declined("no_match"),
     )
     return asked
+
+
+def test_a_pair_on_probation_is_named(labels: Labels) -> None:
+    asked = with_an_adapter(labels)
+    asked._planner.heirs = {(S, R): "probation", (S, "another"): "too_far"}  # type: ignore[assignment,dict-item]
+    considered = Considered(DEMAND, [match(S)], MEASURED)
+    labels.answered["r1"] = Label(RequestProvenance(outcome="reused"), 161, considered)
+    reply = ask(asked, request_id="r1")
+    assert reply["heirs"] == {S: "probation"}
+    assert f"heir     of {S}: probation" in [*explanation_lines(reply)]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +338,7 @@ def test_a_way_without_pages_names_neither_pages_nor_layers() -> None:
     way = {"sender": "a", "location": "pool", "pages": [26, 26], "block": [6, 24]}
     way |= {"quality": 0.9, "reason": "too_short"}
     reply = {"outcome": "too_short", "detail": "", "cause": "", "remedy": "", "model": ""}
-    reply |= {"approximate": {}, "profile_command": ""}
+    reply |= {"approximate": {}, "heirs": {}, "profile_command": ""}
     reply |= {"prompt_tokens": 416, "page_tokens": 16, "device_pages": 26, "full_prefill_s": None}
     (line,) = [
         it

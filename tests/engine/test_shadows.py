@@ -16,7 +16,7 @@ from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.asking import ANSWERED
 from sglang_droidspeak.guard import shadows
-from sglang_droidspeak.guard.plans import POSITIONS, GuardQuestion, GuardState
+from sglang_droidspeak.guard.plans import POSITIONS, GuardQuestion, GuardState, WatchedPair
 from sglang_droidspeak.guard.shadows import MAX_WAITING, Budget, Shadows
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import Settings
@@ -51,6 +51,7 @@ class Manager:
         self.heard: list[GuardQuestion] = []
         self.asked: list[Any] = []
         self.suspects: tuple[PlanId, ...] = ()
+        self.pairs: tuple[WatchedPair, ...] = ()
         self.lora_ids = ["id"]
         """Meaning of an adapter's name, one request after another."""
         self.loaded: dict[str, Any] = {}
@@ -125,7 +126,7 @@ class Manager:
         if self.is_deaf:
             raise TimeoutError("no scheduler")
         self.heard.append(msgspec.json.decode(question, type=GuardQuestion))
-        state = GuardState(shadow_rate=1.0, pairs=(), suspects=self.suspects)
+        state = GuardState(shadow_rate=1.0, pairs=self.pairs, suspects=self.suspects)
         return [SimpleNamespace(internal_state={KEY: msgspec.to_builtins(state)})]
 
     def auto_create_handle_loop(self) -> None: ...
@@ -301,6 +302,21 @@ def test_every_answer_of_a_suspect_is_compared() -> None:
     for rid in rids:
         served(manager, asked(rid))
     assert 2 <= len(manager.heard) - num <= 16, "another plan is not suspected"
+
+
+def test_every_answer_by_a_new_pair_is_compared_where_pairs_may_inherit() -> None:
+    settings = Settings(guard_path="guard.json", shadow_rate=0.0, lines=("line.json",))
+    manager = Manager(REUSED, Shadows(settings))
+    served(manager, asked("r1"))
+    assert len(manager.heard) == 1, "the scheduler has told nothing of the pair"
+    pair = {"sender": "S", "receiver": "R", "profile": "", "plans": (), "num_left": 0}
+    manager.pairs = (msgspec.convert(pair, WatchedPair),)
+    served(manager, asked("r2"))
+    served(manager, asked("r3"))
+    assert len(manager.heard) == 2, "it knows the pair, and does not suspect its plan"
+    manager.label = {**REUSED, "receiver": "an update"}
+    served(manager, asked("r4"))
+    assert len(manager.heard) == 3
 
 
 def test_a_run_makes_way_for_who_comes_and_is_tried_again(

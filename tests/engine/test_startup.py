@@ -20,6 +20,7 @@ import pytest
 import torch
 from engine_parts import ENV, profile_of
 from huggingface_hub.utils import filter_repo_objects
+from line_parts import line_of
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadFormat
@@ -128,6 +129,8 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"peers": ["tcp://nowhere"]}, ["peers", "tcp://nowhere"]),
         ({"listen": HERE, "peers": [HERE]}, ["peers has tcp://127.0.0.1:7001", "remove it"]),
         ({"profiles": ["missing.json"]}, ["missing.json", "No such file"]),
+        ({"lines": ["line.json"]}, ["lines is set and guard_path is None", "set guard_path"]),
+        ({"lines": ["missing.json"], "guard_path": "g"}, ["missing.json", "No such file"]),
         ({"disk_path": "cache"}, ["disk_path is cache and disk_gb 0.0", "give both"]),
         ({"disk_path": "c", "disk_gb": 1, "host_gb": 0}, ["disk_path is set and host_gb is 0"]),
         ({"hicache_backend": "florp"}, ["hicache_backend is 'florp'", "file", "mooncake"]),
@@ -804,6 +807,32 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     read_server.cache_clear()
     line = refusal(model, without)
     assert "all of its plans correct E; set e_correction to profile" in line
+
+
+def test_a_line_names_a_model_of_this_server(model: Path, tmp_path: Path) -> None:
+    own, path = read_model_identity(model), tmp_path / "line.json"
+    extra = {"lines": [str(path)], "guard_path": str(tmp_path / "guard.json")}
+    others = [replace(own, weights=it) for it in ("one", "two")]
+    write_profile(profile_of(*others), path)
+    assert f"{path} is of one pair, and of no line of models; make one" in refusal(model, extra)
+    read_server.cache_clear()
+    write_profile(line_of(others, proven=(0.1,) * 5), path)
+    line = refusal(model, extra)
+    assert f"{path} is of the line v1 → v2, and this server's model, {own.model_id}" in line
+    read_server.cache_clear()
+    write_profile(line_of([*others, own], proven=(0.1,) * 5, passed=False), path)
+    assert f"{path} did not pass its gate" in refusal(model, extra)
+    read_server.cache_clear()
+    broken = line_of([own, *others], proven=(0.1,) * 5)
+    broken = replace(broken, line=replace(broken.line, distances=((0.1,) * 3,)))
+    write_profile(broken, path)
+    assert f"{path} has a line of 3 models with 1 rows of distances" in refusal(model, extra)
+    read_server.cache_clear()
+    write_profile(line_of([own, *others], proven=(0.1,) * 5), path)
+    server = load_this_server(server_args(model, extra))
+    assert server.weights.distances_from(server.weights) == (0.0,) * 5
+    plain = load_this_server(server_args(model, {}))
+    assert plain.weights.sketches is None and plain.lines == (), "no line, no work"
 
 
 def test_unreadable_profile(model: Path, tmp_path: Path) -> None:

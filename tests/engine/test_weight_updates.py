@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import pickle
+import shutil
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ from engine_parts import (
     prompt,
 )
 from forked import ServerSpec
-from safetensors.torch import load_file
+from line_parts import line_of
+from safetensors.torch import load_file, save_file
 from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -243,20 +245,26 @@ def test_the_probe_names_every_hooked_function() -> None:
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any, Watcher]]:
-    """A server, the checkpoints `model`, which it starts with, and `other`, and a peer."""
+    """A server, a peer, and the checkpoints `model`, which the server starts with, `near`, which is
+    within its line, and `other`, which is too far."""
     folder = tmp_path_factory.mktemp("updates")
     config = shape("llama", layers=4, hidden=128, heads=2, kv_heads=2)
     model, other = write_models(folder, config, ["model", "other"], seed=9)
-    pair = folder / "pair.json"
+    near = shutil.copytree(model, folder / "near")
+    changed = {name: it * 1.01 for name, it in load_file(model / FILE).items()}
+    save_file(changed, near / FILE, metadata={"format": "pt"})
+    pair, line = folder / "pair.json", folder / "line.json"
     write_profile(profile_of(*(read_model_identity(it) for it in (other, model))), pair)
+    write_profile(line_of([read_model_identity(it) for it in (near, model)], (0.02,) * 5), line)
     address = f"tcp://127.0.0.1:{free_port()}"
     settings = {"listen": address, "host_gb": 0.25, "profiles": [str(pair)], "capture_layers": [2]}
+    settings |= {"lines": [str(line)], "guard_path": str(folder / "guard.json"), "shadow_rate": 0}
     spec = ServerSpec(
         model=model, name="s", options={**CPU, "enable-metrics": True}, droidspeak=settings
     )
     with running(spec, folder=folder / "logs", env=SLOW_DEVICE) as servers:
         watcher = Watcher(model, [address])
-        yield servers[0], SimpleNamespace(model=model, other=other), watcher
+        yield servers[0], SimpleNamespace(model=model, other=other, near=near), watcher
         watcher.close()
 
 
@@ -264,6 +272,11 @@ def usable(server: Server) -> set[float]:
     """Values of its metrics about its pairs."""
     samples = scraped(f"{server.url}/metrics").items()
     return {value for (name, *_), value in samples if name == "droidspeak:pair_usable"}
+
+
+def value_of(server: Server, metric: str, label: str) -> float:
+    found = scraped(f"{server.url}/metrics").items()
+    return sum(it for (name, *labels), it in found if name == metric and label in labels)
 
 
 def update(server: Server, path: str, **body: Any) -> bool:
@@ -307,7 +320,8 @@ def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
     known(server)
     assert watcher.num_pages(tokens, models.model) == num_pages, "a sender for the new one"
     other = answer(server, tokens)
-    assert other.provenance["outcome"] == "no_profile" and other.logprobs != before.logprobs
+    assert other.provenance["outcome"] == "gate_failed" and other.logprobs != before.logprobs
+    assert "changed by" in other.provenance["detail"], "and no further than the line has proven"
     watcher.wait_for(tokens, models.other)
     answer(server, prompt(100, seed=3))
     watcher.wait_for(prompt(100, seed=3), models.other)
@@ -328,6 +342,25 @@ def test_each_checkpoint_keeps_its_kv_over_updates(updated: Any) -> None:
     assert watcher.num_pages(prompt(100, seed=2), models.model) == 0
     server.flush()
     assert answer(server, prompt(100, seed=3)).provenance["outcome"] == "reused", "from the other"
+
+
+@pytest.mark.server
+def test_an_heir_of_a_line_reuses_on_probation_and_every_answer_is_compared(updated: Any) -> None:
+    server, models, watcher = updated
+    tokens = prompt(100, seed=7)
+    assert update(server, "update_weights_from_disk", model_path=str(models.model))
+    known(server)
+    answer(server, tokens)
+    watcher.wait_for(tokens, models.model)
+    assert update(server, "update_weights_from_disk", model_path=str(models.near))
+    known(server)
+    compared = "droidspeak:shadows_total", "compared"
+    num_before = value_of(server, *compared)
+    heir = answer(server, tokens).provenance
+    sender = read_model_identity(models.model).model_id
+    assert (heir["outcome"], heir["sender"], heir["block"]) == ("reused", sender, None)
+    assert value_of(server, "droidspeak:heirs", "probation") == 1.0
+    eventually(lambda: value_of(server, *compared) > num_before)
 
 
 @pytest.mark.server

@@ -23,6 +23,8 @@ import pytest
 import torch
 from checkpoint_parts import CONFIG, write
 from engine_parts import PAGE
+from line_parts import line_of
+from profile_parts import identity
 from standins import made
 
 from cachetree.checkpoint.codecs import Codec
@@ -69,7 +71,7 @@ class Threads:
             except Exception as exc:  # noqa: BLE001  # As an executor does.
                 future.set_exception(exc)
 
-        if function is weights_module._digest:
+        if function in (weights_module._digest, weights_module._sketch):
             run()
         else:
             self._waiting.append(run)
@@ -86,7 +88,7 @@ class Walk:
         self.content: Content = (1.0,) * len(NAMES)
         self.folders: dict[Content, Path] = {}
         self.folder = folder
-        served = read_weights(self._written(self.content))
+        served = read_weights(self._written(self.content)).sketched(self._written(self.content))
         self.changes = self.num_stored = self.num_noted = 0
         self.ranks: Any = SimpleNamespace(least=self._least, share=lambda mine, _: mine)
         self.others_differ = False
@@ -321,6 +323,10 @@ class Walk:
         if not self.models.unknown:
             assert not self.is_raw
             assert self.models.of(None) == self._name(self.content)
+            folder = self._written(self.content)
+            written = read_weights(folder).sketched(folder)
+            distances = self.updates._weights.distances_from(written)
+            assert distances is not None and not any(distances), "sketches are of what is served"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -346,11 +352,18 @@ def test_no_kv_has_the_name_of_other_weights(
     assert walk.models.of(None) == walk._name((2.0, 2.0, 2.0)), "all was written, all is known"
 
 
-def test_a_shared_store_is_asked_for_the_present_model_and_for_no_former_update() -> None:
+def test_a_shared_store_is_asked_for_the_present_model_and_for_what_it_inherits_from() -> None:
     start, profiled = ModelId("start"), ModelId("profiled")
     started_with = {start: frozenset({1}), profiled: frozenset({2})}
     linker = MagicMock(_started_as=start, _started_with=started_with, _senders=dict(started_with))
     linker._cache.names.now = {}
-    for model in ("first", "second", start):
-        DroidSpeakLinker._weights_known(linker, SimpleNamespace(model_id=model), "")
-        assert linker._senders == started_with | {model: frozenset({1})}
+    linker._ranks.share = lambda mine, _: mine
+    line = line_of([identity("v1"), identity("v2")], proven=(0.0,) * 11)
+    near, far = (line.inherited(identity("v1"), identity("v2"), (it,) * 11) for it in (0.0, 0.1))
+    inherited = {near.sender.model_id: frozenset({1})}
+    served = ("first", [near], inherited), ("second", [far], {}), (start, [], {})
+    for model, heirs, more in served:
+        linker._lines.follow = lambda *_, heirs=heirs: heirs
+        DroidSpeakLinker._weights_known(linker, SimpleNamespace(model_id=model), None, "")  # type: ignore[arg-type]
+        assert linker._senders == started_with | {model: frozenset({1})} | more
+        linker._guard.inherit.assert_called_with(heirs)

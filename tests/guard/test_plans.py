@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from line_parts import line_of
+from profile_parts import identity
 from test_policy import PROFILE
 
 from cachetree import ConfigError
 from cachetree.names import ModelNames
-from cachetree.planning import BlockQuality, PairProfile, PlanId
+from cachetree.planning import BlockQuality, LineProfile, PairProfile, PlanId
 from sglang_droidspeak.cli.ask import guard_lines
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.guard import service
@@ -373,3 +375,118 @@ def test_a_person_reads_what_is_out_of_service() -> None:
     assert shown[0] == "compares 5.0% of reused requests"
     assert sum("OUT OF SERVICE" in it for it in shown) == 1
     assert "layers [3, 5) anew: distance 1.0000 in" in shown[-1]
+
+
+# Pairs that inherit from a line.
+
+V = [identity(it) for it in ("v1", "v2", "v3", "v4")]
+LINE = line_of(V[:3], proven=(0.01,) * 11)
+NOTHING = (0.0,) * 11
+
+
+class Inheriting:
+    """A planner without profiles of its own."""
+
+    def __init__(self) -> None:
+        self.profiles: dict[Any, PairProfile] = {}
+        self.heirs: dict[Any, str] = {}
+        self.out_of_service: frozenset[PlanId] = frozenset()
+
+    def serves(self, model: str) -> bool:
+        return True
+
+    def inherit(self, heirs: Any) -> None:
+        self.profiles = dict(heirs)
+
+    def put_in_service(self, profile: PairProfile) -> None:
+        self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
+
+
+def heir(sender: int, receiver: int, found: tuple[float, ...] = NOTHING) -> LineProfile:
+    return LINE.inherited(V[sender], V[receiver], found)
+
+
+def loaded(sender: int, receiver: int, tv: float, document: str = "") -> Shadow:
+    plan = PlanId(V[sender].model_id, V[receiver].model_id, None, False)
+    return Shadow(plan=plan, tv=tv, document=document, hour=7)
+
+
+def states(planner: Inheriting) -> list[str]:
+    return list(planner.heirs.values())
+
+
+def test_an_heir_is_compared_at_every_request_until_its_own_evidence_is_enough(
+    tmp_path: Path,
+) -> None:
+    planner = Inheriting()
+    guard = guard_of(planner, tmp_path / "guard.json")
+    assert tell(guard).pairs == ()
+    guard.inherit([heir(1, 2)])
+    assert states(planner) == ["probation"]
+    assert tell(guard).suspects == (loaded(1, 2, 0.0).plan,), "before the first comparison"
+    for _ in range(100):
+        tell(guard, shadow=loaded(1, 2, 0.0, "one document"))
+    assert states(planner) == ["probation"]
+    num = 1
+    while states(planner) == ["probation"]:
+        num += 1
+        state = tell(guard, shadow=loaded(1, 2, 0.0, str(num)))
+        assert num < 100
+    assert num == 69 and state.suspects == () and states(planner) == ["in_service"]
+    guard.inherit([heir(1, 2)])
+    assert states(planner) == ["in_service"], "an update that changes nothing"
+
+
+def test_the_first_alarm_takes_the_plan_from_the_line_until_an_operator_begins_anew(
+    tmp_path: Path,
+) -> None:
+    planner, path = Inheriting(), tmp_path / "guard.json"
+    guard = guard_of(planner, path)
+    guard.inherit([heir(1, 2)])
+    for num in range(12):
+        tell(guard, shadow=loaded(1, 2, 1.0, str(num)))
+    assert states(planner) == ["out_of_service"], "within the hour"
+    (profile,) = planner.profiles.values()
+    assert not profile.is_usable and planner.out_of_service == {loaded(1, 2, 1.0).plan}
+    guard.inherit([heir(1, 3), heir(2, 3)])
+    assert states(planner) == ["out_of_service"] * 2, "later heirs, too"
+    assert planner.out_of_service == {loaded(it, 3, 1.0).plan for it in (1, 2)}
+    assert not any(it.is_usable for it in planner.profiles.values())
+    tell(guard, reset=V[1].model_id)
+    guard.inherit([heir(2, 3)])
+    assert states(planner) == ["out_of_service"]
+    assert tell(guard, reset="all").pairs == (watched(heir(2, 3)),)
+    guard.inherit([heir(1, 2)])
+    assert states(planner) == ["probation"]
+
+
+def test_the_record_has_no_pairs_that_inherit(tmp_path: Path) -> None:
+    path = tmp_path / "guard.json"
+    guard = guard_of(Inheriting(), path)
+    guard.inherit([heir(1, 2)])
+    tell(guard, shadow=loaded(1, 2, 1.0))
+    assert read_record(path) == ()
+
+
+def test_a_pair_that_changed_too_much_has_no_plan_and_is_told(tmp_path: Path) -> None:
+    planner = Inheriting()
+    guard = guard_of(planner, tmp_path / "guard.json")
+    guard.inherit([heir(1, 3, found=(0.5,) * 11), heir(2, 3)])
+    assert states(planner) == ["too_far", "probation"]
+    far = planner.profiles[V[1].model_id, V[3].model_id]
+    assert not far.is_usable and "changed by 0.5" in far.reason
+    counts = {it.labels["state"]: it.value for it in guard._metrics.heirs.collect()[0].samples}
+    assert counts == {"probation": 1, "in_service": 0, "out_of_service": 0, "too_far": 1}
+
+
+def test_a_pair_with_a_profile_of_its_own_inherits_nothing(tmp_path: Path) -> None:
+    planner = Planner()
+    guard = guard_of(planner, tmp_path / "guard.json")
+    guard.inherit([LINE.inherited(PAIR.sender, PAIR.receiver, NOTHING)])
+    assert planner.profiles == {(SENDER, RECEIVER): PAIR}
+    assert tell(guard).pairs == (watched(PAIR),)
+
+
+def test_a_person_reads_which_plan_is_on_probation() -> None:
+    state = GuardState(shadow_rate=0.05, pairs=(watched(heir(1, 2)),), suspects=())
+    assert "on probation    no layer anew" in [*guard_lines(state)][-1]

@@ -1,0 +1,119 @@
+"""Distances between models by sketches: a few random sums of each tensor's values.
+
+A sketch is linear. The length of a difference of two sketches estimates the length of the
+difference of the tensors, with a standard error of about 2 % (Charikar, Chen and Farach-Colton,
+"Finding frequent items in data streams", 2002: count sketch, with values in turn in place of
+hashes). So models that were never in memory together have a distance.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from cachetree.checkpoint.safetensors_files import Tensor, layer_of, own_layer, read_tensors
+from cachetree.errors import ConfigError
+
+_WIDTH: Final = 1021
+"""Sums of a sketch. A prime, so that a column of a matrix is spread over all of them."""
+_ROWS: Final = 256
+_PIECE: Final = _ROWS * _WIDTH
+"""Values that are added up at once."""
+_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
+
+Sketch = NDArray[np.float32]
+Sketches = Mapping[str, Sketch]
+"""Sketches by tensor."""
+EMPTY: Final[Sketches] = {}
+
+
+def sketch_of(name: str, dtype: str, content: memoryview) -> Sketch:
+    """Return the sketch of a tensor in memory. Raises ConfigError if its type has none."""
+    step = _piece_bytes(name, dtype)
+    return _sketch(name, dtype, (content[at : at + step] for at in range(0, len(content), step)))
+
+
+def folder_sketches(files: Sequence[Path]) -> dict[str, Sketch]:
+    """Return sketches of all tensors of safetensors files. Raises ConfigError naming a broken file,
+    or a tensor of a type that has no sketch."""
+    tensors = read_tensors(files)
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        sketches = pool.map(
+            lambda name, it: _sketch(name, it.dtype, _pieces(name, it)), tensors, tensors.values()
+        )
+        return dict(zip(tensors, sketches, strict=True))
+
+
+@np.errstate(all="ignore")
+def distances(sender: Sketches, receiver: Sketches, num_layers: int) -> tuple[float, ...]:
+    """Relative changes of the weights: the length of the difference by the length of the sender's.
+
+    The first one is of the tensors before the layers, the others are of each layer. Both models
+    have the same tensors. Tensors behind the layers leave no trace in KV. A change that is no
+    number is infinite.
+    """
+    changes, lengths = np.zeros(num_layers + 1), np.zeros(num_layers + 1)
+    for name, theirs in sender.items():
+        if (layer := layer_of(name, num_layers)) < num_layers:
+            place = 0 if own_layer(name) is None else layer + 1
+            changes[place] += np.sum((receiver[name] - theirs) ** 2)
+            lengths[place] += np.sum(theirs**2)
+    found = np.where(changes == 0, 0.0, np.sqrt(changes / lengths))
+    return tuple(np.where(np.isnan(found), math.inf, found).tolist())
+
+
+@np.errstate(all="ignore")  # A broken checkpoint has values that are no numbers.
+def _sketch(name: str, dtype: str, pieces: Iterable[Any]) -> Sketch:
+    total, signs = np.zeros(_WIDTH), _signs_of_all()
+    for number, piece in enumerate(pieces):
+        values = _values(dtype, piece)
+        rows = np.pad(values, (0, -len(values) % _WIDTH)).reshape(-1, _WIDTH)
+        sums = (rows * signs[: len(rows)]).sum(axis=0)
+        total += sums * _signs(f"{name}\0{number}", _WIDTH)
+    return total.astype(np.float32)
+
+
+def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return (np.frombuffer(piece, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(piece, f"f{_BYTES[dtype]}").astype(np.float32, copy=False)
+
+
+@cache
+def _signs_of_all() -> NDArray[np.float32]:
+    """Signs within every piece of every tensor. Each piece has signs of its own sums, too."""
+    return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
+
+
+def _signs(seed: str, number: int) -> NDArray[np.float32]:
+    """Random signs, equal on every machine."""
+    drawn = np.frombuffer(blake3(seed.encode()).digest(length=-(-number // 8)), np.uint8)
+    return np.unpackbits(drawn)[:number].astype(np.float32) * 2 - 1
+
+
+def _piece_bytes(name: str, dtype: str) -> int:
+    if dtype not in _BYTES:
+        known = ", ".join(_BYTES)
+        raise ConfigError(f"{name} is {dtype}, and distances are computed of {known}")
+    return _PIECE * _BYTES[dtype]
+
+
+def _pieces(name: str, tensor: Tensor) -> Iterator[bytes]:
+    left, step = tensor.num_bytes, _piece_bytes(name, tensor.dtype)
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        while left:
+            piece = file.read(min(step, left))
+            if len(piece) < min(step, left):
+                raise ConfigError(f"{tensor.path} ends before tensor {name}; download it again")
+            left -= len(piece)
+            yield piece

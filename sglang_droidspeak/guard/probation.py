@@ -1,0 +1,60 @@
+"""Probation: the first comparisons of a plan that was inherited, and not measured for its pair.
+
+Two test martingales over values in [0, 1], each a mean over some bets (Ville's inequality bounds
+how often they ever reach a number):
+
+    against    *= 1 - bet + bet * x / allowed                grows if the mean is above allowed
+    in favour  *= 1 - bet + bet * (1 - x) / (1 - allowed)    grows if the mean is below allowed
+
+If each value's mean, given the values before it, is at most `allowed`, an alarm ever comes with a
+probability of at most 1 in `ALARM`. If it is at least `allowed`, probation ever ends well with a
+probability of at most 1 in `ENOUGH`. Ordinary traffic comes in clusters, for which nothing is
+proven: `tests/guard/test_probation.py` counts both errors there. No hour limits this evidence,
+unlike the guard's: a model that learns is served for minutes.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Final
+
+import msgspec
+
+BETS_AGAINST: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+BETS_IN_FAVOUR: Final = (0.5, 1.0)
+ALARM: Final = 1000.0
+"""Evidence against a plan that takes it out of service."""
+ENOUGH: Final = 20.0
+"""Evidence in favour of a plan that ends its probation."""
+
+MOST_ALLOWED: Final = 0.99
+"""Largest mean that evidence can be in favour of; a profile from few data allows more."""
+
+
+class Probation(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence about a plan on probation, by bet."""
+
+    against: tuple[float, ...] = (1.0,) * len(BETS_AGAINST)
+    in_favour: tuple[float, ...] = (1.0,) * len(BETS_IN_FAVOUR)
+
+    def after(self, x: float, allowed: float) -> Probation:
+        """Probation after one more document."""
+        allowed = min(allowed, MOST_ALLOWED)
+        return Probation(
+            against=_after(self.against, BETS_AGAINST, x / allowed),
+            in_favour=_after(self.in_favour, BETS_IN_FAVOUR, (1 - x) / (1 - allowed)),
+        )
+
+    @property
+    def is_alarm(self) -> bool:
+        return fmean(self.against) >= ALARM
+
+    @property
+    def is_over(self) -> bool:
+        return fmean(self.in_favour) >= ENOUGH
+
+
+def _after(evidence: tuple[float, ...], bets: tuple[float, ...], odds: float) -> tuple[float, ...]:
+    return tuple(
+        before * (1 - bet + bet * odds) for before, bet in zip(evidence, bets, strict=True)
+    )
