@@ -115,7 +115,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 def _profile(args: argparse.Namespace) -> int:
     if args.models or args.adapters:
         return _profile_many(args)
-    if is_missing(args, "profile", "sender", "receiver", "data", "out"):
+    models = () if args.line else ("sender", "receiver")
+    if is_missing(args, "profile", *models, "data", "out"):
         return 2
     from rich.console import Console
 

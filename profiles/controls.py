@@ -38,7 +38,6 @@ def measure_controls(
 ) -> dict[Task, Controls]:
     """Measure controls on the first documents of each task that has at least two. If the metric
     compares with full prefill's own answers, the bench has measured the documents before."""
-    receiver = bench.receiver
     tasks = {task: places for task, places in by_task(documents).items() if len(places) > 1}
     sampled = [it for places in tasks.values() for it in places[:NUM_CONTROLLED]]
     seconds = {it: costs.full_prefill_s(len(documents[it].prefix), 0) for it in sampled}
@@ -47,6 +46,7 @@ def measure_controls(
         for task, places in tasks.items():
             sample, bare, swapped, cut = places[:NUM_CONTROLLED], [], [], []
             for place, other in zip(sample, [*places[1:], places[0]], strict=False):
+                receiver = bench.at(documents[place]).receiver
                 asked = bench.judged(HELD_OUT, documents[place])
                 bare.append([of for it in without(asked) for of in _qualities(receiver, it)])
                 swapped.append(_qualities(receiver, with_context_of(documents[other], asked)))

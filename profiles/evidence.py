@@ -17,7 +17,7 @@ from statistics import median
 import msgspec
 
 from cachetree import PairProfile, Span
-from cachetree.planning import EMap, LayerTimes, WrittenBlock, read_profile_as
+from cachetree.planning import EMap, LayerTimes, Line, WrittenBlock, read_profile_as
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
 
@@ -373,6 +373,9 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     made: Making
     judged: Judged | None = None
     """None in old profiles."""
+    line: Line | None = None
+    """Models of a line, as in `LineProfile`; None for a profile of one pair. Each pair of a line
+    has tasks of its own."""
 
 
 def read_measured(path: Path) -> MeasuredProfile:

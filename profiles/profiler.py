@@ -24,7 +24,7 @@ from rich.console import Console
 from cachetree import ConfigError, Span, write_profile
 from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
-from profiles.answerers import answerers, measure_small, time_costs
+from profiles.answerers import answerer_of, answerers, measure_small, time_costs
 from profiles.compute.examination import Answerer
 from profiles.compute.journal import Journal, Timed
 from profiles.compute.measuring import (
@@ -35,6 +35,7 @@ from profiles.compute.measuring import (
 )
 from profiles.compute.models import (
     Pair,
+    load_line,
     load_pair,
     load_tokenizer,
     look_at_pair,
@@ -46,6 +47,7 @@ from profiles.data.documents import Document, Tokens, by_task, first_of_each_tas
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast, spoken
+from profiles.line import asked_of_each, line_of, models_by_task, with_line
 from profiles.settings import Settings, choose_device
 from profiles.splits import (
     hardly_enough,
@@ -66,7 +68,7 @@ from profiles.stats.choice import (
     shortlist,
 )
 from profiles.stats.gate import contexts_lacking, proven
-from profiles.stats.measured import Candidate, Measured
+from profiles.stats.measured import NO_BLOCK, Candidate, Measured
 from profiles.watched import Watched, correct, refine
 
 _DECISIVE: Final = ("dtype", "group", "pruned")
@@ -95,24 +97,32 @@ def profile_pair(
     require_place(settings.out)
     settings.devices()
     theirs, ours = look_at_pair(*settings.pair)
+    line = line_of(settings.sources) if settings.line else None
     tokenizer, positions = load_tokenizer(ours.source), ours.config.max_position_embeddings
     train, held_out = load_splits(settings, tokenizer, positions)
-    for line in (*train.notes, *hardly_enough(held_out, settings.tolerance)):
-        console.print(line, highlight=False, soft_wrap=True)
+    for note in (*train.notes, *hardly_enough(held_out, settings.tolerance)):
+        console.print(note, highlight=False, soft_wrap=True)
     fitted_on = load_fitted_on(settings, train, held_out, tokenizer, positions)
     asked_of_small = load_held_out_of_small(settings, held_out)
-    pair = open_pair(settings)
+    pairs = open_pairs(settings)
+    pair, tasks = pairs[-1], Data(files=(), documents=[*train.documents, *held_out.documents])
+    if line is not None:
+        train, held_out = asked_of_each(train, line), asked_of_each(held_out, line)
     documents = [*train.documents, *held_out.documents]
     num_contexts = len({it.context for it in documents})
     group = settings.group or default_group(pair.num_layers)
     blocks = blocks_of(settings, pair.num_layers)
-    sender, receiver = answerers(pair, documents, *settings.memory_gb)
+    answering = [*answerers(pairs[0], documents, *settings.memory_gb)]
+    for it in pairs[1:]:
+        memory = settings.memory_gb
+        answering.append(answerer_of(it.receiver, it.tokenizer, documents, it.num_layers, memory))
+    sender, receiver = answering[-2:]
     if settings.e_correction:
         num_maps = len({it.start for it in blocks if it.start})
         bounds = bounds_of(*settings.memory_gb, receiver.model.device)
         require_fitting(Sizes.of(receiver.model), fitted_on, num_maps, bounds)
-    models = pair.sender_identity, pair.receiver_identity
-    journal = open_journal(settings, (sender, receiver), models, train.documents)
+    models = (pairs[0].sender_identity, *(it.receiver_identity for it in pairs))
+    journal = open_journal(settings, answering, models, train.documents)
     held_out = replace(held_out, documents=in_judged_order(held_out.documents, journal, settings))
     if journal.costs is None:
         if shared.costs is None:
@@ -129,7 +139,9 @@ def profile_pair(
         soft_wrap=True,
     )
     before_s = journal.seconds
-    bench = Bench(sender=sender, receiver=receiver, journal=journal, answers=shared.answers)
+    by_task = models_by_task(tasks, line, answering) if line is not None else {}
+    answers = shared.answers
+    bench = Bench(sender=sender, receiver=receiver, journal=journal, answers=answers, pairs=by_task)
     watched = Watched(bench, forecast, console)
     steps = sweep_steps(train.documents, blocks, pair.num_layers, pruned=settings.pruned)
     swept = watched.measure("training", TRAIN, train.documents, steps)
@@ -143,7 +155,7 @@ def profile_pair(
                 highlight=False,
                 soft_wrap=True,
             )
-    candidates = shortlist(swept, settings.plans)
+    candidates = [*([NO_BLOCK] if line is not None else []), *shortlist(swept, settings.plans)]
     if settings.e_correction:
         ends = {it.block.stop for it in candidates}
         most = MOST_SHARE * pair.num_layers
@@ -167,7 +179,8 @@ def profile_pair(
     asked_of_small = [it for it in asked_of_small if it.context in contexts]
     best = best_of(choice, held_out.documents, judged, settings.tolerance)
     others = [it for it in choice.frontier if it not in choice.order]
-    others += baselines(choice.frontier, best, sensitive_first(swept.layers))
+    if line is None:
+        others += baselines(choice.frontier, best, sensitive_first(swept.layers))
     steps = comparing_steps(held_out.documents, others, pair.num_layers)
     compared = watched.measure("comparing", HELD_OUT, held_out.documents, steps)
     judged = replace(judged, candidates=compared.candidates | judged.candidates)
@@ -204,6 +217,8 @@ def profile_pair(
         fitted=[it.context for it in fitted_on],
     )
     profile = build(findings, settings.tolerance, made)
+    if line is not None:
+        profile = with_line(profile, findings, line)
     write_corrections(profile, corrections, settings.out)
     write_profile(profile, settings.out)
     if is_open(profile):
@@ -271,16 +286,14 @@ def require_place(out: Path) -> None:
         )
 
 
-def open_pair(settings: Settings) -> Pair:
-    """Load both models as the settings say."""
+def open_pairs(settings: Settings) -> list[Pair]:
+    """Load both models as the settings say, or all models of a line."""
     transformers.utils.logging.disable_progress_bar()
     device, sender_device = settings.devices()
-    return load_pair(
-        *settings.pair,
-        dtype=dtype_of(settings),
-        device=device,
-        sender_device=sender_device,
-    )
+    dtype = dtype_of(settings)
+    if settings.line:
+        return load_line(settings.sources, dtype=dtype, device=device)
+    return [load_pair(*settings.pair, dtype=dtype, device=device, sender_device=sender_device)]
 
 
 def open_journal(settings: Settings, answering: Sequence[Answerer], *measured: object) -> Journal:

@@ -86,6 +86,14 @@ class Settings:
     )
     base: Path | None = _many(None, "checkpoint that --adapters are of", "PATH")
 
+    line: tuple[str, ...] = _many(
+        (),
+        "three or more checkpoints, each made from the one before; one plan is chosen for all "
+        "consecutive pairs, and judged on each",
+        "PATH",
+        nargs="+",
+    )
+
     data: tuple[str, ...] = _data(
         (),
         "JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k, gsm8k:FILE or log:FILE; may "
@@ -177,6 +185,20 @@ class Settings:
         if self.fit_data and not self.e_correction:
             raise ConfigError("--fit-data is given without --e-correction, which fits; give both")
         require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
+        if self.line:
+            self._check_line()
+
+    def _check_line(self) -> None:
+        if len(self.line) < 3:
+            raise ConfigError(
+                f"--line names {' and '.join(self.line)} only; name three models or more, each "
+                "made from the one before, so that there are two pairs"
+            )
+        others = "sender_lora", "receiver_lora", "sender_device", "base", "small", "e_correction"
+        for name in ("sender", "receiver", *others):
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is given with --line; leave it out")
 
     @property
     def memory_gb(self) -> tuple[float | None, float | None]:
@@ -191,14 +213,21 @@ class Settings:
         )
 
     @property
-    def pair(self) -> tuple[ModelSource, ModelSource]:
-        """Return sender and receiver; the settings must name both."""
+    def sources(self) -> tuple[ModelSource, ...]:
+        """Return the models of the line, or sender and receiver; the settings must name them."""
         from profiles.compute.models import ModelSource
 
+        if self.line:
+            return tuple(ModelSource(path=Path(it)) for it in self.line)
         return (
             ModelSource(path=self.sender, adapter=self.sender_lora),
             ModelSource(path=self.receiver, adapter=self.receiver_lora),
         )
+
+    @property
+    def pair(self) -> tuple[ModelSource, ModelSource]:
+        """Return sender and receiver; of a line, those of the last pair."""
+        return self.sources[-2], self.sources[-1]
 
     def devices(self) -> tuple[torch.device, torch.device]:
         """Return the receiver's and the sender's device; raises ConfigError if one does not
@@ -227,7 +256,7 @@ def add_flags(parser: argparse.ArgumentParser, *groups: str, of: type[Any] = Set
             if kind == "bool":
                 how = {"help": how["help"], "action": "store_const", "const": not field_.default}
             elif kind == "tuple[str, ...]":
-                how["action"] = "append"
+                how |= {} if "nargs" in how else {"action": "append"}
             else:
                 how["type"] = _TYPES[kind]
                 if "default" not in how["help"] and field_.default is not None:

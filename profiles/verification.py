@@ -23,7 +23,7 @@ from profiles.controls import measure_controls
 from profiles.data.documents import Document, by_task, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import Forecast
-from profiles.profiler import open_journal, open_pair, require_place
+from profiles.profiler import open_journal, open_pairs, require_place
 from profiles.settings import Settings
 from profiles.splits import hardly_enough, load_documents
 from profiles.stats.artifact import (
@@ -142,6 +142,8 @@ class Again:
         plans = {_candidate(it): it for it in profile.blocks if len(it.block) < num_layers}
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
+        if profile.line is not None:
+            raise ProfileError("a profile of a line has the bounds of its pairs; make it again")
         require_place(settings.out)
         _, loaded = self._load()
         documents = _begun(profile, loaded)
@@ -162,7 +164,8 @@ class Again:
         return calibrated
 
     def _answerers(self, documents: Sequence[Document]) -> tuple[Answerer, Answerer]:
-        return answerers(open_pair(self._settings), documents, *self._settings.memory_gb)
+        (pair,) = open_pairs(self._settings)
+        return answerers(pair, documents, *self._settings.memory_gb)
 
     def _bench(self, journal: Journal, sender: Answerer, receiver: Answerer) -> Bench:
         return Bench(

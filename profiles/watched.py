@@ -72,7 +72,8 @@ class Watched:
                 asked = [plans[it] for it in still] if entries else plans
                 if entries and not asked:
                     break
-                study = Study(self.bench, HELD_OUT, document, {it.block.start for it in asked})
+                starts = {it.block.start for it in asked}
+                study = Study(self.bench.at(document), HELD_OUT, document, starts)
                 first, *rest = map(study.measure, _each(asked))
                 entries.append(first)
                 for plan, entry in zip(asked, rest, strict=True):

@@ -98,9 +98,12 @@ class Weights:
 
     def distances_from(self, sender: Weights) -> tuple[float, ...] | None:
         """Return the relative changes from the sender's weights to these, as `sketches.distances`
-        does. None if a tensor of either has no sketch."""
-        ours, theirs, named = self.sketches or {}, sender.sketches or {}, self.layouts.keys()
-        if not ours.keys() == theirs.keys() == named:
+        does. None if a tensor of either has no sketch, or another name, type or shape."""
+        ours, theirs = self.sketches or EMPTY, sender.sketches or EMPTY
+        if (
+            not ours.keys() == theirs.keys() == self.layouts.keys()
+            or self.layouts != sender.layouts
+        ):
             return None
         return distances(theirs, ours, self.started_as.num_layers)
 

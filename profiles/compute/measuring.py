@@ -88,7 +88,7 @@ def measure(
     for place, of_document in groupby(steps, attrgetter("place")):
         asked = [*of_document]
         starts = {run.start for step in asked for it in step.plans for run in it.runs}
-        study = Study(bench, split, documents[place], starts)
+        study = Study(bench.at(documents[place]), split, documents[place], starts)
         for step in asked:
             entry = study.measure(step)
             if not step.plans:

@@ -8,9 +8,10 @@ SGLang pins the release of transformers; `check_layers` finds what a newer relea
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Final
@@ -138,6 +139,26 @@ def load_pair(
         receiver_identity=ours.identity,
         first_difference=differs_at,
     )
+
+
+def load_line(
+    sources: Sequence[ModelSource], *, dtype: torch.dtype, device: torch.device
+) -> list[Pair]:
+    """Load each model of a line once, and return the consecutive pairs. Raises ConfigError like
+    `load_pair`."""
+    pairs = [load_pair(*sources[:2], dtype=dtype, device=device)]
+    for sender, receiver in pairwise(sources[1:]):
+        theirs, ours = look_at_pair(sender, receiver)
+        pair = replace(
+            pairs[-1],
+            sender=pairs[-1].receiver,
+            receiver=load_model(receiver, dtype=dtype, device=device),
+            sender_identity=theirs.identity,
+            receiver_identity=ours.identity,
+            first_difference=first_difference(sender.path, receiver.path, cache_dir=user_cache()),
+        )
+        pairs.append(pair)
+    return pairs
 
 
 def load_model(

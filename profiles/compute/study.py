@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Final
@@ -21,6 +21,7 @@ from profiles.compute.journal import Entry, Journal
 from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 from profiles.compute.mixtures import Mixture
 from profiles.data.documents import Document, Tokens, key_of
+from profiles.data.tasks import Task
 from profiles.stats.measured import FULL_REUSE, Candidate
 
 TRAIN: Final = "train"
@@ -52,6 +53,8 @@ class Bench:
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
     """The receiver's own answers, by document; another pair of the same receiver may have made
     them."""
+    pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
+    """Sender and receiver of the tasks of a line, if they are others."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
     """Called after each step, and told whether the step was measured now or read from the
     journal."""
@@ -59,6 +62,11 @@ class Bench:
     @property
     def num_layers(self) -> int:
         return self.receiver.model.num_layers
+
+    def at(self, document: Document) -> Bench:
+        """Return the bench with the models that answer a document."""
+        sender, receiver = self.pairs.get(document.task, (self.sender, self.receiver))
+        return replace(self, sender=sender, receiver=receiver)
 
     def judged(self, split: str, document: Document) -> Document:
         """Return a measured document with the answers that judge it."""

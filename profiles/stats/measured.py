@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from cachetree import Span
+from cachetree.ids import EMPTY_SPAN
 from cachetree.planning import EMap
 from profiles.evidence import BaselineKind
 
@@ -82,6 +83,8 @@ class Candidate:
 
 
 FULL_REUSE: Final = Candidate()
+NO_BLOCK: Final = Candidate(runs=(EMPTY_SPAN,))
+"""Full reuse as a plan that the gate may try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
