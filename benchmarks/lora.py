@@ -56,7 +56,7 @@ from benchmarks.random_servers import (
     write_random,
 )
 from cachetree import EMPTY_SPAN
-from cachetree.checkpoint import read_model_identity
+from cachetree.checkpoint import read_model_identity, user_cache
 from cachetree.planning import BlockQuality, write_profile
 from profiles.compute.models import ModelSource, load_model
 from profiles.random_models import random_prompt
@@ -140,7 +140,7 @@ def write(base: Path, num_adapters: int) -> Models:
     ]
     profiles = folder / "profiles"
     profiles.mkdir()
-    identities = [read_model_identity(base, None, it) for it in (None, *adapters)]
+    identities = [read_model_identity(base, user_cache(), it) for it in (None, *adapters)]
     for index, pair in enumerate(permutations(identities, 2)):
         profile = profile_of(*pair, QUALITY)
         write_profile(profile, profiles / f"{index}.json")
