@@ -310,7 +310,8 @@ class VirtualCuda:
         self._access(stream, *keys, name)
 
     def _memory_of(self, address: int) -> range:
-        ranges = (range(it, it + size) for it, size in self._sizes.items() if self._alive[it])
+        with self._guard:  # Other threads' tensors appear meanwhile.
+            ranges = [range(it, it + size) for it, size in self._sizes.items() if self._alive[it]]
         for memory in (*self._pinned, *ranges):
             if address in memory:
                 return memory
