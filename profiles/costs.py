@@ -223,7 +223,11 @@ def _plans(num_layers: int) -> list[Span]:
 
 
 class TimedReceiver:
-    """The timed work, on random ids, and on random KV and E in the host's memory."""
+    """Run the receiver's work that `measure_costs` times.
+
+    The work is layers, KV, suffix, loads and whole plans. Ids, KV and E are random. Loads read host
+    memory.
+    """
 
     def __init__(self, model: LayeredModel, max_tokens: int, num_suffix: int) -> None:
         self._model = model
@@ -248,8 +252,8 @@ class TimedReceiver:
             torch.cuda.synchronize(self._model.device)
 
     def layers(self, num_tokens: int) -> list[Part]:
-        """Return full layers one after the other: each finds the caches full of another's
-        weights."""
+        """Return the work of full layers, one after the other. Each layer finds the processor's
+        caches full of another layer's weights."""
         num_layers = self._model.num_layers
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]

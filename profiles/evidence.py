@@ -177,7 +177,7 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """Qualities of the held-out answers; from these anybody can compute the verdict again."""
+    """Qualities of the held-out answers, from which the verdict can be computed again."""
 
     tasks: tuple[int, ...]
     """Place of each context's task, in the order in which contexts were judged."""
@@ -372,7 +372,8 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     costs: CostModel
     made: Making
     judged: Judged | None = None
-    """None in old profiles."""
+    """Qualities of the held-out answers, from which the verdict can be computed again. None in old
+    profiles."""
     line: Line | None = None
     """Models of a line, as in `LineProfile`; None for a profile of one pair. Each pair of a line
     has tasks of its own."""

@@ -100,11 +100,11 @@ class Forecast:
         return [self._passes_s(it) for it in documents]
 
     def _passes_s(self, document: Document) -> float:
-        """Forecast the sender's and the receiver's passes over the prefix."""
+        """Forecast the seconds of the sender's and the receiver's passes over the prefix."""
         return 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
 
     def _own_s(self, document: Document) -> float:
-        """Forecast the distributions that plans are compared with."""
+        """Forecast the seconds to compute the distributions that plans are compared with."""
         return self._forced_s(document, self.costs.num_layers, 1)
 
     def _step_s(self, document: Document, step: Step) -> float:
@@ -136,9 +136,12 @@ class Forecast:
         return seconds
 
     def _forced_s(self, document: Document, num_branches: float, num_mixtures: int) -> float:
-        """Forecast given answers through `num_branches` branches of layers, and the
-        distributions that follow. Rows go through a layer together, so a token costs as much as
-        in a long prefix."""
+        """Forecast the seconds to run known answers through the layers, and to compare the
+        distributions of `num_mixtures` mixtures.
+
+        A branch is one layer run once for all mixtures that are equal up to it. All rows go
+        through a layer together, so a token costs as much as in a long prefix.
+        """
         num_rows, longest = len(document.questions), _longest(document)
         tokens = num_rows * (_longest_suffix(document) + longest)
         followed = num_mixtures * num_rows * longest * self.head_layers
@@ -146,8 +149,10 @@ class Forecast:
         return self.costs.suffix_s + layers_s + FOLLOWED * followed * self.costs.layer_token_s
 
     def _decoded_s(self, document: Document, num_answers: float) -> float:
-        """Forecast answers with a known draft. The answers of a few plans are one batch; each of
-        its steps reads all weights."""
+        """Forecast the seconds to decode `num_answers` answers to each question, with drafts.
+
+        The answers of a few plans are one batch. Each of its steps reads all weights.
+        """
         rows = num_answers * len(document.questions)
         tokens = rows * (_longest_suffix(document) + 2 * _longest(document))
         steps = STEPS if _is_drafted(document) else max(STEPS, _longest(document) / 2)

@@ -269,7 +269,8 @@ def in_judged_order(
 
 
 def is_open(profile: MeasuredProfile) -> bool:
-    """Return whether more contexts could prove the first plan that failed."""
+    """Return whether the first plan that failed, in the gate's order, could pass with more held-out
+    contexts."""
     plans = [profile.frontier[it] for it in profile.order]
     unproven = plans[len(proven(plans, profile.tolerance)) :]
     lacking = (contexts_lacking(it, profile.held_out, profile.tolerance) for it in unproven[:1])

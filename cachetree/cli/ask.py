@@ -138,7 +138,8 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
 
 
 def _prefix_of(args: argparse.Namespace) -> bytes:
-    """Return the hashes of the prefix's pages as one byte string; raises ConfigError."""
+    """Return the page hashes of `--pages` or `--tokens`, joined into one byte string. Raises
+    ConfigError if an argument is missing or invalid, or if the tokens fill no page."""
     if (args.pages is None) == (args.tokens is None):
         raise ConfigError("name a prefix, either by --pages, or by --tokens with --page-size")
     if args.pages is not None:

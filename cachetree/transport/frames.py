@@ -3,7 +3,7 @@
 Frames are headers of one size, each followed by its payload.
 
     bytes [0, 8)    id of the fetch; 0 if the payload is a message of `wire`
-    bytes [8, 16)   offset of the payload in all steps of the fetch, side by side
+    bytes [8, 16)   position of the payload's first byte in the fetch, step after step
     bytes [16, 24)  XXH3-64 of the payload
     bytes [24, 28)  size of the payload
 
@@ -17,10 +17,10 @@ All numbers are little-endian. No frame has bytes of two steps.
     Frame, payload          ◄─►     header and payload sealed with the key; without keys in
                                     clear, and each header with a checksum
 
-A direction's n-th header or piece of a payload is sealed as the n-th. So a part that was changed,
-lost, repeated or moved cannot be opened, nor can any part behind it; then the connection ends. In
-clear the checksum of the n-th header counts in the same way: no code above has to look for losses.
-A key serves one connection, and no number is used twice.
+Each direction numbers its headers and pieces of payloads, and a seal covers the number. A part that
+was changed, lost, repeated or moved cannot be opened, nor can any later part. Then the connection
+ends. Without keys, the checksum of a header covers its number in the same way, so no code above
+looks for losses. A key serves one connection, and uses no number twice.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ less than a core's cache."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the payload behind it: the next `size` bytes of a fetch."""
+    """Description of the payload that follows: `size` bytes of a fetch."""
 
     id: int
     offset: int
-    """Number of bytes before it, of all bytes of all steps."""
+    """Position of the payload's first byte in the fetch, in bytes. The steps of the fetch count one
+    after the other."""
     size: int
     checksum: int
     """XXH3-64 of the payload."""
@@ -87,12 +88,13 @@ def unpack(header: memoryview | bytes) -> Frame:
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Lets its holder in at the worker's `bulk_port`. Neither `str` nor `repr` shows the key."""
+    """Permission for one connection to the worker's `bulk_port`. Neither `str` nor `repr` shows its
+    key."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """Port on the host of the worker's address."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """Token of one use. Anyone on the way can see it: it opens a connection, once, and decrypts
+    """Token of one use. Anyone on the way can see the token. It opens one connection, and decrypts
     nothing."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     """Key of the seals, if both sides have proved their identity; otherwise unused."""
@@ -126,8 +128,8 @@ class Unsealed:
         yield from payload
 
     def open(self, header: memoryview) -> memoryview | bytes:
-        """Open a header. Raises ProtocolError, like `open_piece`; the connection then has to
-        end."""
+        """Open a header. Raises ProtocolError, like `open_piece`. The caller then ends the
+        connection."""
         self._num_opened += 1
         clear, tag = header[: -self.header_tag_bytes], header[-self.header_tag_bytes :]
         if xxhash.xxh3_64_digest(clear, self._num_opened) != tag:

@@ -64,14 +64,15 @@ class Peers:
         self._named: dict[str, Mapping[Location, PeerConfig]] = {}
         """Workers that each directory named last, with the settings for reading them."""
         self._gone_at_s: dict[Location, float] = {}
-        """Time since when each peer outside the settings is gone; infinity while it is there."""
+        """Time since which each peer of a directory is gone; infinity while the peer is present."""
         self._tasks: list[PeriodicTask] = []
         self._limiter = LogLimiter(clock)
         self._is_closed = False
         self.now: Mapping[Location, Peer] = {}
 
     def add(self, address: Location, config: PeerConfig) -> None:
-        """Add a worker that stays; before any `watch`. Raises ConfigError."""
+        """Add the worker at `address` as a peer. Raises ConfigError. A peer that the cache adds
+        before any `watch` stays until `close`."""
         peer = Peer(
             self._tree,
             address,
@@ -83,25 +84,26 @@ class Peers:
         self.now = {**self.now, address: peer}
 
     def watch(self, url: str, config: PeerConfig) -> None:
-        """Add the workers that a directory names, and remove those that are gone, from now on;
-        raises ConfigError."""
+        """Start a thread that calls `look` for the directory at `url` again and again. Raises
+        ConfigError."""
         config = check_found(url, config)
         look = partial(addresses_of, parse_directory(url))
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return peers and directories with their state in a few words; from any thread, without
-        waiting."""
+        """Return all peers and directories, each with its state in a few words. Any thread may call
+        this, and does not wait."""
         return (*(it.status.source for it in self.now.values()), *map(_source, self._tasks))
 
     def wait_ready(self, deadline: Deadline) -> bool:
-        """Block until every directory has answered and every peer is ready; return whether they
-        did."""
+        """Block until every directory has answered and every peer is ready. Returns False if the
+        deadline is reached first."""
         have = [it.has_gone_well.wait(deadline.remaining_s()) for it in self._tasks]
         return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
 
     def close(self) -> None:
-        """Close all at once. A thread that does not end in `CLOSE_S` is left behind. Idempotent."""
+        """Close all directories and peers together. Leaves a thread behind that does not end in
+        `CLOSE_S`. Idempotent."""
         self._is_closed = True
         for task in self._tasks:
             task.close(0.0)
@@ -114,8 +116,9 @@ class Peers:
             peer.close(until.remaining_s())
 
     def look(self, url: str, look: Look, config: PeerConfig) -> None:
-        """Ask a directory, and add and remove peers. Raises the errors of `look`. `config` is for
-        reading the workers that it names."""
+        """Ask the directory at `url`. Add the workers that it names as peers with the settings
+        `config`. Remove peers that were gone for `GONE_S` seconds, or have other settings now. If
+        the directory fails, do both with its last answer, then raise its error."""
         try:
             self._named[url] = dict.fromkeys(look(), config)
         finally:
@@ -147,9 +150,9 @@ class Peers:
                 self._skip(address, str(exc))
 
     def _is_own(self, address: Location) -> bool:
-        """Return whether an address is this machine's own worker. Raises ConfigError for an
-        address not written as workers write it: each form would be one more session with the
-        same worker."""
+        """Return whether `address` is this server's own worker. Raises ConfigError if `address` is
+        not `tcp://IP:PORT` as workers write it. A second spelling would open a second session with
+        the same worker."""
         remote = parse_remote(address, field="a directory")
         if remote.url != address or not _is_plain(remote.host):
             raise ConfigError(f"a directory is {address!r}, not tcp://IP:PORT as workers write it")
@@ -173,8 +176,8 @@ def check_peer(address: str, config: PeerConfig) -> None:
 
 
 def check_found(url: str, config: PeerConfig) -> PeerConfig:
-    """Return the settings for reading workers found by a directory, with the key that they have to
-    prove; raises ConfigError."""
+    """Return the settings for reading a directory's workers, with the key that these workers have
+    to prove. Raises ConfigError."""
     parse_directory(url)
     if config.server_key is None:
         return config
@@ -195,7 +198,7 @@ def _source(task: PeriodicTask) -> verbs.Source:
 
 
 def _is_plain(host: str) -> bool:
-    """Return whether it is an IP address in its usual form; a name is not."""
+    """Return whether `host` is an IP address in its usual form. A name is not."""
     try:
         return "%" not in host and str(ipaddress.ip_address(host)) == host
     except ValueError:
@@ -203,7 +206,7 @@ def _is_plain(host: str) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether an address is one of this machine's."""
+    """Return whether `host` is an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

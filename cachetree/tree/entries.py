@@ -123,7 +123,8 @@ class LocalEntry:
     """KV or E of one node in this process's memory: pages `[first, first + node.num_pages)` of the
     slab.
 
-    E has two parents: E of the node above, and the KV beside it, which leaves after it.
+    An entry of KV has one parent: KV of the node above, if present. An entry of E has two parents:
+    E of the node above, if present, and KV of its own node. A parent is evicted after its children.
     """
 
     __slots__ = ("first", "holds", "key", "last_use", "node", "num_children", "slab", "used_at_s")
@@ -143,7 +144,7 @@ class LocalEntry:
 
     @property
     def parents(self) -> list[LocalEntry]:
-        """Entries that must leave after this one, the KV beside it first."""
+        """Entries that are evicted after this one. KV of the same node is first."""
         model, part = self.key
         above = self.node.parent
         parents = [] if part == KV else [self.node.local[model, KV]]

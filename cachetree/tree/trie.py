@@ -238,9 +238,11 @@ class PageTrie:
         return self.find(page, lambda node: key in node.local)
 
     def bottom_up(self, pages: Sequence[PageHash]) -> Iterator[Node]:
-        """Yield the nodes of all prompts that begin with `pages`, then those above; children first.
+        """Yield the last node of the prefix `pages` and all nodes below it, children first. Then
+        yield its ancestors, the nearest first.
 
-        The caller may remove or split any of them meanwhile.
+        Yield nothing if the tree lacks a page of `pages`. The caller may remove or split nodes
+        meanwhile.
         """
         last = self.compared_prefix(pages)
         if depth_of(last) < len(pages):

@@ -136,7 +136,8 @@ class _Row:
 def _decode(
     model: LayeredModel, sources: Sequence[PrefixKV], rows: Sequence[_Row], max_rows: int
 ) -> None:
-    """Decode one batch, step by step."""
+    """Fill `answer` of every row with greedy tokens. Each step runs the new tokens and guesses of
+    all rows, and keeps right guesses. At most `max_rows` distributions exist at a time."""
     # For each layer: the rows that read each source.
     readers: list[dict[int, list[int]]] = [{} for _ in range(model.num_layers)]
     for index, row in enumerate(rows):

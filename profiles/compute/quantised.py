@@ -32,8 +32,8 @@ _AWQ_COLUMNS: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def check_quantization(file: Path, quantization: Quantization) -> None:
-    """Raise ConfigError if this module cannot read the matrices of such a checkpoint. Reads no
-    weights."""
+    """Raise ConfigError if this module cannot read matrices quantised as `quantization` says. Reads
+    no file; the error names `file`."""
     method = quantization.get("quant_method")
     bits = quantization.get("bits")
     is_known = {

@@ -154,7 +154,8 @@ class Reader:
         self.model, self._ends, self._kept_kv, self._as_base = model, ends, kept_kv, as_base
 
     def along(self, lesson: Lesson, questions: Sequence[int], answers: Sequence[Tokens]) -> Tensor:
-        """Logits before every token of answers to some questions: `[tokens, vocabulary]`."""
+        """Return the logits before every token of `answers`: `[tokens, vocabulary]`. `questions`
+        are the indices of the answered questions in the lesson."""
         tokens = [
             (*lesson.after(it), *answer[:-1]) for it, answer in zip(questions, answers, strict=True)
         ]
@@ -162,7 +163,8 @@ class Reader:
 
     @torch.no_grad()
     def answer(self, lesson: Lesson, questions: Sequence[int]) -> list[Said]:
-        """Answer greedily; the token that ends an answer is its last."""
+        """Answer the lesson's questions with these indices, greedily. An answer includes its end
+        token, unless it reaches `max_new` tokens first."""
         branches, most = self._begin(lesson, questions), lesson.document.task.max_new
         said: list[list[Said]] = [[] for _ in questions]
         new_tokens = [lesson.after(it) for it in questions]

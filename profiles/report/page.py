@@ -1,4 +1,6 @@
-"""The report on disk: one page that carries its pictures, and the same pictures beside it."""
+"""Write a profile's report: `index.html`, which contains its pictures, and the same pictures as PNG
+files beside it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def write_page(path: Path, title: str, shown: Sequence[tables.Table]) -> None:
 
 
 def write_report(profile: MeasuredProfile, folder: Path) -> list[Path]:
-    """Write `index.html`, which contains its pictures, and the same pictures beside it as PNGs.
+    """Write `index.html`, which contains its pictures, and the same pictures as PNG files.
 
     Makes the folder and replaces files of an earlier report. Returns the written paths, the page
     first.

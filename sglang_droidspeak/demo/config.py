@@ -148,7 +148,7 @@ class DemoConfig:
 
     @classmethod
     def small(cls, instead: str = "") -> DemoConfig:
-        """The small trained pair of the repository."""
+        """Return the demo of the repository's small trained pair."""
         return cls(
             sender=PAIRS / "weights/sender",
             receiver=PAIRS / "weights/receiver",
@@ -160,8 +160,9 @@ class DemoConfig:
 
     @classmethod
     def shipped(cls) -> DemoConfig:
-        """The real pair, on documents of about 2,000 tokens, if it is made and its profile passed.
-        Else the small pair."""
+        """Return the demo of the pair that `make real` makes, with documents of about 2,000 tokens.
+        If its files are missing or its profile did not pass, return the demo of the repository's
+        small pair."""
         real = cls(
             sender=_REAL / "base",
             receiver=_REAL / "base",
@@ -223,8 +224,8 @@ class DemoConfig:
         ]
 
     def pair(self) -> tuple[Subject, MeasuredProfile]:
-        """The pair to measure, and its profile. Raises DemoFailed if the profile does not allow
-        reuse."""
+        """Return the pair to measure, and its profile. Raises DemoFailed if the profile does not
+        allow reuse."""
         if self.sender.is_relative_to(PAIRS) and not PAIRS.is_dir():
             raise DemoFailed(
                 f"the small pair is not in {PAIRS}: it is part of the repository and not of "

@@ -145,8 +145,9 @@ class Backend:
         return int(self._storage.batch_exists(list(keys)))
 
     def read(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-        """Read objects into the start of their slots. Returns for each whether the backend had
-        it."""
+        """Read one object for each key into the first `sizes[i]` bytes of slot `slots[i]`. A
+        backend with `batch_get_v1` fills the whole slot. Return for each key whether the backend
+        had its object; an empty list if the backend answers nothing."""
         if self._is_paged:
             return list(self._storage.batch_get_v1(list(keys), torch.tensor(slots)) or ())
         targets = self._tensors(slots, sizes)
@@ -154,7 +155,8 @@ class Backend:
         return [_has_landed(it, to) for it, to in zip(answers or (), targets, strict=False)]
 
     def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Store the start of each slot as an object. False if the backend refused one."""
+        """Store one object for each key: the first `sizes[i]` bytes of slot `slots[i]`. A backend
+        with `batch_get_v1` stores the whole slot. Return False if the backend refused an object."""
         if self._is_paged:
             return all(self._storage.batch_set_v1(list(keys), torch.tensor(slots)) or (False,))
         return bool(self._storage.batch_set(list(keys), self._tensors(slots, sizes)))

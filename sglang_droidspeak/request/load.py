@@ -63,7 +63,8 @@ class Copies:
             self._stream.wait_stream(self._forwards)
 
     def start_clock(self, index: int) -> None:
-        """Have `end` return the batch's seconds on the device. Called right after `begin`."""
+        """Record the start of the batch's copies, so that `end` returns their seconds on the
+        device. Call it right after `begin`."""
         if self._has_clock:
             self._events[index][_BEGUN] = event = self._device.Event(enable_timing=True)
             event.record(self._stream)
@@ -79,7 +80,8 @@ class Copies:
         event.record()
 
     def stop_clock(self, index: int) -> None:
-        """Note that all of the batch's copies are queued; before the last `record`."""
+        """Record the end of the batch's timed copies. Call it before the batch's last `record`.
+        Does nothing if `start_clock` was not called for the batch."""
         if _BEGUN in self._events[index]:
             self._events[index][_DONE] = event = self._device.Event(enable_timing=True)
             event.record()
@@ -149,7 +151,7 @@ class Load:
 
     @property
     def whole(self) -> Span:
-        """All prefix tokens that the batch brings: head and loaded ones."""
+        """All prefix tokens that the batch fills: the head and the loaded ones."""
         return Span(self.at.start - len(self.head), self.at.stop)
 
     @property
@@ -214,12 +216,12 @@ class Load:
 
 
 class Loader:
-    """Copies for whole batches, layer by layer in the order in which the forward reads them.
+    """Copy the loads of whole batches into KV slots, layer by layer in the order of the forward.
 
     SGLang's KV pool waits on `counter` before each layer. If a load's layers do not arrive, the
-    loader skips them and counts them as done. The scheduler thread notices that in
-    `Load.wait_staged` and recomputes the slots. If the loader thread itself fails, its batch fails,
-    and every later batch fails at once.
+    loader skips them and completes them in `counter`. `Load.wait_staged` then returns the error,
+    and the scheduler thread recomputes the slots. If the loader thread fails, its batch and every
+    later batch fail at once.
     """
 
     def __init__(self, num_layers: int, copies: Copies) -> None:

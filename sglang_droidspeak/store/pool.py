@@ -70,7 +70,8 @@ class PoolIndex:
     _loaded: OrderedDict[tuple[str, PageHash], None] = field(
         default_factory=OrderedDict, init=False
     )
-    """Approximate pages that were loaded, by namespace. Pages computed after them are not here."""
+    """Namespace and hash of each page made from another model's KV, the oldest note first. Pages
+    that this model computed behind it in a prompt have no note."""
     is_read: bool = field(default=False, init=False)
     """Whether a model of this server may ask what the pool has."""
     has_approximate: bool = field(default=False, init=False)

@@ -115,8 +115,12 @@ def test_commands_run(fence: Fence) -> None:
 
 def _run(words: list[str]) -> None:
     match words:
-        case ["make", target]:
-            assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text()), target
+        case [".", ".venv/bin/activate"]:
+            assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
+        case ["make", target, *variables]:
+            makefile = (ROOT / "Makefile").read_text()
+            assert re.search(rf"(?m)^{target}:", makefile), target
+            assert all(f"$({it.partition('=')[0]})" in makefile for it in variables), variables
         case ["droidspeak", "profile", "show", _, "--verify-verdict"]:
             droidspeak().parse_args(words[1:])  # The shipped profiles are from before scores.
         case ["droidspeak", "profile", "show", *_] | ["droidspeak", "identity", *_]:
