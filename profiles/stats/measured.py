@@ -9,8 +9,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cachetree import Span
-from cachetree.ids import EMPTY_SPAN
+from cachetree import EMPTY_SPAN, Span
 from cachetree.planning import EMap
 from profiles.evidence import BaselineKind
 
