@@ -146,7 +146,7 @@ def adapters(models: Checkpoints) -> Iterator[Team]:
 
 def test_adapter_reads_corrected_e_of_another_in_the_pool(adapters: Team) -> None:
     adapters.ask("first", TOKENS, max_new_tokens=1)
-    reply = adapters.ask("second", TOKENS)
+    reply = adapters.ask("second", TOKENS, droidspeak=adapters.models.controls("first", BLOCK))
     assert reply.provenance["location"] == "pool"
     assert_corrected(reply, adapters.models, "first", "second")
 
@@ -157,7 +157,7 @@ def test_adapter_that_read_its_base_exactly_hands_it_on(adapters: Team) -> None:
     adapters.ask(BASE, tokens, max_new_tokens=1)
     read = adapters.ask("upper", tokens, max_new_tokens=1)
     assert (read.provenance["outcome"], read.provenance["exact"]) == ("reused", True)
-    controls = {"sender": adapters.models.model_id("upper")}
+    controls = adapters.models.controls("upper", BLOCK)
     reply = adapters.ask("second", tokens, droidspeak=controls)
     assert reply.provenance["location"] == "pool"
     assert_corrected(reply, adapters.models, "upper", "second", tokens)
