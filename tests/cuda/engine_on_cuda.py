@@ -378,6 +378,7 @@ def _server(model: Path, e_layers: Sequence[int], recompute: str) -> ThisServer:
         settings=settings,
         weights=weights,
         profiles=(),
+        lines=(),
         page_size=PAGE,
         e_width=hidden,
         adapters=None,
