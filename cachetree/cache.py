@@ -245,9 +245,10 @@ class Cache:
         return staging
 
     def _in_place(self, plan: Plan, wanted: Sequence[PageHash], deadline: Deadline) -> Staging:
-        """Lease local pages, as a fetch that is complete; raises FetchError.
+        """Lease local pages for a plan. Return a staging that is complete at once, without a copy.
 
-        The views keep their bytes until they are released, even if the lease ends before.
+        Raises FetchError if a page is gone or the deadline has passed. The staging's views keep
+        their bytes until the staging is released, even if the lease ends earlier.
         """
         if deadline.has_passed:
             raise DeadlineExceeded("the local fetch did not begin in time")

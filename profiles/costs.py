@@ -51,8 +51,8 @@ SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
 MOST_FITS: Final = 3
-"""Most fits. If the median error of a fit is above `RETIMED`, everything is timed again; above
-`REFUSED` no profile is made."""
+"""Most fits. If a fit's median relative error is above `RETIMED`, all work is timed again. If the
+best fit's error is above `REFUSED`, the profiler makes no profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,10 @@ def measure_costs(
 
 
 def trusted(measure: Callable[[], CostModel], role: str) -> CostModel:
-    """Return the best of up to `MOST_FITS` fits; the first one below `RETIMED` is good enough.
+    """Measure a cost model up to `MOST_FITS` times. Return the one with the least median error.
 
-    Raises ConfigError, naming the model by its role, if even the best is above `REFUSED`.
+    No measurement follows one with an error of at most `RETIMED`. Raises ConfigError with the role
+    if the least error is above `REFUSED`.
     """
     fits = [measure()]
     while fits[-1].error > RETIMED and len(fits) < MOST_FITS:
@@ -282,8 +283,11 @@ class TimedReceiver:
         ]
 
     def first_token(self, num_tokens: int, block: Span) -> int:
-        """Run a whole plan. A block of all layers is a full prefill: prefix and suffix in one
-        pass."""
+        """Run a plan for `num_tokens` prefix tokens and the suffix; return the first answer token.
+
+        `block` has the layers to recompute. A block of all layers is a full prefill: prefix and
+        suffix run in one pass.
+        """
         if len(block) == self._model.num_layers:
             return self.full_prefill(num_tokens)
         return self.partial_prefill(num_tokens, block)

@@ -75,7 +75,8 @@ class Outcome:
 
 
 class Many:
-    """A run over the pairs of some models; raises ConfigError if no pair can be made of them."""
+    """A run that profiles all useful pairs of several models. `run` raises ConfigError if it
+    can profile no pair."""
 
     def __init__(self, settings: Settings, entries: Mapping[str, Entry], console: Console) -> None:
         transformers.utils.logging.disable_progress_bar()
@@ -129,7 +130,7 @@ class Many:
         return earlier if same and earlier.tolerance == planned.settings.tolerance else None
 
     def _plan(self, wanted: Sequence[Wanted]) -> list[Planned]:
-        """Return forecasts, in the order in which pairs are measured."""
+        """Load each receiver's documents. Return the pairs with their forecasts, in order."""
         settings = {it.name: self._settings_of(it) for it in wanted}
         for pair in wanted:
             if pair.receiver not in self._splits:

@@ -33,7 +33,10 @@ from profiles.stats.gate import contexts_needed
 def load_splits(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[Data, Data]:
-    """Load the documents that choose plans and those that judge them. They share no context."""
+    """Load training documents, which choose plans, and held-out documents, which judge plans.
+
+    Raises ConfigError if a context is in both, or a task has no held-out context.
+    """
     sources, train = load_documents(settings, settings.data, tokenizer, positions)
     judged_sources, notes = sources, {it.note for it in sources}
     if settings.held_out:
@@ -62,8 +65,10 @@ def load_fitted_on(
     tokenizer: PreTrainedTokenizerBase,
     positions: int,
 ) -> Sequence[Document]:
-    """Load the documents that maps are fitted on: from `fit_data` if the settings name any, else
-    some of those that choose plans."""
+    """Load the documents on which maps of E are fitted: the first ones of each task.
+
+    The source is `fit_data`, or the training documents if the settings name no `fit_data`.
+    """
     documents = train.documents
     if settings.fit_data:
         _, documents = load_documents(settings, settings.fit_data, tokenizer, positions)

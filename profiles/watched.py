@@ -131,8 +131,10 @@ def refine(
     known: Sequence[Candidate],
     settings: Settings,
 ) -> list[Candidate]:
-    """Return plans one layer beside the best two of a coarse grid that stay closest to full
-    prefill."""
+    """Try plans with a block that begins or ends one layer beside a block of `choice.best`.
+
+    Return at most `MOST_REFINED` plans: the new ones that stay closest to full prefill.
+    """
     near = neighbours(choice.best, watched.bench.num_layers)
     new = [it for it in near if it not in known]
     steps = screening_steps(documents, new, pruned=settings.pruned)

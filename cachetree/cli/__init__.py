@@ -1,4 +1,4 @@
-"""`cachetree`: serve a cache alone, make keys, ask or tell a worker."""
+"""`cachetree`: serve a cache without an engine, make keys, query or control a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that send a worker one question or one order."""
+"""Commands that send a worker one query (`status`, `match`) or one order (`evict`, `pin`)."""
 
 from __future__ import annotations
 

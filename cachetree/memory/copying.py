@@ -21,7 +21,7 @@ def copy(into: memoryview, payload: memoryview) -> None:
 
 
 def scatter(into: Sequence[memoryview], payload: memoryview) -> None:
-    """Copy the payload into the views, as if they were one."""
+    """Copy the payload into the views: fill the first view, then the next one."""
     at = 0
     for view in into:
         copy(view, payload[at : at + view.nbytes])
@@ -29,13 +29,15 @@ def scatter(into: Sequence[memoryview], payload: memoryview) -> None:
 
 
 def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
-    """Return the bytes in `span` of the views, as if they were one."""
+    """Return the parts of the views that lie in `span`. The span counts bytes of all views in
+    order."""
     sizes = (view.nbytes for view in views)
     return [views[number][it.start : it.stop] for number, it in parts_of(sizes, span)]
 
 
 def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:
-    """Yield each part of `into` once it is filled, while a core's cache still has it."""
+    """Copy the payload into `into`, `PIECE_BYTES` at a time. Yield each piece of `into` right after
+    its copy: a core's cache still has the bytes, so that a checksum is cheap."""
     for at in range(0, payload.nbytes, PIECE_BYTES):
         piece = into[at : at + PIECE_BYTES]
         copy(piece, payload[at : at + PIECE_BYTES])

@@ -162,13 +162,14 @@ class Slab:
         return self._checksums
 
     def views(self, step: Step, pages: Span) -> list[memoryview]:
-        """Return the bytes of these pages, in as many runs as they occupy."""
+        """Return views of one step of these pages, in order: one view for each contiguous run of
+        memory."""
         size, whole = self.layout.step_bytes, self._loan.memory
         places = self._loan.places(index_of(step), Span(pages.start * size, pages.stop * size))
         return [whole[it.start : it.stop] for it in places]
 
     def drop_pages(self, pages: Span) -> int:
-        """Give these pages back; return their bytes."""
+        """Give the memory of these pages back to the pool. Return the number of bytes freed."""
         if self._loan.runs:
             size, places = self.layout.step_bytes, list[Span]()
             span = Span(pages.start * size, pages.stop * size)

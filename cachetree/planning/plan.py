@@ -165,8 +165,8 @@ class Demand:
     first_page: int = 0
     """Number of pages that the device has already."""
     first_approximate: int | None = None
-    """Pages that the device holds as approximate KV; approximate plans start behind them. None:
-    plans start behind `first_page`."""
+    """Number of leading pages that the device has for approximate plans, which start behind these
+    pages. None: all plans start behind `first_page`."""
     num_head: int = 0
     """Number of first pages that approximate plans leave to the receiver."""
     num_new_tokens: int = 0
@@ -183,13 +183,14 @@ class Demand:
     max_recompute_tokens: int | None = None
     """Most tokens that are reused if layers are recomputed; longer prefixes are cut."""
     max_stall_s: float | None = None
-    """Longest time in seconds that recompute and copies may take in one step, once they were
-    measured."""
+    """Most seconds that recompute and copies may take in one step. Times that are not yet measured
+    count as 0. None: no limit."""
     max_fetch_bytes: int | None = None
-    """Bytes of the memory in which fetched pages are staged."""
+    """Most bytes that one plan may fetch: the size of the staging memory. None: no limit. Pages
+    that this host already has do not count."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
-    """First layer that differs, by sender with a content that was compared with the receiver's. For
-    other senders the profile says it."""
+    """First layer at which a sender's weights differ from the receiver's, by sender. A sender that
+    is not listed has the first difference of its profile."""
 
     @property
     def num_held(self) -> int:

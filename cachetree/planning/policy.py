@@ -83,7 +83,10 @@ class Considered:
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way of reuse as a decision saw it, for people."""
+    """One option that `choose` considered for a request, and why the option was taken or not.
+
+    For logs and answers that people read; no decision depends on this value.
+    """
 
     sender: ModelId
     location: Location
@@ -107,7 +110,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def weigh(considered: Considered, profiles: Profiles) -> list[Weighed]:
-    """Return all options of `choose`, and why each was or was not taken."""
+    """Return every option that `choose` considers, with the reason why it is taken or not."""
     demand, matches = considered.demand, considered.matches
     chosen = choose(demand, matches, profiles, considered.costs)
     return [way for it in matches for way in _ways(it, considered, profiles, chosen)]

@@ -162,10 +162,11 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lossless(self) -> Span | None:
-        """The lossless block: from the first layer that differs to the last.
+        """The lossless block: its recompute gives exactly the receiver's KV.
 
-        It is empty if no layer differs, so that everything may be loaded. It is None if layer 0
-        differs.
+        The block has all layers from the first one at which the two models' tensors differ. Empty
+        if no tensor differs: all KV may be loaded. None if layer 0 differs, or no comparison was
+        made.
         """
         if not self.first_difference:
             return None

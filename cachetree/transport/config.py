@@ -41,12 +41,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_bytes_per_s: float | None = None
     """Cap on what all streams together send; None for no cap."""
     max_streams: int = 256
-    """Most fetches served at once; more are refused. One peer may have three times as many as stay
-    free."""
+    """Most fetches served at once; further fetches are refused. One peer may have at most three
+    times as many fetches as stay free."""
     max_peers: int = 256
-    """Most sessions at once; more are turned away."""
+    """Most sessions at once; further peers are refused."""
     max_pending_changes: int = 4096
-    """Most changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
+    """Most changes of the tree queued for a peer that does not read. A peer with more changes to
+    read gets a new snapshot instead."""
     shared_memory: bool = True
     """Tell peers on this host only the places of pages, and let them copy from this process's
     memory. Other peers get frames."""

@@ -71,13 +71,13 @@ class SendQueue:
         self._wake = wake
         self._written_bytes = 0
         self._num_messages = self._num_written_messages = 0
-        """Messages queued so far, and messages that the kernel has."""
+        """Number of messages queued so far, and number of these written to the kernel."""
         self._is_awaited = False
         """Whether a sender waits for room."""
         self._is_over = False
         """True if nothing is sent any more."""
         self._dropped: dict[int, int] = {}
-        """Requests with frames to discard, and `queued_bytes` at the time of each `drop`."""
+        """Value of `queued_bytes` when a request was dropped, by request with frames to discard."""
         self._batch_bytes = _FIRST_BATCH_BYTES
         self._parts: SimpleQueue[_Part | None] = SimpleQueue()
         self._thread: threading.Thread | None = None

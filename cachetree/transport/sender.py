@@ -60,7 +60,8 @@ def payloads_of(
 def _payloads(
     runs: Sequence[Sequence[tuple[Slab, memoryview]]], most_bytes: int, first_byte: int
 ) -> Iterator[Payload]:
-    """Yield payloads; each has bytes of one step only."""
+    """Yield payloads from `first_byte` of all runs on. A payload has at most `most_bytes`, all of
+    one step. `runs` has a list of runs for each step."""
     offset = skipped = first_byte
     most_joined = min(most_bytes, _JOIN_BYTES)
     for of_step in runs:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
 _MAX_RECEIVED: Final = 64
-"""Most messages taken in one turn."""
+"""Most ZMQ messages that one turn of the worker's loop answers."""
 
 
 class Worker:

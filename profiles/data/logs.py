@@ -36,7 +36,7 @@ BASE: Final = "base"
 """Name for a model that a log leaves unnamed: the base of a server's adapters."""
 _RECEIVED: Final = "request.received"
 _CUT: Final = 2048
-"""Length in characters or tokens above which SGLang logs only both ends, at level 2."""
+"""Characters or tokens above which SGLang, at log level 2, logs only a prompt's two ends."""
 _REMEDY: Final = "serve with --log-requests-level 3 --log-requests-format json"
 _AS_TEXT: Final = "is logged in SGLang's text format"
 _NO_TEXT: Final = "has no text at this --log-requests-level"
@@ -45,7 +45,8 @@ _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
 """Fields of a request that change the prompt beside its messages."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
-"""Divisor of a context's length: its prompts may share that part beyond the context."""
+"""Divisor of a context's length. Prompts of one context may share this part beyond the context, or
+a page if that is longer."""
 
 
 class _Unusable(Exception):

@@ -225,9 +225,11 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(ours: list[str], theirs: list[str]) -> Iterator[str]:
-    """Return the words of a longest common subsequence. Of several equally long ones, the order of
-    the arguments chooses. With this order it is the one that `rouge` chooses, if no word of
-    `theirs` is repeated."""
+    """Yield the words of a longest common subsequence.
+
+    If several subsequences are longest, the result depends on the order of the arguments. This
+    order gives the subsequence that `rouge` gives, if no word of `theirs` is repeated.
+    """
     for operation in LCSseq.opcodes(ours, theirs):
         if operation.tag == "equal":
             yield from theirs[operation.dest_start : operation.dest_end]

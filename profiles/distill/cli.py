@@ -1,4 +1,7 @@
-"""`droidspeak distill`: an adapter that keeps its base's KV, from a teacher or from answers."""
+"""Command `droidspeak distill`: train an adapter that shares its base's KV.
+
+The adapter learns from a teacher model's answers, or from answers in the data.
+"""
 
 from __future__ import annotations
 

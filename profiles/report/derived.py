@@ -28,7 +28,8 @@ LOW_QUALITY: Final = 0.3
 """Quality of full prefill below which the user should look at the data first."""
 CRITICAL_SHARE: Final = 0.25
 CRITICAL_KL: Final = 0.01
-"""Least KL of a critical layer: this share of the largest layer's KL, and this many nats."""
+"""Least KL of a critical layer, in nats. The layer's KL must also be at least `CRITICAL_SHARE` of
+the largest KL of any layer."""
 
 
 def full_prefill_s(profile: MeasuredProfile) -> float:

@@ -29,7 +29,8 @@ MOST_SHARE: Final = 0.9
 """Largest share of all layers that a plan worth trying recomputes. A limit by predicted time would
 depend on the noise of the clock."""
 NUM_SPLITS: Final = 3
-"""Numbers of runs into which the recommended block is split, at most."""
+"""Most alternatives that split the recommended block into several runs; each alternative has
+another number of runs."""
 
 
 def default_group(num_layers: int) -> int:

@@ -47,7 +47,10 @@ LoraId = str | None
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The model that computes the first tokens of a request. Only these tokens are cached."""
+    """Model that computes the first `num_tokens` tokens of a request. Only these are cached.
+
+    An activated LoRA acts from its invocation on; the base computes the tokens before.
+    """
 
     model: ModelId
     lora_id: LoraId
@@ -56,7 +59,7 @@ class Owner:
     """Number of these tokens; None for all of the request."""
 
     def pages_of(self, pages: Sequence[PageHash], page_size: int) -> Sequence[PageHash]:
-        """The request's pages that this model computes."""
+        """Return the request's leading pages that this model computes."""
         return pages if self.num_tokens is None else pages[: self.num_tokens // page_size]
 
 

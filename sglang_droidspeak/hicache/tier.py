@@ -60,15 +60,16 @@ MAX_SLOTS: Final = 64
 MAX_LANE_BYTES: Final = 16 << 20
 """Most memory for the slots of one lane."""
 PART_BYTES: Final = 64 << 20
-"""Bytes of an entry that are written on one lease. Afterwards they can be found."""
+"""Bytes of an entry that the writer thread writes under one lease. Requests find the
+pages in these bytes afterwards."""
 MAX_KNOWN_PAGES: Final = 1 << 18
-"""Most pages of the backend that the tree shows. The coldest are forgotten, and may be found
-anew."""
+"""Most pages of the backend that the tree lists. Beyond this number the tree drops the coldest
+pages; a search may find them again."""
 MAX_CLOSE_S: Final = 5.0
 WAIT_S: Final = 0.1
 """Seconds that a request waits for an answer. A later answer serves the next request."""
 MAX_WAITING: Final = 64
-"""Most questions that may wait."""
+"""Most searches that may wait for the backend."""
 ABSENT_S: Final = 10.0
 """Seconds for which an absent page is assumed to stay absent."""
 BROKEN_S: Final = 60.0
@@ -338,8 +339,9 @@ class HiCacheTier:
         return True
 
     def _write_steps(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
-        """Write all steps of the pages behind the leading ones that the backend has. The first and
-        the last step tell which pages it has. Return False if the write was given up or refused."""
+        """Write all steps of the pages that the backend lacks. A leading page counts as written if
+        the backend has its first and last step. Return False if `is_over` stops the write or the
+        backend refuses a batch."""
         lane, model, pages = self._writing, change.model, change.pages
         start, steps = len(pages), self._objects.steps(change.part)
         for step in dict.fromkeys((steps[0], steps[-1])):

@@ -37,10 +37,10 @@ class Phase(IntEnum):
     prefill."""
     FETCHING = 3
     ARRIVING = 4
-    """All E is here, and the rest should arrive during the recompute. If it does not, the batch
-    that loads the request prefills its tokens in full."""
+    """All E of the plan has arrived; the KV should arrive while the block is recomputed. If the
+    KV is late, the batch that loads the request prefills its tokens in full."""
     READY = 5
-    """All E and KV of the plan is here."""
+    """All E and KV of the plan has arrived."""
     LOADING = 6
     """SGLang has given the request KV slots and will start its batch in this step."""
 
@@ -69,8 +69,8 @@ class Request:
         """Only `reach` changes it."""
         self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
-        """Monotonic time at which a step first could have taken the request. Its wait counts from
-        then."""
+        """Monotonic time in seconds at which the scheduler first passed the request over in a step
+        with room. The wait counts from this time; None before."""
         self.patience = Patience(saving_s=math.inf)
         """How long the request may wait, from `runnable_s` on."""
         self.pages: Sequence[PageHash] = ()
@@ -82,7 +82,8 @@ class Request:
         """Whether a seen request may be planned now. It waits for answers of tiers that do not
         advertise, or for pages that another request computes."""
         self.has_followed = False
-        """The request has waited for another one once, and will not again."""
+        """True once this request has waited for another request to compute shared pages. A request
+        waits in this way only once."""
 
         self.planned: Planned | None = None
         self.own_pages: Sequence[PageHash] = ()
@@ -90,14 +91,14 @@ class Request:
         self.match_s = 0.0
         """Seconds to hash, match and plan."""
         self.failure = ""
-        """Outcome of the request if this rank cannot follow the plan; empty while it can."""
+        """Outcome of the request if this rank cannot follow the plan; empty otherwise."""
 
         self.source: Source | None = None
         """Set from `FETCHING` on, until the request is settled or planned again."""
         self.load: Load | None = None
         """Set from `LOADING` on."""
         self.queued_s = 0.0
-        """Seconds from first sight to admission."""
+        """Seconds from `seen_s` until SGLang admits the request."""
 
     @property
     def plan(self) -> Plan:

@@ -230,7 +230,10 @@ def check_capture_layers(settings: Settings, identity: ModelIdentity) -> None:
 
 
 def check_ports(settings: Settings, tp_size: int) -> None:
-    """Check the ports of all ranks, which follow the first rank's ports."""
+    """Refuse ports that do not suffice for all ranks. Each rank adds its number to both ports.
+
+    Raises ConfigError if `listen` leaves the port open on several ranks, or the two ranges overlap.
+    """
     port = int((settings.listen or ":0").rpartition(":")[2])
     if settings.listen and not port and tp_size > 1:
         raise ConfigError(
@@ -245,8 +248,10 @@ def check_ports(settings: Settings, tp_size: int) -> None:
 
 
 def check_memory(settings: Settings, tp_size: int, free_gb: float) -> None:
-    """Check that the host has the memory that all ranks page-lock at start. Call it for a server
-    with a device."""
+    """Refuse sizes if all ranks together page-lock more memory at start than the host has free.
+
+    For servers with a device. Raises ConfigError.
+    """
     taken_gb = settings.taken_gb(tp_size)
     if taken_gb >= free_gb:
         raise ConfigError(
@@ -328,8 +333,10 @@ def check_activated(
 
 
 def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
-    """Refuse a KV pool of another class than `plain`, which has a row of K and one of V for each
-    slot and layer."""
+    """Refuse a KV pool of another class than `plain`, with another layout, or with scaled values.
+
+    A `plain` pool has one row of K and one row of V for each slot and layer. Raises ConfigError.
+    """
     layout = getattr(pool, "kv_cache_layout", "none")
     if type(pool) is not plain or layout != "nhd":
         raise ConfigError(

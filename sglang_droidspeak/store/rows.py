@@ -81,8 +81,8 @@ class ServerPool:
     page_size: int
 
     def store(self, targets: Mapping[Step, Sequence[memoryview]], slots: torch.Tensor) -> None:
-        """Copy KV of all layers, or E of one, of these slots to host memory; each step has one or
-        several runs. Returns once all is written."""
+        """Copy KV of all layers, and E of the layers in `targets`, from these slots to host memory.
+        Each step has one or several runs of memory. Blocks until all bytes are written."""
         kv = [runs for step, runs in targets.items() if step.kind is Kind.KV]
         for step, runs in targets.items():
             if step.kind is Kind.E:
@@ -94,8 +94,8 @@ class ServerPool:
         written.synchronize()
 
     def load(self, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]) -> int:
-        """Copy KV from host memory, in one or several runs, into slots, as `DeviceRows.write_from`.
-        Returns the number of bytes."""
+        """Copy one layer's KV from one or several runs of host memory into these slots. On CUDA the
+        copy runs on the current stream, without waiting. Return the number of bytes."""
         for source, part in _parts(sources, len(slots), self.rows.most_tokens):
             self.rows.write_from(layer, slots[part], source)
         return sum(source.nbytes for source in sources)

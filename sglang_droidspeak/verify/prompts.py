@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from profiles.settings import Settings
 
 NUM_SUFFIXES: Final = 4
-"""Questions about each made document."""
+"""Number of questions about each random document."""
 _NAMES: Final = ("Ada", "Boris", "Chidi", "Dana", "Emre", "Farah", "Goran", "Hana")
 _THINGS: Final = ("lamps", "crates", "maps", "bells", "ropes", "chairs", "books", "tents")
 _PLACES: Final = ("Oslo", "Lima", "Accra", "Turin", "Busan", "Quito", "Perth", "Fez")
@@ -31,7 +31,8 @@ class Prompt:
 
 
 def made(client: Client, num: int, num_tokens: int, page: int, seed: str) -> Iterator[Prompt]:
-    """Random documents of at most `num_tokens` tokens, tokenised by the server."""
+    """Yield `num` random documents of at most `num_tokens` tokens, cut to whole pages. The server
+    tokenises them. Equal seeds give equal documents."""
     for number in range(num):
         random = Random(f"{seed} {number}")
         drawn = (_sentence(random) for _ in range(num_tokens // _TOKENS_PER_SENTENCE))
