@@ -321,10 +321,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         # The present model may find its own KV, and that of models from which it inherits.
         own = self._started_with[self._started_as]
         senders = {model: own} | self._started_with
-        for sender, layers in (
-            (it.sender.model_id, it.transition_layers()) for it in heirs if it.passed
-        ):
-            senders[sender] = senders.get(sender, own) | layers
+        for heir in heirs:
+            if heir.passed:
+                sender = heir.sender.model_id
+                senders[sender] = senders.get(sender, own) | heir.transition_layers()
         self._senders |= senders
         for former in self._senders.keys() - senders.keys():
             del self._senders[former]

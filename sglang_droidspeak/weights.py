@@ -20,6 +20,7 @@ import torch
 
 from cachetree import ConfigError, ModelId
 from cachetree.checkpoint import (
+    Layout,
     ModelIdentity,
     Sketch,
     Weights,
@@ -200,46 +201,40 @@ class _Loading:
         del self._model.load_weights
 
     def _load_hashed(self, tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
-        hashing: dict[str, Future[str]] = {}
-        sketching: dict[str, Future[Sketch]] = {}
+        reading: dict[str, Future[tuple[str, Sketch | None]]] = {}
         self._has_loaded = True
-        result = self._load(self._seen(tensors, hashing, sketching), *args, **kwargs)
+        result = self._load(self._seen(tensors, reading), *args, **kwargs)
         # Before the caller has its memory back.
+        contents = {name: it.result() for name, it in reading.items()}
         self.weights = self.weights.after(
-            {name: it.result() for name, it in hashing.items()},
-            {name: it.result() for name, it in sketching.items()},
+            {name: digest for name, (digest, _) in contents.items()},
+            {name: sketch for name, (_, sketch) in contents.items() if sketch is not None},
         )
         return result
 
     def _seen(
-        self,
-        tensors: Tensors,
-        hashing: dict[str, Future[str]],
-        sketching: dict[str, Future[Sketch]],
+        self, tensors: Tensors, reading: dict[str, Future[tuple[str, Sketch | None]]]
     ) -> Iterator[Any]:
         for name, tensor in tensors:
             layout = TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
             try:
                 if self.weights.takes(name, layout):
                     content = tensor.detach().cpu()
-                    hashing[name] = self._threads.submit(_digest, *layout, content)
-                    if self.weights.sketches is not None:
-                        sketching[name] = self._threads.submit(_sketch, name, layout[0], content)
+                    reading[name] = self._threads.submit(
+                        _read_tensor, self.weights, name, layout, content
+                    )
             except ConfigError as exc:
                 self._odd = str(exc)
             yield name, tensor
 
 
-def _digest(dtype: str, shape: tuple[int, ...], content: torch.Tensor) -> str:
-    return bytes_digest(dtype, shape, _bytes(content))
-
-
-def _sketch(name: str, dtype: str, content: torch.Tensor) -> Sketch:
-    return sketch_of(name, dtype, _bytes(content))
-
-
-def _bytes(content: torch.Tensor) -> memoryview:
-    return memoryview(content.contiguous().reshape(-1).view(torch.uint8).numpy())
+def _read_tensor(
+    weights: Weights, name: str, layout: Layout, content: torch.Tensor
+) -> tuple[str, Sketch | None]:
+    """Return the digest of a tensor that `weights` take, and its sketch if these have sketches."""
+    raw = memoryview(content.contiguous().reshape(-1).view(torch.uint8).numpy())
+    sketch = None if weights.sketches is None else sketch_of(name, layout[0], raw)
+    return bytes_digest(*layout, raw), sketch
 
 
 def _read(before: Weights, folder: Path, stamps: Iterable[bytes], load_format: str) -> Weights:

@@ -27,13 +27,14 @@ from cachetree.checkpoint.rope import varying_rope
 from cachetree.checkpoint.safetensors_files import weight_files
 from cachetree.checkpoint.sketches import Sketch, sketch_of
 from cachetree.checkpoint.tokenizer import tokenizer_difference
-from cachetree.checkpoint.weights import Weights
+from cachetree.checkpoint.weights import Layout, Weights
 
 __all__ = [
     "NO_ADAPTER",
     "Adapter",
     "Codec",
     "Family",
+    "Layout",
     "ModelIdentity",
     "Sketch",
     "Weights",

@@ -15,8 +15,8 @@ import msgspec
 from blake3 import blake3
 from platformdirs import user_cache_path
 
-from cachetree.checkpoint.safetensors_files import Tensor, read_tensors
-from cachetree.errors import UNREADABLE, ConfigError
+from cachetree.checkpoint.safetensors_files import Tensor, read_pieces, read_tensors
+from cachetree.errors import UNREADABLE
 
 Digests = dict[str, str]
 _VERSION: Final = 5
@@ -109,21 +109,15 @@ def _write_own(file: Path, content: bytes) -> None:
 def _hash_tensors(file: Path) -> Digests:
     tensors = read_tensors([file])
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    with file.open("rb") as opened, ThreadPoolExecutor(threads) as pool:
-        digests = pool.map(lambda it: _hash(opened.fileno(), *it), tensors.items())
+    with ThreadPoolExecutor(threads) as pool:
+        digests = pool.map(lambda it: _hash(*it), tensors.items())
         return dict(zip(tensors, digests, strict=True))
 
 
-def _hash(descriptor: int, name: str, tensor: Tensor) -> str:
+def _hash(name: str, tensor: Tensor) -> str:
     digest = _begun(tensor.dtype, tensor.shape)
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, tensor.num_bytes)))
-    start, stop = tensor.offset, tensor.offset + tensor.num_bytes
-    while start < stop:
-        num_bytes = os.preadv(descriptor, [buffer[: stop - start]], start)
-        if not num_bytes:
-            raise ConfigError(f"{tensor.path} ends before tensor {name}; download it again")
-        digest.update(buffer[:num_bytes])
-        start += num_bytes
+    for piece in read_pieces(name, tensor, _PIECE_BYTES):
+        digest.update(piece)
     return digest.hexdigest()
 
 

@@ -97,6 +97,22 @@ def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
     return {name: tensor for path in paths for name, tensor in _read_header(path)}
 
 
+def read_pieces(name: str, tensor: Tensor, num_bytes: int) -> Iterator[memoryview]:
+    """Read a tensor's bytes in order, `num_bytes` at a time and then the rest.
+
+    Each piece overwrites the one before. Raises ConfigError if the file ends before the tensor.
+    """
+    buffer, left = memoryview(bytearray(min(num_bytes, tensor.num_bytes))), tensor.num_bytes
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        while left:
+            piece = buffer[:left]
+            if file.readinto(piece) < len(piece):
+                raise ConfigError(f"{tensor.path} ends before tensor {name}; download it again")
+            left -= len(piece)
+            yield piece
+
+
 def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
     num_file_bytes = path.stat().st_size
     with path.open("rb") as file:

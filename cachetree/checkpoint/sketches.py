@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from cachetree.checkpoint.safetensors_files import Tensor, layer_of, own_layer, read_tensors
+from cachetree.checkpoint.safetensors_files import layer_of, own_layer, read_pieces, read_tensors
 from cachetree.errors import ConfigError
 
 _WIDTH: Final = 1021
@@ -48,7 +48,11 @@ def folder_sketches(files: Sequence[Path]) -> dict[str, Sketch]:
     tensors = read_tensors(files)
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         sketches = pool.map(
-            lambda name, it: _sketch(name, it.dtype, _pieces(name, it)), tensors, tensors.values()
+            lambda name, it: _sketch(
+                name, it.dtype, read_pieces(name, it, _piece_bytes(name, it.dtype))
+            ),
+            tensors,
+            tensors.values(),
         )
         return dict(zip(tensors, sketches, strict=True))
 
@@ -105,15 +109,3 @@ def _piece_bytes(name: str, dtype: str) -> int:
         known = ", ".join(_BYTES)
         raise ConfigError(f"{name} is {dtype}, and distances are computed of {known}")
     return _PIECE * _BYTES[dtype]
-
-
-def _pieces(name: str, tensor: Tensor) -> Iterator[bytes]:
-    left, step = tensor.num_bytes, _piece_bytes(name, tensor.dtype)
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.offset)
-        while left:
-            piece = file.read(min(step, left))
-            if len(piece) < min(step, left):
-                raise ConfigError(f"{tensor.path} ends before tensor {name}; download it again")
-            left -= len(piece)
-            yield piece

@@ -71,7 +71,7 @@ class Threads:
             except Exception as exc:  # noqa: BLE001  # As an executor does.
                 future.set_exception(exc)
 
-        if function in (weights_module._digest, weights_module._sketch):
+        if function is weights_module._read_tensor:
             run()
         else:
             self._waiting.append(run)
