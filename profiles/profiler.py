@@ -113,9 +113,9 @@ def profile_pair(
     group = settings.group or default_group(pair.num_layers)
     blocks = blocks_of(settings, pair.num_layers)
     answering = [*answerers(pairs[0], documents, *settings.memory_gb)]
-    for it in pairs[1:]:
-        memory = settings.memory_gb
-        answering.append(answerer_of(it.receiver, it.tokenizer, documents, it.num_layers, memory))
+    for later in pairs[1:]:
+        model, memory = later.receiver, settings.memory_gb
+        answering.append(answerer_of(model, later.tokenizer, documents, later.num_layers, memory))
     sender, receiver = answering[-2:]
     if settings.e_correction:
         num_maps = len({it.start for it in blocks if it.start})

@@ -38,8 +38,8 @@ def measure(_num_tokens: int) -> Iterator[dict[str, Any]]:
             **({} if is_rehearsal() else DEVICE),
         )
         with lora.bench(specs, at.document_tokens, env(folder)) as testbed:
-            found = lora.measure(testbed, 1)
+            measured = lora.measure(testbed, 1)
     results = {"adapters": num_adapters}
     for who in lora.CONTENDERS:
-        results |= {f"{who}_{name}": round(ms, 2) for name, ms in found[who].items()}
-    yield results | {name: round(found[name], 3) for name in ("later_gain", "burst_gain")}
+        results |= {f"{who}_{name}": round(ms, 2) for name, ms in measured[who].items()}
+    yield results | {name: round(measured[name], 3) for name in ("later_gain", "burst_gain")}

@@ -71,8 +71,8 @@ def distances(sender: Sketches, receiver: Sketches, num_layers: int) -> tuple[fl
             place = 0 if own_layer(name) is None else layer + 1
             changes[place] += np.sum((receiver[name] - theirs) ** 2)
             lengths[place] += np.sum(theirs**2)
-    found = np.where(changes == 0, 0.0, np.sqrt(changes / lengths))
-    return tuple(np.where(np.isnan(found), math.inf, found).tolist())
+    relative = np.where(changes == 0, 0.0, np.sqrt(changes / lengths))
+    return tuple(np.where(np.isnan(relative), math.inf, relative).tolist())
 
 
 @np.errstate(all="ignore")  # A broken checkpoint has values that are no numbers.

@@ -204,12 +204,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         """Say where a change of weights is beyond what was proven; empty if no place changed more
         than in one of the measured pairs."""
         beyond = [_farthest(change, proven) for proven in self.distances]
-        found, proven, place = min(beyond, key=lambda it: it[0] - it[1])
-        if found <= proven:
+        changed, proven, place = min(beyond, key=lambda it: it[0] - it[1])
+        if changed <= proven:
             return ""
         where = f"layer {place - 1}" if place else "the embeddings"
         return (
-            f"{where} changed by {found:.2g} of its weights, and the line {self} is proven for "
+            f"{where} changed by {changed:.2g} of its weights, and the line {self} is proven for "
             f"{proven:.2g}"
         )
 
