@@ -19,12 +19,13 @@ INSTALLED := $(VENV)/.installed
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml platforms/torch_cpu/pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt platforms/torch_cpu/pyproject.toml
 	@echo "Installing into $(VENV): SGLang and torch are large, this takes some minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; run make PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar on -e '.[test,check,docs]' -e platforms/torch_cpu
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt \
+		-e '.[test,check,docs]' -e platforms/torch_cpu
 	@touch $@
 
 # Without the real pair, which has to be downloaded, the demo takes the small one and says so.

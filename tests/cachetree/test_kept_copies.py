@@ -273,6 +273,7 @@ def test_an_engine_that_dies_while_it_is_copied_leaves_nothing_and_is_named() ->
         assert worker.tree.num_bytes == 64 * (PAGE_TOTAL - PAGE_BYTES), "room for KV"
         engine.close()
         eventually(lambda: worker.tree.num_bytes == 0)
+        eventually(lambda: health_of(worker.status()).degraded)
         (complaint,) = health_of(worker.status()).degraded
         assert complaint.startswith(f"worker {engine.address} is connecting: the peer is unreach")
 

@@ -84,7 +84,7 @@ def test_a_file_of_another_format_is_named_with_the_remedy(tmp_path, content, me
         (b"", "no records"),
         (b"\n", "no records"),
         (b"{", ":1 is not"),
-        (LINE + LINE.replace(b"fimek", b"\xff"), ":2 is not.*utf-8"),
+        (LINE + LINE.replace(b"fimek", b"\xff"), "(?i):2 is not.*utf-8"),
         (LINE + LINE.replace(b'"7"', b"[" * 100_000), ":2 is not"),
         (LINE + LINE.replace(b'["nimefo"]', b'"nimefo"'), r":2 is not.*answers"),
     ],
