@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Final
 
 from rich.console import Console
@@ -12,7 +13,15 @@ from cachetree import Span
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Entry
 from profiles.compute.measuring import measure, screening_steps
-from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses, Step, Study
+from profiles.compute.study import (
+    HELD_OUT,
+    REFERENCES,
+    TRAIN,
+    Bench,
+    DocumentPasses,
+    Step,
+    Study,
+)
 from profiles.data.documents import Document, by_task, key_of
 from profiles.forecast import Forecast
 from profiles.progress import shown
@@ -64,8 +73,11 @@ class Watched:
         entries: list[Entry] = []
         scores: dict[Candidate, Scores] = {it: [] for it in plans}
         seconds = [sum(self.forecast.steps([it], _each(plans))) for it in documents]
-        with shown(self.console, "judging", sum(seconds)) as done:
-            for document, document_s in zip(documents, seconds, strict=True):
+        journal = self.bench.journal
+        earlier = [journal.get(HELD_OUT, key_of(it), REFERENCES) is not None for it in documents]
+        found_s = sum(compress(seconds, earlier))
+        with shown(self.console, "judging", sum(seconds), found_s) as done:
+            for document, document_s, is_earlier in zip(documents, seconds, earlier, strict=True):
                 full = [it.own for it in entries]
                 known = [qualities_of(scores[it]) for it in plans]
                 still = still_open(full, known, places, tolerance, most)
@@ -78,7 +90,7 @@ class Watched:
                 entries.append(first)
                 for plan, entry in zip(asked, rest, strict=True):
                     scores[plan].append(entry.scores[0])
-                done(document_s)
+                done(document_s * (not is_earlier))
         return Measured(
             sender=[it.sender for it in entries],
             full_prefill=[it.own for it in entries],

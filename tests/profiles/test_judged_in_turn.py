@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from shipped import ASKED, DATA, SHIPPED, flags
 
 from cachetree.planning.profile import write_profile
+from profiles import progress
 from profiles.compute.journal import Journal
 from profiles.data.records import read_records, write_records
 from profiles.evidence import MeasuredProfile, read_measured
@@ -53,8 +55,11 @@ def begun(folder: Path) -> tuple[MeasuredProfile, list[str], str]:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path, begun: object) -> MeasuredProfile:
-    status, said = profiled(folder, 16, "--tolerance", "0.5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "LINE_EVERY_S", 0.0)
+        status, said = profiled(folder, 16, "--tolerance", "0.5")
     assert status == 0, said
+    (folder / "ended.log").write_text(said)
     return read_measured(folder / "pair.json")
 
 
@@ -70,6 +75,12 @@ def test_with_more_contexts_the_run_goes_on_with_those_that_it_had_first(begun, 
     num_before = len(before.held_out.contexts)
     assert ended.held_out.contexts[:num_before] == before.held_out.contexts
     assert ended.judged.full_prefill[:num_before] == before.judged.full_prefill
+
+
+def test_contexts_that_an_earlier_run_has_judged_count_as_done_from_the_start(ended, folder):
+    """Their time would else make the run look faster than it is."""
+    first, *_ = re.findall(r"^judging: (\d+)%", (folder / "ended.log").read_text(), re.M)
+    assert int(first) == pytest.approx(100 * 3 / 16, abs=5)
 
 
 def test_a_plan_is_judged_until_it_is_proven_and_no_longer(ended):
