@@ -26,7 +26,7 @@ from tools import tables
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "docs/_static"
 DEMO: Final = tables.RESULTS / "demo.json"
-PAIR: Final = ROOT / "examples/real/base_to_questions.json"
+PAIR: Final = ROOT / "examples/real/base_to_json_lora.json"
 (QUALITY,) = (it for it in PICTURES if it.name == "quality")
 PACKAGES: Final = {
     "sglang": (0.2, 0.87, "SGLang"),

@@ -152,7 +152,7 @@ def test_small_pair_replaces_a_real_pair_that_is_not_made(monkeypatch) -> None:
 
 
 def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) -> None:
-    for made in ("base", "data/questions/long.jsonl"):
+    for made in ("base", "data/json/long.jsonl"):
         (tmp_path / made).mkdir(parents=True)
     monkeypatch.setattr(config, "_REAL", tmp_path)
     monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
@@ -160,7 +160,7 @@ def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) ->
     (tmp_path / "base/model.safetensors").touch()
     demo = DemoConfig.shipped()
     assert demo.sender == demo.receiver == tmp_path / "base"
-    assert demo.receiver_lora and demo.receiver_lora.name == "questions"
+    assert demo.receiver_lora and demo.receiver_lora.name == "json"
     assert not demo.instead
     failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
