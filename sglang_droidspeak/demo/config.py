@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -114,8 +114,6 @@ class DemoConfig:
     """Number of the data's first questions to use; None for all."""
     num_documents: int | None = None
     """Number of the data's first documents to use; None for all."""
-    num_questions_each: int | None = None
-    """Number of each document's first questions to use; None for all."""
     correction: bool = True
     """Whether to correct E if the profile's plan does."""
     times_random_pair: bool = False
@@ -170,8 +168,7 @@ class DemoConfig:
             activated_lora=_ADAPTERS / f"{_SKILL}_alora",
             profile=_PROFILE,
             data=_REAL / f"data/{_SKILL}/long.jsonl",
-            num_documents=3,
-            num_questions_each=2,
+            num_documents=2,
             **_SHIPPED,
         )
         weights = real.sender / "model.safetensors"
@@ -218,10 +215,7 @@ class DemoConfig:
             page_size=PAGE_SIZE,
             max_prompt_tokens=min(made.max_prompt_tokens or fitting, fitting),
         )
-        return [
-            replace(it, questions=it.questions[: self.num_questions_each])
-            for it in documents[: self.num_documents]
-        ]
+        return documents[: self.num_documents]
 
     def pair(self) -> tuple[Subject, MeasuredProfile]:
         """Return the pair to measure, and its profile. Raises DemoFailed if the profile does not
