@@ -11,10 +11,11 @@ import pytest
 from checkpoint_parts import CONFIG, weights, write
 from line_parts import line_of
 
-from cachetree import ModelId
+from cachetree import ConfigError, ModelId
 from cachetree.checkpoint import Weights
 from cachetree.checkpoint.identity import read_weights
 from sglang_droidspeak.lines import MAX_REMEMBERED, Lines
+from sglang_droidspeak.start import refuse
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 Step = Callable[[float], Weights]
@@ -96,3 +97,12 @@ def test_the_last_models_of_a_chain_are_remembered(step: Step) -> None:
     for weights_now in models:
         heirs = follow(lines, weights_now)
     assert [*heirs] == names_of(*models[2:-1]) and len(heirs) == MAX_REMEMBERED
+
+
+def test_weights_that_are_served_in_another_type_than_they_are_stored_in_are_refused(
+    step: Step,
+) -> None:
+    stored = step(0.0)
+    refuse.check_stored_type(stored, "F32")
+    with pytest.raises(ConfigError, match=r"weight is F32 in the checkpoint and BF16 when"):
+        refuse.check_stored_type(stored, "BF16")
