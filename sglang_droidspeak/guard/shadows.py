@@ -75,10 +75,11 @@ Reply = dict[str, Any]
 
 
 class Shadows:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate: Final = settings.shadow_share
         self._deadline_s: Final = settings.shadow_deadline_s
-        self._budget: Final = Budget(settings.shadow_busy_share)
+        self._clock: Final = clock
+        self._budget: Final = Budget(settings.shadow_busy_share, clock)
         self._suspects: frozenset[PlanId] = frozenset()
         self._known: frozenset[tuple[ModelId, ModelId]] | None = (
             frozenset() if settings.lines else None
@@ -121,7 +122,7 @@ class Shadows:
         is_new = self._known is not None and (plan.sender, plan.receiver) not in self._known
         if not (answer.is_chosen or is_new or plan in self._suspects):
             return
-        answer.keep(time.monotonic() + self._deadline_s)
+        answer.keep(self._clock() + self._deadline_s)
         self._waiting.append(answer)
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
@@ -163,19 +164,19 @@ class Shadows:
         budget = self._budget
         while True:
             while manager.rid_to_state and not budget.has_credit():
-                if time.monotonic() >= answer.deadline_s:
+                if self._clock() >= answer.deadline_s:
                     return None
                 await asyncio.sleep(_LOOK_S)
             if not _is_loaded(manager, answer.asked):
                 return None
             run = asyncio.create_task(start())
-            began_s, is_paid = time.monotonic(), budget.has_credit()
+            began_s, is_paid = self._clock(), budget.has_credit()
             try:
                 while not run.done() and (is_paid or len(manager.rid_to_state) <= 1):
                     await asyncio.wait([run], timeout=_LOOK_S)
                     if len(manager.rid_to_state) > 1:
-                        budget.charge(time.monotonic() - began_s)
-                    began_s = time.monotonic()
+                        budget.charge(self._clock() - began_s)
+                    began_s = self._clock()
                 if run.done():
                     return run.result()
             finally:
@@ -203,7 +204,7 @@ class Budget:
     share of step time than is allowed.
     """
 
-    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, share: float, clock: Callable[[], float]) -> None:
         self._share: Final = share
         self._clock: Final = clock
         self._credit_s = 0.0
@@ -234,7 +235,7 @@ class _Answer:
     num_cached: int = 0
     """Tokens of the prompt that SGLang has read from a cache, with the loaded ones."""
     deadline_s: float = 0.0
-    """Latest start of a run, on monotonic time."""
+    """Latest start of a run, on the clock of Shadows."""
 
     @property
     def plan(self) -> PlanId | None:
