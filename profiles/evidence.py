@@ -47,7 +47,7 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The name that the user gave: a file's name, or `longbench:hotpotqa`."""
     sha256: str
-    """Digest of the records used, one after the other, as JSON."""
+    """Digest of the used records, written as JSON one after the other."""
     num_questions: int
 
 
@@ -147,7 +147,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out contexts on which plans were measured that the gate does not judge."""
+    """Held-out contexts for alternatives, and for plans that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float
@@ -180,7 +180,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Qualities of the held-out answers, from which the verdict can be computed again."""
 
     tasks: tuple[int, ...]
-    """Place of each context's task, in the order in which contexts were judged."""
+    """Number of each judged context's task, in the order in which contexts were judged."""
     full_prefill: tuple[tuple[float, ...], ...]
     """Qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
@@ -342,7 +342,7 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     layer to the last, and by the sender. All splits, baselines, and repeats after an interruption
     count."""
     sweep_passes_per_context: int
-    """Number of these runs that all blocks of one training context took."""
+    """Number of these passes that all blocks of one training context took."""
     elapsed_s: float
 
     @property

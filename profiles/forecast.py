@@ -1,4 +1,4 @@
-"""Forecasts, from the cost model, how long a run will take. Pure; the progress bar counts in these
+"""Forecast how long a run will take, from the cost model. Pure. The progress bar counts these
 seconds."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLLOWED: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecasts seconds of a run's parts for one receiver."""
+    """Forecast the seconds of a run's parts, for one receiver."""
 
     costs: CostModel
     head_layers: float

@@ -1,4 +1,4 @@
-"""The profiler: takes a pair of models and a data set, makes a trusted pair profile (§4.2, §5.4).
+"""Make a profile of a pair of models from a data set: measure, choose, judge (§4.2, §5.4).
 
     data ─► train ─► every block by KL ─► the best ones by the metric
           held out ─► judge the frontier and the baselines ─► gate ─► profile
@@ -298,8 +298,8 @@ def open_pairs(settings: Settings) -> list[Pair]:
 
 
 def open_journal(settings: Settings, answering: Sequence[Answerer], *measured: object) -> Journal:
-    """Open the journal named by everything that decides the measurements: the documents as models
-    read them, the models, and the tokens that end their answers."""
+    """Open the journal of a run. Its name is a digest of everything that decides the measurements:
+    the documents in tokens, the models, and the tokens that end their answers."""
     ends = [sorted(it.ends) for it in answering]
     chosen = [getattr(settings, it) for it in _DECISIVE]
     chosen += map(str, settings.devices())

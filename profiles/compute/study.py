@@ -56,8 +56,8 @@ class Bench:
     pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
     """Sender and receiver of the tasks of a line, if they are others."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
-    """Called after each step, and told whether the step was measured now or read from the
-    journal."""
+    """Function that is called after each step. Its second argument is True if the step was measured
+    now, False if the journal had it."""
 
     @property
     def num_layers(self) -> int:

@@ -1,7 +1,7 @@
 """List the names of SGLang 0.5.23 that this package depends on. Another release gets its own copy.
 
-`probe` compares this file, and the JSON file beside it, with the installed source, without
-importing it. It reports names that another release lacks, and functions with another source.
+`probe` compares this file, and the JSON file beside it, with the source of an SGLang. It reports
+names that this SGLang lacks, and functions that have changed.
 """
 
 from collections.abc import Mapping
@@ -72,8 +72,8 @@ UPDATES_BY_NAME = (
 """Updates that pass named tensors to the model's `load_weights`."""
 
 WEIGHTS_WRITTEN = (WEIGHTS_RESTORED, *UPDATES_BY_NAME, WEIGHTS_RESET)
-"""Functions of which one runs before every write to the served weights. Writes from outside (RDMA)
-come after the first of them and before END_UPDATE."""
+"""Functions of SGLang: one of them runs before every write to the served weights. Other processes
+(RDMA) write only after WEIGHTS_RESTORED and before END_UPDATE."""
 
 FIELDS: Mapping[str, str] = {
     # class: its attributes that this package reads or writes

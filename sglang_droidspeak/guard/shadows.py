@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
-"""Most answers with a prompt that is kept for comparison."""
+"""Most answers that wait for their comparison."""
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
-"""Seconds between two looks whether a request runs."""
+"""Seconds between two checks whether a request runs."""
 _MOST_CREDIT_S: Final = 10.0
 _MODEL_AND_TENANT: Final = (
     "lora_path",
@@ -84,8 +84,8 @@ class Shadows:
         self._known: frozenset[tuple[ModelId, ModelId]] | None = (
             frozenset() if settings.lines else None
         )
-        """Pairs of the scheduler's last answer. Others may have inherited a plan since. None
-        if no pair can inherit."""
+        """Pairs that the scheduler's last answer named. Further pairs may have inherited a plan
+        since. None if no pair can inherit."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
         """Shadows without a result that the scheduler does not know of yet."""
@@ -156,10 +156,10 @@ class Shadows:
     async def _turn(
         self, manager: Any, answer: _Answer, start: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """Result of a run that starts once the server is idle or the budget allows it.
+        """Wait until the server is idle or the budget allows a run, then run and return the result.
 
-        A run that began on an idle server is cancelled when a request arrives that has not paid for
-        it, and starts again later. None if no turn came in time, or the adapter was unloaded.
+        A run on an idle server is cancelled if a request arrives before the budget allows it, and
+        starts again later. None if no turn came in time, or the adapter was unloaded.
         """
         budget = self._budget
         while True:
@@ -229,7 +229,7 @@ class _Answer:
     shows_prompt: bool
     """Whether the user asked for the prompt's ids."""
     is_chosen: bool
-    """Whether the request's id chose it, for any plan."""
+    """Whether the hash of the request's id chose it for comparison."""
     prompt_ids: Sequence[int] = ()
     label: Mapping[str, Any] = field(default_factory=dict)
     num_cached: int = 0
@@ -281,7 +281,8 @@ def plan_of(label: Mapping[str, Any]) -> PlanId:
 
 
 async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogProbs]] | None:
-    """The first greedy tokens over the KV that the answer has read, and their distributions.
+    """Run the prompt greedily over the same approximate KV. Return the first tokens, each with its
+    distribution.
 
     None if that KV was evicted or taken out of service meanwhile.
     """
@@ -308,11 +309,11 @@ async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogP
 async def _exact_run(
     manager: Any, answer: _Answer, served_ids: Sequence[int]
 ) -> Sequence[LogProbs]:
-    """Exact distribution at the position of each served token, as full prefill computes it.
+    """Return the distribution that full prefill has at the position of each served token.
 
-    The input is the prompt and the served tokens; nothing is generated. The run reads and leaves
-    exact KV only, in the user's tenant. Later requests with that prompt find it in place of the
-    approximate KV.
+    The input is the prompt and the served tokens; no token is generated. The run reads and inserts
+    exact KV only, in the user's tenant. Later requests with this prompt find that KV instead of the
+    approximate one.
     """
     meta = await _ask(
         manager,
@@ -383,7 +384,7 @@ def _is_loaded(manager: Any, asked: Any) -> bool:
 
 
 def place_of(rid: str) -> float:
-    """Place of a request among all ids, 0 to 1. Requests below the rate are chosen."""
+    """Hash a request's id to a number from 0 to 1. A request below the rate is compared."""
     place = blake2b(rid.encode(), digest_size=8, key=_KEY).digest()
     return int.from_bytes(place, "big") / 2**64
 
