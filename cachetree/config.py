@@ -170,7 +170,7 @@ def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:
 
 
 def _sections(kind: type[msgspec.Struct], at: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys of a struct and of structs in it, by their section."""
+    """Yield each section of a settings struct (a path of nested fields), with its keys."""
     fields = msgspec.structs.fields(kind)
     yield at, [field.encode_name for field in fields]
     for field in fields:

@@ -1,4 +1,4 @@
-"""Replacement of a user's file, and locks on files."""
+"""Replace a user's file at once, and lock a file against other processes."""
 
 from __future__ import annotations
 

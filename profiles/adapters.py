@@ -123,10 +123,11 @@ def merged(
     config: LoraConfig,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the base's weights with an adapter's tensors merged: see the table above.
+    """Return the base's weights with an adapter's tensors merged, by the table in the module's
+    docstring.
 
     Sums are made in float64, so every machine rounds them to the same bytes. The results are in
-    `dtype`, or in the matrix's own. A tensor that the adapter does not touch is the base's own.
+    `dtype`, or in the matrix's own dtype. Tensors that the adapter does not change are not copied.
     Raises ConfigError if the adapter does not fit the base.
     """
     result = dict(base)

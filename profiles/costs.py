@@ -254,8 +254,8 @@ class TimedReceiver:
             torch.cuda.synchronize(self._model.device)
 
     def layers(self, num_tokens: int) -> list[Part]:
-        """Return the work of full layers, one after the other. Each layer finds the processor's
-        caches full of another layer's weights."""
+        """Return parts that run full layers, one after the other, so that the processor's caches
+        have the weights of another layer each time."""
         num_layers = self._model.num_layers
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]

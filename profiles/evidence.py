@@ -126,8 +126,8 @@ class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
     fidelity: Fidelity
     """Distance from full prefill, over as many questions as it was measured on."""
     quality: float | None
-    """Quality; None if its answers were not decoded, because other blocks stay closer for no more
-    work."""
+    """Quality; None if the block's answers were not decoded, because another block with no more
+    work stays closer to full prefill."""
 
 
 class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,8 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
     quality: float
     bound: float
-    """Largest share of full prefill's quality that is lost, with the gate's confidence."""
+    """Upper bound on the share of full prefill's quality that the plan loses, with the gate's
+    confidence."""
     needed: int | None
     """Number of contexts like these that would prove the plan to be within the tolerance; None if
     no number would."""
@@ -199,9 +200,9 @@ class BaselineKind(StrEnum):
     CRITICAL_LAYERS = "critical_layers"
     """Recompute the layers of the largest single-layer loss, each run of them from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
-    """Recompute the layers of a plan, reloading E between them: as many transitions as runs. It is
-    the recommended plan, or the expected one if there is none. In old profiles it is always the
-    expected one."""
+    """Recompute the layers of a plan in several runs, with E loaded at the start of each. The plan
+    is the recommended one, or the expected one if none is recommended. In old profiles it is always
+    the expected one."""
     SMALL_MODEL = "small_model"
     """Answer with a smaller model, by full prefill."""
 

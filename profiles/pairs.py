@@ -61,7 +61,7 @@ class Wanted:
     why_not: str = ""
     """Reason why the pair needs no profile, or can have none; empty if it is to be profiled."""
     about: str = ""
-    """Pairs that this reason names."""
+    """Names of other pairs that `why_not` is about."""
     num_prompts: int = 0
     """Number of the log's prompts whose shared text the sender had read before the receiver was
     asked."""

@@ -79,10 +79,10 @@ class Again:
         self._load = partial(load_documents, settings, settings.data, tokenizer, positions)
 
     def verify(self) -> Verification:
-        """Measure the profile's usable plans on all the data, and judge the recommended plan anew.
+        """Measure the profile's usable plans on all the data, and judge the recommended plan again.
 
-        Raises ProfileError if servers use none of its plans, if a context is the profile's, and if
-        full prefill answers nothing right at some task.
+        Raises ProfileError if servers use none of the plans, if the profile was made with one of
+        the contexts, or if full prefill answers nothing right at some task.
         """
         profile = self._profile
         if not profile.passed:

@@ -42,8 +42,8 @@ class RanksApart(Exception):
 
 
 class Ranks:
-    """One rank's view of all ranks. Each rank makes the same calls in the same order, on its
-    scheduler thread.
+    """Messages between the ranks of a server, as one rank sends them. Each rank makes the same
+    calls in the same order, on its scheduler thread.
 
     A call blocks until all ranks have made it. A server of one rank sends nothing.
     """
@@ -96,8 +96,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Turn an error of the body into RanksApart, which ends the server. For bodies that sum
-        over all ranks, so that the others wait for this one. One rank alone keeps its error.
+        """Turn an error of the body into RanksApart, which ends the server. Use it around sums over
+        all ranks, in which the others wait for this one. A server of one rank keeps its error.
         """
         try:
             yield

@@ -35,7 +35,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "qalora_group_size": 16,
     "r": 8,
 }
-"""PEFT's defaults of other fields: releases differ in which fields they write."""
+"""PEFT's defaults of fields that some releases leave out of the config."""
 _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
 """Target modules for which SGLang applies factors of the embeddings."""
 
@@ -91,7 +91,7 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
 
 
 def read_invocation(path: Path) -> tuple[int, ...]:
-    """Read `Adapter.invocation` from the PEFT folder `path`. Of the tensors it reads only names.
+    """Read `Adapter.invocation` from the PEFT folder `path`, without reading the tensors' bytes.
     Raises ConfigError like `read_adapter`."""
     tokens = _applying(path).get("alora_invocation_tokens", [])
     if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):

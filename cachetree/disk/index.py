@@ -28,7 +28,7 @@ class DiskFile:
         self.above: Final = above
         """File of the same part with the page before this file's first. None at the root."""
         self.kv: Final = kv
-        """If this file has E: the file with the KV of its last page, with which it is deleted."""
+        """File with the KV of the last page, if this file has E. E is deleted with its KV."""
         self.on: Final[set[DiskFile]] = set()
         """Files that depend on this one: they continue it, or have E of its pages. The lock of
         `DiskFiles` guards it."""
@@ -70,7 +70,7 @@ class DiskFiles:
         return file in self._order
 
     def coldest_first(self) -> list[DiskFile]:
-        """Files, each before those that it depends on."""
+        """Return the files from the least recently used on, each before files it depends on."""
         with self._lock:
             return list(self._order)
 

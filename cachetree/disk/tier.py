@@ -75,7 +75,7 @@ class DiskTier:
             undo.callback(self._store.close)
             self._reads = _threads("cachetree-disk-read", self.num_readers, undo)
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
-            """One line at a time: two that fit one after the other need not fit together."""
+            """One thread, because memory may not have room for two lines at a time."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
             """Two threads: one may hang in the deletion of a file."""
             self._behind = WriteBehind(

@@ -126,7 +126,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> str:
-        """Text `name (first eight digits) → name (first eight digits)` for people."""
+        """Readable names of sender and receiver: `name (first eight digits of its id) → ...`."""
         sender = f"{self.sender_name or 'sender'} ({self.sender.model_id[:8]})"
         return f"{sender} → {self.receiver_name or 'receiver'} ({self.receiver.model_id[:8]})"
 

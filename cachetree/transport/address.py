@@ -32,8 +32,8 @@ class Address:
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether the host means every interface of a machine. A server can listen there, and no
-        client can connect there."""
+        """Whether the host means every interface of a machine. A server can listen at such an
+        address, but no client can connect to it."""
         return self.host in ("*", "0.0.0.0", "::")
 
     @property

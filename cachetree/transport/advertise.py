@@ -133,8 +133,8 @@ class Advertiser:
         self._num_learned: float = _NOTHING
         """Number of changes that the peer has confirmed."""
         self._told: deque[int] = deque()
-        """Number of changes that the peer knows with its next answers, one for each unanswered
-        `Entries`."""
+        """A number for each unanswered `Entries`: how many changes the peer knows once it has
+        answered that message."""
         self._names = tree.names
         self._named: set[str] = set()
         """Models with a name that was sent to the peer."""

@@ -176,7 +176,7 @@ class Stream:
 
 
 def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
-    """Return the checksum of a payload. A payload of one part has its checksum remembered, because
+    """Return the checksum of a payload. If the payload is one part, remember the checksum, because
     cached pages are often sent again."""
     if len(parts) > 1:
         return checksum_of_parts(parts)

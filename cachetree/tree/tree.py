@@ -106,7 +106,7 @@ class CacheTree:
 
         Leading pages that are already stored are skipped. Returns None if the budget cannot take
         the rest even after eviction. Also returns None if the model lacks this part at `parent`
-        (None is the root): such pages could never match. Pages for E end where KV does.
+        (None is the root): such pages could never match. E is reserved only as far as KV is stored.
         """
         if not KV <= part < self.family.num_layers:
             raise ValueError(f"E at layer {part} of a model of {self.family.num_layers}")

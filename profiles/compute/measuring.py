@@ -108,8 +108,8 @@ def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
 
 
 def batches(candidates: Iterable[Candidate], num_layers: int) -> list[tuple[Candidate, ...]]:
-    """Group candidates. A group recomputes at most as many layers as the model has, and has at most
-    as many candidates."""
+    """Group candidates. A group recomputes at most `num_layers` layers in all, and has at most
+    `num_layers` candidates."""
     groups: list[tuple[Candidate, ...]] = []
     for candidate in candidates:
         joined = (*groups[-1], candidate) if groups else (candidate,)

@@ -23,8 +23,8 @@ EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
 SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
-"""Secret of one server, unknown to users. All its processes compute the same one, because a process
-inherits `authkey` from its parent."""
+"""Secret of one server, unknown to users. All processes of the server compute the same secret,
+because a process inherits `authkey` from its parent."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
 """Key in `custom_params` that marks the server's own requests. Its value is the number of tokens at
 the end of the input that belong to an answer. Users cannot know the key."""

@@ -20,7 +20,7 @@ from sglang_droidspeak.engine import release
 
 USED: Final[Mapping[str, str]] = json.loads(Path(release.__file__).with_suffix(".json").read_text())
 """Functions and classes of SGLang that this package hooks, calls or replaces, each with a hash of
-its source. Names are those of the modules that define them."""
+its source. A name begins with the module that defines it."""
 _HASH_DIGITS: Final = 12
 _DEFINES: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -375,8 +375,8 @@ def _probs(top: Sequence[Any], one: tuple[float, int]) -> LogProbs:
 
 
 def _is_loaded(manager: Any, asked: Any) -> bool:
-    """Whether the answer's adapter is still loaded. If it were not, SGLang would load an adapter by
-    its name again."""
+    """Whether the answer's adapter is still loaded. Otherwise SGLang would load an adapter of the
+    same name, perhaps with other content."""
     if not asked.lora_path:
         return True
     ref = manager.lora_registry.get_all_adapters().get(asked.lora_path)

@@ -105,9 +105,8 @@ class Followers:
 
 
 def _is_in_prefill(req: Req) -> bool:
-    """Whether a request that has left the queue still computes its prompt. It then has slots, which
-    an aborted request does not get. It has no output yet: its KV is readable before its first token
-    is."""
+    """Whether a request that has left the queue still computes its prompt. Such a request has slots
+    (an aborted one gets none) and no output yet: its KV is in the tree before its first token."""
     return req.kv.holds_kv and not req.output_ids
 
 

@@ -241,8 +241,8 @@ class BatchForward:
 
 
 def _uncount(req: Req, num_tokens: int) -> None:
-    """Correct SGLang's count of cached tokens: `num_tokens` of them were computed. SGLang counts a
-    retracted request only the first time."""
+    """Correct SGLang's count of a request's cached tokens: `num_tokens` of them were computed. Do
+    nothing for a retracted request, which SGLang has counted before."""
     if not req.retracted_stain:
         req.cached_tokens -= num_tokens
         req.cached_tokens_host -= num_tokens

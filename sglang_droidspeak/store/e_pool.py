@@ -111,7 +111,8 @@ def e_bytes_per_token(server: ThisServer, dtype: torch.dtype) -> int:
 
 
 def attach(runner: ModelRunner, server: ThisServer) -> None:
-    """Allocate E and start capturing; runs after the KV pool exists and before CUDA graphs do."""
+    """Allocate E and start capturing it. Call it after the KV pool is made and before CUDA graphs
+    are captured."""
     from sglang_droidspeak.engine.layers import LayerStack
     from sglang_droidspeak.engine.names import MHATokenToKVPool, get_parallel
     from sglang_droidspeak.start import refuse
