@@ -87,7 +87,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
 def examine(
     sender: Answerer, receiver: Answerer, profile: MeasuredProfile, document: Document
 ) -> dict[tuple[Codec, str], list[tuple[float, float]]]:
-    """F1 and KL of each question of one document."""
+    """Return F1 and KL of each question about one document, by codec and way of reuse."""
     block, num_layers = profile.recommended.block, receiver.model.num_layers
     theirs = sender.model.prefix(document.prefix, {block.start})
     own = receiver.model.prefix(document.prefix, ()).kv

@@ -51,7 +51,8 @@ def write(store: DiskStore, pages: Sequence[PageHash], views: Views) -> None:
 
 
 class Files:
-    """The same bytes in memory, in a plain file and in a store; both files are new each time."""
+    """The same bytes in memory, in a plain file and in a disk store. Each write makes a new file or
+    store."""
 
     def __init__(self, directory: Path, pages: list[PageHash]) -> None:
         self.directory = directory

@@ -48,7 +48,7 @@ MAX_EXPONENT = 1.25
 NOT_JUDGED = frozenset(
     {"workers", "pages", "cpu_share", "one_p99_us", "all_p99_us", "nobody_p99_us"}
 )
-"""Figures that grow by themselves, or depend on what else the machine does."""
+"""Figures that may grow faster: sizes of the fleet, and figures that other work disturbs."""
 
 
 class SimulatedWorker:
@@ -75,7 +75,7 @@ class SimulatedWorker:
         del self.prompts[: -self._num_prompts]
 
     def tell(self) -> list[bytes]:
-        """Encode the messages that bring the engine up to date, as the wire carries them."""
+        """Return the encoded messages that bring the engine's view up to date."""
         if self._advertiser is None:
             self._advertiser = Advertiser(self.tree, MAX_PENDING, lambda: None, time.monotonic)
         return [encode(it) for it in iter(self._advertiser.next, None)]

@@ -135,7 +135,8 @@ def rate(world: str, size: tuple[int, int], loss: float, runs: int) -> dict[str,
 
 
 def most_false(runs: int) -> float:
-    """The largest rate of false passes that chance explains if the true rate is `ERROR_RATE`."""
+    """Return the largest observed rate of false passes that chance still explains if the true rate
+    is `ERROR_RATE`."""
     return ERROR_RATE + 2 * sqrt(ERROR_RATE * (1 - ERROR_RATE) / runs)
 
 

@@ -84,7 +84,7 @@ class Pair:
 
     @property
     def plan(self) -> BlockQuality:
-        """Plan that the pair's profile recommends."""
+        """Plan that the profile of the pair recommends."""
         plan = read_profile(self.profile).recommended
         assert plan is not None
         return plan

@@ -68,7 +68,7 @@ TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
 FETCHES = (0, 1, 4, 16)
 FRAME_BYTES = PeerConfig().frame_bytes
 NUM_LOOKS = 32
-"""Frames of a fetch that we look at; a server looks at each."""
+"""Number of frames of a fetch at which we check its progress. A server checks at each frame."""
 RATE_S = 0.2
 """Seconds after which a fetch's rate counts, as in `sglang_droidspeak.request.arrivals`."""
 FAR = Location("tcp://far:1")
@@ -117,7 +117,7 @@ def chunks(tokens: Span) -> Iterator[Span]:
 
 
 class Server:
-    """A server's knowledge of one device and one link, learned by the product's own means."""
+    """Simulated server: it learns the speeds of one device and one link by the product's code."""
 
     def __init__(self, device: Device, bytes_per_s: float, seed: int) -> None:
         self.device, self.bytes_per_s = device, bytes_per_s
@@ -339,8 +339,8 @@ def sweep(num_requests: int = 400, seed: int = 0) -> list[Cell]:
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The worst ratios over all cells, and the number of cells in which another plan would have
-    been 10 % faster."""
+    """Return the worst ratios over all cells, and the number of cells in which another plan would
+    have been 10 % faster."""
     return {
         "num_cells": len(cells),
         "num_reused": sum(it.block is not None for it in cells),

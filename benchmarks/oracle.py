@@ -1,4 +1,4 @@
-"""Partial prefill with plain transformers: slow and obvious, the reference for every other one.
+"""Partial prefill with plain transformers: slow and simple, the reference for all faster ones.
 
 It works for models that name their decoder layers like Llama, without sliding windows, in any
 dtype, for one sequence at a time: ids are `[1, tokens]`.
@@ -70,8 +70,8 @@ def recompute(
 ) -> dict[int, KV]:
     """Run the layers of `block` on the residual stream that enters the first of them.
 
-    `past` is the KV of the tokens before those of `entering`, at all layers. The result holds the
-    KV of both, for the layers of the block.
+    `past` is the KV of all tokens before those of `entering`, at all layers. The result has the KV
+    of the earlier and the new tokens, for the layers of the block.
     """
     _refuse_sliding_window(model)
     num_past, num_new = past[0][0].shape[2], entering.shape[1]

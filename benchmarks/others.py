@@ -1,4 +1,4 @@
-"""What do instruments of others say of an answer from another model's KV?
+"""How do evaluation packages of other projects rate answers from another model's KV?
 
     pip install --no-deps --target build/others -r benchmarks/others.txt
     python -m benchmarks.others --packages build/others [--model build/real/base] [--num 4]
@@ -184,7 +184,8 @@ def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
 
 
 def needles(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Ask for one of similar needles. Then ask when the base has read a twin with another value."""
+    """Ask for one of several similar facts in a document. Then ask again after the base has read
+    the same document with another value."""
     from hard_needle.corruption import corrupt_example
     from hard_needle.generator import generate_hard_example
 
@@ -200,7 +201,7 @@ def needles(bench: Bench, model: str, num: int) -> Iterator[dict]:
 
 
 def ruler(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """RULER's tasks that download nothing, by lm-eval's generators and scorer."""
+    """Run RULER's tasks that need no download, with lm-eval's generators and scorer."""
     from lm_eval.tasks.ruler import common_utils, cwe_utils, fwe_utils, vt_utils
 
     def score(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:

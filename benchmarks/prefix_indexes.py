@@ -43,13 +43,13 @@ class PrefixIndex(Protocol):
         """Look the prompt up for every model; `lengths` reads the answer."""
 
     def lengths(self, answer: Any) -> list[int]:
-        """The longest prefix of each model."""
+        """Return the length of the longest prefix of each model, from the result of `match`."""
 
     def insert(self, model: int, prompt: Prompt) -> int:
         """Add the prompt for one model; return how many of its pages the index already had."""
 
     def evict(self, newcomer: list[PageHash]) -> int:
-        """Make room for as many pages as the newcomer has; return how many pages went."""
+        """Make room for as many pages as `newcomer` has. Return how many pages were evicted."""
 
     def settle(self) -> None:
         """Finish the work that an eviction left. Not timed."""
@@ -201,4 +201,5 @@ NAMES = (
     "cachetree",
 )
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
-"""Estimate per model, by which a contender that needs too much memory is left out. Others: 250."""
+"""Estimated bytes per page and model (others: 250). A contender with too high an estimate is left
+out."""

@@ -1,4 +1,4 @@
-"""Race contenders that move the same bytes in turns, and make the pages that they move."""
+"""Time contenders that move the same bytes, in turns; and make the pages that they move."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Models, options, a family, a profile and turns that the benchmarks' servers share.
 
-All models have random weights and one shape: they tell times, never quality.
+All models have random weights and one shape: they are for times, never for quality.
 """
 
 from __future__ import annotations

@@ -223,8 +223,9 @@ def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> It
 def asked(
     testbed: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
 ) -> dict[str, list[Sample]]:
-    """Ask with every arm about every document, with another arm first each time. The first
-    `num_learning` documents are left out: they warm up a server, or teach it its speeds."""
+    """Ask about every document under every arm (its controls by name), with another arm first each
+    time. Results of the first `num_learning` documents are left out: the server learns its speeds
+    from them."""
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for document in range(len(testbed.documents)):
         for name in rotated(list(arms), document):

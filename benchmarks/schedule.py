@@ -1,4 +1,4 @@
-"""How long requests wait for their first token, by when their layers are loaded and recomputed.
+"""Compute how long requests wait for their first token, with three strategies of loading.
 
 One link loads layers and one device computes; each does one thing at a time. Requests are served in
 the order of their arrival. Three strategies (DroidSpeak, NSDI '26, section 4.3 and its figure on

@@ -1,4 +1,4 @@
-"""How far may a checkpoint be from its ancestor, and still read the ancestor's KV?
+"""How much may training change a model before it should no longer read its ancestor's KV?
 
     make real
     python -m benchmarks.stale_kv --work build/stale_kv --json benchmarks/results/stale_kv.json
@@ -79,7 +79,7 @@ def questions(skill: str, chosen: Sequence[Sequence[Package]]) -> Iterator[Recor
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The last checkpoint, and all models that it reads KV of."""
+    """The last checkpoint, and the ancestors that it reads KV of."""
 
     answerer: Answerer
     own: LayeredModel

@@ -63,8 +63,8 @@ KEYED, FRAMES, CURVE = "transport, keys", "ZMQ frames", "ZMQ, CURVE"
 MOST_QUEUED = 16
 """Messages queued by a ZMQ socket on either side, so that ZMQ and the network work at once."""
 REST_S = 0.05
-"""Seconds in which a peer's thread releases the last fetch; without them the next fetch is lent new
-memory."""
+"""Pause in seconds, in which a peer's thread releases the last fetch. Without it, the next fetch
+would get new memory."""
 
 Runs = dict[str, Callable[[], list[memoryview]]]
 """Every contender as a function that returns the bytes it received."""

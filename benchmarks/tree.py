@@ -54,7 +54,7 @@ EVICTED_PAGES = 256
 
 
 class Workload:
-    """Seeded prompts; equal numbers of pages give equal prompts."""
+    """Prompts from a fixed seed: the same number of pages gives the same prompts."""
 
     def __init__(self, num_pages: int, num_samples: int) -> None:
         self._random = np.random.default_rng(0)

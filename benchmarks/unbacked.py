@@ -1,4 +1,4 @@
-"""A model of tiny pages, and a pool that lends no memory: for trees that only count."""
+"""A family with tiny pages, and a pool without memory: for trees that only count bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FAMILY = Family(
     kv_dtype="bfloat16",
     page_size=64,
 )
-"""Its sizes only scale the budget; nothing is allocated."""
+"""Family with sizes that only scale the budget; nothing is allocated."""
 
 
 class Unbacked:
-    """A pool that lends no memory, so that a tree counts bytes without holding them."""
+    """A pool that lends no memory, so that a tree counts bytes without allocating them."""
 
     file: Final = None
 

@@ -1,6 +1,7 @@
-"""A cross-model KV cache: the KV and E of the models of one family, found by prefix.
+"""A cross-model KV cache. It stores KV and E of the models of one family, and finds them by prefix.
 
-`Cache` is the public face; its verbs are `store`, `match` and `fetch`. Nothing here imports SGLang.
+`Cache` is the main class, with the methods `store`, `match` and `fetch`. Nothing here imports
+SGLang.
 """
 
 from cachetree.cache import Cache

@@ -1,4 +1,4 @@
-"""The public face: one tree, the worker that serves it, and the peers from which it reads."""
+"""The class `Cache`: one tree, the worker that serves it, its tiers, and its peers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""Bytes below which a tier's reads show no rate: a disk reads whole steps."""
+"""Frame size in the link of a tier, too large for a fetch to reach. A tier reads whole steps, so a
+running fetch shows no rate before its end."""
 
 
 class Cache:
-    """Entries of every model of one family, here and on the peers. Verbs: `store`, `match`,
-    `fetch`.
+    """Cached KV and E of all models of one family. `store` adds, `match` finds, `fetch` reads.
 
-    It makes all of its memory at the start, and `register` makes that known to a device.
+    Entries are in this process's memory, in its tiers (such as a disk) and on peers. All memory is
+    allocated at the start; `register` makes it known to a device.
 
     Thread-safe. Raises ConfigError for an address that is wrong or taken, for a bad key, for memory
-    that cannot be had or registered, and for a disk directory that is another family's, in use, or
-    not writable. An unreachable peer is no error: it is tried again, and its entries appear when it
-    is up.
+    that cannot be allocated or registered, and for a disk directory that belongs to another family,
+    is in use, or is not writable. An unreachable peer is no error: the cache tries it again later.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Cache:
         self._fetch_log = FetchLog(family.page_size, self.tree.names)
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
-        """Locations that running fetches read from; some fetches may be over."""
+        """Location that each fetch reads from. Fetches that are over may still be in it."""
         self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
@@ -109,12 +109,12 @@ class Cache:
 
     @property
     def names(self) -> ModelNames:
-        """Names of models for people; any thread."""
+        """Readable names of models, by model id. Any thread."""
         return self.tree.names
 
     @property
     def address(self) -> Location | None:
-        """Address at which this cache serves others; None if it does not."""
+        """Address at which this cache serves other servers. None if it serves none."""
         worker = self._worker
         return worker.address if worker else None
 
@@ -126,11 +126,11 @@ class Cache:
         kv: Sequence[memoryview],
         e: Mapping[int, memoryview],
     ) -> bool:
-        """Copy in the exact KV of `pages` (one buffer per layer) and E of some layers.
+        """Store exact KV of `pages` (one buffer per layer) and E of some layers, by copying.
 
-        Pages that are already here are skipped. Returns False if the budget has no room, or if the
-        page before these has no such entry. Raises ValueError for a buffer of the wrong size. To
-        fill pages in place use `tree.reserve`.
+        `parent` is the page before them, or None. Pages that are already stored are skipped.
+        Returns False if the budget has no room, or if `parent` is not stored with the same parts.
+        Raises ValueError for a buffer of the wrong size. To fill pages in place use `tree.reserve`.
         """
         family = self.family
         if len(kv) != family.num_layers:
@@ -160,9 +160,10 @@ class Cache:
     def bring_e(
         self, model: ModelId, pages: Sequence[PageHash], layer: int, deadline: Deadline
     ) -> bool:
-        """Copy E of a prompt's first pages here, from a tier or a peer that has it; blocks.
+        """Copy E of a prompt's first pages from a tier or a peer into this memory. Blocks.
 
-        Their KV has to be here. Without this E, no E of later pages could be stored.
+        Return whether that succeeded. The pages' KV has to be stored here. Without E of these
+        pages, no E of later pages can be stored.
         """
         step = Step(Kind.E, layer)
         for match in self.match(pages):
@@ -184,34 +185,34 @@ class Cache:
         return False
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that says if all readers of this cache know its present entries."""
+        """Return a function that returns True once all readers know the entries of this moment."""
         worker = self._worker  # `stop_serving` removes the worker.
         return worker.knowing() if worker is not None else lambda: True
 
     def match(self, pages: Sequence[PageHash]) -> list[Match]:
-        """Return the longest prefix per model and location: a local walk, also for the peers'
-        entries.
+        """Return the longest stored prefix for each model and location, peers included.
 
-        It counts as a use of the matched entries.
+        Reads only this process's tree, which also lists the entries of peers. Counts as a use of
+        the matched entries.
         """
         paused = {location for location, tier in self._tiers.items() if tier.is_paused}
         matches = self.tree.match(pages)
         return [it for it in matches if it.location not in paused]
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
-        """Ask the tiers that do not advertise. Once all searches are over, `match` includes their
-        entries."""
+        """Ask each tier that does not list all its entries in the tree. Return the searches that
+        are not over yet; when they are, `match` includes the entries that they found."""
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
     def fetch(
         self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline, traceparent: str = ""
     ) -> Staging | None:
-        """Start to land the steps of `plan` in host memory; returns at once.
+        """Start to read the steps of `plan` into staging memory. Returns at once.
 
-        `pages` are all pages of the prompt; the plan takes `plan.pages`. Returns None if the
-        staging budget is used up: the request then does a full prefill. Any other problem fails the
-        staging. Local pages are read in place, and are complete at once.
+        `pages` has all pages of the prompt, of which the plan takes `plan.pages`. Returns None if
+        the staging budget is used up: the request then does a full prefill. Any other problem fails
+        the staging. Pages in this memory are read in place: their staging is complete at once.
         """
         wanted = pages[plan.pages.start : plan.pages.stop]
         parts = {it: Blocks(len(plan.pages), self.family.page_bytes(it.kind)) for it in plan.steps}
@@ -275,13 +276,13 @@ class Cache:
         return staging
 
     def _bytes_under_way(self) -> int:
-        """Bytes that fetches have, in the arena or beside it, until they are released."""
+        """Return the bytes of all fetches that are not yet released."""
         with self._under_way_lock:
             return sum(it.num_bytes for it in self._under_way if not it.is_released)
 
     def link(self, location: Location) -> Link | None:
-        """Return the link for a new fetch from a location, beside those under way; None if
-        unknown."""
+        """Return the speed of a location, with the fetches that a new one would have to share it
+        with or wait for. None if unknown."""
         source = self._speeds.get(location) or self._peers.now.get(location)
         link = source.link if source else None
         if link is None:
@@ -295,37 +296,38 @@ class Cache:
             return replace(link, backlog=backlog)
         num_ahead = max(0, len(backlog) - tier.num_readers + 1)
         first, longest = sum(backlog[:num_ahead]), backlog[num_ahead:]
-        meanwhile = [min(rest, first) for rest in longest]  # These continue beside all of it.
+        meanwhile = [min(rest, first) for rest in longest]  # Read while `first` is read.
         backlog = [rest - read for rest, read in zip(longest, meanwhile, strict=True)]
         ahead = first + sum(meanwhile)
         return replace(link, ahead=ahead, backlog=backlog, frame_bytes=_UNSEEN_BYTES)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until every peer is ready; False if the time is over or one is refused."""
+        """Block until every peer is ready. Return False if the time is over or a peer is
+        refused."""
         return self._peers.wait_ready(Deadline.after(timeout_s, self._clock))
 
     def run(self, model: ModelId) -> None:
-        """Announce from now on that this server runs `model`, or none if empty. A peer learns it at
-        its next handshake."""
+        """Announce that this server now runs `model`; empty: no model. A peer learns it at its next
+        handshake."""
         if self._worker is not None:
             self._worker.run(model)
 
     def stop_serving(self) -> None:
-        """Stop serving other servers; stored entries stay, and this cache still fetches.
+        """Stop serving other servers. Stored entries stay, and this cache can still fetch.
 
-        Fetches by others that are under way fail on their side.
+        Running fetches by other servers fail on their side.
         """
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return the peers and directories with their state in a few words; any thread, without
-        waiting."""
+        """Return the peers and directories, each with its state in a few words. Any thread; does
+        not wait."""
         return self._peers.sources()
 
     def status(self) -> CacheStatus:
-        """Return all of it in numbers, from any thread; waits only for the tree's lock."""
+        """Return the state of the cache in numbers. Any thread; waits only for the tree's lock."""
         worker, peers = self._worker, self._peers.now
         of_worker = worker.status() if worker else None
         tiers = {location: tier.status() for location, tier in self._tiers.items()}

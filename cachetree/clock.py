@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Absolute time on `clock`; waits take the time that remains until it."""
+    """Time on `clock` after which a wait gives up. Waits take `remaining_s()` as their timeout."""
 
     at_s: float
     clock: Clock = time.monotonic
@@ -24,10 +24,10 @@ class Deadline:
         return cls(clock() + seconds, clock)
 
     def remaining_s(self) -> float:
-        """Seconds left; never negative, nor longer than a thread can wait."""
+        """Return the seconds left, at least 0 and at most as long as a thread can wait."""
         return min(max(0.0, self.at_s - self.clock()), threading.TIMEOUT_MAX)
 
     @property
     def has_passed(self) -> bool:
-        """True from `at_s` on."""
+        """Whether the time is over: True from `at_s` on."""
         return self.clock() >= self.at_s

@@ -18,42 +18,42 @@ from cachetree.transport.address import parse_address, parse_remote
 from cachetree.tree import Retention
 
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
-"""msgspec's message about an unknown key."""
+"""Pattern of msgspec's message about an unknown key: the key, and the section that has it."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one `Cache`; those of `Retention` say what stays in its memory."""
+    """The settings of one `Cache`. Inherited settings say which entries stay in memory."""
 
     host_bytes: int = 4 << 30
-    """Budget of the entries held here."""
+    """Most bytes of the entries in this process's memory."""
     staging_bytes: int = 1 << 30
-    """Budget of fetches that run or that are not yet released."""
+    """Most bytes of fetches that run or that are not yet released."""
     disk_path: str = ""
     """Directory that keeps entries after they leave memory or this process ends; empty for none. It
     serves one family and one process at a time; each rank of a tensor-parallel server makes its own
-    inside. A killed process loses entries that it had not written. A power cut may lose about the
-    last 30 s; damaged entries are found by checksum and dropped."""
+    inside. A killed process loses entries that were not yet written. A power cut may lose about the
+    last 30 s. Checksums find damaged entries, which are dropped."""
     disk_bytes: int = 0
-    """Budget of all files in `disk_path`; set it above `host_bytes`, because the disk also holds
-    what memory holds."""
+    """Most bytes of all files in `disk_path`. Set it above `host_bytes`, because the disk also has
+    all entries of the memory."""
     peers: tuple[str, ...] = ()
-    """Addresses of the workers to read from, or where to find them: `dns://NAME:PORT`, all
-    addresses of a name. Each is trusted to have computed what it serves, for all tenants."""
+    """Addresses of the workers to read from: `tcp://HOST:PORT`, or `dns://NAME:PORT` for all
+    addresses of a name. This cache trusts what they serve, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
-    """Public key of each peer, or the file that holds it, by the peer's address. Traffic with a
-    peer that is named here is encrypted, with `peer.key_file` as own key; other traffic is not.
-    Workers found by a `dns://` address have to prove the key of that address."""
+    """Public key of each peer, or the file that has it, by the peer's address. Traffic with these
+    peers is encrypted, with `peer.key_file` as own key; other traffic is not. All workers behind a
+    `dns://` address have to prove the key of that address."""
     keeps: tuple[str, ...] = ()
     """Addresses of servers to copy from, in the form of `peers`. A cache has either `keeps` or
     `peers`. This cache fetches every entry that these servers advertise in their memory, and keeps
     it after they have dropped it. They must allow this server to read. Trust is as in `peers`."""
     max_pull_mb_s: float | None = None
-    """Cap on the rate at which `keeps` fetches from all of them together, 10^6 bytes per second;
-    None for no cap."""
+    """Most megabytes (10^6 bytes) per second that this cache reads from all servers of `keeps`
+    together. None: no limit."""
     serves: bool = True
-    """Whether other servers may read from this one."""
+    """Whether other servers may read from this cache."""
     worker: WorkerConfig = WorkerConfig()
     """Settings for serving other servers."""
     peer: PeerConfig = PeerConfig()
@@ -71,8 +71,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.peers and self.keeps:
             raise ConfigError(
-                "peers and keeps are both set, and what a server keeps copies of it reads here; "
-                "move all of them to keeps, or to peers if this server runs a model"
+                "peers and keeps are both set, and a server that keeps copies reads from its own "
+                "memory; move all addresses to keeps, or to peers if this server runs a model"
             )
         if self.max_pull_mb_s is not None and not (self.keeps and 0 < self.max_pull_mb_s < inf):
             raise ConfigError(
@@ -93,12 +93,12 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for address in self.peer_keys.keys() - set(self.sources):
             raise ConfigError(
                 f"peer_keys has {without_password(address)}, which is not in {field}; write the "
-                "address alike in both"
+                "same address in both"
             )
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Addresses that it reads from, for its requests or to keep copies."""
+        """Addresses that this cache reads from: `keeps`, or else `peers`."""
         return self.keeps or self.peers
 
     def peer_at(self, address: str) -> PeerConfig:
@@ -113,8 +113,9 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Read a YAML file, None if it is empty; raises ConfigError naming `what` and the file."""
-    import yaml  # A cache that a program embeds reads none.
+    """Return the content of a YAML file; None if it is empty. Raises ConfigError that names the
+    file, and says `what` it is."""
+    import yaml  # Not at the top: a program that embeds a cache reads no YAML.
 
     try:
         return yaml.safe_load(path.read_text())
@@ -125,10 +126,10 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def settings_of(content: Any, kind: type[_T], where: str) -> _T:
-    """Convert the content of a file, or of a part of one, to a `kind`.
+    """Convert the content of a settings file, or a part of it, to the struct `kind`.
 
-    Raises ConfigError that begins with `where`, names the key, and suggests the key that an unknown
-    one may stand for.
+    Raises ConfigError that begins with `where` and names the key. For an unknown key, the error
+    suggests the most similar known one.
     """
     try:
         return msgspec.convert(content, kind)
@@ -144,8 +145,8 @@ def settings_of(content: Any, kind: type[_T], where: str) -> _T:
 
 
 def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
-    """Return the allowed words of the field that an error of msgspec names; empty if it is no
-    choice."""
+    """Return the allowed values of the field that msgspec's error message names. Empty if the field
+    takes any value of its type."""
     name = problem.rpartition("`$.")[2].rstrip("`")
     types = [it.type for it in msgspec.structs.fields(kind) if it.name == name]
     literals = [get_args(it) for it in types if get_origin(it) is Literal]
@@ -154,7 +155,8 @@ def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
 
 
 def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:
-    """Return the most similar known key; keys of the same section come before others."""
+    """Return the message about an unknown key. It suggests a similar key of the same section, else
+    the same key of another section."""
     known = dict(_sections(kind))
     here = known.get(section or "", [])
     names = {f"{at}.{name}" if at else name: name for at in known for name in known[at]}
@@ -168,7 +170,7 @@ def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:
 
 
 def _sections(kind: type[msgspec.Struct], at: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys of a struct and of structs in it, by their section."""
+    """Yield each section of a settings struct (a path of nested fields), with its keys."""
     fields = msgspec.structs.fields(kind)
     yield at, [field.encode_name for field in fields]
     for field in fields:

@@ -1,13 +1,13 @@
-"""Everything that cachetree raises.
+"""All errors that cachetree raises.
 
     CacheTreeError
     ├── ConfigError            a value given by the user is wrong; names the remedy
     ├── FamilyMismatch         two models (or servers) cannot exchange caches; names the field
-    ├── AuthenticationError    the keys of two servers do not agree; names what it may be
+    ├── AuthenticationError    the keys of two servers do not agree; names possible causes
     ├── ProfileError           a pair profile cannot be read or does not fit the models
     ├── PinRefused             a pin would keep more of the budget than pins may
-    ├── OrderDenied            a worker does not do what an operator told it
-    └── FetchError             a fetch ended early; the request it served does a full prefill
+    ├── OrderDenied            a worker refused or failed an operator's order
+    └── FetchError             a fetch ended early; its request does a full prefill
         ├── DeadlineExceeded
         ├── Cancelled
         ├── StaleEntry         the worker no longer has what it advertised
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 UNREADABLE: Final = (ValueError, RecursionError)
-"""Errors that decoders raise for a malformed file: the wrong form (all errors of msgspec), text
-that is not UTF-8, impossible dates, or nesting that is too deep, even in an unknown field."""
+"""Errors that decoders raise for a malformed file. The causes: wrong form (all errors of msgspec),
+text that is not UTF-8, impossible dates, and nesting that is too deep."""
 
 
 class CacheTreeError(Exception):
@@ -39,7 +39,7 @@ class FamilyMismatch(CacheTreeError):
 
 
 class AuthenticationError(CacheTreeError):
-    """Two servers could not prove to each other who they are."""
+    """Two servers could not prove their keys to each other."""
 
 
 class ProfileError(CacheTreeError):
@@ -47,7 +47,7 @@ class ProfileError(CacheTreeError):
 
 
 class PinRefused(CacheTreeError):
-    """Pins may not keep so much. The message says how much they have and how much they may have."""
+    """A pin would exceed the share of the budget for pins. The message has both numbers."""
 
 
 class OrderDenied(CacheTreeError):
@@ -63,7 +63,7 @@ class DeadlineExceeded(FetchError):
 
 
 class Cancelled(FetchError):
-    """The owner of the fetch gave it up."""
+    """The caller that started the fetch gave it up."""
 
 
 class StaleEntry(FetchError):
@@ -78,17 +78,17 @@ _Error = TypeVar("_Error", bound=CacheTreeError)
 
 
 def without_frames(error: _Error) -> _Error:
-    """Return the error without its traceback, to be stored: the traceback's frames would keep the
-    memory that they view."""
+    """Return the error without its traceback, for errors that are stored. The frames of a traceback
+    would keep the buffers alive that they use."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def printable(text: str) -> str:
-    """Return a text from others on one line, without anything that a terminal would obey."""
+    """Return a text from another server on one line, without control characters for a terminal."""
     return "".join(it if it.isprintable() else " " for it in text)
 
 
 def written(path: Path) -> str:
-    """Return a path as its user wrote it, and the absolute path; for messages."""
+    """Return a path for messages: as the user wrote it, and the folder if it is relative."""
     return str(path) if path.is_absolute() else f"{path} (relative to {Path.cwd()})"

@@ -1,4 +1,4 @@
-"""Replacement of a user's file, and locks on files."""
+"""Replace a user's file at once, and lock a file against other processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from cachetree.errors import ConfigError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which becomes the file's content at the end of the block.
+    """Replace a file at once. Yield the path of a temporary file, which replaces `path` at the end
+    of the block.
 
-    A reader sees the old content or the new one, whole. A link stays a link, and its target gets
-    the content. A device or pipe is written directly. Raises OSError.
+    Readers see the whole old content or the whole new one. A symbolic link stays, and its target is
+    replaced. A device or pipe is written directly. Raises OSError.
     """
     if path.exists() and not path.is_file():
         yield path
@@ -31,9 +32,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def claim(file: BinaryIO, work: str) -> None:
-    """Keep other processes out of `work` while `file` is open.
+    """Lock `file` against other processes until it is closed. `work` names the work in the error.
 
-    Raises ConfigError if another process does the work already.
+    Raises ConfigError if another process has the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

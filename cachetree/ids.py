@@ -1,4 +1,4 @@
-"""Names of things: pages, models, places, half-open spans, and the layers of an entry."""
+"""Ids and small values that all of cachetree uses: pages, models, locations, spans, and steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final, NewType
 import msgspec
 
 PageHash = NewType("PageHash", bytes)
-"""First 16 bytes of the SHA-256 chain hash of a page of tokens. It covers every token before the
-page and the tenant salt, never the model."""
+"""First 16 bytes of a page's SHA-256 hash. The hash covers the page's tokens, all tokens before
+them and the tenant's salt, never the model."""
 
 ModelId = NewType("ModelId", str)
-"""Hex digest of a model's content: config, weights, adapter, tokenizer. Never a name."""
+"""Hexadecimal digest of a model's content: config, weights, adapter and tokenizer. Not a name."""
 
 Location = NewType("Location", str)
 """Place of an entry: `LOCAL`, `DISK`, the address of a remote worker (`tcp://host:port`), or a
@@ -23,14 +23,14 @@ LOCAL: Final = Location("local")
 """This process's memory."""
 
 DISK: Final = Location("disk")
-"""The directory that this process keeps."""
+"""This process's disk directory."""
 
 POOL_PREFIX: Final = "pool:"
 
 PAGE_HASH_BYTES: Final = 16
 
 MAX_LAYERS: Final = 1024
-"""Most layers of a model; it bounds what others may claim."""
+"""Most layers of a model. Messages and files of other servers with more layers are refused."""
 
 
 def is_pool(location: Location) -> bool:
@@ -39,15 +39,15 @@ def is_pool(location: Location) -> bool:
 
 
 def nearness(location: Location) -> int:
-    """Return how near a location is; larger is nearer. Without measurements a nearer one counts as
-    faster."""
+    """Return a rank of a location: the engine's pool 2, this memory 1, all others 0. Until speeds
+    are measured, a higher rank counts as faster."""
     return 2 if is_pool(location) else int(location == LOCAL)
 
 
 class Span(msgspec.Struct, frozen=True, order=True, gc=False):
     """Half-open range `[start, stop)` of layers or of pages.
 
-    A struct, because most calls make one: a frozen dataclass takes four times as long.
+    A struct, because a frozen dataclass takes four times as long to make.
     """
 
     start: int
@@ -71,7 +71,8 @@ EMPTY_SPAN: Final = Span(0, 0)
 
 
 def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
-    """Yield the things, of these sizes and side by side, that `span` meets, and the part of each.
+    """Lay blocks of these sizes side by side. Yield each block that `span` overlaps: its number,
+    and the overlap relative to its start.
 
     >>> list(parts_of([4, 4], Span(3, 5)))
     [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=1))]
@@ -85,22 +86,21 @@ def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
 
 
 class Kind(StrEnum):
-    """The two kinds of state kept per layer."""
+    """The two kinds of cached state of a layer: keys and values, or E (the layer's input)."""
 
     KV = "kv"
     E = "e"
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """One unit of a fetch: the whole page range of one kind at one layer."""
+    """One unit of a fetch: KV or E of one layer, for all pages of the fetch."""
 
     kind: Kind
     layer: int
 
 
 Part = NewType("Part", int)
-"""The part of its pages' state that an entry has: KV of all layers (`KV`), or E of the layer of
-this number."""
+"""Content of an entry: KV of all layers (`KV`), or E of the layer with this number."""
 
 KV: Final = Part(-1)
 

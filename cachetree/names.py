@@ -1,4 +1,4 @@
-"""Names of models for people, beside their ids by content."""
+"""Readable names of models, for logs and metrics. Decisions use model ids only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from cachetree.ids import ModelId
 
 MAX_NAME: Final = 64
-"""Characters of a name that are kept."""
+"""Most characters of a name; the rest is cut."""
 MAX_HEARD: Final = 1024
-"""Models that peers may name."""
+"""Most models that may take their name from a peer."""
 
 _ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _ODD: Final = re.compile(r"[^\w./:@+-]")
@@ -20,30 +20,30 @@ _ODD: Final = re.compile(r"[^\w./:@+-]")
 
 
 class ModelNames:
-    """The table of names of one process: its own models', and names from peers. Any thread."""
+    """Names of models that one process knows: its own, its profiles' and its peers'. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_heard = 0
         self._supposed = set[str]()
         self.now: Mapping[str, str] = {}
-        """Names by model id. The mapping is replaced and never changed, so a reader needs no
-        lock."""
+        """Names by model id. Each change makes a new mapping, so readers need no lock."""
 
     def call(self, model: ModelId, name: str) -> None:
-        """Name a model of this server; replaces a peer's name for it."""
+        """Set the name of a model of this server. It replaces a peer's name for the model."""
         with self._lock:
             self.now = {**self.now, model: _tidy(name)}
 
     def suppose(self, names: Mapping[str, str]) -> None:
-        """Take names by model id, each until this server or a peer gives another."""
+        """Add provisional names (of profiles). A name from this server or a peer replaces them."""
         with self._lock:
             new = {it: _tidy(name) for it, name in names.items() if it not in self.now}
             self._supposed |= new.keys()
             self.now = {**self.now, **new}
 
     def hear(self, model: ModelId, name: str) -> None:
-        """Take a peer's name for a model. The first name stays: no peer renames another's model."""
+        """Add a peer's name for a model. Ignored if this server or another peer has named the
+        model."""
         with self._lock:
             is_free = model not in self.now or model in self._supposed
             if name and is_free and self._num_heard < MAX_HEARD:

@@ -25,7 +25,7 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetches from one location since it exists, counted when their reader releases them."""
+    """Fetches from one location since it was added. A fetch counts when its reader releases it."""
 
     location: Location
     num_bytes: int
@@ -34,36 +34,37 @@ class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache in numbers."""
+    """State of a cache in numbers, for metrics and for `status` of the command line."""
 
     num_bytes: int
     host_bytes: int
     held_bytes: int
-    """Bytes, part of `num_bytes`, that cannot be evicted now."""
+    """Bytes among `num_bytes` that cannot be evicted now: they are in use or pinned."""
     num_pages: int
-    """Number of pages in memory, counted once per model."""
+    """Number of pages in memory. A page counts once for each model."""
     num_evictions: int
-    """Number of entries that left memory, for room or by order."""
+    """Number of entries that were evicted from memory, for room or by an operator."""
     staging_bytes_in_use: int
     staging_bytes: int
     fetches: tuple[FetchCounts, ...]
-    """Fetches by this process, from here, its tiers and its peers."""
+    """Fetches of this process from its own memory, its tiers and its peers."""
     peers: tuple[PeerStatus, ...]
     worker: Status | None
     """State of the worker; None if this cache does not serve."""
     worker_turn_age_s: float
-    """Seconds since the worker's thread last turned; it does so several times a second."""
+    """Seconds since the last turn of the worker's loop, which normally turns several times a
+    second."""
     disk: DiskStatus | None
     """State of the disk; None without a disk."""
     tiers: Mapping[Location, msgspec.Struct]
-    """State of each tier, the disk included."""
+    """State of each tier, with the disk."""
     paused_tiers: Mapping[Location, bool]
-    """True for each tier that fails or hangs, and is not read for now."""
+    """Whether each tier is paused: it fails or hangs, and is not read for now."""
 
 
 class FetchLog:
-    """Counts and logs fetches. Thread-safe. Lines go to the logger `cachetree.fetch` at INFO, as
-    key=value."""
+    """Count fetches by location and outcome, and log each one. Thread-safe. Lines of key=value go
+    to the logger `cachetree.fetch` at level INFO."""
 
     def __init__(self, page_tokens: int, names: ModelNames) -> None:
         self._page_tokens = page_tokens
@@ -83,7 +84,7 @@ class FetchLog:
             log.info("%s", printable(self._line(plan, staging, outcome)))
 
     def counts(self, present: Collection[Location]) -> tuple[FetchCounts, ...]:
-        """Return the counts of the present locations; counts of others are deleted."""
+        """Return the counts of the locations in `present`. Delete the counts of others."""
         with self._lock:
             for gone in self._outcomes.keys() - present:
                 del self._outcomes[gone], self._num_bytes[gone]

@@ -1,5 +1,8 @@
-"""Tiers: further places that keep a cache's entries, such as a disk or a store of the cluster. Also
-their parts: worker threads, and a writer that stores a tree's entries in the background."""
+"""Tiers: further places that keep a cache's entries, such as a disk or a store of the cluster.
+
+Also parts to make tiers of: threads that take work, and a writer that stores new entries of a tree
+in the background.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ T = TypeVar("T")
 
 _NICENESS: Final = 10
 MAX_WAITING: Final = 4096
-"""Most entries that wait to be written; they hold page hashes, no pages."""
+"""Most entries that wait to be written. A waiting entry keeps page hashes in memory, no pages."""
 _MAX_WRITE_S: Final = 60.0
 GRACE_S: Final = 1.0
-"""Seconds that a running call has left when it is time to end."""
+"""Seconds by which a running call may exceed the time to close."""
 
 STALL_S: Final = 2.0
 """Seconds after which a call that has not returned counts as hanging."""
@@ -40,7 +43,8 @@ ended it early."""
 
 
 class Search:
-    """A question to a tier; over once its results are in the tree, or at its deadline."""
+    """A running search of a tier for pages of a prompt. It is over once its results are in the
+    tree, or at its deadline."""
 
     def __init__(self, deadline: Deadline) -> None:
         self.deadline: Final = deadline
@@ -48,58 +52,58 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no thread needs to wait for it any more."""
+        """Whether the search needs no more waiting."""
         return self._answered.is_set() or self.deadline.has_passed
 
     def end(self) -> None:
-        """End the search: the tier has answered; from any thread."""
+        """End the search, because the tier has answered. Any thread."""
         self._answered.set()
 
 
 class Tier(Protocol):
-    """Keeps entries at a location of its own, and shows them to the tree.
+    """Interface of a place that keeps entries, and lists them in the tree under its location.
 
-    It learns of new entries from the tree. `fetch`, `note_use` and `search` return at once and
-    raise nothing; any problem is a miss.
+    A tier learns of new entries from the tree. `fetch`, `note_use` and `search` return at once and
+    raise nothing; any problem counts as a miss.
     """
 
     @property
     def location(self) -> Location:
-        """Location of its entries, in the tree and in plans; it never changes."""
+        """Location of the tier's entries, in the tree and in plans. It never changes."""
 
     @property
     def num_readers(self) -> int:
-        """Number of fetches that it reads at once; others wait for their turn."""
+        """Number of fetches that the tier reads at once. Others wait for their turn."""
 
     @property
     def is_paused(self) -> bool:
-        """Return whether nothing can be read now, so that `match` leaves the tier out; any
-        thread."""
+        """Whether the tier cannot be read now. `match` then leaves its entries out. Any thread."""
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        """Fill `staging` in a thread of its own; a problem fails `staging`."""
+        """Read pages into `staging`, in a thread of the tier. A problem fails `staging`."""
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
         """Count these pages, which were read from memory, as used in the tier, too."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        """Find out how much of a prompt the tier has; over at once if the tree knows it already."""
+        """Find the pages of a prompt that the tier has, and list them in the tree. The search is
+        over at once if the tree lists them already."""
 
     def status(self) -> msgspec.Struct:
-        """Return the state for the operator; from any thread."""
+        """Return the tier's state in numbers, for operators. Any thread."""
 
     def close(self) -> None:
-        """End the tier. Idempotent; takes seconds at most."""
+        """End the tier. Idempotent. Takes a few seconds at most."""
 
 
 MakeTier = Callable[[CacheTree, NoteSpeed], Tier]
-"""Makes a tier; raises ConfigError if it cannot work."""
+"""Function that makes a tier. Raises ConfigError if the tier cannot work."""
 
 
 def lower_priority() -> None:
-    """Have the calling thread run after others, if the system can tell threads apart.
+    """Give the calling thread a low priority, on systems with a priority for each thread.
 
-    When it wakes, it does not take a processor from a computing thread either (`SCHED_BATCH`).
+    When the thread wakes, it does not interrupt a computing thread either (`SCHED_BATCH`).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -107,12 +111,12 @@ def lower_priority() -> None:
 
 
 def _ignore(_item: object, _error: Exception) -> None:
-    """Ignore an error; for items that no thread waits for."""
+    """Ignore the error of an item for which no thread waits."""
 
 
 class WorkerThread(Generic[T]):
-    """One or several daemon threads that take items in order. Their calls may hang; the end of the
-    process does not wait for them."""
+    """One or several daemon threads that take items from a queue, in order. Use it for calls that
+    may hang: the end of the process does not wait for them."""
 
     def __init__(
         self,
@@ -153,8 +157,8 @@ class WorkerThread(Generic[T]):
             return not self._is_closed
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until all items are taken; return whether the threads have ended by then. A hanging
-        thread is left behind."""
+        """Refuse further items, and wait until all items are done. Return False if a thread still
+        runs after `timeout_s` seconds; it is left behind."""
         with self._putting:
             self._is_closed = True
             for _ in self._threads:
@@ -170,7 +174,7 @@ class WorkerThread(Generic[T]):
         def items() -> Iterator[T]:
             for item in iter(self._waiting.get, None):
                 under_way.append(item)
-                del item  # While this waits for the next item, nothing keeps the last one.
+                del item  # Else this variable would keep the item alive until the next one.
                 yield under_way[0]
                 under_way.clear()
 
@@ -187,14 +191,15 @@ class WorkerThread(Generic[T]):
 
 
 class Calls:
-    """Running calls to a disk or a storage, which may hang. Entered around each; thread-safe."""
+    """Running calls to a disk or a storage, to see whether one hangs. Enter it (`with`) around each
+    call. Thread-safe."""
 
     def __init__(self, clock: Clock, stall_s: float) -> None:
         self._clock: Final = clock
         self._stall_s: Final = stall_s
         self._lock = threading.Lock()
         self._begun_at_s: dict[int, float] = {}
-        """Start of each call, by thread."""
+        """Start of each running call, by thread id."""
 
     def __enter__(self) -> None:
         with self._lock:
@@ -206,15 +211,15 @@ class Calls:
 
     @property
     def have_stalled(self) -> bool:
-        """Return whether the oldest call takes longer than `stall_s`."""
+        """Whether the oldest running call has taken longer than `stall_s`."""
         now_s = self._clock()
         with self._lock:
             return now_s - min(self._begun_at_s.values(), default=now_s) > self._stall_s
 
 
 class MoveBarrier:
-    """A barrier for moves of entries. Threads enter it around each move, several at once; `stopped`
-    keeps them out."""
+    """Let one thread wait for running moves of entries, and hold up new ones. Threads enter the
+    barrier (`with`) around each move; several may be inside at once."""
 
     def __init__(self) -> None:
         self._may_begin = threading.Lock()
@@ -232,8 +237,8 @@ class MoveBarrier:
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[bool]:
-        """Wait until running moves have ended, and let none start inside the block. Yields False if
-        one has not ended in time, or if another thread still stops them."""
+        """Wait until running moves have ended, and let no move start inside the block. Yields False
+        if a move has not ended in time, or another thread is inside `stopped`."""
         deadline = Deadline.after(timeout_s)
         if not self._may_begin.acquire(timeout=timeout_s):
             yield False
@@ -249,22 +254,21 @@ class MoveBarrier:
 
 
 IsOver = Callable[[], bool]
-"""Returns whether the time to write is over, so that nothing more should be started."""
+"""Function that returns True once the time to write is over: start no further write then."""
 
 Write = Callable[[Change, Lease, IsOver], bool]
-"""Returns whether pages of an entry were written in time. Called in a thread, perhaps before the
-thread that made the entry continues.
+"""Function that writes pages of an entry, and returns whether all were written in time.
 
-Raises StaleEntry if the bytes were taken away meanwhile.
+The writer thread calls it, perhaps before the thread that made the entry continues. Raises
+StaleEntry if the entry loses its memory meanwhile.
 """
 
 
 class WriteBehind:
-    """Writes every entry that is added to a tree, in a thread of its own. Entries are leased until
-    then.
+    """Write every entry that is added to a tree to a tier, in a background thread.
 
-    An entry is late, and not written, if it is evicted before its turn or added while too many
-    wait.
+    An entry is leased while it is written. It is late, and not written, if it is evicted before its
+    turn, or if too many entries wait when it is added.
     """
 
     def __init__(
@@ -276,12 +280,11 @@ class WriteBehind:
         clock: Clock,
         num_at_once: Callable[[Change], int],
     ) -> None:
-        """Start the thread. `write` stores entries at `location`, `num_at_once` pages in a call;
-        its exceptions are logged."""
+        """Start the thread. `write` stores pages at `location`; `num_at_once` says how many pages
+        of an entry it takes in a call. Exceptions of `write` are logged."""
         self.num_late = 0
         self.moves: Final = MoveBarrier()
-        """Barrier around each call's entries, from before they are leased until they are
-        released."""
+        """Barrier around each call of `write`, with the lease of its pages."""
         self._unheard: set[int] = set()
         self._closes_at_s = inf
         self._tree: Final = tree
@@ -296,19 +299,19 @@ class WriteBehind:
             self._note(change)
 
     def close(self, timeout_s: float) -> bool:
-        """Write waiting entries until then; return whether the thread has ended soon after.
-        Idempotent."""
+        """Write waiting entries for at most `timeout_s` seconds, then end the thread. Return False
+        if the thread still runs `GRACE_S` later. Idempotent."""
         self._unsubscribe()
         self._closes_at_s = min(self._closes_at_s, self._clock() + timeout_s)
         return self._thread.close(timeout_s + GRACE_S)
 
     def is_over(self) -> bool:
-        """Return whether time is over, like `IsOver`; any thread."""
+        """Return whether the time of `close` is over. Any thread."""
         return self._clock() >= self._closes_at_s
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Leave out entries that this thread commits inside the block: they are already written."""
+        """Do not write the entries that this thread adds inside the block: the tier has them."""
         self._unheard.add(threading.get_ident())
         try:
             yield
@@ -316,7 +319,7 @@ class WriteBehind:
             self._unheard.discard(threading.get_ident())
 
     def _note(self, change: Change) -> None:
-        """Queue a change. Called with the tree's lock held."""
+        """Queue an entry to be written. The tree calls this with its lock held."""
         if not change.added or threading.get_ident() in self._unheard:
             return
         if self._thread.num_waiting >= MAX_WAITING or not self._thread.put(change):
@@ -330,13 +333,13 @@ class WriteBehind:
         for change in changes:
             try:
                 is_late = not self._is_written(change)
-                self.num_late += is_late  # No call in between: other threads add to it, too.
+                self.num_late += is_late  # No call inside: other threads add to `num_late`, too.
             except Exception:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
-        """Write an entry. Its parents are written first if they were late or have been lost:
-        without them no later entry would ever be found."""
+        """Write an entry, and first those of its parents that the tier lacks: an entry is found
+        only behind its parents. Return whether all were written."""
         tree, model, part, parent = self._tree, change.model, change.part, change.parent
         line = [change]
         if parent is not None and not tree.remote.has(self._location, model, parent, part):

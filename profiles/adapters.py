@@ -9,9 +9,9 @@ Tensors are merged by their names in `adapter_model.safetensors`:
 The names are those of the checkpoint's files. So the fused matrices of phi3 and the experts of
 mixtral (`block_sparse_moe.experts.0.w1`) are merged like any other matrix.
 
-Two kinds of adapters are refused. SGLang would serve the first differently: it applies alpha / r to
-every matrix, and ignores the rest of an adapter's config. The second changes embeddings or head if
-the two are tied: PEFT computes something else there before it merges than after.
+Two kinds of adapters are refused. First, adapters whose config changes more than the scale: SGLang
+applies alpha / r to every matrix, and ignores the rest. Second, adapters that change embeddings or
+head if both are one tensor: there, PEFT computes other results before merging than after.
 
 `fan_in_fan_out` is about transposed weights. No family here stores any, and PEFT then ignores it.
 """
@@ -48,13 +48,14 @@ _WITHOUT_EFFECT: Final = (
     *("megatron_config", "megatron_core", "peft_version", "qalora_group_size", "r", "revision"),
     *("target_modules", "task_type"),
 )
-"""Settings that name the tensors, or that matter only in training; and the two of the scale."""
+"""Settings that may have any value: they name tensors, set the scale, or matter only in
+training."""
 _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # These leave the base as it was.
 }
-"""Values of other settings that have no effect."""
+"""Values without an effect, by setting. Any other value of these settings is refused."""
 _REMEDY: Final = "merge it with peft (merge_and_unload), and profile and serve the result"
 
 
@@ -122,10 +123,11 @@ def merged(
     config: LoraConfig,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the base's weights with an adapter's tensors merged: see the table above.
+    """Return the base's weights with an adapter's tensors merged, by the table in the module's
+    docstring.
 
     Sums are made in float64, so every machine rounds them to the same bytes. The results are in
-    `dtype`, or in the matrix's own. A tensor that the adapter does not touch is the base's own.
+    `dtype`, or in the matrix's own dtype. Tensors that the adapter does not change are not copied.
     Raises ConfigError if the adapter does not fit the base.
     """
     result = dict(base)

@@ -1,5 +1,5 @@
-"""Models that answer questions, in batches that fit; their timing; a smaller model to compare
-with."""
+"""Make the models that answer questions, in batches that fit into memory, and time them. Also
+measure a smaller model to compare with."""
 
 from __future__ import annotations
 

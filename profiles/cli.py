@@ -29,7 +29,8 @@ UNDECIDED: Final = 4
 AnySettings = TypeVar("AnySettings", Settings, DistillSettings)
 
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
-"""The folders of an absolute path; another machine does not have them."""
+"""Pattern of the folders in an absolute path. They are cut from the command that a profile shows,
+because another machine does not have them."""
 
 _VERDICT: Final = (
     *("passed", "reason", "controls", "recommended", "blocks", "first_difference", "metric"),

@@ -1,6 +1,6 @@
-"""Controls: what full prefill still answers without the document, and with another document.
+"""Controls: how well full prefill answers without the document, or with another document.
 
-Questions that need no document prove nothing: whatever KV is loaded, their answers stay right.
+Questions that need no document prove nothing about reuse: their answers are right with any KV.
 
     no document     the prompt without its context
     other document  the context of the task's next document in its place

@@ -46,7 +46,7 @@ HELD_OUT: Final = (2.5, 1.5, 0.5)
 """How often the longest length is halved to get each held-out length. None is near the shortest
 length, which is measured for the constants."""
 LEAST_TOP: Final = 512
-"""Tokens. If even the longest length is shorter, its time is mostly calls, not tokens."""
+"""Fewest tokens of the longest length. Below it, the time depends mostly on calls, not tokens."""
 SAMPLED_LAYERS: Final = 4
 RETIMED: Final = 0.15
 REFUSED: Final = 0.25
@@ -67,7 +67,8 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something to time; its seconds should be `terms` times the coefficients."""
+    """A piece of work to time. The fit models its seconds as a sum of `terms`, each times a
+    coefficient."""
 
     terms: tuple[float, ...]
     run: Callable[[], object]
@@ -111,8 +112,8 @@ def measure_costs(
 ) -> CostModel:
     """Time the model's parts at `lengths`, fit them, and judge the fit on plans at other lengths.
 
-    Values are random and do not matter. Threads and device are used as they are set. It takes twice
-    the KV of the longest prefix in memory. `progress` gets the finished share, up to 1.
+    Values are random and do not matter. Threads and device are used as they are set. The work needs
+    memory for twice the KV of the longest prefix. `progress` gets the finished share, up to 1.
     """
     receiver = TimedReceiver(model, max(*lengths, *held_out_lengths), num_suffix)
     groups = [
@@ -253,8 +254,8 @@ class TimedReceiver:
             torch.cuda.synchronize(self._model.device)
 
     def layers(self, num_tokens: int) -> list[Part]:
-        """Return the work of full layers, one after the other. Each layer finds the processor's
-        caches full of another layer's weights."""
+        """Return parts that run full layers, one after the other, so that the processor's caches
+        have the weights of another layer each time."""
         num_layers = self._model.num_layers
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]

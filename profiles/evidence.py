@@ -47,7 +47,7 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The name that the user gave: a file's name, or `longbench:hotpotqa`."""
     sha256: str
-    """Digest of the records used, one after the other, as JSON."""
+    """Digest of the used records, written as JSON one after the other."""
     num_questions: int
 
 
@@ -126,8 +126,8 @@ class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
     fidelity: Fidelity
     """Distance from full prefill, over as many questions as it was measured on."""
     quality: float | None
-    """Quality; None if its answers were not decoded, because other blocks stay closer for no more
-    work."""
+    """Quality; None if the block's answers were not decoded, because another block with no more
+    work stays closer to full prefill."""
 
 
 class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,8 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
     quality: float
     bound: float
-    """Largest share of full prefill's quality that is lost, with the gate's confidence."""
+    """Upper bound on the share of full prefill's quality that the plan loses, with the gate's
+    confidence."""
     needed: int | None
     """Number of contexts like these that would prove the plan to be within the tolerance; None if
     no number would."""
@@ -147,7 +148,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out contexts on which plans were measured that the gate does not judge."""
+    """Held-out contexts for alternatives, and for plans that the gate does not judge."""
 
     num_contexts: int
     full_prefill: float
@@ -180,7 +181,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Qualities of the held-out answers, from which the verdict can be computed again."""
 
     tasks: tuple[int, ...]
-    """Place of each context's task, in the order in which contexts were judged."""
+    """Number of each judged context's task, in the order in which contexts were judged."""
     full_prefill: tuple[tuple[float, ...], ...]
     """Qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
@@ -199,9 +200,9 @@ class BaselineKind(StrEnum):
     CRITICAL_LAYERS = "critical_layers"
     """Recompute the layers of the largest single-layer loss, each run of them from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
-    """Recompute the layers of a plan, reloading E between them: as many transitions as runs. It is
-    the recommended plan, or the expected one if there is none. In old profiles it is always the
-    expected one."""
+    """Recompute the layers of a plan in several runs, with E loaded at the start of each. The plan
+    is the recommended one, or the expected one if none is recommended. In old profiles it is always
+    the expected one."""
     SMALL_MODEL = "small_model"
     """Answer with a smaller model, by full prefill."""
 
@@ -342,7 +343,7 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     layer to the last, and by the sender. All splits, baselines, and repeats after an interruption
     count."""
     sweep_passes_per_context: int
-    """Number of these runs that all blocks of one training context took."""
+    """Number of these passes that all blocks of one training context took."""
     elapsed_s: float
 
     @property

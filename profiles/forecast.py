@@ -1,4 +1,4 @@
-"""Forecasts, from the cost model, how long a run will take. Pure; the progress bar counts in these
+"""Forecast how long a run will take, from the cost model. Pure. The progress bar counts these
 seconds."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ share of a draft that is not in the own answer."""
 SAID_TWICE: Final = 1.2
 """If answers that do not stop take this many times longer, both forecasts are shown."""
 STEPS: Final = 5
-"""Steps to decode an answer if its draft is mostly right. Without a draft it takes about half as
-many steps as tokens. The own answer takes one per token, an answer over a plan's KV one per token
-after the first difference."""
+"""Steps to decode an answer if its draft is mostly right. Without a draft, an answer takes one step
+per token if it is full prefill's. If it is a plan's, it takes one per token after the first
+difference: about half as many."""
 FOLLOWED: Final = 2.0
 """Cost of comparing one distribution with another, as a multiple of making it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecasts seconds of a run's parts for one receiver."""
+    """Forecast the seconds of a run's parts, for one receiver."""
 
     costs: CostModel
     head_layers: float
@@ -81,9 +81,9 @@ class Forecast:
     def steps(
         self, documents: Sequence[Document], steps: Sequence[Step], done: Collection[Step] = ()
     ) -> list[float]:
-        """Forecast each step, in turn. If only some of a document's steps are done, both passes are
-        made again. The first missing step pays for them, and for the answers that plans are
-        compared with."""
+        """Return the forecast of each step, in order. If only some steps of a document are done,
+        both passes are made again: their time, and that of full prefill's answers, counts for the
+        first missing step."""
         seconds, is_again = [], False
         for step in steps:
             document = documents[step.place]

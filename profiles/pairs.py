@@ -23,8 +23,8 @@ from profiles.data.logs import BASE, Context
 from profiles.settings import Settings
 
 FIRST_ALONE: Final = (
-    "the sender is an adapter, and reads after its base: what it computes then is offered to "
-    "nobody; if it reads first, show it by --from-log or name it among the receiver's senders"
+    "the sender is an adapter, and reads after its base: KV that it computes then is offered to no "
+    "model; if it reads first, show it by --from-log or name it among the receiver's senders"
 )
 
 NEVER_AFTER: Final = "in the log the receiver was asked nothing that the sender had read first"
@@ -61,7 +61,7 @@ class Wanted:
     why_not: str = ""
     """Reason why the pair needs no profile, or can have none; empty if it is to be profiled."""
     about: str = ""
-    """Pairs that this reason names."""
+    """Names of other pairs that `why_not` is about."""
     num_prompts: int = 0
     """Number of the log's prompts whose shared text the sender had read before the receiver was
     asked."""

@@ -1,4 +1,4 @@
-"""The profiler: takes a pair of models and a data set, makes a trusted pair profile (§4.2, §5.4).
+"""Make a profile of a pair of models from a data set: measure, choose, judge (§4.2, §5.4).
 
     data ─► train ─► every block by KL ─► the best ones by the metric
           held out ─► judge the frontier and the baselines ─► gate ─► profile
@@ -260,9 +260,8 @@ def chosen(
 def in_judged_order(
     documents: Sequence[Document], journal: Journal, settings: Settings
 ) -> list[Document]:
-    """Order the judging documents, at most `settings.most_contexts` of each task. Those that an
-    earlier run judged come first, in its order. So its results do not decide which documents
-    follow."""
+    """Order the judging documents, at most `settings.most_contexts` of each task. Documents that an
+    earlier run has judged come first, in its order, so that results do not influence the order."""
     known = {key: place for place, key in enumerate(journal.documents(HELD_OUT))}
     ordered = sorted(documents, key=lambda it: known.get(key_of(it), len(known)))
     return [ordered[it] for it in first_of_each_task(ordered, settings.most_contexts)]
@@ -298,8 +297,8 @@ def open_pairs(settings: Settings) -> list[Pair]:
 
 
 def open_journal(settings: Settings, answering: Sequence[Answerer], *measured: object) -> Journal:
-    """Open the journal named by everything that decides the measurements: the documents as models
-    read them, the models, and the tokens that end their answers."""
+    """Open the journal of a run. Its name is a digest of everything that decides the measurements:
+    the documents in tokens, the models, and the tokens that end their answers."""
     ends = [sorted(it.ends) for it in answering]
     chosen = [getattr(settings, it) for it in _DECISIVE]
     chosen += map(str, settings.devices())

@@ -1,5 +1,5 @@
-"""Loads the settings' data as documents: to choose and fit on, to judge on, to ask a smaller
-model."""
+"""Load the data of the settings as documents: to choose plans and fit maps, to judge, and to ask a
+smaller model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Measure a profile's plans again. On other data: does the verdict hold? On its own data: how far
-may answers be from full prefill's before the drift guard acts?"""
+"""Measure a profile's plans again, for two commands.
+
+`verify` uses other data: does the verdict hold? `calibrate` uses the profile's data: how far may
+answers be from full prefill's before the drift guard acts?
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Again:
-    """A profile's models, and the data that settings name; its maps by digest.
+    """Measurement of a profile's plans on the data of the settings. Loads the profile's models.
 
-    Raises ProfileError, naming the field, if the models are not the profile's.
+    Raises ProfileError, naming the field, if the models of the settings are not the profile's.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class Again:
         self._load = partial(load_documents, settings, settings.data, tokenizer, positions)
 
     def verify(self) -> Verification:
-        """Measure the profile's usable plans on all the data, and judge the recommended plan anew.
+        """Measure the profile's usable plans on all the data, and judge the recommended plan again.
 
-        Raises ProfileError if servers use none of its plans, if a context is the profile's, and if
-        full prefill answers nothing right at some task.
+        Raises ProfileError if servers use none of the plans, if the profile was made with one of
+        the contexts, or if full prefill answers nothing right at some task.
         """
         profile = self._profile
         if not profile.passed:

@@ -110,8 +110,8 @@ def correct(
     blocks: Sequence[Span],
     settings: Settings,
 ) -> tuple[Watched, list[Candidate]]:
-    """Return a bench with maps fitted on those documents. Also return the blocks that stay closest
-    to full prefill if the maps correct their E."""
+    """Fit maps of E on the documents `fitted_on`. Return a bench with them, and the blocks that
+    stay closest to full prefill if the maps correct their E."""
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
     fitting = watched.forecast.fitting(fitted_on)

@@ -1,15 +1,16 @@
-"""Predict the seconds of this server's forwards, recomputes and copies, from those it has run.
+"""Predict the seconds of this server's forwards, recomputes and copies from earlier ones.
 
-A pass runs over n tokens, each with c tokens before it in the mean. It takes `a + b n + c' n c`
-seconds per layer. This holds for SGLang's forwards of all layers, and for recomputes of a block. A
-GPU needs at least the time of its kernel launches.
+A pass is a forward of all layers or a recompute of a block, over n tokens with c earlier tokens in
+the mean. It takes `a + b n + c' n c` seconds per layer, or the time of the kernel launches if that
+is longer.
 
-The latest passes of every length are kept. So many short prompts do not displace the few long ones.
-The lengths that take longer than the shortest are fitted by least squares of relative errors. A
-pass that was held up counts little. The fit is then corrected at each length by the passes there.
+`Meter` keeps the latest passes of every length, so many short prompts do not displace few long
+ones. `Fit` finds a, b and c' by least squares of relative errors. Lengths that take no longer than
+the launches are left out, and outliers count little. Last, the passes at each length correct the
+fit there.
 
-A fetch takes the time of its link (`cachetree.transport.pace`), of its copies into slots, and until
-the scheduler notices its end.
+A fetch has three parts: its link (`cachetree.transport.pace`), its copies into KV slots, and the
+time until the scheduler notices its end.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ from cachetree import Span
 from cachetree.planning import Margin, PrefillCost, full_prefill_s, most_of, weighted_median
 
 _PER_LENGTH: Final = 8
-"""Passes kept of each power of two of tokens."""
+"""Most passes kept for each length. Lengths between two powers of two count as one length."""
 _LEAST_PER_LENGTH: Final = 3
-"""Fewest passes of one length that correct the fit there. Of fewer, one may be an outlier."""
+"""Fewest passes that correct the fit at their length. One of fewer may be an outlier."""
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
 """Weight of each prior length in the fit. A measured pass has weight 1."""
 _ABOVE_LEAST: Final = 1.25
-"""Lengths that take more than this multiple of the fastest length are fitted. The others are taken
-to be launches."""
+"""Multiple of the fastest length's time. Lengths that take more are fitted; the time of the others
+counts as kernel launches."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
-"""Longest pass that is predicted, as a multiple of the longest that was measured."""
+"""Longest pass that is predicted, as a multiple of the longest measured pass."""
 _MIN_LOAD_BYTES: Final = 256 << 10
 _NUM_LOADS: Final = 16
 _PCIE_BYTE_S: Final = 1 / 12e9
-"""Seconds per byte of page-locked copies over PCIe 3.0 x16, the slowest bus of such devices. Used
-until copies are measured."""
+"""Seconds per byte of page-locked copies over PCIe 3.0 x16, the slowest usual bus. Used until
+copies are measured."""
 _NOTICE_S: Final = 0.001
-"""Seconds of one turn of the scheduler. Used until notices are measured."""
+"""Seconds of one turn of the scheduler: the least time in which it notices the end of a fetch."""
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
-"""Most models with passes of their own. The model that was measured first is dropped first."""
+"""Most models with passes of their own. Beyond it, the model that came first is dropped."""
 _MAX_OPEN: Final = 64
-"""Most passes that are timed and not yet read. The oldest are dropped."""
+"""Most passes on the device that may wait until their time is read. The oldest are dropped."""
 _Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
 """First and last event of a pass on the device, and the function to call with its seconds."""
 
@@ -77,7 +78,7 @@ class _Pass:
         return cls(num_tokens, context, max(seconds, 1e-9))
 
     def of(self, cost: PrefillCost) -> float:
-        """Seconds of the pass, divided by the seconds that `cost` predicts."""
+        """Return the measured seconds divided by the seconds that `cost` predicts."""
         return self.seconds / max(1e-12, cost.pass_s(self.num_tokens, self.context))
 
 
@@ -99,8 +100,8 @@ class _Latest:
         return self._by_length.values()
 
     def ratio(self, cost: PrefillCost) -> float:
-        """Sum of the seconds of all passes, divided by the sum that `cost` predicts. The very first
-        pass warms up: it counts only while it is the only one."""
+        """Return the measured seconds of all passes divided by the seconds that `cost` predicts.
+        The first pass warms up: it counts only while it is the only one."""
         every = [it for each in self.by_length for it in each]
         passes = [it for it in every if it is not self._first] or every
         predicted_s = sum(cost.pass_s(it.num_tokens, it.context) for it in passes)
@@ -108,12 +109,11 @@ class _Latest:
 
 
 class Fit:
-    """Fitted cost of one kind of pass. `add` takes microseconds. `cost` refits if passes were
-    added."""
+    """Fitted cost of one kind of pass (forward or recompute). Adding a pass takes microseconds."""
 
     def __init__(self, prior: Callable[[], PrefillCost | None]) -> None:
-        """`prior` returns the shape of the cost at lengths without passes. Its scale follows the
-        measured passes."""
+        """`prior` returns the cost to assume at lengths without passes. Only its shape counts; the
+        measured passes set its scale."""
         self._prior: Final = prior
         self._margin: Final = Margin()
         self.latest: Final = _Latest()
@@ -121,7 +121,7 @@ class Fit:
         self._cost: PrefillCost | None = None
 
     def add(self, tokens: Iterable[Span], seconds: float) -> _Pass:
-        """Add one pass over these tokens of one or more prompts. `seconds` are those of one
+        """Add one pass over these tokens of one or more prompts. `seconds` is the mean time of one
         layer."""
         new = _Pass.over(tokens, seconds)
         if self._cost is not None:
@@ -132,7 +132,7 @@ class Fit:
 
     @property
     def cost(self) -> PrefillCost | None:
-        """Cost in seconds per layer. None before the first pass. Refitted once an eighth of its
+        """Cost in seconds per layer. None before the first pass. Fitted again when an eighth of the
         passes is new."""
         if self._num and (self._num - self._num_fitted) * 8 >= min(self._num, 8 * _PER_LENGTH):
             self._cost, self._num_fitted = self._fit(), self._num
@@ -197,10 +197,10 @@ def _solve(passes: Sequence[_Pass], weights: Sequence[float]) -> tuple[float, fl
 
 
 class Meter:
-    """Measure forwards, recomputes and copies while the server serves. On CUDA with events, without
-    synchronising.
+    """Measure forwards, recomputes and copies while the server serves, and predict their costs.
 
-    The scheduler thread makes it and adds measurements. Any thread reads costs.
+    On CUDA, events take the times without synchronising. The scheduler thread makes the meter and
+    measures. Any thread may read costs.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class Meter:
         prior: PrefillCost,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`step_tokens` is the most tokens that SGLang prefills in one step. Only the shape of
-        `prior` counts, not its scale."""
+        """`step_tokens`: most tokens that SGLang prefills in one step. `prior`: cost to assume
+        before measurements; only its shape counts."""
         self._clock: Final = clock
         self.step_tokens: Final = step_tokens
         self._num_layers: Final = num_layers
@@ -221,18 +221,18 @@ class Meter:
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(lambda: self._forwards.cost)
         self._by_model: Final[dict[object, _Latest]] = {}
-        """The latest forwards with requests of one model only, by model."""
+        """Latest forwards of each model. Forwards with requests of several models are left out."""
         self._lock: Final = threading.Lock()
-        """Guards both fits, which have costs per layer, and the passes that are not yet read."""
+        """Guards both fits and `_by_model`."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
-        """Passes on the device that are not yet read, the oldest first."""
+        """Passes on the device with times that are not yet read, the oldest first."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
-        """Time of each notice of a fetch's end, and seconds since that end."""
+        """Time at which the scheduler noticed the end of each fetch, and its delay in seconds."""
 
     @property
     def prefill(self) -> PrefillCost | None:
-        """Cost of a full prefill, of all layers. None until a forward was measured."""
+        """Cost of a full prefill: all layers. None until a forward was measured."""
         with self._lock:
             self._read()
             cost = self._forwards.cost
@@ -244,11 +244,11 @@ class Meter:
         return replace(cost, least_s=least_s, fixed_s=a, token_s=b, context_s=c, most_tokens=most)
 
     def mean_prefill_s(self, tokens: Span, model: object) -> float | None:
-        """Seconds of a full prefill by a model, by the mean of its latest forwards. A model without
-        any has the mean of all models. None if unknown.
+        """Predict the seconds of a full prefill from the mean of this model's latest forwards.
 
+        A model without forwards gets the mean of all models. None if nothing was measured.
         `prefill` follows the median instead. Slow passes are rare and long, so a sum of medians is
-        less than clients wait in total. A pass with an adapter takes longer than one without.
+        less than clients wait in total. Adapters make a pass slower, so models have own means.
         """
         full_s = full_prefill_s(tokens, self.prefill)
         with self._lock:
@@ -268,8 +268,8 @@ class Meter:
 
     @property
     def copy_byte_s(self) -> float:
-        """Seconds per byte that the loader copies into slots: the median over the latest bytes, so
-        long loads count more. Until a load was measured, a usual value; 0 on a CPU."""
+        """Seconds that the loader takes to copy one byte into KV slots: the median over the latest
+        bytes, so long loads count more. Before the first load a usual value; 0 on a CPU."""
         if not self._copies:
             return _PCIE_BYTE_S if self._on_cuda else 0.0
         return weighted_median(
@@ -278,11 +278,11 @@ class Meter:
 
     @property
     def notice_s(self) -> float:
-        """Seconds from the end of a fetch until the scheduler notices it. Two in three notices of
-        the last minute were at least as fast; one of `_NOTICE_S` counts among them.
+        """Seconds from the end of a fetch until the scheduler notices it. Two of three notices of
+        the last minute took at most this time; one of `_NOTICE_S` is always among them.
 
-        Older notices do not count: a plan that avoids slow fetches never measures that they are
-        fast again.
+        Older notices do not count. Else slow notices would make plans avoid fetches, and no fetch
+        would show that notices are fast again.
         """
         since_s = self._clock() - _NOTICES_AGE_S
         known = (late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)
@@ -293,16 +293,16 @@ class Meter:
         self._notices.append((self._clock(), late_s))
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Record the seconds that the copies of one load took. On CUDA, seconds of the copy
-        stream."""
+        """Record the seconds that the copies of one load took, on CUDA as timed on the copy stream.
+        Small loads are ignored."""
         if num_bytes >= _MIN_LOAD_BYTES:
             self._copies.append((num_bytes, seconds))
 
     def forward(
         self, tokens: Sequence[Span], models: Iterable[object] = ()
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure a forward of all layers over these tokens of prompts, for requests of `models`.
-        Does nothing without tokens."""
+        """Measure the time of the `with` block as a forward of all layers over `tokens`, for
+        requests of `models`. Does nothing without tokens."""
         if not tokens:
             return contextlib.nullcontext()
         alone = {*models}
@@ -319,7 +319,8 @@ class Meter:
     def block(
         self, tokens: Sequence[Span], num_layers: float
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure a recompute over these tokens with the work of `num_layers` layers."""
+        """Measure the time of the `with` block as a recompute of `num_layers` layers over
+        `tokens`."""
         return self._measure(self._blocks.add, tokens, num_layers)
 
     @contextlib.contextmanager
@@ -351,10 +352,10 @@ class Meter:
                 add(self._clock() - started_s)
 
     def _read(self) -> None:
-        """Read the passes that are over. The caller holds the lock.
+        """Add the times of passes that the device has finished. The caller holds the lock.
 
-        Only the scheduler thread reads. Other threads are on the process's first device, which may
-        be another server's. Asking for an event there would create a context on it.
+        Does nothing on other threads than the scheduler's. Their current device is the process's
+        first, perhaps another server's; to query an event would create a context on it.
         """
         if threading.get_ident() != self._thread:
             return

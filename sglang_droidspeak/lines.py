@@ -1,7 +1,9 @@
-"""Lines of models: a model that an update makes inherits a line's plan from the models before.
+"""Lines of models: after an update of weights, the new model inherits a plan from its line.
 
-A server with lines starts with a model of them. Each pair of an earlier model that is remembered
-and the present one is judged by its own distance.
+A line is a series of models, each trained from the one before (as in reinforcement learning). Its
+profile has one plan for pairs of consecutive models. The server starts with a model of the line.
+After each update, every pair of an earlier model and the present one is judged by the distance of
+their weights.
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ from cachetree.checkpoint import Weights
 from cachetree.planning import LineProfile
 
 MAX_REMEMBERED: Final = 8
-"""Last models that may send to the present one. No KV of older ones is read."""
+"""Number of former models that may send to the present one. KV of older models is not read."""
 
 
 class Lines:
-    """Scheduler thread only."""
+    """The models that this server has served, and the lines' plans for them. Scheduler thread
+    only."""
 
     def __init__(self, profiles: Sequence[LineProfile]) -> None:
         self._profiles: Final = profiles
         self._models: Final[dict[ModelId, tuple[ModelIdentity, Weights]]] = {}
-        """Models with their weights, the last served one last."""
+        """Models served so far with their weights, the latest last."""
 
     def follow(self, model: ModelIdentity, weights: Weights) -> list[LineProfile]:
-        """Note the present model, and return its pairs: those that inherit, and those that changed
-        too much. The distances take a few milliseconds for each earlier model."""
+        """Note the model that is served now. Return its pairs with earlier models: `passed` is true
+        for pairs that inherit a plan, false if the weights changed too much.
+
+        Takes a few milliseconds for each earlier model.
+        """
         if not self._profiles:
             return []
         self._models.pop(model.model_id, None)
@@ -38,7 +44,8 @@ class Lines:
         return pairs
 
     def _pairs(self, model: ModelIdentity, weights: Weights) -> Iterator[LineProfile]:
-        """Pairs of known distance, each by the first line that proves its distance, if any does."""
+        """Yield the pair of each earlier model and `model`, if their distance is known. The first
+        line that proves the distance gives the plan."""
         for former, theirs in self._models.values():
             if (change := weights.distances_from(theirs)) is not None:
                 by_lines = [it.inherited(former, model, change) for it in self._profiles]

@@ -1,5 +1,6 @@
-"""The linker that SGLang's radix cache drives, and the hot hooks around it.
+"""The linker: SGLang's radix cache calls it, and it makes all other parts and places their hooks.
 
+when            method/hook   what it does                 who does it
 waiting queue   new_prefill   plan, stage, hold            Queue → WaitingRequests
 admission       lookup, load  promise pages, give slots    WaitingRequests → Load
 batch start     start         copy layers into slots       Loader
@@ -71,7 +72,8 @@ log = logging.getLogger(__name__)
 
 
 class DroidSpeakLinker(UnifiedCacheLinker):
-    """Constructed by SGLang in each scheduler process. Scheduler thread only, like its base."""
+    """Connect all parts of this package to SGLang. SGLang makes one in each scheduler process, and
+    calls its methods on the scheduler thread."""
 
     def __init__(
         self,
@@ -266,10 +268,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """End a batch. False if a copy into slots failed during the forward: SGLang then aborts
-        the batch.
+        """End a batch. Return False if a copy into slots failed during the forward: SGLang then
+        aborts the batch.
 
-        A failed fetch is no such case: a full prefill has replaced it before the forward.
+        A failed fetch returns True: a full prefill has replaced the fetch before the forward.
         """
         self._loader.finish(counter_index)
         if not all(self._ranks.least([self._loader.is_alive])):
@@ -291,7 +293,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     # Life.
 
     def reset(self) -> None:
-        """Forget everything about KV slots: SGLang flushes its tree. Waits until no copy is in
+        """Forget everything about KV slots, because SGLang flushes its tree. Waits for copies in
         flight."""
         self._waiting.clear()
         self._offloader.reset()
@@ -300,11 +302,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader.counter.reset()
 
     def _weights_change(self) -> None:
-        """Stop reuse before new weights are written. Waiting requests are planned again later, for
-        the new weights.
+        """Stop reuse before new weights are written. Waiting requests get new plans afterwards.
 
-        Copies to the cache continue. Their KV was computed by the old weights, and is stored under
-        the old model's id.
+        Copies to the cache continue: the old weights computed their KV, and the copies are stored
+        under the old model's id.
         """
         self._metrics.tell_pairs(self._planner.profiles, are_off=True)
         self._waiting.clear()
@@ -336,8 +337,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
 
     def _retire(self, outcome: str, why: str) -> None:
-        """Turn droidspeak off until the server restarts. All ranks do so in the same step. Further
-        calls do nothing."""
+        """Turn droidspeak off until the server restarts. All ranks call this in the same step.
+        Repeated calls do nothing."""
         if self._planner.off:
             return
         log.warning("%s: droidspeak is off until this server restarts", why)
@@ -356,7 +357,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
 
 def mark_log() -> None:
-    """Have the cache's lines about peers begin with `droidspeak: ` in this server's log."""
+    """Let the cache's log lines about peers begin with `droidspeak: ` in this server's log."""
     logging.getLogger("cachetree.peer").addFilter(_mark)
 
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PERIOD_S: Final = 2.0
-"""Seconds between two copies of the cache's own counters."""
+"""Seconds between two copies of the cache's own metrics into SGLang's."""
 HEIR_STATES: Final = ("probation", "in_service", "out_of_service", "too_far")
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Saving(msgspec.Struct, kw_only=True):
-    """Seconds of prefill that reuse by a pair has saved and lost since the start."""
+    """Seconds that reuse between one sender and one receiver has saved and lost since the start."""
 
     sender: ModelId
     receiver: ModelId
@@ -40,7 +40,7 @@ class Saving(msgspec.Struct, kw_only=True):
 
 
 class Metrics:
-    """Create it in the scheduler process, after SGLang has set PROMETHEUS_MULTIPROC_DIR.
+    """Metrics of one scheduler process. Create after SGLang has set PROMETHEUS_MULTIPROC_DIR.
 
     A server without `--enable-metrics` counts too, but registers nothing.
     """
@@ -54,13 +54,13 @@ class Metrics:
         histogram = partial(Histogram, registry=registry)
         self.requests: Final[Counter] = counter(
             "droidspeak:requests",
-            "Requests by what became of them: reused, why not, or aborted",
+            "Requests by outcome: reused, a reason for no reuse, or aborted",
             ["outcome"],
         )
         self.approximate: Final[Counter] = counter(
             "droidspeak:approximate_requests",
-            "Requests whose answer depends on another model's KV, or on encoded KV; without those "
-            "that were aborted",
+            "Requests with an answer that depends on another model's KV, or on encoded KV; without "
+            "aborted requests",
         )
         self.not_invoked: Final[Counter] = counter(
             "droidspeak:not_invoked_requests",
@@ -69,8 +69,8 @@ class Metrics:
         )
         self.model_info: Final[Gauge] = Gauge(
             "droidspeak:model_info",
-            "1 for the name that a model of this server, its pairs or its peers has now, 0 for one "
-            "that it had before. A model without a name has its id's first eight digits",
+            "1 for the present name of a model of this server, its pairs or its peers, 0 for a "
+            "former name. A model without a name has its id's first eight digits",
             ["model", "name"],
             registry=registry,
             multiprocess_mode="livemax",
@@ -81,9 +81,9 @@ class Metrics:
         of_pair = partial(Gauge, labelnames=pair, registry=registry, multiprocess_mode="livemax")
         self.pair_usable: Final[Gauge] = of_pair(
             "droidspeak:pair_usable",
-            "1 where what a sender has computed may be reused for a receiver, 0 where the drift "
-            "guard took all of its plans out of service, an update of weights is not known, or the "
-            "loader failed; no sample where its profile did not pass",
+            "1 if the receiver may reuse the sender's KV; 0 if the drift guard stopped all plans, "
+            "the weights after an update are unknown, or the loader failed. No sample if the "
+            "pair's profile did not pass",
         )
         self.reused_tokens: Final[Counter] = counter(
             "droidspeak:reused_tokens",
@@ -92,19 +92,18 @@ class Metrics:
         )
         self.approximate_tokens: Final[Counter] = counter(
             "droidspeak:approximate_tokens",
-            "Prompt tokens of answers whose KV was made from another model's, or from encoded KV, "
-            "now or for an earlier request",
+            "Prompt tokens with KV that was made from another model's or from encoded KV, for this "
+            "request or for an earlier one",
         )
         self.saved_s: Final[Counter] = counter(
             "droidspeak:saved_seconds",
-            "Seconds by which reuse was faster than the full prefill that was predicted for the "
-            "same tokens",
+            "Seconds by which reuse was faster than the predicted full prefill of the same tokens",
             pair,
         )
         self.lost_s: Final[Counter] = counter(
             "droidspeak:lost_seconds",
-            "Seconds by which reuse was slower than the full prefill that was predicted for the "
-            "same tokens, waits for what did not come included",
+            "Seconds by which reuse was slower than the predicted full prefill of the same tokens, "
+            "with waits for fetches that failed",
             pair,
         )
         self.savings: Final[dict[tuple[ModelId, ModelId], Saving]] = {}
@@ -112,18 +111,18 @@ class Metrics:
         self.heirs: Final[Gauge] = Gauge(
             "droidspeak:heirs",
             "Pairs that may inherit a line's plan, by state: on probation, in service, out of "
-            "service, or changed too much (too_far). Other metrics count them as the line's own "
-            "last pair",
+            "service, or changed too much (too_far). Other metrics count these pairs as the last "
+            "pair of their line",
             ["state"],
             registry=registry,
             multiprocess_mode="livemax",
         )
         self._lines: Mapping[tuple[ModelId, ModelId], tuple[ModelId, ModelId]] = {}
-        """Last pair of the line, by pair that inherits."""
+        """Pairs that inherit a plan, each with the last pair of its line."""
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes",
-            "Bytes of E and KV staged for requests by when they were admitted; "
-            "cachetree:fetched_bytes has those given up before, too",
+            "Bytes of E and KV staged for admitted requests; cachetree:fetched_bytes also has "
+            "those of fetches that were given up earlier",
         )
         self.fallbacks: Final[Counter] = counter(
             "droidspeak:fallbacks",
@@ -132,43 +131,44 @@ class Metrics:
         )
         self.hicache_objects: Final[Counter] = counter(
             "droidspeak:hicache_objects",
-            "Objects of the HiCache backend by what became of them",
+            "Objects of the HiCache backend, by result of reading or writing them",
             ["result"],
         )
         self.kv_event_pages: Final[Counter] = counter(
             "droidspeak:kv_event_pages",
-            "Pages of host memory that KV events told of: stored, removed, or dropped because too "
-            "many events waited",
+            "Pages of host memory in KV events: stored, removed, or dropped because too many "
+            "events waited",
             ["kind"],
         )
         self.shadows: Final[Counter] = counter(
             "droidspeak:shadows",
-            "Checks of reused requests by exact runs, by result: compared, dropped because the "
-            "server was not idle in time, or failed",
+            "Comparisons of reused requests with exact runs, by result: compared, dropped because "
+            "the server was busy too long, or failed",
             ["result"],
         )
         self.shadow_tv: Final[Histogram] = histogram(
             "droidspeak:shadow_tv",
-            "Total variation between what was served and what an exact run says, by shadow",
+            "Total variation between the served answer and an exact run, one value per comparison",
             pair,
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
         )
         self.guard_evidence: Final[Gauge] = of_pair(
             "droidspeak:guard_evidence",
-            "Against the pair's plan in service that has most; an alarm is at 100,000",
+            "Most evidence against any of the pair's plans in service; at 100,000 the guard stops "
+            "that plan",
         )
         self.guard_plans: Final[Gauge] = of_pair(
             "droidspeak:guard_plans",
-            "How many of the pair's approximate plans the drift guard leaves in service",
+            "Number of the pair's approximate plans that the drift guard leaves in service",
         )
         self.guard_changes: Final[Counter] = counter(
             "droidspeak:guard_changes",
-            "Changes of what is in service of a pair: alarms, resets, and restarts after alarms",
+            "Changes of the pair's plans in service: alarms, resets, and restarts after alarms",
             pair,
         )
         self.queued_s: Final[Histogram] = histogram(
             "droidspeak:queued_seconds",
-            "From a request's first sight to its admission with staged layers",
+            "From the first step that could take a request to its admission with staged layers",
             buckets=_SECONDS,
         )
         self.recompute_s: Final[Histogram] = histogram(
@@ -180,7 +180,7 @@ class Metrics:
         self.hicache_objects.labels(result).inc(num)
 
     def count_outcome(self, outcome: str, *, exact: bool = True, num_approximate: int = 0) -> None:
-        """Count a request. Call it once for each, with the values of its meta_info."""
+        """Count one request, with the values of its meta_info. Call it once for each request."""
         kind, _, cause = outcome.partition(": ")
         self.requests.labels(kind).inc()
         self.approximate.inc(not exact)
@@ -189,8 +189,10 @@ class Metrics:
             self.fallbacks.labels(cause).inc()
 
     def tell_pairs(self, profiles: Profiles, *, are_off: bool | None = None) -> None:
-        """Set which pairs may be reused. None may while `are_off`; if `are_off` is None, it stays
-        as it was. A pair that was never usable has no sample, so that it raises no alert."""
+        """Set `pair_usable` of all pairs. `are_off` sets all to 0; None keeps its last value.
+
+        A pair that was never usable has no sample, so that it raises no alert.
+        """
         if are_off is not None:
             self._are_off = are_off
         profiles = {pair: it for pair, it in profiles.items() if pair not in self._lines}
@@ -202,8 +204,11 @@ class Metrics:
     def tell_heirs(
         self, heirs: Mapping[tuple[ModelId, ModelId], LineProfile], states: Iterable[str]
     ) -> None:
-        """Set the pairs that inherit, and their states (`WatchedPair.state`). Counters count them
-        as the last pairs of their lines: each update makes new pairs, and labels only grow."""
+        """Set the pairs that inherit a plan, and their states (`WatchedPair.state`).
+
+        Counters count such a pair as the last pair of its line: each update makes new pairs, and
+        labels are never removed.
+        """
         self._lines = {
             pair: (it.line.models[-2].model_id, it.line.models[-1].model_id)
             for pair, it in heirs.items()
@@ -213,11 +218,11 @@ class Metrics:
             self.heirs.labels(state).set(counts[state])
 
     def counted_as(self, pair: tuple[ModelId, ModelId]) -> tuple[ModelId, ModelId]:
-        """Labels of a pair's counters."""
+        """Return the pair under which counters count `pair`."""
         return self._lines.get(pair, pair)
 
     def tell_names(self, names: Mapping[str, str]) -> None:
-        """Set the present names, by model id. Call it from one thread only."""
+        """Set the present name of each model id. Call it from one thread only."""
         now = {**self._in_pairs, **names}
         for model, name in self._named.items() - now.items():
             self.model_info.labels(model, name).set(0)
@@ -234,8 +239,8 @@ class Metrics:
         self.guard_evidence.labels(*names).set(pair.strength)
 
     def count_load(self, request: Request, *, is_good: bool) -> None:
-        """Count a request that has loaded its pages, or was prefilled in full instead. If its batch
-        is not good, SGLang aborts it."""
+        """Count a request that has loaded its pages, or was prefilled in full instead. With
+        `is_good` false, SGLang aborts its batch, and no tokens count as reused."""
         self.fetched_bytes.inc(request.source.staging.num_landed_bytes)
         self.queued_s.observe(request.queued_s)
         if is_good and not request.load.cause:
@@ -243,7 +248,8 @@ class Metrics:
             self.reused_tokens.labels(kind).inc(len(request.load.at))
 
     def count_saving(self, plan: Plan, seconds: float) -> None:
-        """Add the seconds that one request has saved by a plan. Negative if it took longer."""
+        """Add the seconds that a plan has saved for one request. Negative: the request took longer
+        than a full prefill."""
         models = self.counted_as((plan.sender, plan.receiver))
         saved, lost = self.saved_s.labels(*models), self.lost_s.labels(*models)
         total = self.savings.setdefault(models, Saving(sender=models[0], receiver=models[1]))
@@ -258,7 +264,7 @@ class Metrics:
 class CacheMetrics:
     """Copy the cache's own metrics into this process's registry every two seconds, in a thread.
 
-    SGLang gathers the metrics of its processes from files. Only values that are written get there.
+    SGLang gathers the metrics of its processes from files, so values have to be written.
     """
 
     def __init__(

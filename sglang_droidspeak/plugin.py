@@ -1,7 +1,7 @@
-"""SGLang calls this entry point in each of its processes. It places hooks on SGLang's functions.
+"""Entry point that SGLang calls in each of its processes. `register` hooks SGLang's functions.
 
-The hooks placed here run only at start-up, or in the front end. The linker places the hooks that
-run in every step. So a server that does not configure the linker runs SGLang's own code.
+These hooks run only at start-up, or in the front end. The linker places the hooks that run in every
+step. So a server that does not configure the linker runs SGLang's own code.
 
 process    hooked function                hook
 front end  the step before SGLang's       raises the default
@@ -9,8 +9,8 @@ front end  the step before SGLang's       raises the default
            ServerArgs.check_server_args   checks the configuration before anything loads;
                                           adds pages for operators and headers of answers;
                                           marks SGLang's warm-up; watches answers
-scheduler  pool cell size,                counts E and allocates it, before CUDA graphs
-           alloc_memory_pool
+scheduler  pool cell size                 adds the bytes of E to those of one token's KV
+           alloc_memory_pool              allocates E, before CUDA graphs
            available bytes                subtracts the memory that recomputes and copies need
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Place the cold hooks that this process needs."""
+    """Place the hooks of this process that run outside of steps."""
     engine.default_page_size(MIN_PAGE_SIZE, is_configured)
     HookRegistry.register(release.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
     # The front end and the detokenizer load plugins too, but have not imported the scheduler.
@@ -69,8 +69,8 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 
 
 def check_front_end(server_args: ServerArgs) -> Settings:
-    """Check the configuration and return its settings. If it cannot work, end the process with one
-    line."""
+    """Check the configuration and return its settings. A configuration that cannot work ends the
+    process with one line."""
     from cachetree.checkpoint import read_invocation
     from cachetree.disk import Directory
     from cachetree.transport import Address, bind_ports, open_port, parse_http
@@ -132,8 +132,8 @@ def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object
     num_bytes += working_bytes(server, model.dtype, engine.step_tokens(kvc.server_args))
     if available <= num_bytes:
         raise ConfigError(
-            f"what recomputes and copies work with takes {num_bytes >> 20} MiB of the "
-            f"{available >> 20} MiB that are left for KV; raise --mem-fraction-static"
+            f"recomputes and copies need {num_bytes >> 20} MiB of device memory, and only "
+            f"{available >> 20} MiB are left for KV; raise --mem-fraction-static"
         )
     return available - num_bytes
 

@@ -1,4 +1,4 @@
-"""Keep the tensor-parallel ranks of one server together: all do the same, and all or none can.
+"""Keep the tensor-parallel ranks of one server in step: all decide the same, or all fail.
 
 Decisions depend on clocks, measured speeds and arrived bytes. These differ between ranks, but every
 rank has to run the same forwards. So in each round of scheduling with waiting requests:
@@ -8,14 +8,14 @@ rank has to run the same forwards. So in each round of scheduling with waiting r
     every rank   whether the pool has the pages that a plan reads there        ─► minimum ─► all
     every rank   whether it can run one forward of a partial prefill           ─► minimum ─► all
 
-Layers reduce over all ranks. So a rank that fails has to say so before the others begin. A rank
-that fails within a layer, or while E is gathered, ends the server. The others already wait for it
-in the next sum. It cannot join that sum for form's sake, because only SGLang's layers know how many
-sums are left. They fuse some with the next kernel, depending on sizes and device. After one sum too
-many or too few, ranks would add values of different sums.
+Layers sum over all ranks. So a rank that fails has to say so before the others begin a layer. A
+rank that fails within a layer, or while E is gathered, ends the server: the others already wait for
+it in the next sum. It cannot join the remaining sums with dummy values, because only SGLang's
+layers know their number: they fuse some with the next kernel, depending on sizes and device. After
+one sum too many or too few, ranks would add values of different sums.
 
 SGLang's radix trees and the data per slot are equal on all ranks without messages. The condition is
-that all ranks make the same uses of the trees. A lookup by one rank only is not such a use.
+that all ranks use the trees in the same order. A lookup that changes nothing may run on one rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class AnotherRankFailed(Exception):
-    """Another rank failed at this step, so this rank's work on it is void too."""
+    """Another rank failed at this step, so this rank has to drop its own work on the step."""
 
 
 class RanksApart(Exception):
@@ -42,14 +42,15 @@ class RanksApart(Exception):
 
 
 class Ranks:
-    """One rank's view of all ranks. Each rank makes the same calls in the same order, on its
-    scheduler thread.
+    """Messages between the ranks of a server, as one rank sends them. Each rank makes the same
+    calls in the same order, on its scheduler thread.
 
     A call blocks until all ranks have made it. A server of one rank sends nothing.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """`group` sends host memory. It is the group over which SGLang's radix caches agree."""
+        """`group`: SGLang's group of the ranks' radix caches, which sends host memory. None if the
+        server has one rank."""
         self._group = group
         self._size = 1 if group is None else torch.distributed.get_world_size(group)
         self.rank = 0 if self._size == 1 else torch.distributed.get_rank(group)
@@ -59,7 +60,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, value: T, kind: type[T]) -> T:
-        """Return the first rank's `value` on all ranks. msgspec has to know its type, `kind`."""
+        """Return the first rank's `value` on all ranks. msgspec encodes it as type `kind`."""
         if self._size == 1:
             return value
         message = bytearray(msgspec.msgpack.encode(value)) if self.is_first else bytearray()
@@ -74,10 +75,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Make all ranks leave the body, or all raise. The failed rank raises its own error, the
-        others raise AnotherRankFailed.
+        """Context in which all ranks succeed, or all raise. The failed rank raises its own error,
+        the others raise AnotherRankFailed.
 
-        Call `agree` right before any step that blocks until other ranks do it too.
+        In the body, call `agree` right before each operation that waits for other ranks.
         """
         try:
             yield
@@ -85,18 +86,18 @@ class Ranks:
         except (AnotherRankFailed, RanksApart):
             raise
         except BaseException:
-            self.least([False])  # The others agree no more, at their next point.
+            self.least([False])  # The next `agree` of the other ranks raises.
             raise
 
     def agree(self) -> None:
-        """Raise AnotherRankFailed if another rank has failed. Call it inside `together`."""
+        """Wait for all ranks. Raises AnotherRankFailed if one has failed. Use inside `together`."""
         if not all(self.least([True])):
             raise AnotherRankFailed("another rank failed")
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Turn an error of the body into RanksApart, which ends the server. The body reduces over
-        all ranks, so the others wait for this one. A server of one rank keeps the error as it is.
+        """Turn an error of the body into RanksApart, which ends the server. Use it around sums over
+        all ranks, in which the others wait for this one. A server of one rank keeps its error.
         """
         try:
             yield
@@ -109,8 +110,8 @@ class Ranks:
             ) from exc
 
     def whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gather the columns of all ranks side by side, from `[tokens, columns of this rank]`. Runs
-        on the current stream. Call it inside `together`."""
+        """Return the columns of all ranks side by side, from `shard`: `[tokens, columns of this
+        rank]`. Runs on the current stream. Call it inside `together`."""
         if self._size == 1:
             return shard
         from sglang_droidspeak.engine.names import tensor_model_parallel_all_gather

@@ -1,9 +1,9 @@
-"""Hooks that follow which weights are served, while updates write them.
+"""Hooks on SGLang's weight updates. They find out which model is served after an update.
 
-write    A new generation begins. No model is known, and requests do full prefills.
-load     Tensors that SGLang's model loads by the checkpoint's names are hashed.
-end      A thread hashes a folder's files. Named tensors replace what they name.
-settle   All ranks know the same weights. The model has a name again.
+before a write   A new generation of weights begins. The model is unknown: full prefills only.
+tensors          Tensors that an update loads by the checkpoint's names are hashed as they load.
+folder           After an update from a folder, a thread hashes the folder's files.
+settled          All ranks know the same weights: the model has an id, and reuse begins again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from sglang_droidspeak.start.refuse import READ_AS_SAFETENSORS
 log = logging.getLogger(__name__)
 
 TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-"""Names of types in safetensors headers."""
+"""Names of torch dtypes in safetensors headers."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(eq=False)
 class WeightUpdates:
-    """Scheduler thread only. SGLang asks all ranks for the same updates, in the same order."""
+    """Follow updates of the served weights. SGLang runs the same updates on all ranks, in the same
+    order. Scheduler thread only."""
 
     _weights: Weights
     _models: Models
@@ -51,18 +52,18 @@ class WeightUpdates:
     _changed: Callable[[], object]
     """Called when an update begins, before its first write."""
     _known: Callable[[ModelIdentity, Weights, str], object]
-    """Called with the model that is served now, its weights, and the name of its folder, or an
-    empty text."""
+    """Called once an update is settled, with the present model, its weights, and the name of its
+    folder (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """Weights after the last update, once they are read. Either all ranks have them, or none
-    has."""
+    """Weights after the last update, while a thread reads them. None on all ranks, or on none."""
     _folder: str = field(default="", init=False)
-    """The name of the folder that is read."""
+    """Name of the folder that `_reading` reads."""
     _why: str = field(default="", init=False)
-    """Cause for a person why the weights are unknown; may be empty."""
+    """Reason, for the log, why the weights are unknown. May be empty."""
     _loads_folder: bool = field(default=False, init=False)
     _is_open: bool = field(default=False, init=False)
-    """A session of updates has begun. Until its end others may write from outside."""
+    """True between SGLang's begin and end of a session of updates. In between, other processes may
+    write the weights."""
 
     def table(self) -> Hooks:
         return {
@@ -74,19 +75,22 @@ class WeightUpdates:
         }
 
     def restore(self, *_args: object, **_kwargs: object) -> None:
-        """Begin a generation: SGLang is about to load a folder, or begins a session of updates."""
+        """Begin a generation of weights: SGLang will load a folder, or a session of updates
+        begins."""
         self._is_open |= not self._loads_folder
         self._begin()
 
     def reset(self, *_args: object, **_kwargs: object) -> None:
-        """Begin a generation: SGLang is about to write random weights."""
+        """Begin a generation of weights: SGLang will write random weights."""
         self._begin()
         self._forget("weights were reset")
 
     def from_disk(self, original: Any, updater: Any, path: str, *args: Any, **rest: Any) -> Any:
-        """Load weights from the folder `path`, and follow the other ranks. If only another rank has
-        written weights, count this rank's as changed, too. If no rank has written, as for a missing
-        folder, the weights stay as they were."""
+        """Load weights from the folder `path`, and compare with the other ranks.
+
+        If any rank has written weights, the weights of all ranks count as changed. If no rank has,
+        as with a missing folder, nothing changes.
+        """
         generation, before, stamp = self._models.generation, self._weights, _stamp(path)
         result: tuple[bool, str] = False, ""
         self._loads_folder = True
@@ -107,9 +111,11 @@ class WeightUpdates:
                 self._end(read, Path(path).name)
 
     def by_name(self, original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hash the tensors that SGLang's model loads by the checkpoint's names. Other updates leave
-        the weights unknown: SGLang writes them into tensors that the model has fused, cut or
-        packed."""
+        """Run an update, and hash each tensor that the model loads by a name of the checkpoint.
+
+        Other updates leave the weights unknown: they write tensors that SGLang has fused, cut or
+        packed.
+        """
         self._begin()
         loading = _Loading(updater.get_model(), self._weights, self._models.reader)
         self._forget("the update broke off")
@@ -124,16 +130,17 @@ class WeightUpdates:
         return is_done, message
 
     def end(self, _result: None, _updater: object, *, run_post_load: bool) -> None:
-        """End a session of updates. With `run_post_load`, no tensor was loaded by name in it."""
+        """End a session of updates. `run_post_load` means that other processes wrote the weights,
+        so these are unknown."""
         self._begin()
         self._is_open = False
         if run_post_load:
-            self._forget("others wrote the weights from outside")
+            self._forget("another process wrote the weights")
         self._end(lambda: self._weights)
 
     def settle(self) -> None:
-        """Give the model its name once all ranks know the same weights; all ranks call it at
-        once."""
+        """Give the model its id once all ranks know the same weights. All ranks call it in the same
+        step. Does nothing while a rank still reads."""
         if self._reading is None or not all(self._ranks.least([self._reading.done()])):
             return
         reading, self._reading = self._reading, None
@@ -154,7 +161,7 @@ class WeightUpdates:
             self._forget("the ranks have other weights")
         self._models.unknown = "weights_updated"
         log.warning(
-            "droidspeak: weights were updated, and it is not known what is served: %s; nothing is "
+            "droidspeak: weights were updated, and the served model is unknown: %s; nothing is "
             "reused until an update names every tensor",
             self._why or "not every tensor is known",
         )
@@ -178,7 +185,7 @@ class WeightUpdates:
 
 
 class _Loading:
-    """A model that hashes what it loads by name, inside the `with` block."""
+    """Hash all tensors that a model loads by name inside the `with` block."""
 
     def __init__(self, model: Any, weights: Weights, threads: Executor) -> None:
         self.weights = weights
@@ -191,7 +198,7 @@ class _Loading:
 
     @property
     def why(self) -> str:
-        """Return why the loaded weights are unknown; empty if they are known."""
+        """Reason why the loaded weights are unknown; empty if they are known."""
         return self._odd if self._has_loaded else "nothing was loaded by the checkpoint's names"
 
     def __enter__(self) -> None:
@@ -204,7 +211,7 @@ class _Loading:
         reading: dict[str, Future[tuple[str, Sketch | None]]] = {}
         self._has_loaded = True
         result = self._load(self._seen(tensors, reading), *args, **kwargs)
-        # Before the caller has its memory back.
+        # Wait here: after the return, the caller may overwrite the tensors.
         contents = {name: it.result() for name, it in reading.items()}
         self.weights = self.weights.after(
             {name: digest for name, (digest, _) in contents.items()},
@@ -231,7 +238,7 @@ class _Loading:
 def _read_tensor(
     weights: Weights, name: str, layout: Layout, content: torch.Tensor
 ) -> tuple[str, Sketch | None]:
-    """Return the digest of a tensor that `weights` take, and its sketch if these have sketches."""
+    """Return the digest of a tensor, and its sketch if `weights` have sketches."""
     raw = memoryview(content.contiguous().reshape(-1).view(torch.uint8).numpy())
     sketch = None if weights.sketches is None else sketch_of(name, layout[0], raw)
     return bytes_digest(*layout, raw), sketch

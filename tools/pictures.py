@@ -1,7 +1,7 @@
 """Draw the pictures of the pages: `python -m tools.pictures`.
 
-Each PNG in `docs/_static` holds a digest of the data that it shows. A picture is drawn anew only
-if that data has changed, and a test compares the digests, not the pixels.
+Each PNG in `docs/_static` has a digest of its data inside. A picture is drawn again only if its
+data has changed. A test compares the digests, not the pixels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ PACKAGES: Final = {
 
 
 def timeline_data() -> dict[str, float]:
-    """Seconds of a full prefill and of a reuse on the link that is as fast as the recompute."""
+    """Return the seconds of a full prefill, and of a reuse over a link with which fetch and
+    recompute take equally long."""
     results = tables.read("partial_prefill")
     full, _, block, _ = results["rows"]
     times = {"full": full["ttft_p50_ms"], "block": results["recompute_ms"]}
@@ -69,7 +70,7 @@ def timeline(data: dict[str, float], path: Path) -> None:
 
 
 def packages_data() -> list[tuple[str, str]]:
-    """Pairs of packages of the drawing in which the first imports the second."""
+    """Return pairs of packages for the drawing's arrows: the first imports the second."""
     edges = set()
     for name in ("cachetree", "profiles", "sglang_droidspeak"):
         for file in (ROOT / name).rglob("*.py"):

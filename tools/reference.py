@@ -1,4 +1,4 @@
-"""Write the parts of the pages that the code itself says, and their pictures:
+"""Write the parts of the pages that are made from the code, and the pages' pictures:
 `python -m tools.reference`.
 
 A part is between `<!-- made: NAME -->` and `<!-- end -->`; people write the rest of a page. A test

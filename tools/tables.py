@@ -181,8 +181,8 @@ def sizes_of_frames(results: Any) -> Iterator[Row]:
 
 
 def latest_soaks(log: Any) -> Iterator[Row]:
-    """Yield one row: the latest line of the log for each kind of soak, by the first word of its
-    question."""
+    """Yield one row that holds the latest line of the log for each kind of soak. The first word of
+    a line's question names its kind."""
     yield {it["question"].split()[0]: {"harms": {}, "broken": (), **it} for it in log}
 
 

@@ -1,7 +1,7 @@
-"""Does the CUDA path do on this device what it is written for? Fifteen minutes at most; `make gpu`.
+"""Does the CUDA path work on this device, and how fast? Fifteen minutes at most; `make gpu`.
 
     python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
-    python -m benchmarks.gpu --rehearse    on CPUs: the parts whose servers can run there, in small
+    python -m benchmarks.gpu --rehearse    on CPUs: parts with servers that run there, in small
 
     ttft       an 8B-shaped pair of 32 layers, a quarter of them recomputed, at 2K, 10K and 40K
                tokens, beside SGLang's full prefill and its radix cache; answers compared
@@ -10,15 +10,15 @@
     throughput requests per second at a target for the first token, with two models on the device:
                Poisson arrivals for two minutes
     lora       eight adapters of one server that read one document, beside SGLang alone
-    oracle     blocks of llama and qwen3, with FlashInfer and FA3, in CUDA graphs and without, of
-               adapters and on two ranks, against plain transformers; then in quantised weights
+    oracle     answers with recomputed blocks beside plain transformers: llama and qwen3, FlashInfer
+               and FA3, with CUDA graphs and without, adapters, two ranks, quantised weights
     pinned     staged KV copied into slots from page-locked memory, beside pageable memory
-    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
-    sanitizer  the copies under torch's CUDA sanitizer; and under NVIDIA's
-    flashinfer its answer over a cached prefix, dumped for tests that have no device
+    captured   a CUDA graph has to write each replay's E into that replay's slots
+    sanitizer  the copies under torch's CUDA sanitizer, and under NVIDIA's
+    flashinfer FlashInfer's answer over a cached prefix, saved for tests without a device
 
 Parts run in order of worth. Each has its own time limit, plus the time that earlier parts leave. At
-the limit the part is cut: its results so far are reported, and that it was cut. A part that cannot
+the limit a part is cut, and its results so far are reported, marked as cut. A part that cannot
 run on this machine says why. The file is written at each result, so a run may be stopped at any
 time. With `--only`, the file's rows of all other parts stay, with the environment in which they
 were measured.

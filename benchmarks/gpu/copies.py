@@ -1,4 +1,4 @@
-"""E in a CUDA graph, and copies from host memory into KV slots, by the product's own classes.
+"""Check E in a CUDA graph, and time copies from host memory into KV slots, by the product's code.
 
 Each part checks the copied bytes before it reports a time.
 """
@@ -57,8 +57,8 @@ def captured(num_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 class Loads:
-    """Staged KV of some tokens, and the pool that receives it. Slots come in whole pages, in any
-    order."""
+    """Random KV of some tokens in host memory, and a pool to load it into. Slots are whole pages,
+    in random order."""
 
     def __init__(self, num_tokens: int, *, pin: bool) -> None:
         size = (2, LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
@@ -78,7 +78,7 @@ class Loads:
         self.num_bytes = self.host.nbytes
 
     def by(self, rows: Any) -> Callable[[int], object]:
-        """Function that copies one layer by these rows, on the current stream."""
+        """Return a function that copies one layer with `rows`, on the current stream."""
         pool: Any = ServerPool(rows, None, self.coding, self.page_tokens)
         staged = [it.view(torch.uint8).flatten().numpy().data for it in self.host]
         return lambda layer: pool.load(layer, self.slots, [staged[layer]])
@@ -106,7 +106,8 @@ def pinned(num_tokens: int) -> Iterator[dict[str, Any]]:
 
 
 Work = Callable[[], Iterator[None]]
-"""A work on the current stream. Its time begins at the first `yield` and ends at the second."""
+"""Function that works on the current stream. Its time begins at the first `yield` and ends at the
+second."""
 
 
 def plain(run: Callable[[], object]) -> Work:

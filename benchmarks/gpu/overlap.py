@@ -1,4 +1,4 @@
-"""What copies of loaded layers add to the recompute that runs beside them.
+"""Measure how much copies of loaded layers slow down the recompute that runs beside them.
 
 One layer of an 8B model is computed while three are loaded, as if a quarter of a model is
 recomputed. The product's loader copies, in its own thread and on its own stream. The bytes arrive
@@ -35,7 +35,7 @@ WIDE = 14336
 CHUNK = 8192
 """Tokens of one forward, as in SGLang's chunked prefill."""
 GOAL_PERCENT = 5.0
-"""Most that copies may add, if they are shorter than the computed layer."""
+"""Most percent that copies may add, if they are shorter than the computed layer."""
 WAYS = ("scatter", "kernel", "dma")
 Way = Callable[[int], object]
 """Function that copies one layer of a `Loads` on the current stream."""
@@ -94,7 +94,7 @@ def _attention(
 
 
 class Arriving:
-    """A source of the product's loader: all its bytes arrive at once, at `arrive`."""
+    """Source for the product's loader. All its bytes count as arrived once `arrive` is called."""
 
     def __init__(self, way: Way, num_bytes: int) -> None:
         self.staging = SimpleNamespace(num_bytes=num_bytes, is_complete=False)
@@ -113,7 +113,7 @@ class Arriving:
 
 
 def loaded(loader: Loader, loads: Loads, way: Way, compute: Callable[[], object]) -> Iterator[None]:
-    """One batch, for `copies.turns_ms`: compute a layer and load the others beside it."""
+    """Run one batch, as a `copies.Work`: compute a layer, and load the others beside it."""
     source: Any = Arriving(way, loads.num_bytes)
     plan: Any = SimpleNamespace(block=Span(0, 0))
     load = Load(plan=plan, source=source, at=Span(0, len(loads.slots)), slots=loads.slots)

@@ -29,7 +29,7 @@ _MERCY_S = 10.0
 
 
 class NotHere(RuntimeError):
-    """This machine lacks what the part runs on."""
+    """The part cannot run on this machine: a device or a package is missing."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def attempt(part: Part, num_tokens: int, tell: Callable[[Found], None]) -> None:
 def within(
     command: Sequence[str], most_s: float, report: Callable[[Found], None] = lambda _: None
 ) -> Found:
-    """Results that the command has printed by its end, or by the end of its time. Reports each line
-    at once."""
+    """Run a command for at most `most_s` seconds. Return the last results that it has printed;
+    report each line at once."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ
     )

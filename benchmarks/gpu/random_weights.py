@@ -1,7 +1,7 @@
 """Checkpoints without weights: a server makes random ones on its device, and reads no big file.
 
-The file of weights has a seed in the first bytes of each tensor, and a hole behind. A plugin of
-SGLang reads the seeds. Models may share their first layers, so that a reuse of these is exact.
+In the file of weights each tensor begins with a seed, and the rest of it is a hole. A plugin of
+SGLang makes weights from the seeds. Models may share their first layers, so that reuse is exact.
 """
 
 from __future__ import annotations

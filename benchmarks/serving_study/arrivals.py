@@ -39,10 +39,9 @@ def stepped(times_s: Sequence[float], per_s: float, factor: float) -> list[float
 
 
 def shuffled_rounds(num: int, num_documents: int, seed: int) -> list[int]:
-    """Draw the document of each request: all documents in one order, again and again.
+    """Draw the document of each request: all documents in one random order, again and again.
 
-    A cache that holds fewer documents and drops the oldest never has one when it is asked for
-    again.
+    So a cache with room for fewer documents, which drops the oldest, never has the next one.
     """
     order = np.random.default_rng(seed).permutation(num_documents)
     return np.resize(order, num).tolist()

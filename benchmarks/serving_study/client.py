@@ -49,8 +49,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the due time to the first token, as a client that waited for its turn feels
-        them."""
+        """Seconds from the due time to the first token: the wait that a real client would see."""
         return self.tokens_s[0] - self.due_s
 
     @property

@@ -91,7 +91,7 @@ def replayed(idle: Idle, say: Say) -> Found:
 
 
 def prompt_of(line: Request) -> list[int]:
-    """Make up tokens of a prompt; two prompts share the tokens of the segments that they share."""
+    """Make the tokens of a prompt. Equal segments give equal tokens, so prompts share them."""
     return [
         token
         for name, num_tokens in line.prompt

@@ -34,7 +34,7 @@ class Idle:
     contenders: Mapping[str, Controls]
     """Controls by contender. There are two blocks: the wider one answers a little better."""
     answers: Mapping[str, Sequence[Answer]]
-    """Answers by contender that a study needs, one for every document."""
+    """Answers of each measured contender, one for every document."""
     target_s: float
     """Target for the TTFT."""
 
@@ -141,7 +141,7 @@ def bursts(idle: Idle, say: Say) -> Found:
 def _measure(
     idle: Idle, streams: Mapping[float, Sequence[float]], names: Sequence[str], say: Say
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Apply `measure` to the shared set of documents."""
+    """Call `measure` with requests about the shared set of documents."""
     size = idle.rig.size
     documents = shuffled_rounds(size.num_requests, size.num_documents, SEED)
 

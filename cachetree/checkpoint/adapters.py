@@ -24,8 +24,8 @@ _NOTES = """
     layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
     task_type
 """
-"""Fields of an adapter's config about its origin and the names of its tensors. All other fields
-decide what the tensors do."""
+"""Fields of an adapter's config that do not change its computation: they are about its origin and
+the names of its tensors. All other fields count."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Keys that change what PEFT computes, and that SGLang 0.5.23 does not read."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -35,7 +35,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "qalora_group_size": 16,
     "r": 8,
 }
-"""PEFT's defaults of other fields: releases differ in which fields they write."""
+"""PEFT's defaults of fields that some releases leave out of the config."""
 _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", "all"}
 """Target modules for which SGLang applies factors of the embeddings."""
 
@@ -43,10 +43,10 @@ _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one adapter on a base.
 
-    A tensor in q_proj, o_proj or the MLP counts at its own layer, like one in k_proj or v_proj. The
-    KV of that layer is still the base's, but no later layer's is. The config's list of targets does
+    Every tensor counts at its own layer, also in q_proj, o_proj or the MLP: then the KV of that
+    layer is still the base's, but that of later layers is not. The config's list of targets does
     not count. A head does not count either, even if the base ties it to its embeddings: SGLang
-    gives the adapter a head of its own.
+    gives the adapter a separate head.
     """
 
     applied: str
@@ -81,7 +81,7 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
     layers: dict[int, Digests] = {}
     for name, digest in tensor_digests(_weights(path)).items():
         layer = min(layer_of(name, num_layers), num_layers)
-        if layer < num_layers:  # Tensors behind the layers leave no trace in KV.
+        if layer < num_layers:  # Tensors behind the layers do not change KV.
             layers.setdefault(layer, {})[name] = digest
     return Adapter(
         applied=_applied(path),
@@ -91,7 +91,7 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
 
 
 def read_invocation(path: Path) -> tuple[int, ...]:
-    """Read `Adapter.invocation` from the PEFT folder `path`. Of the tensors it reads only names.
+    """Read `Adapter.invocation` from the PEFT folder `path`, without reading the tensors' bytes.
     Raises ConfigError like `read_adapter`."""
     tokens = _applying(path).get("alora_invocation_tokens", [])
     if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):
@@ -109,8 +109,8 @@ def read_invocation(path: Path) -> tuple[int, ...]:
 
 
 def acting(path: Path) -> tuple[str, list[str]]:
-    """Say for people from where on the adapter in the PEFT folder `path` acts, and which keys of
-    its config SGLang ignores. Raises ConfigError if the config cannot be read."""
+    """Return a text that says from which token on the adapter in the PEFT folder `path` acts, and
+    the keys of its config that SGLang ignores. Raises ConfigError if the config cannot be read."""
     config = read_json(path / "adapter_config.json")
     if invocation := config.get("alora_invocation_tokens"):
         where = f"acts from its invocation on, tokens {invocation}"

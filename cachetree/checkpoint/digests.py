@@ -20,7 +20,7 @@ from cachetree.errors import UNREADABLE
 
 Digests = dict[str, str]
 _VERSION: Final = 5
-"""Changes when the meaning of a kept digest does."""
+"""Version of stored digests. It changes when their meaning changes."""
 _LEAST_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 20
 _MOST_THREADS: Final = 8
@@ -47,7 +47,7 @@ def tensor_digests(files: Sequence[Path], cache_dir: Path | None = None) -> Dige
 
 
 def user_cache() -> Path:
-    """Folder in which this user's servers and profiler keep digests."""
+    """Return the folder in which this user's servers and profiler store digests."""
     return user_cache_path("sglang-droidspeak")
 
 
@@ -68,8 +68,7 @@ def kept(
 
     A file counts as unchanged if its path, size, inode, and times of modification and of change are
     the same. Results are read only from files that this user owns and no other user can write.
-    Nothing is stored without a `cache_dir`, in one that cannot be written, or for files below 1
-    MiB.
+    Nothing is stored without a writable `cache_dir`, or for files below 1 MiB.
     """
     path, before = str(file.resolve()), _stamp(file)
     if cache_dir is None or before[0] < _LEAST_BYTES:

@@ -64,9 +64,9 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Canonical JSON of every config field that changes the rotary embedding. K is stored after the
     rotation, so two models that rotate differently cannot share it."""
     tokenizer: str
-    """Hex digest of the token ids that it makes of text, see `checkpoint.tokenizer`."""
+    """Hexadecimal digest of how the tokenizer turns text into ids, see `checkpoint.tokenizer`."""
     weights: str
-    """Hex digest of all tensors, adapter included, and of the config's fields about them."""
+    """Hexadecimal digest of all tensors, with the adapter, and of config fields about them."""
 
     @property
     def model_id(self) -> ModelId:
@@ -100,7 +100,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope: str
     tokenizer: str
     model_dtype: str
-    """Dtype in which the model computes, and of E; KV may have another one."""
+    """Dtype of the model's computation and of E. KV may have another dtype."""
     kv_dtype: str
     page_size: _Size
     quantization: str = "none"

@@ -1,4 +1,4 @@
-"""The tensors that one server runs, by their names in its checkpoint: an update replaces some."""
+"""The tensors that a server runs, by their names in its checkpoint. An update replaces some."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Weights:
     """Digests of a model's tensors, as far as they are known."""
 
     started_as: ModelIdentity
-    """An update changes no field of it except `weights`: a server reads config and tokenizer once.
-    """
+    """Identity of the model at start. An update changes only its field `weights`, because a server
+    reads config and tokenizer once."""
     computing: Mapping[str, Any]
     """Fields of the config that change the computation."""
     layouts: Mapping[str, Layout]
-    """Every tensor of the model."""
+    """Type and shape of every tensor of the model, by name."""
     digests: Digests
-    """Tensors of known content."""
+    """Digests of the tensors with known content."""
     sketches: Sketches | None = None
-    """Sketches of the tensors of known content; None if nothing asks for distances."""
+    """Sketches of the tensors with known content. None if no distances are needed."""
 
     @property
     def identity(self) -> ModelIdentity | None:
@@ -49,8 +49,8 @@ class Weights:
         return msgspec.structs.replace(self.started_as, weights=weights)
 
     def takes(self, name: str, layout: Layout) -> bool:
-        """Whether a tensor of an update counts; servers skip the others. Raises ConfigError if it
-        is not clear what such a tensor replaces."""
+        """Return whether a tensor of an update counts. Servers skip the others. Raises ConfigError
+        if it is unclear which tensor of the model it replaces."""
         if "quantization_config" in self.computing:
             raise ConfigError("the checkpoint is quantised, and its weights are packed when loaded")
         known = self.layouts.get(name)
@@ -66,8 +66,8 @@ class Weights:
         return True
 
     def after(self, digests: Digests, sketches: Sketches = EMPTY) -> Weights:
-        """Return the weights after `digests` replaced tensors of these names. If anything asks for
-        distances, `sketches` are of the same tensors."""
+        """Return the weights after tensors with these names and digests were replaced. If distances
+        are needed, `sketches` has the sketches of the same tensors."""
         left = self.sketches
         if left is not None:
             left = {name: it for name, it in left.items() if name not in digests} | {**sketches}
@@ -111,7 +111,7 @@ class Weights:
 def of_folder(
     path: Path, identity: ModelIdentity, computing: Mapping[str, Any], cache_dir: Path | None
 ) -> Weights:
-    """The weights of the checkpoint in folder `path`; the caller has read its config."""
+    """Return the weights of the checkpoint in folder `path`. The caller has read its config."""
     files = weight_files(path)
     digests = tensor_digests(files, cache_dir)
     is_tied = computing.get("tie_word_embeddings")
@@ -126,8 +126,8 @@ def of_folder(
 
 
 def loaded(digests: Digests) -> Digests:
-    """Digests of the tensors that make a model: no tables of rotations, which servers skip, and no
-    head that equals the embeddings, as a tied one does."""
+    """Return the digests of the tensors that count for a model. Tables of rotations do not count,
+    because servers skip them; nor does a head that equals the embeddings."""
     made = _without_rotations(digests)
     if made.get(_HEAD) == made.get(_EMBEDDINGS):
         made.pop(_HEAD, None)

@@ -70,11 +70,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     have the fields of a `CheckpointFamily` instead."""
     cache: ServedCache = ServedCache()
     http: str | int = ""
-    """Address `HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for
-    none."""
+    """Address `HOST:PORT` that serves /metrics and /health. A port without a host is reachable on
+    this machine only. Empty: no such pages."""
     traces: str = ""
-    """Address `HOST:PORT` of a collector of spans (OTLP over gRPC, not encrypted). Spans are of
-    fetches for requests that their server traces. Empty for none."""
+    """Address `HOST:PORT` of a collector of spans (OTLP over gRPC, not encrypted). There is a span
+    for each fetch of a traced request. Empty: no spans."""
 
     def __post_init__(self) -> None:
         rank, last = self.family.tp_rank, self.family.tp_size - 1

@@ -37,7 +37,7 @@ class Correction:
 
     def __call__(self, e: Tensor, into: Tensor | None = None) -> Tensor:
         """Correct E, `[tokens, hidden]`, of the map's dtype and device; products are added up in
-        float32. Writes to `into`, of E's shape, if the caller has one."""
+        float32. Writes the result to `into`, if given."""
         return torch.addmm(e, e, self.matrix, out=into).add_(self.bias)
 
     @property
@@ -45,7 +45,7 @@ class Correction:
         return self.bias, self.matrix
 
     def named(self, layer: int) -> EMap:
-        """Return the map's name in a profile, if it corrects E of this layer; the tensors are on
+        """Return the map's name in a profile, as a map of E at `layer`. The tensors have to be on
         the host."""
         digest = hashlib.sha256()
         for tensor in self.tensors:

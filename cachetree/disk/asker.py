@@ -1,4 +1,4 @@
-"""Callers that have a line of entries read into memory: they wait for room there, and keep it."""
+"""Callers that let the disk tier read a line (a prompt's entries from the root on) into memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _MAX_ROOM_S: Final = 1.0
 _LOOK_S: Final = 0.01
 
 LetGo = Callable[[], object]
-"""Lets go of pages that were read; any thread may call it, also several times."""
+"""Function that releases pages that were read. Any thread may call it, also several times."""
 
 
 class Asker:
-    """A thread of the tier itself: it waits for no room, and keeps nothing."""
+    """Caller within the tier itself: it does not wait for room, and leases nothing."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` says if the line is no longer wanted; any thread may call it."""
         self.is_over: Final = is_over
 
     def keep(self, pages: Sequence[PageHash], part: Part) -> None:
-        """Keep these consecutive pages and all before them. They replace the pages of this part
-        kept before."""
+        """Lease these consecutive pages, and so all before them. Replaces the earlier lease of this
+        part."""
 
     def let_go(self) -> None:
-        """Keep nothing."""
+        """End all leases."""
 
     def waits(self) -> bool:
-        """Wait a little for room; return False if the time for that is over."""
+        """Wait a little for room. Return False if the time for waiting is over."""
         return False
 
 
@@ -42,7 +42,7 @@ NO_PEER: Final = Asker()
 
 
 class AskingPeer(Asker):
-    """A peer: the line stays in memory for it until `deadline`, by leases on its last page."""
+    """Caller for a peer: leases keep the line in memory until `deadline`."""
 
     def __init__(
         self, tree: CacheTree, model: ModelId, deadline: Deadline, is_wanted: Callable[[], bool]

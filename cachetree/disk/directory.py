@@ -16,7 +16,7 @@ from cachetree.checkpoint import Family
 from cachetree.errors import ConfigError
 
 FORMAT: Final = 8
-"""Version of everything in the directory; a release that changes any of it counts up."""
+"""Version of the format of all files in the directory. Each change of the format adds 1."""
 
 TEMPORARY: Final = ".new"
 """Suffix of a file that is being written."""
@@ -25,12 +25,12 @@ FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
 MEND: Final = "mend that, or name another directory"
-"""Remedy if the system refused an operation; the files may be sound."""
+"""Remedy in messages about an operation that the system refused. The files may be intact."""
 
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 64 << 10
-"""Buffer of a file that is written; larger pieces bypass it."""
+"""Bytes of the buffer of a file that is written. Larger pieces bypass the buffer."""
 _LOCK: Final = "cachetree.lock"
 _KEY: Final = "[0-9a-f]{32}"
 _ENTRY: Final = "entry-.+-[0-9a-f]{12,32}"
@@ -55,7 +55,7 @@ class Directory:
                     f"{os.geteuid()}; name a directory of this user"
                 )
             if not (path / _LOCK).exists():
-                self._check()  # before a lock makes the directory ours
+                self._check()  # Before the lock file marks the directory as ours.
             self._lock = _lock(path)
             self._check()
             self.num_bytes: Final = (path / _LOCK).stat().st_size
@@ -91,13 +91,13 @@ class Directory:
             ]
 
     def close(self) -> None:
-        """Let another process have the directory. Idempotent."""
+        """Release the directory for other processes. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def tighten(self) -> None:
-        """Take other users' access to our files away: prompts can be read out of KV."""
+        """Remove other users' access to our files: prompts can be reconstructed from KV."""
         if self.path.stat().st_mode & 0o077:
             for file in self._files(".*"):
                 Path(file).chmod(FILE_MODE)
@@ -120,7 +120,7 @@ class Directory:
 
 
 def try_directory(path: Path) -> None:
-    """Check that this process could hold a directory, and leave everything as it was.
+    """Check that this process could use a directory, and leave everything as it was.
 
     Raises ConfigError, like `Directory`.
     """

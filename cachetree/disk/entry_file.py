@@ -30,15 +30,14 @@ from cachetree.memory import Layout, checksum, index_of
 from cachetree.tree import Change
 
 Views = Callable[[Step, Span], Sequence[memoryview]]
-"""Returns pages of a step, in order, in as many runs of whole pages as they occupy; like
-`Lease.views`.
+"""Function like `Lease.views`: it returns pages of a step, in order, in runs of whole pages.
 
-It is called for every step, and once more before the entry counts. It raises if the bytes have been
-taken away; the written file is then removed.
+It is called for every step, and once more before the file counts as complete. It raises if the
+bytes are no longer in memory; the written file is then removed.
 """
 
 MAX_FILE_BYTES: Final = 64 << 20
-"""Bytes of the longest file; longer entries are cut."""
+"""Most bytes of a file. Larger entries are cut into several files."""
 _PIECE_BYTES: Final = 256 << 10
 """Bytes checked at a time. They fit the second-level cache, where the copy left them."""
 
@@ -85,7 +84,7 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def page_bytes_of(layout: Layout) -> int:
-    """Bytes that each page takes in a file, without the head."""
+    """Return the bytes that each page takes in a file, without the head."""
     return layout.page_bytes + _CHECKSUM_BYTES * layout.num_steps + PAGE_HASH_BYTES + 2
 
 
@@ -127,7 +126,8 @@ def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
 
 
 def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memoryview) -> None:
-    """Fill `into` with verified bytes. Raises OSError if it cannot; `into` is then undefined."""
+    """Read pages of a step into `into`, and verify them. Raises OSError if that fails; the content
+    of `into` is then undefined."""
     index, page_bytes = index_of(step), layout.step_bytes
     checksums = bytearray()
     with path.open("rb") as file:
@@ -201,7 +201,8 @@ def head_of(record: Record) -> bytes:
 
 
 def _head_bytes(head: bytes, num_bytes: int) -> int:
-    """Size of prefix and header; 0 if the prefix is no entry's, or states an impossible size."""
+    """Return the size of prefix and header. 0 if the prefix is no entry's, or states an impossible
+    size."""
     if len(head) < _PREFIX.size:
         return 0
     magic, header_bytes, _ = _PREFIX.unpack_from(head)

@@ -26,11 +26,12 @@ class DiskFile:
         self.key: Final = record.key
         self.num_bytes: Final = size_of(record, layout)
         self.above: Final = above
-        """The file with the page before the first, of the same part; None at the root."""
+        """File of the same part with the page before this file's first. None at the root."""
         self.kv: Final = kv
-        """The file with the KV of its last page if this file has E; E goes with it."""
+        """File with the KV of the last page, if this file has E. E is deleted with its KV."""
         self.on: Final[set[DiskFile]] = set()
-        """Files that continue this one, and files with its E. The lock of the files guards it."""
+        """Files that depend on this one: they continue it, or have E of its pages. The lock of
+        `DiskFiles` guards it."""
 
     @property
     def stop(self) -> int:
@@ -59,7 +60,7 @@ class DiskFiles:
         self.num_pages = 0
         """Number of pages with KV."""
         self._lock = threading.Lock()
-        # A use moves the whole line to the end: a file comes before those it depends on.
+        # A use moves the whole line to the end, so that a file precedes those it depends on.
         self._order: OrderedDict[DiskFile, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -69,7 +70,7 @@ class DiskFiles:
         return file in self._order
 
     def coldest_first(self) -> list[DiskFile]:
-        """Files, each before those that it depends on."""
+        """Return the files from the least recently used on, each before files it depends on."""
         with self._lock:
             return list(self._order)
 
@@ -79,7 +80,7 @@ class DiskFiles:
                 self._use(file)
 
     def add(self, file: DiskFile) -> bool:
-        """Add a file, as used now. False if a file that it depends on is not here."""
+        """Add a file, as used now. Return False if a file that it depends on is missing."""
         with self._lock:
             below = [it for it in (file.above, file.kv) if it is not None]
             if not all(it in self._order for it in below):

@@ -1,4 +1,4 @@
-"""Entries of one family on disk, within a budget, recovered after a restart."""
+"""The files of one family's entries in a directory, within a budget. They outlive a restart."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class DiskCounts(msgspec.Struct, kw_only=True):
     """Writes that failed because the disk was full or failed, or because the budget had no room."""
     num_read_bytes: int = 0
     num_damaged_entries: int = 0
-    """Entries found damaged or unreadable when opened or read, with those that depend on them."""
+    """Entries that were damaged or unreadable, with those that depend on them."""
     num_torn_writes: int = 0
-    """Files that a process had begun when it died."""
+    """Incomplete files of processes that died while they wrote them."""
     num_evicted_entries: int = 0
 
 
 class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A disk store in numbers."""
+    """State of a disk store in numbers."""
 
     num_bytes: int
     """Bytes of all files now, including the write under way."""
@@ -56,7 +56,7 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_late_entries: int = 0
     """Entries that left memory before they could be written."""
     is_failing: bool = False
-    """True if the last write failed, or the one under way hangs."""
+    """True if the last write failed, or the running write hangs."""
     is_paused: bool = False
     """True if a read hangs; no other read starts until it returns."""
     is_warm: bool = False
@@ -64,13 +64,13 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskStore:
-    """Written entries, until they are evicted or found damaged.
+    """Entries on disk. They stay until they are evicted or turn out damaged.
 
-    The tree shows them at `DISK`, and knows which file has which page. Thread-safe: reads run
-    beside each other and beside the one write under way. Writes, which also evict, wait for each
-    other and block on the disk. Files, including the write under way, never exceed the budget.
-    Opening reads every file's header, not its payload. Eviction deletes the least recently used
-    file that no other file depends on. A read that has opened its file ends with the right bytes.
+    The tree lists them at `DISK`, and knows which file has which page. Thread-safe: reads run
+    beside each other and beside one write. Writes, which also evict, wait for each other and block
+    on the disk. All files together, with the running write, never exceed the budget. Opening reads
+    every file's header, not its payload. Eviction deletes the least recently used file that no
+    other file depends on. A read that has opened its file still gets the right bytes.
     """
 
     def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:
@@ -110,9 +110,9 @@ class DiskStore:
     def find(
         self, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[DiskFile, Span]]:
-        """Find the files with the longest prefix of `pages`, and the pages of each file in it.
+        """Find the files that have the leading `pages`, each with its pages among them.
 
-        `pages` may begin anywhere. The files and those that they depend on count as used.
+        `pages` may start inside a prompt. Counts as a use, also of files that they depend on.
         """
         sources = [(file, file.pages_at(at)) for file, at in self._sources(model, pages, part)]
         if sources:
@@ -120,7 +120,7 @@ class DiskStore:
         return sources
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[DiskFile]:
-        """Return the files of one part from the root to the one with `page`; they count as used."""
+        """Return the files of one part, from the root to the file with `page`. Counts as a use."""
         sources = self.find(model, [page], part)
         line = sources[0][0].line() if sources else ()
         return [it for it in line if it.record.part == part][::-1]
@@ -157,11 +157,11 @@ class DiskStore:
         return max(1, self._max_file_bytes // page_bytes)
 
     def write(self, change: Change, views: Views) -> bool:
-        """Write pages that were added to a tree; `views` gives their bytes. Blocks on the disk.
+        """Write pages that were added to a tree; `views` returns their bytes. Blocks on the disk.
 
-        Pages that are on disk already are skipped. Returns False in three cases. Pages that they
-        continue are not on disk, so they could never match. The budget has no room. The disk is
-        full or fails. What `views` raises is passed on; the unfinished file is then deleted.
+        Pages that are on disk already are skipped. Returns False if the pages before them are not
+        on disk (they could never match), if the budget has no room, or if the disk is full or
+        fails. Raises the errors of `views`, after the unfinished file was deleted.
         """
         num_pages = len(change.pages)
         with self._writing:
@@ -175,10 +175,9 @@ class DiskStore:
         return start == num_pages
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
-        """Drop pages that begin with `pages`, and those of `pages` without other descendants.
+        """Delete all prompts that begin with `pages`, of `model` or all models. Return their bytes.
 
-        It is for one model, or for all if `model` is None. Drops everything if `pages` is empty.
-        Returns the bytes of the dropped files.
+        Pages that another prompt shares stay. Empty `pages`: delete everything.
         """
         with self._writing:
             wanted = self._beginning(model, pages) if pages else None
@@ -200,7 +199,7 @@ class DiskStore:
             )
 
     def close(self) -> None:
-        """Let another process have the directory. Reads then miss, writes fail. Idempotent."""
+        """Release the directory for other processes. Later reads and writes fail. Idempotent."""
         with self._writing:
             self._is_open = False
             self._directory.close()
@@ -243,8 +242,8 @@ class DiskStore:
         return None
 
     def _file_of(self, change: Change) -> DiskFile | None:
-        """Make a file for these pages; None if a file that they depend on is not here. It counts as
-        used."""
+        """Make a file object for these pages, as used now. None if a file that they depend on is
+        missing."""
         above = kv = None
         num_before = 0
         if change.parent is not None:
@@ -275,9 +274,9 @@ class DiskStore:
         path = self._directory.path_of(file.key)
         taken = 0
         try:
-            # A damaged file that could not be deleted.
+            # Bytes of a damaged file with this name that could not be deleted.
             left = path.stat().st_size if path.exists() else 0
-            # Nothing is evicted if not even an empty file can be made.
+            # Make the file before evicting: if even an empty file fails, evict nothing.
             with new_file(path) as stream:
                 self._make_room(file.num_bytes)
                 taken = file.num_bytes
@@ -314,7 +313,7 @@ class DiskStore:
         num_noted = self._noted.add(
             DISK, record.model, record.parent, record.pages, record.part, file
         )
-        # A reader may have found a file damaged that it depends on.
+        # Meanwhile a reader may have dropped a damaged file that this one depends on.
         if num_noted == len(record.pages) and file in self.files:
             return True
         self.files.take(file)
@@ -322,7 +321,8 @@ class DiskStore:
         return False
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict until `num_bytes` fit, and count them as taken; raises OSError if they cannot."""
+        """Evict until `num_bytes` fit, and count them as used. Raises OSError if they cannot
+        fit."""
         if num_bytes > self._budget_bytes:
             raise OSError(f"an entry of {num_bytes:,} bytes is more than the disk's budget")
         while True:
@@ -381,8 +381,8 @@ class DiskStore:
             self._noted.drop(DISK, record.model, record.pages[:1], record.part)
 
     def _beginning(self, model: ModelId | None, pages: Sequence[PageHash]) -> set[DiskFile]:
-        """Return the KV files of prompts that begin with `pages`: those that hold later pages, and
-        those that hold some of `pages` and no others."""
+        """Return the KV files of prompts that begin with `pages`: files with later pages, and files
+        with some of `pages` only."""
         kv_files = [it for it in self.files.coldest_first() if it.record.part == KV]
         beginning: set[DiskFile] = set()
         below: set[tuple[ModelId, PageHash | None]] = set()

@@ -1,5 +1,4 @@
-"""The disk tier below a tree: it writes the tree's entries in the background, and reads them
-back."""
+"""The disk tier of a cache: it writes the tree's entries in the background, and reads them back."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ log = logging.getLogger(__name__)
 
 _MAX_CLOSE_S: Final = 5.0
 _MAX_STOP_S: Final = 5.0
-"""Seconds after which a write, or an entry that moves, counts as hanging."""
+"""Seconds after which a write, or a move of an entry, counts as hanging."""
 _MAX_PROMOTIONS: Final = 64
 
 
 class DiskTier:
-    """Writes every entry that is added to `tree` to disk, and shows the tree the entries on disk.
+    """Write every entry that is added to `tree` to disk, and list the entries on disk in the tree.
 
     Entries are written when they are added, not when they are evicted, for three reasons. Eviction
     takes the last pages of a prompt first; these alone would never match after a restart. An entry
@@ -69,14 +68,14 @@ class DiskTier:
         self._clock = clock
         self._is_warm = False
         self._calls = Calls(clock, STALL_S)
-        """Reads, and deletions of files that a caller ordered."""
+        """Running reads, and running deletions that a caller ordered."""
         self._writes = Calls(clock, _MAX_STOP_S)
         self._store: Final = DiskStore(tree, path, budget_bytes)
         with ExitStack() as undo:
             undo.callback(self._store.close)
             self._reads = _threads("cachetree-disk-read", self.num_readers, undo)
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
-            """One line at a time: two that fit one after the other need not fit together."""
+            """One thread, because memory may not have room for two lines at a time."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
             """Two threads: one may hang in the deletion of a file."""
             self._behind = WriteBehind(
@@ -87,7 +86,7 @@ class DiskTier:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether a read hangs; no other read starts until it returns."""
+        """Whether a read hangs. No other read starts until it returns."""
         return self._calls.have_stalled
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
@@ -98,13 +97,13 @@ class DiskTier:
             staging.fail(FetchError("this cache is closed"))
 
     def has(self, model: ModelId, page: PageHash, part: Part = KV) -> bool:
-        """Return whether `page`, and so all pages before it, are here. Does not wait for the
+        """Return whether `page`, and so all pages before it, are on disk. Does not wait for the
         disk."""
         return self._tree.remote.has(DISK, model, page, part)
 
     @property
     def num_free_promotions(self) -> int:
-        """Number of lines that may still join the queue; any thread."""
+        """Number of further calls of `promote` that the queue has room for. Any thread."""
         return _MAX_PROMOTIONS - self._promotions.num_waiting
 
     def promote(
@@ -116,12 +115,12 @@ class DiskTier:
         is_wanted: Callable[[], bool],
         done: Callable[[LetGo], object],
     ) -> None:
-        """Read these parts of `page` and of all pages before it into the tree, in a thread that
-        then calls `done`. `done` is called at once if too many lines wait, or if the disk hangs.
+        """Read these parts of `page` and of all pages before it into memory, for a peer. A thread
+        does it and then calls `done`, at once if too many calls wait or the disk hangs.
 
-        Pages that are then missing in the tree could not be read, had no room there, or were late.
-        The others stay until `done`'s argument is called, or until `deadline`. A line waits a
-        little for room while `is_wanted`, which any thread may call, returns True.
+        Pages that are still missing in memory then could not be read, had no room, or were late.
+        The others stay until the function that `done` gets is called, or until `deadline`. The
+        thread waits a little for room while `is_wanted` returns True (any thread may call it).
         """
         asker = AskingPeer(self._tree, model, deadline, is_wanted)
         read = partial(self._promote_and_keep, model, page, sorted(parts), asker, done)
@@ -174,7 +173,7 @@ class DiskTier:
     # Called in the writer's thread.
 
     def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
-        """Write pages to disk. A file that has been begun is completed, even if time is over."""
+        """Write pages to disk. A file that was begun is completed, even if time is over."""
         with self._writes:
             return self._store.write(change, lease.views)
 
@@ -209,14 +208,15 @@ class DiskTier:
         return chain.from_iterable(self._store.line(model, page, part) for part in parts)
 
     def _promote(self, line: Iterable[DiskFile], asker: Asker) -> None:
-        """Promote files until one cannot be."""
+        """Read these files into memory, in order, until one fails."""
         for file in line:
             is_over = asker.is_over() or self._behind.is_over()
             if is_over or not self._promote_file(file, asker):
                 return
 
     def _promote_file(self, file: DiskFile, asker: Asker = NO_PEER) -> bool:
-        """Read a file's pages into memory; its parent is there already. False if that fails."""
+        """Read a file's pages into memory, which has its parent already. Return False if that
+        fails."""
         with self._behind.moves:
             is_here = self._bring(file, asker)
             if is_here:
@@ -291,15 +291,15 @@ class DiskTier:
                 self._promote(line, asker)
         finally:
             if asker.is_over():
-                asker.let_go()  # The peer may be gone, and then lets go of nothing.
+                asker.let_go()  # The peer may be gone, and would never release the pages.
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Bytes of a line that are not in memory. Its pages in memory stay there for `asker`."""
+        """Return the bytes of a line that are not in memory. `asker` leases its pages in memory."""
         num_bytes = 0
         for file in line:
             record = file.record
-            # Pages in memory come before those that are not.
+            # Pages in memory precede those that are not.
             num_here = bisect_left(
                 record.pages,
                 True,
@@ -311,8 +311,8 @@ class DiskTier:
         return num_bytes
 
     def _has_room_for(self, num_bytes: int, asker: Asker) -> bool:
-        """Return whether so many bytes fit beside all held and promised bytes. A line that does not
-        fit would evict others' pages, and then lack its own end."""
+        """Return whether `num_bytes` fit beside all bytes that cannot be evicted. A line that does
+        not fit would evict other pages in vain."""
         tree = self._tree
         while num_bytes + tree.held_bytes > tree.host_bytes:
             is_futile = num_bytes + tree.num_pinned_bytes > tree.host_bytes
@@ -325,9 +325,9 @@ class DiskTier:
     def _evict(
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """Evict from memory first, without waiting for the disk. Then evict from both while nothing
-        moves between them: a moving entry would be held in one place, and return to the other from
-        there."""
+        """Evict from memory first, without waiting for the disk. Then evict from both while no
+        entry moves between them: an entry on its way would be leased in one place, and come back in
+        the other."""
         num_bytes = num_disk_bytes = 0
         try:
             num_bytes = self._tree.evict(model, pages)
@@ -338,7 +338,7 @@ class DiskTier:
                     with self._calls:
                         num_disk_bytes = self._store.evict(model, pages)
                 else:
-                    log.warning("%s does not answer; nothing on it goes", self._store.path)
+                    log.warning("%s does not answer; nothing on it is evicted", self._store.path)
         finally:
             done(num_bytes, num_disk_bytes)
 
@@ -352,7 +352,7 @@ class DiskTier:
 
 
 def _threads(name: str, num_threads: int, undo: ExitStack) -> WorkerThread[Callable[[], object]]:
-    """Start threads that call what is put; `undo` ends them."""
+    """Start threads that call the functions put into their queue. `undo` ends them."""
     threads = WorkerThread(name, _call_all, num_threads)
     undo.callback(threads.close, GRACE_S)
     return threads

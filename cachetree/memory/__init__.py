@@ -1,6 +1,6 @@
 """Host memory for pages and for fetched layers.
 
-Arena    all of it, made at start and known to the device; a `Pool`, which lends runs of bytes
+Arena    all host memory, made at start and known to the device; a `Pool`, which lends runs of bytes
 Loan     lent bytes of a pool: parts, each in one run or a few
 Slab     the loan of one reservation: all layers of its pages, given back page by page
 Staging  the loan of one fetch, which fills it step by step

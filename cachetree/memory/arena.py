@@ -9,8 +9,9 @@ blocks go where no large block fits, so that large blocks find holes, too.
 
 Seals prevent any process from changing the file's size.
 
-Readers in other processes of the host map the file and copy out of it; that costs three quarters of
-`pread`. A reader that is later than its lease may read newer bytes; the checksum shows that.
+Readers in other processes of the host map the file and copy from it, which takes three quarters of
+the time of `pread`. A reader that is later than its lease may read newer bytes; the checksum shows
+that.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from cachetree.memory.slab import ArenaFile, Blocks, Loan, NoRoom, Torn
 
 NONCE_BYTES: Final = 16
 _CHUNK_BYTES: Final = 1 << 20
-"""Bytes that a reader remembers as touched."""
+"""Bytes of a chunk. A reader remembers which chunks it has touched."""
 _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ, of Linux 5.14."""
 
@@ -46,20 +47,21 @@ Run = tuple[int, int]
 """Start and end of bytes, half-open."""
 
 Register = Callable[[memoryview], Callable[[], None]]
-"""Makes memory known to a device; the memory is never moved or resized. Returns a function that
-ends that. Raises ConfigError."""
+"""Function that makes memory known to a device, and returns a function that ends this. The memory
+is never moved or resized. Raises ConfigError."""
 
 
 def unregistered(memory: memoryview) -> Callable[[], None]:
-    """Register nothing; for use without a device."""
+    """Register nothing. Used without a device."""
     return lambda: None
 
 
 class Arena:
-    """Lends at most `num_bytes`. Thread-safe; nothing blocks.
+    """Host memory of `num_bytes` that is allocated at once and lent in parts. Thread-safe; nothing
+    blocks.
 
-    It touches each byte when it is first lent, unless `register` has touched all of them. Raises
-    ConfigError if the system does not give that many bytes, or if `register` raises it.
+    The system provides a memory page when it is first lent, or all of them if `register` touches
+    them. Raises ConfigError if the system has not enough memory, or if `register` raises it.
     """
 
     def __init__(self, num_bytes: int, register: Register = unregistered) -> None:
@@ -79,10 +81,10 @@ class Arena:
         self._num_bytes = num_bytes
         self._free: list[Run] = [(mmap.PAGESIZE, size)]
         """Free runs, ascending; no two are adjacent."""
-        # Filled by finalizers, which may run in any thread at any place and so take no lock.
+        # Finalizers append here. They may run at any place in any thread, so they take no lock.
         self._returned: deque[tuple[Sequence[Span], Block]] = deque()
         self._lock = threading.Lock()
-        # Memory stays registered as long as any code could have it copied.
+        # Memory stays registered as long as any object refers to it.
         self._ends = (close, weakref.finalize(self, register(self._all.data)))
 
     @property
@@ -104,8 +106,8 @@ class Arena:
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         old, new = loan.memory.obj, self._all[:]
         loan.memory = new.data
-        # Views of the old memory keep the new one alive, so that bytes given back later wait for
-        # them, too.
+        # Old views keep the new memory object alive, so that later returned bytes wait for them,
+        # too.
         finalizer: weakref.finalize[Any, Any] = weakref.finalize(
             old, self._returned.append, (places, new)
         )
@@ -116,8 +118,8 @@ class Arena:
         return place if 0 <= place < self.file.num_bytes else None
 
     def close(self) -> None:
-        """Lend no more, lock other processes out, and release the device. Lent bytes stay as long
-        as they are viewed."""
+        """Lend no more, let no further process open the file, and end the registration. Lent bytes
+        stay as long as they are viewed."""
         with self._lock:
             for end in self._ends:
                 end()
@@ -175,8 +177,8 @@ class ArenaReader:
         self._memory = None
 
     def _touch(self, run: Block, place: Span) -> None:
-        """Handle many page faults in one call. If that fails, or is too rare, they happen one by
-        one."""
+        """Let the kernel map many pages in one call. If the call fails, pages are mapped one by one
+        as they are read."""
         chunks = slice(place.start // _CHUNK_BYTES, -(-place.stop // _CHUNK_BYTES))
         if not all(self._touched[chunks]):
             self._touched[chunks] = b"\1" * (chunks.stop - chunks.start)
@@ -184,7 +186,7 @@ class ArenaReader:
 
 
 def joined(runs: list[Run]) -> list[Run]:
-    """Return the same bytes, ascending; adjacent runs become one."""
+    """Sort runs, and join adjacent ones."""
     merged: list[Run] = []
     for start, stop in sorted(runs):
         if merged and merged[-1][1] == start:

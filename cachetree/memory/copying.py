@@ -15,7 +15,7 @@ PIECE_BYTES: Final = 256 << 10
 
 
 def copy(into: memoryview, payload: memoryview) -> None:
-    """Copy like `into[:] = payload`, which would stop every other thread of Python meanwhile."""
+    """Copy like `into[:] = payload`, but let other Python threads run during the copy."""
     if payload.nbytes:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
 

@@ -1,5 +1,5 @@
-"""Pools that lend host memory in runs, and their loans. A tree has one loan per reservation and
-gives its pages back one by one."""
+"""Interface of pools that lend host memory, and slabs: the memory of one reservation of a tree,
+which is given back page by page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_MEMORY: Final = memoryview(b"")
 
 
 class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Everything that another process of the same host needs to read from a memory."""
+    """Address of an arena: all that another process of the same host needs to read it."""
 
     pid: int
     fd: int
@@ -30,8 +30,8 @@ class NoRoom(MemoryError):
 
 
 class Torn(NoRoom):
-    """Raised if there are enough bytes, but no hole fits a block of a part that needs at least
-    `num_bytes` more."""
+    """Raised if enough bytes are free, but too scattered: no free run fits a block. `num_bytes`
+    more have to become free."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes} bytes where all that is free is torn")
@@ -54,9 +54,9 @@ class Loan:
         self, memory: memoryview = _NO_MEMORY, runs: Sequence[Sequence[Span]] = ()
     ) -> None:
         self.memory = memory
-        """All of the pool's memory, as this loan sees it."""
+        """View of the pool's whole memory."""
         self.runs: Final = runs
-        """Runs of each part in the memory; mostly one."""
+        """Runs of each part within `memory`; mostly one."""
 
     def places(self, part: int, span: Span) -> list[Span]:
         """Return the places of these bytes of a part."""
@@ -89,8 +89,8 @@ class Pool(Protocol):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of an entry of `num_pages` pages: its steps one after the other, all equally
-    large."""
+    """Layout of an entry of `num_pages` pages in memory: its steps one after the other, all of
+    equal size."""
 
     num_pages: int
     num_steps: int
@@ -127,15 +127,16 @@ def index_of(step: Step) -> int:
 
 @lru_cache(maxsize=16)
 def _page_bytes(family: Family) -> tuple[int, int]:
-    """Return bytes of KV and of E at one layer: the same objects for every layout of a family."""
+    """Return the bytes of one page of KV and of E at one layer. Cached, because it is called
+    often."""
     return family.kv_page_bytes, family.e_page_bytes
 
 
 class Slab:
-    """The memory of one reservation, given back page by page.
+    """The memory of one reservation, which is given back page by page.
 
-    Viewed bytes are never written again: a reader that still has a view when its pages are dropped
-    keeps reading the same bytes.
+    Viewed bytes are not lent again. So a reader that still has a view of dropped pages continues to
+    read the same bytes.
     """
 
     __slots__ = ("_checksums", "_loan", "_pool", "layout", "num_bytes")
@@ -143,14 +144,14 @@ class Slab:
     def __init__(self, layout: Layout, pool: Pool) -> None:
         self.layout = layout
         self.num_bytes = layout.num_bytes
-        """Bytes that the slab takes now, or will take once it is filled."""
+        """Bytes that the slab takes, or will take after `fill`."""
         self._checksums: dict[tuple[int, int], int] | None = None
         self._pool = pool
         self._loan = Loan()
 
     def fill(self) -> None:
-        """Take the memory. It may block, so it is called without the tree's lock. Raises NoRoom, or
-        Torn."""
+        """Take the memory from the pool. Called without the tree's lock, because it may block.
+        Raises NoRoom, or Torn."""
         self._loan = self._pool.take(self.layout.blocks)
 
     @property

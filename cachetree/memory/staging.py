@@ -22,7 +22,7 @@ NoteEnd = Callable[["Staging"], None]
 
 
 class Staging:
-    """The steps of one plan in host memory. They land in order while a reader waits for them.
+    """Memory into which one fetch writes the steps of a plan, in order, while readers wait.
 
     One writer (a transport thread) calls `write` and `fail`; any number of readers call `wait` and
     `views`. Every wait ends: a step lands, the fetch fails, or the deadline passes. The memory is
@@ -37,7 +37,8 @@ class Staging:
         views: Views | None = None,
         note_end: NoteEnd = lambda staging: None,
     ) -> None:
-        """Without `views` the memory is ordinary. `note_end` is called at the first `release`."""
+        """`views` has the memory of each step; without it, memory is allocated. `note_end` is
+        called at the first `release`."""
         self.sizes: Final = dict(sizes)
         """Bytes of each step."""
         self.steps: Final[Sequence[Step]] = tuple(sizes)
@@ -47,8 +48,8 @@ class Staging:
             views = {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
         self._views = views
         self._across: tuple[Sequence[memoryview], memoryview] | None = None
-        """The buffer that the writer fills instead of the steps, and the places of its bytes in
-        them."""
+        """Buffer for bytes that cross two runs of memory: the places of its bytes, and the buffer
+        that the writer fills."""
         self._note_end: NoteEnd | None = note_end
         self._missing = dict(sizes)
         self._changed = threading.Condition()
@@ -73,7 +74,7 @@ class Staging:
         self.land(step, payload.nbytes)
 
     def room(self, step: Step, offset: int, size: int) -> memoryview:
-        """Return the memory that a writer fills itself and then counts by `land`.
+        """Return memory of a step, which the writer fills itself and then counts by `land`.
 
         Raises ValueError if the bytes would not fit, Cancelled after `cancel` or `release`.
         """
@@ -112,13 +113,13 @@ class Staging:
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise the error that ended the fetch early, if any, as a new exception. So no other
-        thread keeps its frames alive, which may have views of memory."""
+        """Raise a copy of the error that ended the fetch early, if any. The original would keep the
+        other thread's frames alive, and with them views of memory."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
     def cancel(self) -> None:
-        """Cancel for the reader; the writer learns of it at its next `write` or `error`."""
+        """Give up the fetch. The writer notices at its next `write`, or by `error`."""
         self.fail(_cancelled())
 
     @property

@@ -1,5 +1,5 @@
-"""The page for monitors: metrics at /metrics. At /health, three questions: does the cache live, can
-it serve, and is it as well as it should be?"""
+"""The page for monitors: metrics at /metrics, and health at /health: is the cache alive, can it
+serve, and has it problems?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PATIENCE_S: Final = 5.0
 _MOST_S: Final = 10.0
 """Longest time in seconds of one connection, however often bytes of its request arrive."""
 _MAX_AT_ONCE: Final = 32
-"""Most connections, each with a thread. One more ends the oldest: an honest request takes
+"""Most connections, each with a thread. One more ends the oldest: a normal request takes
 milliseconds.
 """
 
@@ -43,7 +43,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     live: bool
     """True if the worker's thread turns; otherwise only a restart helps."""
     ready: bool
-    """True if the worker listens, and has read into memory what it wanted of its disk."""
+    """True if the worker listens, and has filled its memory from its disk."""
     degraded: tuple[str, ...]
     """Problems of a cache that still serves; empty if there are none."""
 

@@ -25,8 +25,8 @@ class Metric:
     kind: Literal["counter", "gauge"]
     text: str
     paths: Mapping[str, str]
-    """Paths of attributes of the status (`_values`), by the last label; the empty label if the path
-    gives all."""
+    """Paths of attributes of the status (`_values`), by the value of the last label. The key is
+    empty if one path has all values."""
     labels: tuple[str, ...]
 
     @property
@@ -45,7 +45,7 @@ class Metric:
 
 
 class StatusCollector(Collector):
-    """Gives a registry the metrics of one cache."""
+    """Collector of one cache's metrics, for a Prometheus registry."""
 
     def __init__(self, status: Callable[[], CacheStatus]) -> None:
         self._status = status
@@ -83,8 +83,8 @@ _gauge = partial(_metric, "gauge")
 
 
 def _values(part: Any, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield label values and the number of a path: of a sequence by position, of a dict by key.
-    Yields nothing if a part is missing."""
+    """Yield each number at a path, with its label values: an item's address or index, or a dict's
+    key. Yields nothing if a part is missing."""
     name, _, rest = path.partition(".")
     match getattr(part, name):
         case None:

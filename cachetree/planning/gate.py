@@ -1,4 +1,4 @@
-"""The gate: which blocks a request may recompute with a sender's cache. Pure.
+"""The gate: decide which blocks a request may recompute over a sender's cache. Pure.
 
 own model      none: every layer loaded, exact, no profile needed
 another model  without a profile only lossless blocks: all layers from the first that differs, or
@@ -30,7 +30,7 @@ def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
 def allowed_blocks(
     demand: Demand, match: Match, profiles: Profiles
 ) -> list[BlockQuality] | NoReuse:
-    """Return the blocks that the gate lets this request recompute with this sender."""
+    """Return the blocks that this request may recompute over this sender's KV, or why none."""
     block = demand.requested.block
     if block is not None and block.stop > demand.num_layers:
         too_large = f"layer {block.stop - 1} of a model of {demand.num_layers} layers"
@@ -74,7 +74,7 @@ def allowed_blocks(
 
 
 def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
-    """Return what the gate allows with some sender, even if that sender has no match."""
+    """Return the blocks that the gate allows with any sender, even with one that has no match."""
     known = {sender for sender, receiver in profiles if receiver == demand.receiver}
     allowed: list[BlockQuality] = []
     for sender in known | demand.first_differences.keys():

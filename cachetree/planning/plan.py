@@ -75,7 +75,7 @@ class Plan:
     is_lossy: bool = False
     """True if loaded entries were encoded: then even the receiver's own KV becomes approximate."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time; other strategies serve as comparison."""
+    """How loads and recompute share time. Other strategies than PIPELINED are for measurements."""
 
     @property
     def id(self) -> PlanId:
@@ -125,7 +125,7 @@ class Gate(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reason why a request is not reused, from the least to the most that was found.
+    """Reason why a request reuses nothing. Later reasons mean that it came closer to reuse.
 
     The values are labels in metrics and in `meta_info`; they never change.
     """
@@ -146,7 +146,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """Options that one request states itself. A `block` is obeyed without regard to its costs."""
+    """Options that a request names itself. A named `block` is used whatever it costs."""
 
     sender: ModelId | None = None
     block: Span | None = None
@@ -154,8 +154,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The request to answer: its model, the part of its prompt that counts, and how pressing it
-    is."""
+    """The request to plan: its model, the part of its prompt that may be reused, and its limits."""
 
     receiver: ModelId
     num_layers: int
@@ -168,13 +167,13 @@ class Demand:
     """Number of leading pages that the device has for approximate plans, which start behind these
     pages. None: all plans start behind `first_page`."""
     num_head: int = 0
-    """Number of first pages that approximate plans leave to the receiver."""
+    """Number of first pages that the receiver has to compute itself in approximate plans."""
     num_new_tokens: int = 0
     """Tokens after `num_pages`, which are computed in any case."""
     min_pages: int = 1
     """Fewest new pages that are worth a fetch."""
     num_waiting: int = 0
-    """Depth of the server's queue."""
+    """Number of requests that wait in the server's queue."""
     ttft_target_s: float | None = None
     requested: Requested = Requested()
     gate: Gate = Gate.ENFORCE

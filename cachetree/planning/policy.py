@@ -47,7 +47,7 @@ NEARLY: Final = 1.05
 equally fast."""
 _GIB: Final = 1 << 30
 _TAKEN: Final = "taken"
-_TOO_LONG: Final = "what may be recomputed at a time is less than the fewest pages worth a fetch"
+_TOO_LONG: Final = "one step may recompute fewer pages than are worth a fetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class _Option:
     """One block that the gate allows with one match."""
 
     plan: Plan
-    """Plan for as many pages as E and the device's time allow; for all pages if those are too
-    few."""
+    """Plan for as many pages as E and the device's time allow. If those are too few, plan for all
+    pages."""
     quality: float
     miss: NoReuse | None = None
     """Reason why the option cannot be taken, independent of other options; None if it can."""
@@ -68,7 +68,7 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """Everything that a decision depends on: the same values give the same decision."""
+    """Inputs of a decision. Equal inputs give the same decision, so it can be explained later."""
 
     demand: Demand
     matches: Sequence[Match]
@@ -76,7 +76,7 @@ class Considered:
 
     @property
     def full_prefill_s(self) -> float | None:
-        """Seconds predicted for full prefill of what the device lacks; None while its speed is
+        """Predicted seconds to prefill the tokens that the device lacks. None while its speed is
         unknown."""
         start = self.demand.num_held * self.demand.page_size
         return full_prefill_s(Span(start, self.demand.num_tokens), self.costs.prefill)
@@ -102,7 +102,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int | None = None
     """Bytes to load on one rank."""
     e_corrected: bool = False
-    """True if a map first brings the sender's E closer to the receiver's."""
+    """True if a map corrects the sender's E before the recompute."""
     ttft_s: float | None = None
     """TTFT predicted for the whole prompt, like `Considered.full_prefill_s`. None while unknown,
     and if there are too few pages."""
@@ -177,7 +177,7 @@ def choose(
             misses.append(options)
             continue
         missed = [it.miss for it in options if it.miss is not None]
-        # Pages on the device need no plan, however fast another way to them is.
+        # Pages on the device need no plan.
         on_device = [it for it in missed if it.reason is Reason.ON_DEVICE]
         misses += on_device or missed
         if possible := [it for it in options if it.miss is None]:
@@ -188,8 +188,7 @@ def choose(
 
 
 def _rank(option: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
-    """Rank the largest saving first; then exact before approximate, near before far, better before
-    worse."""
+    """Return a key that ranks options: by saving, then exact, near and high-quality ones first."""
     meets = _meets(option, demand)
     return (
         meets,
@@ -220,7 +219,7 @@ def _options(
 
 
 def _few_left(demand: Demand, num_on_device: int) -> Reason:
-    """Say why too few pages are left to load."""
+    """Return the reason why too few pages are left to load."""
     return Reason.ON_DEVICE if num_on_device >= demand.min_pages else Reason.TOO_SHORT
 
 
@@ -296,7 +295,7 @@ def _priced(option: _Option, demand: Demand, costs: Costs) -> _Option:
 def _by_load(
     demand: Demand, match: Match, profiles: Profiles, possible: Sequence[_Option]
 ) -> _Option:
-    """Choose one of the blocks of one match, by how pressing the request is."""
+    """Choose one of a match's blocks, by the queue and the TTFT target."""
     if demand.num_waiting == 0 and demand.ttft_target_s is not None:
         in_time = [it for it in possible if _meets(it, demand)]
         if in_time:

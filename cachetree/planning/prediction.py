@@ -12,7 +12,7 @@ from cachetree.planning.speeds import FREE_LINK, Link, PrefillCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Sizes, and the speeds measured so far; unmeasured costs count as zero."""
+    """Sizes of pages, and speeds measured so far. Unmeasured costs count as zero."""
 
     kv_page_bytes: int
     e_page_bytes: int
@@ -26,18 +26,18 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class Times:
     wait_s: float
-    """Seconds until the block may begin; the device does nothing for the request until then."""
+    """Seconds until the block may begin. Until then the device does nothing for the request."""
     ttft_s: float
     """Seconds until the KV of all pages is on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a request waits for its fetch.
+    """Limit of a request's wait for its fetch.
 
-    It waits until the fetch is later than predicted by all the time that reuse saves. It never
-    waits longer than `most_s`: then reuse, with its work after the wait, takes as long as a full
-    prefill.
+    The request gives up when the fetch is later than predicted by all the time that reuse saves. It
+    never waits longer than `most_s`: after that, reuse with its remaining work would take longer
+    than a full prefill.
     """
 
     saving_s: float
@@ -58,11 +58,11 @@ class Patience:
 
 
 def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
-    """Predict the plan's times; None while the device's speed is unknown.
+    """Predict the plan's times. None while the device's speed is unknown.
 
-    E is transferred first, then the transfer of KV overlaps the block. A block costs one full layer
-    less than it has: its last layer needs only K and V. Arrived bytes are copied to the device, KV
-    during the block. The own forward over new tokens is not included.
+    E is transferred first, then the transfer of KV overlaps the block. The block's last layer
+    counts as no work, because only its K and V are computed. Copies to the device count; those of
+    KV overlap the block. The forward over new tokens is not included.
     """
     compute_s = recompute_s(plan, page_size, costs.recompute)
     if compute_s is None or costs.recompute is None:
@@ -70,8 +70,8 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     e_bytes, kv_bytes = bytes_of(plan, costs)
     link = costs.links.get(plan.location, FREE_LINK)
     on_time, margin = replace(link, margin=1.0), costs.recompute.margin
-    # One in ten exceeds a margin, and two at once are rare. So one thing is off at a time: a late
-    # transfer, a short recompute that hides less of it, or a long recompute.
+    # One in ten times exceeds its margin; two at once are rare. So each case has one deviation: a
+    # late transfer, a short recompute that hides less of it, or a long recompute.
     cases = ((link, 1.0), (on_time, 1 / margin), (on_time, margin))
     times = [_times(at, e_bytes, kv_bytes, factor * compute_s) for at, factor in cases]
     return Times(max(it.wait_s for it in times), max(it.ttft_s for it in times))
@@ -111,5 +111,5 @@ def recompute_s(plan: Plan, page_size: int, cost: PrefillCost | None) -> float |
 
 
 def layers_of_work(plan: Plan) -> int:
-    """Count a block's full layers: the last layer needs only K and V."""
+    """Return the number of full layers that a block computes: the last one needs only K and V."""
     return max(0, len(plan.block) - 1)

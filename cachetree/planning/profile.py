@@ -31,8 +31,8 @@ class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EMap(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear map that brings the sender's E closer to the receiver's before a block begins. Its
-    tensors are in a file beside the profile (`cachetree.corrections`)."""
+    """A linear map that corrects the sender's E before a block begins, to be closer to the
+    receiver's. Its tensors are in a file beside the profile (`cachetree.corrections`)."""
 
     layer: int
     dtype: str
@@ -77,7 +77,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelIdentity
     receiver: ModelIdentity
     sender_name: str = ""
-    """Names for people, as the profiler got them; empty in old profiles."""
+    """Readable name, as the profiler got it; empty in old profiles. So is `receiver_name`."""
     receiver_name: str = ""
     metric: str
     data_sha256: str
@@ -91,7 +91,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that a server may use: all layers, and the plans proven one after the other to be
     within the tolerance at every task (`profiles.stats.gate`)."""
     recommended: BlockQuality | None
-    """Block among these that computes least; None if the pair did not pass."""
+    """Block among `blocks` that computes least. None if the pair did not pass."""
     passed: bool
     reason: str
     """One sentence for people on why the gate passed or failed."""
@@ -105,8 +105,8 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     with the length. None if a profile does not say."""
 
     controls: str = ""
-    """One sentence for people on what full prefill keeps without the documents, and with others;
-    empty if not measured, as in old profiles."""
+    """One sentence for people: the quality of full prefill without the documents, and with other
+    documents. Empty if not measured, as in old profiles."""
 
     costs: LayerTimes | None = None
 
@@ -126,7 +126,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> str:
-        """Text `name (first eight digits) → name (first eight digits)` for people."""
+        """Readable names of sender and receiver: `name (first eight digits of its id) → ...`."""
         sender = f"{self.sender_name or 'sender'} ({self.sender.model_id[:8]})"
         return f"{sender} → {self.receiver_name or 'receiver'} ({self.receiver.model_id[:8]})"
 
@@ -157,7 +157,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def covers(self, num_tokens: int) -> bool:
-        """Return whether the proof may be taken to hold for prefixes of this length."""
+        """Return whether servers may use the profile for prefixes of this length."""
         return self.measured_tokens is None or num_tokens <= self.measured_tokens
 
     @property
@@ -188,7 +188,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Models of which each was made from the one before, and over which plans were proven."""
+    """Models that were each made from the one before, and the measured distances between them."""
 
     models: tuple[ModelIdentity, ...]
     names: tuple[str, ...]
@@ -201,8 +201,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return " → ".join(self.names)
 
     def excess(self, change: Sequence[float]) -> str:
-        """Say where a change of weights is beyond what was proven; empty if no place changed more
-        than in one of the measured pairs."""
+        """Say where a change of weights exceeds what was measured. Empty if one measured pair
+        changed at least as much everywhere."""
         beyond = [_farthest(change, proven) for proven in self.distances]
         changed, proven, place = min(beyond, key=lambda it: it[0] - it[1])
         if changed <= proven:
@@ -215,14 +215,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _farthest(change: Sequence[float], proven: Sequence[float]) -> tuple[float, float, int]:
-    """Return the change, what is proven, and the place where they differ most."""
+    """Return the change, the proven change and the index, at the place where they differ most."""
     places = zip(change, proven, range(len(change)), strict=True)
     return max(places, key=lambda it: it[0] - it[1])
 
 
 class LineProfile(PairProfile, frozen=True, kw_only=True):
-    """A profile with one choice of plans for a line of models. The profile's own pair is the last
-    of the line. The verdict is that all pairs of the line passed."""
+    """A profile with one choice of plans for a line of models. Its sender and receiver are the last
+    pair of the line. It passed if every pair of the line passed."""
 
     line: Line
 
@@ -235,8 +235,8 @@ class LineProfile(PairProfile, frozen=True, kw_only=True):
     def inherited(
         self, sender: ModelIdentity, receiver: ModelIdentity, change: Sequence[float]
     ) -> LineProfile:
-        """Return the profile of a later pair, with that change of weights. It passes with the
-        line's plans if the change is within what was proven."""
+        """Return the profile of a later pair, with weights that differ by `change`. It passes with
+        the line's plans if the change is within the measured ones."""
         pair = msgspec.structs.replace(
             self,
             sender=sender,
@@ -306,7 +306,7 @@ def read_line(path: Path) -> LineProfile:
 
 
 def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
-    """Raise ProfileError if two files have different profiles of one pair: nothing says which
+    """Raise ProfileError if two files have different profiles of one pair: it is unclear which
     counts."""
     paths: dict[tuple[ModelIdentity, ModelIdentity], Path] = {}
     for file, profile in profiles.items():

@@ -11,7 +11,8 @@ from math import ceil, inf, log2
 from typing import Final
 
 SECONDS_PER_TOKEN: Final = 1e-4
-"""About the time of an 8B model on one GPU. While the machine is unknown only ratios count."""
+"""Assumed seconds per token before measurements, as of an 8B model on one GPU. Only ratios count
+then."""
 _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 
@@ -21,8 +22,7 @@ class PrefillCost:
 
     `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before each)`
 
-    This is multiplied by the factor between recent passes of about that length and their
-    prediction.
+    The sum is multiplied by `curve`: how recent passes of about that length differed from it.
     """
 
     least_s: float = 0.0
@@ -79,8 +79,8 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The current state of a link. Fetches share it evenly: until a fetch ends, each other fetch
-    gets as many bytes as that fetch, or all of its own.
+    """The current state of a link, which running fetches share evenly: until a fetch ends, each
+    other one gets equally many bytes, or all of its own.
 
     A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes
     (B + A + min(r1, B) + min(r2, B) + ...) × byte_s.
@@ -94,10 +94,10 @@ class Link:
     backlog: Sequence[int] = ()
     """Bytes that each running fetch still has to transfer."""
     ahead: int = 0
-    """Most bytes that are transferred first: of fetches with an earlier turn, and of abandoned
-    fetches that nothing can stop."""
+    """Most bytes that are transferred before a new fetch: of fetches with an earlier turn, and of
+    abandoned fetches that cannot be stopped any more."""
     frame_bytes: int = 0
-    """Most bytes of a part; arrived bytes are seen in such parts."""
+    """Most bytes of a frame. Arrived bytes count frame by frame."""
     copy_byte_s: float = 0.0
     """Seconds per byte from host memory into the device's KV slots."""
 
@@ -106,13 +106,14 @@ class Link:
         return self.margin * self.byte_s * self._carried(num_bytes)
 
     def rest_s(self, elapsed_s: float, num_landed: int, num_bytes: int) -> float:
-        """Least seconds for the rest of a fetch, at its rate so far. `num_landed` is at least one;
-        the frame on its way counts as carried."""
+        """Return the least seconds for the rest of a fetch, at its rate so far. `num_landed` is at
+        least one. The frame that is on its way counts as transferred."""
         carried = self._carried(min(num_landed + self.frame_bytes, num_bytes))
         return elapsed_s * (self._carried(num_bytes) / carried - 1)
 
     def _carried(self, num_bytes: int) -> int:
-        """Bytes of all fetches until that many of a new one have arrived."""
+        """Return the bytes that the link transfers for all fetches until `num_bytes` of a new one
+        have arrived."""
         if not num_bytes:
             return 0
         return num_bytes + self.ahead + sum(min(rest, num_bytes) for rest in self.backlog)
@@ -122,17 +123,18 @@ class Link:
 
 
 FREE_LINK: Final = Link(byte_s=0.0)
-"""The link of the engine's own pool, and of places about which nothing is known."""
+"""Link that takes no time: for the engine's own pool, and for unknown links."""
 
 QUANTILE: Final = 0.9
 """Share of recent observations that took at most their prediction times the margin."""
 MOST: Final = 1.5
-"""Largest margin: above it nothing would be tried that could show a change."""
+"""Largest margin. With a larger one, reuse would never be tried, and no new measurement made."""
 _NUM_KEPT: Final = 64
 
 
 class Margin:
-    """The `QUANTILE` of observed / predicted over the last observations, from 1 to `MOST`."""
+    """Safety factor for predictions: the `QUANTILE` of observed / predicted over the last
+    observations, from 1 to `MOST`."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=_NUM_KEPT)

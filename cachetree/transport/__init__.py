@@ -1,13 +1,13 @@
-"""Moves pages between servers: a worker serves a tree, a peer fetches from it.
+"""Move pages between servers: a worker serves its tree, and a peer fetches from a worker.
 
 Rules of a session
 
-    - A session is one TCP connection between one peer and one life of a worker (its epoch). When
+    - A session is one TCP connection between one peer and one start of a worker (its epoch). When
       the connection ends, everything in the session ends: streams, adverts, ids of fetches.
-    - The connection delivers everything whole and in order, or it ends. The n-th header or piece of
-      a direction is sealed, or summed, as the n-th (`frames`). So no message needs a number, and no
-      code looks for lost ones.
-    - The worker advertises all that it keeps: a snapshot (Reset, Entries, Synced), then every
+    - The connection delivers everything whole and in order, or it ends. Each direction numbers its
+      headers and pieces, and their seals or checksums cover the number (`frames`). So no message
+      has a number, and no code looks for lost ones.
+    - The worker advertises all its entries: a snapshot (Reset, Entries, Synced), then every
       change. The peer answers each Entries with Learned once its tree shows it. At most
       `MAX_UNANSWERED` are unanswered. If changes overflow their queue, a new snapshot begins. So
       the peer's view may be late, but never wrong.
@@ -18,11 +18,11 @@ Rules of a session
       cancels a located fetch when it has copied all bytes, so that the worker ends the lease.
     - The worker holds a lease on the pages until the kernel has the last frame, or until the peer
       has copied them.
-    - `timeout_ms` is what is left of a fetch's deadline: the two clocks are not compared.
+    - `timeout_ms` is the time left until a fetch's deadline: the two clocks are not compared.
     - Both sides notice silence. The peer pings every `heartbeat_s`; each side ends the session
       after its `silence_s`.
     - Messages may have unknown fields; these are ignored. Unknown messages end the session.
-    - Everything that the other side may send is bounded: sizes, counts and waiting fetches.
+    - Everything from the other side is bounded: sizes, counts and waiting fetches.
 
 How it works
 
@@ -33,20 +33,20 @@ How it works
                bytes were verified and stay.
     failures   Errors that come too fast open a breaker: the peer leaves the worker alone for a
                cooldown, then one fetch tries it.
-    fairness   The worker sends the next frame to the peer, and in its streams to the one, that got
-               the fewest bytes.
+    fairness   The worker sends the next frame to the peer with the fewest bytes so far, and among
+               its fetches to the one with the fewest.
     threads    One for all sessions of a worker, one for each peer, and one that writes to each
                connection. A worker's thread never waits for a disk or for one peer.
 
-The ways of a fetch and of a copy through these files are drawn in `cachetree/README.md`, the
-messages in `wire`, and the opening of a connection in `frames`.
+`cachetree/README.md` draws the path of a fetch and of a copy through these files, `wire` the
+messages, and `frames` the opening of a connection.
 
     peer              one worker: one thread, one `connection` at a time
     pending_fetches   the fetches of one peer, repeated after faults; `pace` measures the link
     pulls             copies of a peer's entries, made as it advertises them
     peers             all peers of a cache; `directory` finds some
-    worker            the other side: one thread for all connections to its `data_port`
-    session           one peer's streams; `advertise`, the changes it still has to get
+    worker            the serving side: one thread for all connections to its `data_port`
+    session           one peer's streams; `advertise`, the entries to tell the peer
     channel           one connection; `send_queue`, its outgoing frames
     sender, receiver  pages on their way out and in
     handshake, keys   proofs of identity; `backoff`, the pauses after failures

@@ -1,4 +1,4 @@
-"""Addresses of workers: parsed once, with errors for everything unclear."""
+"""Addresses of workers: parsed once, and refused if unclear."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Address:
 
     @property
     def is_everywhere(self) -> bool:
-        """Return whether it means every interface of a machine; others cannot connect to it."""
+        """Whether the host means every interface of a machine. A server can listen at such an
+        address, but no client can connect to it."""
         return self.host in ("*", "0.0.0.0", "::")
 
     @property
@@ -44,13 +45,12 @@ class Address:
 
 
 def without_password(text: str) -> str:
-    """Return a URL, or a text with one, without its password."""
+    """Return a URL, or a text with a URL, without user and password."""
     return re.sub("(?s)(/+).*@", r"\1", text)
 
 
 def resolved(address: Address) -> Address:
-    """Return the address with the IP address that its name has now; blocks for the look-up. Raises
-    FetchError."""
+    """Look up the IP address of a name now. Blocks. Raises FetchError."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as exc:
@@ -61,8 +61,8 @@ def resolved(address: Address) -> Address:
 
 
 def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socket:
-    """Open a socket that listens there, at `[::]` for IPv4, too, as ZMQ does; raises ConfigError if
-    it cannot be bound."""
+    """Open a socket that listens at `address`; at `[::]` also for IPv4, as ZMQ does. Raises
+    ConfigError, which names `field`, if the address cannot be bound."""
     at = "" if address.host == "*" else address.host, address.port
     family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
     is_both = address.host == "::" and socket.has_dualstack_ipv6()
@@ -80,13 +80,13 @@ def cannot_bind(field: str, address: Address, why: str | None) -> ConfigError:
 
 
 def parse_address(value: str, *, field: str) -> Address:
-    """Parse a user's address; raises ConfigError naming field, value and remedy."""
+    """Parse an address that a user wrote as `field`. Raises ConfigError."""
     is_tcp = value.startswith("tcp:")
     shown = value if is_tcp else without_password(value)
     try:
         parts = urlsplit(value)
         host, port = parts.hostname, parts.port
-        (host or "").encode("idna")  # as the look-up does
+        (host or "").encode("idna")  # The look-up encodes it in the same way.
     except ValueError as exc:
         # For other URLs the error of urlsplit may show a part of a password.
         why = f": {exc}" if is_tcp else ", which is not an address"
@@ -98,7 +98,7 @@ def parse_address(value: str, *, field: str) -> Address:
 
 
 def parse_remote(value: str, *, field: str) -> Address:
-    """Parse the address of a worker to connect to."""
+    """Parse the address of one worker to connect to. Raises ConfigError."""
     address = parse_address(value, field=field)
     if address.port == 0 or address.host == "*":
         raise ConfigError(f"{field} is {value!r}, which names no single worker; {_EXAMPLE}")
@@ -106,9 +106,9 @@ def parse_remote(value: str, *, field: str) -> Address:
 
 
 def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None = None) -> Address:
-    """Parse the address to bind. Port 0 takes a free one.
+    """Parse the address to bind; port 0 takes a free port.
 
-    An address that other machines can reach needs a key, or `insecure`.
+    Raises ConfigError if other machines can reach the address, without a key and `insecure`.
     """
     address = parse_address(value, field=field)
     if not (address.is_loopback or key_file or insecure):
@@ -122,7 +122,7 @@ def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None
 
 
 def parse_http(value: str | int) -> Address:
-    """Parse the setting `http`: `HOST:PORT`, or `PORT` for this machine alone; raises
+    """Parse the setting `http`: `HOST:PORT`, or `PORT` for this machine only. Raises
     ConfigError."""
     host, _, port = str(value).rpartition(":")
     if not port.isdecimal() or int(port) > 65535:

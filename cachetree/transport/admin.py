@@ -1,4 +1,4 @@
-"""Questions and orders of an operator to a worker: the asking side and the answering side."""
+"""An operator's questions and orders to a worker: `ask` sends one, `AdminService` answers it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def ask(
     timeout_s: float,
     credentials: Credentials | None = None,
 ) -> _Answer:
-    """Ask the worker at `address`, until one answers or the time is over.
+    """Send a question or order to the worker at `address`, and return its answer of type `kind`.
+    Waits for the worker to come up, at most `timeout_s`.
 
     Raises ConfigError, FetchError if the name has no address, AuthenticationError,
     DeadlineExceeded, ProtocolError, or OrderDenied.
@@ -50,17 +51,20 @@ def ask(
 
 
 Answer = Callable[[verbs.ToPeer], None]
-"""Called once, from the thread that has the answer."""
+"""Function that sends an answer. Called once, from any thread."""
 
 
 _NODES: Final = 128
-"""Nodes that an eviction looks at in one turn: some 10 ms."""
+"""Most tree nodes that an eviction visits in one turn of the worker: some 10 ms."""
 
 
 @dataclass(eq=False)
 class AdminService:
-    """Answers questions and orders in the worker's thread; never blocks. Evictions are answered
-    later: without a disk after some turns of `go_on`, otherwise by the disk's threads."""
+    """Answer questions and orders, in the worker's thread. Never blocks.
+
+    Evictions are answered later: without a disk after some calls of `go_on`, with a disk by the
+    disk's threads.
+    """
 
     _tree: CacheTree
     _disk: DiskTier | None
@@ -68,15 +72,16 @@ class AdminService:
     _clock: Clock
     _evictions: deque[Iterator[int]] = field(default_factory=deque, init=False)
     _told: verbs.Status | None = field(default=None, init=False)
-    """State of the worker, for all who ask in one turn: questions need no key and have no limit."""
+    """State of the worker, computed once for all questions of one turn. Anyone may ask, without
+    limit."""
 
     @property
     def has_work(self) -> bool:
-        """Return whether `go_on` has something to do."""
+        """Whether `go_on` has something to do."""
         return bool(self._evictions)
 
     def go_on(self) -> None:
-        """Evict a little more for the oldest order; called once a turn."""
+        """Continue the oldest eviction a little. The worker calls this once a turn."""
         self._told = None
         if self.has_work and len(tuple(islice(self._evictions[0], _NODES))) < _NODES:
             del self._evictions[0]

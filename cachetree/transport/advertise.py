@@ -1,4 +1,4 @@
-"""Adverts of a worker's entries to its peers: a snapshot, then changes."""
+"""Adverts: a worker tells each peer its entries, first a snapshot, then changes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cachetree.tree import CacheTree, Change, join_hashes
 
 
 class ChangeQueue:
-    """Changes that wait for a reader, bounded: if more than `max_changes` wait, all are dropped
-    until `restart`.
+    """Changes of a tree that wait for one reader. If more than `max_changes` wait, all are dropped,
+    and the reader has to `restart` with the tree's present entries.
 
-    Changes are added with the tree's lock held, from any thread; the rest is for the reader's
+    The tree adds changes with its lock held, from any thread. Everything else is for the reader's
     thread.
     """
 
@@ -31,16 +31,16 @@ class ChangeQueue:
         self._lock = threading.Lock()
         self._changes: deque[Change] = deque()
         self.num_noted = 0
-        """Number of changes ever added; any thread may read it."""
+        """Number of changes ever added. Any thread may read it."""
         self.num_taken = 0
-        """Number of changes that the reader knows: taken, or in the result of `restart`."""
+        """Number of changes that the reader has got, from `take` or within `restart`."""
         self.has_overflowed = False
-        """True if changes were dropped: the reader has to begin again."""
+        """True if changes were dropped: the reader has to call `restart`."""
         self.close: Callable[[], None] = lambda: None
         """Take no new changes. Idempotent; `restart` opens the queue again."""
 
     def restart(self) -> Iterator[Change]:
-        """Return the tree's present entries; later changes are queued from here on."""
+        """Return the tree's present entries, and queue all later changes."""
         self.close()
         with self._lock:
             self.num_taken = self.num_noted
@@ -67,16 +67,16 @@ class ChangeQueue:
 
 
 ENTRY_PAGES: Final = 2048
-"""Pages per `Entries` message: 32 KiB of hashes, so that adverts never delay a frame for long."""
+"""Most pages in one `Entries` message: 32 KiB of hashes, which delay a frame only briefly."""
 
 _ENTRY_WEIGHT: Final = 8
 """Size of an entry without its pages, in page hashes."""
 
 
 def entries_of(change: Change) -> Iterator[Entry]:
-    """Yield one change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
+    """Cut one change into entries of at most `ENTRY_PAGES` pages, each the parent of the next.
 
-    Removals are yielded last part first, so that no page is ever left without its parent.
+    Removals come last pages first, so that the peer never has a page without its parent.
     """
     starts = range(0, len(change.pages), ENTRY_PAGES)
     for start in starts if change.added else reversed(starts):
@@ -108,18 +108,18 @@ def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
 Advert = Reset | Entries | Synced
 
 _NOTHING: Final = -1
-"""Stands for no number of changes."""
+"""Number of changes that is below all others: the peer has confirmed nothing."""
 MAX_UNANSWERED: Final = 256
-"""Most `Entries` that one peer has not answered; more wait until it answers."""
+"""Most `Entries` that one peer may leave unanswered. Further ones wait."""
 MUTE_S: Final = 5.0
-"""Seconds without an answer after which no thread waits for the peer to learn."""
+"""Seconds without an answer after which no thread waits any longer for this peer."""
 
 
 class Advertiser:
-    """A bounded queue between the tree's writers and one peer.
+    """Make the adverts for one peer, and follow which of them the peer has answered.
 
-    Used by the worker's thread, except `knowing`. If the peer is too slow, the queue is dropped and
-    a new snapshot begins: the peer's knowledge may be late, never wrong.
+    If the peer is too slow, queued changes are dropped and a new snapshot begins: the peer's
+    knowledge may be late, never wrong. For the worker's thread, except `knowing`.
     """
 
     def __init__(
@@ -128,19 +128,21 @@ class Advertiser:
         self._changes = ChangeQueue(tree, max_pending, wake)
         self._clock = clock
         self._mute_since_s = math.inf
-        """Time of the peer's last answer, or of the first question since; infinity if nothing is
-        unanswered."""
+        """Time since which the peer owes an answer: its last answer, or the first `Entries` after
+        it. Infinity if the peer has answered everything."""
         self._num_learned: float = _NOTHING
         """Number of changes that the peer has confirmed."""
         self._told: deque[int] = deque()
-        """Numbers of changes that the peer knows with each unanswered `Entries`."""
+        """A number for each unanswered `Entries`: how many changes the peer knows once it has
+        answered that message."""
         self._names = tree.names
         self._named: set[str] = set()
-        """Models with names that the peer has got."""
+        """Models with a name that was sent to the peer."""
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
-        """Return the next message to send; None if there is none, or if too many are unanswered."""
+        """Return the next message to send. None if nothing has changed, or too many messages are
+        unanswered."""
         if len(self._told) >= MAX_UNANSWERED:
             return None
         if self._changes.has_overflowed:
@@ -152,22 +154,25 @@ class Advertiser:
         return advert
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that says if the peer knows the tree as it is at this call. It also
-        says True if the peer is gone, or has not answered for `MUTE_S`. Any thread."""
+        """Return a function that returns True once the peer knows the tree of this moment.
+
+        It also returns True if the peer is gone, or has not answered for `MUTE_S`. Any thread.
+        """
         num_changes = self._changes.num_noted
         return lambda: (
             self._num_learned >= num_changes or self._clock() - self._mute_since_s > MUTE_S
         )
 
     def learned(self) -> None:
-        """Count one more `Entries` as learned; raises ProtocolError for one too many."""
+        """Note that the peer has answered one more `Entries`. Raises ProtocolError if none was
+        unanswered."""
         if not self._told:
-            raise ProtocolError("a peer has learned what it was not told")
+            raise ProtocolError("a peer has answered an advert that was not sent")
         self._num_learned = max(self._num_learned, self._told.popleft())
         self._mute_since_s = self._clock() if self._told else math.inf
 
     def close(self) -> None:
-        """Stop: the peer is gone, and no thread waits for it to learn."""
+        """Stop, because the peer is gone: no thread waits for it any longer."""
         self._changes.close()
         self._num_learned = math.inf
 
@@ -178,7 +183,8 @@ class Advertiser:
         yield Synced()
 
     def _entries(self, changes: Iterable[Change]) -> Iterator[Advert]:
-        """Yield messages; with the last one the peer knows all of the changes."""
+        """Yield messages with the changes. Once it answers the last one, the peer knows all changes
+        taken so far."""
         num_taken = self._changes.num_taken
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
             self._told.append(_NOTHING)
@@ -194,31 +200,31 @@ class Advertiser:
 
 
 _MOST_PAGES: Final = 1_000_000
-"""Most pages of one peer, each counted once per model: some 130 MB, 1 GB if each has a node
-alone."""
+"""Most pages noted of one worker; a page counts once for each model. They take some 130 MB, or 1 GB
+if each page has a tree node of its own."""
 
 _MOST_MODELS: Final = 512
-"""Most models of one peer. A match looks at each model that has a page, with the tree's lock held:
-some 2 ms."""
+"""Most models noted of one worker. With so many models, a match holds the tree's lock for some
+2 ms."""
 
 
 class RemoteView:
-    """The part of `tree` that belongs to one worker. Used only by the peer's thread."""
+    """The entries of one worker in this server's tree. Used only by the peer's thread."""
 
     def __init__(self, tree: CacheTree, location: Location) -> None:
         self._tree = tree
         self._location = location
 
     def limit(self, budget_bytes: int) -> None:
-        """Note as many pages as fit into the worker's budget. Beyond that, pages that were matched
-        least recently are dropped."""
+        """Bound the pages that are noted, by the bytes that the worker can store. Beyond that,
+        pages that were matched least recently are dropped."""
         family = self._tree.family
         page_bytes = min(family.num_layers * family.page_bytes(Kind.KV), family.page_bytes(Kind.E))
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
         self._tree.remote.limit(self._location, max_pages, _MOST_MODELS)
 
     def apply(self, message: Advert) -> None:
-        """Apply an advert to the tree; raises ProtocolError for impossible entries."""
+        """Apply an advert to the tree. Raises ProtocolError for entries that cannot exist."""
         match message:
             case Reset():
                 self.forget()

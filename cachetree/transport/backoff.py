@@ -1,4 +1,4 @@
-"""Pauses after failures: longer each time, a rest after many, and few lines in the log."""
+"""Behaviour after failures: growing pauses, a breaker after many errors, and few log lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backoff:
         return pause_s
 
     def drawn_s(self) -> float:
-        """Return a random pause between 0 and the next one, so that peers of a lost worker do not
+        """Return a random part of the next pause, in seconds, so that peers of a lost worker do not
         all return at once."""
         return random.uniform(0.0, self.next_s())
 
@@ -34,7 +34,7 @@ class Backoff:
 
 
 class Breaker:
-    """Opens if errors come too fast; then tries again, one fetch (the probe) at a time.
+    """Stop fetches from a worker if errors come too fast. Later let one fetch (the probe) try.
 
         closed ── breaker_errors within breaker_window_s ──► open
         open ── the cooldown is over ──► half open: `admits` one fetch, the probe
@@ -66,15 +66,15 @@ class Breaker:
         return bool(self.probe_in_s)
 
     def admits(self) -> bool:
-        """Return whether a fetch may start now; while half open the first one may, until it has
-        ended."""
+        """Return whether a fetch may start now. While half open, only one fetch at a time may: the
+        probe."""
         if self.is_open or self._is_probing:
             return False
         self._is_probing = self._probe_at_s is not None
         return True
 
     def failed(self, error: CacheTreeError) -> None:
-        """Count an error of the worker or of the link. It does not count while open."""
+        """Count an error of the worker or of the link. Ignored while open."""
         if self.is_open:
             return
         self.error = without_frames(error)
@@ -94,7 +94,7 @@ class Breaker:
             self._cooldowns.reset()
 
     def released(self) -> None:
-        """End a fetch that says nothing about the worker; another fetch may be the probe."""
+        """Note the end of a fetch that says nothing about the worker. Another may be the probe."""
         self._is_probing = False
 
     def _open(self, now_s: float) -> None:
@@ -104,8 +104,8 @@ class Breaker:
 
 
 class LogLimiter:
-    """Limits log lines about others: one line a minute about each, and about only so many of
-    them."""
+    """Limit log lines about other servers: one line a minute for each name, and at most `MAX_NAMES`
+    names a minute."""
 
     EVERY_S: Final = 60.0
     MAX_NAMES: Final = 256

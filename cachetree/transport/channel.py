@@ -1,5 +1,4 @@
-"""A data connection: payloads out of memory and into memory without a copy, with messages in
-between.
+"""A data connection: it carries payloads from memory to memory without a copy, and messages.
 
 Everything arrives whole and in order, or the connection ends.
 """
@@ -23,17 +22,17 @@ from cachetree.transport.receiver import FrameReceiver
 from cachetree.transport.send_queue import SendQueue
 
 _MAX_READS: Final = 64
-"""Most reads in one turn."""
+"""Most reads from the socket in one call of `receive`."""
 _WAKE_BYTES: Final = 1 << 20
-"""Least bytes within a frame that wake the receiver: a wakeup costs both sides."""
+"""Bytes of a frame that have to arrive before the receiver wakes: each wakeup takes time."""
 _UNSENT_BYTES: Final = 256 << 10
-"""Most unsent bytes that the kernel takes: more would leave the processor's caches."""
+"""Most unsent bytes in the kernel. More would not stay in the processor's caches until sent."""
 _KEEPALIVE_PROBES: Final = 3
 
 
 ReceiverOf = Callable[[Frame], FrameReceiver | None]
-"""Returns the receiver of a frame that is no message; None if there is none. Raises ProtocolError
-for a frame that ends the connection."""
+"""Function that returns the receiver of a payload frame. None: discard the payload. Raises
+ProtocolError for a frame that ends the connection."""
 
 
 class Channel:
@@ -45,28 +44,29 @@ class Channel:
     def __init__(
         self, connection: socket.socket, seals: Unsealed, wake: Callable[[], None]
     ) -> None:
-        """It owns `connection`; the other arguments are as in `SendQueue`."""
+        """Take ownership of `connection`. The other arguments are as in `SendQueue`."""
         self._socket = connection
         self._seals = seals
         self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self.served_bytes = 0
-        """Bytes of all streams of this channel, as in `Stream`; kept by the scheduler."""
+        """Turn of the channel, as in `Stream`: the scheduler serves the channel with the lowest."""
         self._error: FetchError | None = None
         self._frame: Frame | None = None
-        """Frame that is being received; None if a header is next."""
+        """Frame that is being received. None if a header is next."""
         self._into: memoryview | None = None
-        """Memory for its payload; None if the payload is discarded."""
+        """Memory for the frame's payload. None if the payload is discarded."""
         self._receiver: FrameReceiver | None = None
-        """Receiver of the payload; None if it is discarded or a message."""
+        """Receiver of the payload. None if the payload is discarded, or is a message."""
         self._at = 0
         """Number of bytes of the payload received so far."""
         self._digest = xxhash.xxh3_64()
         self._header = memoryview(bytearray(frames.HEADER_BYTES + seals.header_tag_bytes))
         self._sealed = np.empty(frames.PIECE_BYTES + seals.piece_tag_bytes, np.uint8).data
-        """Memory for sealed pieces; it is touched only once one arrives."""
+        """Memory for one sealed piece. The kernel provides it once a sealed piece arrives."""
         self._unit = self._piece = self._header
-        """Memory that is to be filled next as a whole, and the place in it for the next bytes."""
+        """Memory that is filled next as a whole from the socket, and memory for its content after
+        opening the seal (the same without seals)."""
         self._unit_at = 0
         self._wake_bytes = 1
 
@@ -84,7 +84,7 @@ class Channel:
         return self.send_queue.has_room and self.error is None
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
-        """Queue a frame. Its parts must not change until the queue has written them."""
+        """Queue a frame. Its payload must not change until the queue has written it."""
         self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
@@ -95,8 +95,8 @@ class Channel:
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 
     def receive(self, receiver_of: ReceiverOf) -> Iterator[memoryview]:
-        """Receive what has arrived, at most some MiB, and yield the messages in it. After a
-        ProtocolError the caller has to close the channel."""
+        """Receive the bytes that have arrived, at most some MiB, and yield the messages among them.
+        After a ProtocolError the caller has to close the channel."""
         frame, receiver = self._frame, self._receiver
         if frame is not None and receiver is not None and not receiver.is_pending(frame):
             self._divert()
@@ -164,8 +164,8 @@ class Channel:
         self._piece = scrap
 
     def _read(self) -> bool:
-        """Read bytes; return whether some had arrived. If not, have the socket report the next
-        ones."""
+        """Read bytes from the socket. Return False if none had arrived; the poller then reports the
+        next ones."""
         if self.error is not None:
             return False
         try:
@@ -183,7 +183,7 @@ class Channel:
         return bool(num_bytes)
 
     def _sleep(self) -> None:
-        """Report the socket as ready only once enough bytes are there."""
+        """Let the kernel report the socket as ready only when enough bytes have arrived."""
         rest = 1 if self._frame is None else self._frame.size - self._at - self._unit_at
         num_bytes = max(1, min(rest, _WAKE_BYTES))
         if num_bytes != self._wake_bytes:
@@ -201,8 +201,8 @@ class Channel:
 
 
 def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]) -> Channel:
-    """Open the data connection of a session, to an IP address. It may still fail, as `error`
-    says."""
+    """Open the data connection of a session, to IP address `host`. Returns at once; if the
+    connection fails, `error` says why."""
     to = Address(host, ticket.port)
     connection = socket.socket(socket.AF_INET6 if to.is_ipv6 else socket.AF_INET)
     connection.setblocking(False)
@@ -223,7 +223,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def bound_silence(connection: socket.socket, silence_s: float) -> None:
-    """Have the kernel end a connection if the other end no longer acknowledges."""
+    """Let the kernel end a connection if the other end acknowledges nothing for `silence_s`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
     for option, value in zip(options, silence_limits(silence_s), strict=True):
@@ -231,10 +231,10 @@ def bound_silence(connection: socket.socket, silence_s: float) -> None:
 
 
 def silence_limits(silence_s: float) -> tuple[int, int, int, int]:
-    """Return times after which the kernel ends a TCP connection without acknowledgements.
+    """Return the kernel's limits for a TCP connection without acknowledgements.
 
-    With unsent data it ends after the first number, in ms. Without, the kernel probes: first after
-    the second number of seconds, then at intervals of the third, as often as the fourth says.
+    They are: ms until the end with unsent data; seconds until the first probe without data; seconds
+    between probes; and number of probes.
     """
     probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
     return round(silence_s * 1000), max(1, round(silence_s / 2)), probe_s, _KEEPALIVE_PROBES

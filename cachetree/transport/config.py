@@ -12,7 +12,8 @@ from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.wire import Model
 
 _MAX_SILENCE_S: Final = 65_534
-"""Half of it, which `channel` gives to the kernel, is Linux's MAX_TCP_KEEPIDLE."""
+"""Largest silence in seconds. `channel` gives half of it to the kernel, where Linux takes at most
+MAX_TCP_KEEPIDLE."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,25 +22,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     listen: str = "tcp://127.0.0.1:0"
     """Address to bind; port 0 takes a free one."""
     key_file: str | None = None
-    """Secret key file made by `cachetree keygen`: traffic is encrypted, and only `allowed_peers`
-    may read. None: nothing is encrypted, and everyone who can connect may read."""
+    """Secret key file, made by `cachetree keygen`. With it, traffic is encrypted, and only
+    `allowed_peers` may read. None: nothing is encrypted, and everyone who can connect may read."""
     allowed_peers: tuple[str, ...] = ()
-    """Public keys, files of them, or folders of `.pub` files. They are read at start. A peer with
-    one of these keys may read the pages of all tenants: there are no lists per namespace."""
+    """Public keys, files of them, or folders of `.pub` files, read at start. A peer with one of
+    these keys may read the pages of all tenants."""
     admin: tuple[str, ...] | None = None
-    """Public keys, as in `allowed_peers`, of those who may evict and pin; they may read, too. If
-    this server has no key, use an empty list: everyone on this machine may evict and pin if
+    """Public keys of the operators, in the form of `allowed_peers`. They may read, evict and pin.
+    Without a key of this server, an empty list lets everyone on this machine evict and pin, if
     `listen` is a loopback address. None: no one may."""
     bulk_port: int = 0
-    """Port of sessions, on the host of `listen`. Each peer opens a connection to it after its
-    hello. 0 takes a free port."""
+    """Port of sessions, on the host of `listen`. After its hello, each peer opens a connection to
+    this port. 0 takes a free port."""
     insecure: bool = False
-    """Allow an address that other machines can reach without a key. Nothing is then encrypted or
-    authenticated."""
+    """Allow `listen` without a key at an address that other machines can reach. Nothing is then
+    encrypted or authenticated."""
     model: Model = ""
     """Id of the model that this server runs; empty if it runs none."""
     max_bytes_per_s: float | None = None
-    """Cap on what all streams together send; None for no cap."""
+    """Most bytes per second that all fetches together may send. None: no limit."""
     max_streams: int = 256
     """Most fetches served at once; further fetches are refused. One peer may have at most three
     times as many fetches as stay free."""
@@ -49,29 +50,27 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most changes of the tree queued for a peer that does not read. A peer with more changes to
     read gets a new snapshot instead."""
     shared_memory: bool = True
-    """Tell peers on this host only the places of pages, and let them copy from this process's
-    memory. Other peers get frames."""
+    """Let peers on this host copy pages from this process's memory: they get only the positions.
+    Other peers get frames."""
     silence_s: float = 10.0
-    """Seconds without a word after which a peer counts as gone. A closed connection is noticed at
-    once."""
+    """Seconds without a message after which a peer counts as gone. A closed connection is noticed
+    at once."""
 
     def __post_init__(self) -> None:
         if self.key_file is None and self.allowed_peers:
             raise ConfigError(
-                "allowed_peers is set, and without a key of this server nobody can be told from "
-                "anybody else; set key_file (`cachetree keygen` makes one), or remove "
-                "allowed_peers"
+                "allowed_peers is set, and a server without a key cannot check the keys of peers; "
+                "set key_file (`cachetree keygen` makes one), or remove allowed_peers"
             )
         if self.key_file is None and self.admin:
             raise ConfigError(
-                "admin lists keys, and without a key of this server nobody can be told from "
-                "anybody else; set key_file, or make admin an empty list, which is everyone on "
-                "this machine"
+                "admin lists keys, and a server without a key cannot check the keys of operators; "
+                "set key_file, or make admin an empty list, which lets in everyone on this machine"
             )
         if self.key_file is not None and not self.allowed_peers:
             raise ConfigError(
-                f"key_file is {self.key_file} and allowed_peers is empty, so that nobody could "
-                "read from this server; list the public keys of those who may"
+                f"key_file is {self.key_file} and allowed_peers is empty, so no peer could read "
+                "from this server; list the public keys of the peers that may"
             )
         if not 0 <= self.bulk_port <= 65535:
             raise ConfigError(
@@ -80,8 +79,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive(self, "max_streams max_peers max_pending_changes silence_s max_bytes_per_s")
         if self.silence_s > _MAX_SILENCE_S:
             raise ConfigError(
-                f"silence_s is {self.silence_s}; the kernel looks after a silent connection for "
-                f"{_MAX_SILENCE_S} s at most: give that or less"
+                f"silence_s is {self.silence_s}; the kernel watches a silent connection for "
+                f"at most {_MAX_SILENCE_S} s: give that or less"
             )
 
 
@@ -92,37 +91,37 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Secret key file made by `cachetree keygen`; its public key has to be in the worker's
     `allowed_peers`."""
     server_key: str | None = None
-    """Public key of the worker, or the file that holds it: traffic is encrypted, and only with the
-    holder of that key. None: nothing is encrypted, and any worker that answers is trusted."""
+    """Public key of the worker, or a file with the key. Traffic is then encrypted, and the worker
+    has to prove this key. None: nothing is encrypted, and any worker that answers is trusted."""
     frame_bytes: int = 4 << 20
     """Largest payload that the worker may send in one frame."""
     connect_s: float = 2.0
-    """Time for connection and handshake together."""
+    """Most seconds for connection and handshake together."""
     reconnect_s: float = 0.1
-    """Longest first pause before another attempt; it doubles up to ten times this. Each pause is a
-    random share of that, so that many peers of one worker do not return at once."""
+    """Longest pause in seconds before the second attempt to connect. It doubles with each attempt,
+    up to ten times this. The real pause is a random share of it, so that many peers of one worker
+    do not return at once."""
     max_retries: int = 2
-    """Number of times that a fetch asks for the rest, after a lost connection or a damaged
+    """Number of times that a fetch asks for its missing bytes, after a lost connection or a damaged
     frame."""
     resume_s: float = 1.0
-    """Seconds without a connection after which a fetch that lost its worker is given up. If the
-    worker is gone, a full prefill should not wait for the whole deadline. A look-up of the worker's
-    name is not broken off by it."""
+    """Seconds without a connection after which a running fetch is given up: a full prefill should
+    not wait for the whole deadline. A look-up of the worker's name may take longer."""
     breaker_errors: int = 3
-    """Number of errors within `breaker_window_s` after which the worker is left alone for
-    `cooldown_s`. Its entries are forgotten; afterwards one fetch tries whether it works again."""
+    """Number of errors within `breaker_window_s` after which nothing is read from the worker for
+    `cooldown_s`. Its entries are forgotten. Afterwards one fetch tries the worker again."""
     breaker_window_s: float = 10.0
     cooldown_s: float = 30.0
-    """Seconds that the worker is left alone. They double, up to ten times this, each time that one
-    fetch fails."""
+    """Seconds without a fetch from a worker with too many errors. If the next fetch fails, too,
+    the time doubles, up to ten times this."""
     heartbeat_s: float = 1.0
-    """Seconds between two pings."""
+    """Seconds between two pings to the worker."""
     shared_memory: bool = True
-    """Copy pages from the memory of a worker on this host, if it allows that and this process
-    can."""
+    """Copy pages directly from the memory of a worker on this host, if the worker allows that and
+    its memory can be opened."""
     silence_s: float = 5.0
-    """Seconds without a word after which a worker counts as lost. A closed connection is noticed at
-    once."""
+    """Seconds without a message after which a worker counts as lost. A closed connection is noticed
+    at once."""
 
     def __post_init__(self) -> None:
         if not MIN_FRAME_BYTES <= self.frame_bytes <= MAX_FRAME_BYTES:
@@ -132,8 +131,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.server_key is not None and self.key_file is None:
             raise ConfigError(
-                f"server_key is {self.server_key}, and a worker with a key asks for this server's "
-                "too; set key_file (`cachetree keygen` makes one)"
+                f"server_key is {self.server_key}, and a worker with a key also asks for a key of "
+                "this server; set key_file (`cachetree keygen` makes one)"
             )
         _check_positive(
             self,

@@ -1,5 +1,4 @@
-"""The peer's side of a connection: one question over ZMQ, and one session over a TCP connection
-that it opens."""
+"""The peer's side of a connection: one question over ZMQ, then one session over TCP."""
 
 from __future__ import annotations
 
@@ -38,11 +37,10 @@ def answer_of(
     until_up: bool,
     wait: Callable[[zmq.Poller, float], None] = poll,
 ) -> wire.ToPeer:
-    """Ask the worker that listens at `to`, and return its answer; `until_up` waits for a worker to
-    come up.
+    """Send a question to the worker at `to`, and return its answer. Blocks only in calls of `wait`.
 
-    Blocks in `wait`, again and again. Raises DeadlineExceeded, ProtocolError, AuthenticationError,
-    the errors of `wait`, and FetchError unless `until_up`.
+    With `until_up`, wait for a worker that does not yet listen; else raise FetchError. Raises
+    DeadlineExceeded, ProtocolError, AuthenticationError, and the errors of `wait`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     who = f"worker {to.url}"
@@ -62,10 +60,10 @@ def answer_of(
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         while not socket.poll(0):
-            if monitor.poll(0):  # The first event says the most.
+            if monitor.poll(0):  # The first event says most about the cause.
                 raise credentials.failure(recv_monitor_message(monitor)["event"], who)
             if deadline.has_passed:
-                busy = "; one that is busy may still do it" if isinstance(question, Order) else ""
+                busy = "; a busy worker may still do it" if isinstance(question, Order) else ""
                 raise DeadlineExceeded(f"no worker answered at {to.url} in time{busy}")
             wait(poller, deadline.remaining_s())
         header = socket.recv(copy=False)
@@ -77,17 +75,15 @@ def answer_of(
 
 
 class Connection:
-    """One session, over one channel. Used by one thread; blocks only in `wait`.
+    """One session of a peer, over one channel. Used by one thread; blocks only in `wait`.
 
-    It does not reconnect: one that is down stays down, so that nothing of a worker's former life is
-    taken for the next one's.
+    It never reconnects, so no message from before a worker's restart is taken for a later one.
     """
 
     def __init__(
         self, to: Address, credentials: Credentials, ticket: Ticket, wakeup: Wakeup, clock: Clock
     ) -> None:
-        """Connect to the host that gave the ticket: an IP address, because a name may have
-        several."""
+        """Connect to `to`, the IP address that gave the ticket. A name could have several."""
         self._who: Final = f"worker {to.url}"
         self._bulk_url: Final = f"bulk_port {ticket.port} of {to.host}"
         self._wakeup = wakeup
@@ -99,7 +95,7 @@ class Connection:
         self.last_id = NOT_ASKED
         """Id of the newest fetch."""
         self.owed: Final[dict[int, int]] = {}
-        """Most bytes that may still arrive in frames, by fetch that ended early."""
+        """Most bytes that may still arrive for each fetch that ended early, by its id."""
         self.arena: ArenaReader | None = None
         """The worker's memory, if this peer reads it."""
         self._poller = zmq.Poller()
@@ -107,7 +103,8 @@ class Connection:
         self._poller.register(self.channel.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something arrives or ends, the wakeup is woken, or the time is over."""
+        """Block until bytes arrive, the channel ends, another thread wakes this one, or the time is
+        over."""
         poll(self._poller, timeout_s)
         self._wakeup.drain()
 
@@ -116,13 +113,12 @@ class Connection:
         return self.last_id
 
     def send(self, message: wire.ToWorker) -> None:
-        """Send a message. Raises ProtocolError for one that is too large; `beat` raises all other
-        errors."""
+        """Send a message. Raises ProtocolError if it is too large. Other errors show in `beat`."""
         self.channel.put_message(wire.encode(message))
 
     def beat(self, every_s: float, patience_s: float) -> None:
-        """Ping now and then. Raises FetchError if the worker was silent for longer than
-        `patience_s`, or if the channel has ended. Read what has arrived first."""
+        """Ping the worker every `every_s`. Raises FetchError if the worker was silent for longer
+        than `patience_s`, or the channel has ended. Receive arrived bytes before the call."""
         if self.channel.error is not None:
             raise FetchError(
                 f"{self._who} closed the connection to its {self._bulk_url}, or it cannot be "

@@ -1,4 +1,4 @@
-"""Connections that strangers may hold: how many in all, and from each source."""
+"""Limits on connections from strangers: how many may be open in all, and which one is ended."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from typing import Any, Final
 log = logging.getLogger(__name__)
 
 _LEAST_DESCRIPTORS: Final = 4096
-"""Descriptors that a worker's process needs. Strangers can have 1,800: 1,000 connections that
-libzmq has not reported yet, 512 that it has, and 256 on the data port."""
+"""File descriptors that a worker's process needs. Strangers can take 1,800 of them: 1,000
+connections that libzmq has not reported yet, 512 that it has, and 256 on the data port."""
 _WANTED_DESCRIPTORS: Final = 65_536
 
 
 def crowding(sources: Mapping[int, str]) -> int:
-    """Return the connection to end to make room: the oldest of the source with the most
-    connections.
+    """Choose a connection to end, to make room: the oldest one of the source with the most.
 
-    So a crowd from one address keeps no other address out. `sources` are by descriptor, oldest
-    first.
+    So many connections from one address keep no other address out. `sources` has the source of each
+    connection, by descriptor, oldest first.
     """
     ((most, _),) = Counter(sources.values()).most_common(1)
     return next(descriptor for descriptor, source in sources.items() if source == most)
@@ -41,31 +40,32 @@ def source_of(host: str) -> str:
 
 
 class Connections:
-    """The TCP connections of a ZMQ socket that listens, as its monitor reports them.
+    """The TCP connections of a listening ZMQ socket, as its monitor reports them.
 
-    libzmq bounds neither their number nor that of one source. Here at most `most` connections may
-    stay that never sent a message, and as many that did.
+    libzmq does not bound their number. Here at most `most` connections may stay open that never
+    sent a message, and at most `most` that did.
     """
 
     def __init__(self, most: int) -> None:
         self._most: Final = most
         self._ends: dict[int, tuple[Any, Any]] = {}
-        """Both addresses of each connection, by libzmq's descriptor; by now the number may be
-        another socket's."""
+        """Both addresses of each connection, by libzmq's descriptor. They show whether the
+        descriptor belongs to another socket by now."""
         self._silent: dict[int, str] = {}
         """Sources of connections that never sent a message, oldest first."""
         self._heard: dict[int, str] = {}
+        """Sources of connections that have sent a message, oldest first."""
         self._ending: set[int] = set()
-        """Connections ended here, and not yet reported as closed."""
+        """Connections that this object has ended, and libzmq has not yet reported as closed."""
 
     @property
     def are_ending(self) -> bool:
-        """Return whether libzmq has yet to report the end of a connection that was ended here."""
+        """Whether libzmq has not yet reported the end of a connection that this object ended."""
         return bool(self._ending)
 
     def came(self, descriptor: int, port: int) -> str:
-        """Note that libzmq accepted a connection at `port`. Return the source of a silent
-        connection that was ended to make room, or ""."""
+        """Note that libzmq accepted a connection at `port`. If a silent connection was ended to
+        make room, return its source, else ""."""
         self.went(descriptor)
         with contextlib.suppress(OSError), _copy(descriptor) as copy:
             own, other = copy.getsockname(), copy.getpeername()
@@ -88,7 +88,7 @@ class Connections:
             known.pop(descriptor, None)
 
     def _bound(self, sources: dict[int, str]) -> str:
-        """End one connection if there are too many; return its source."""
+        """End one connection if there are too many, and return its source. Else return ""."""
         if len(sources) <= self._most:
             return ""
         source = sources[descriptor := crowding(sources)]
@@ -101,9 +101,9 @@ class Connections:
 
 
 def _copy(descriptor: int) -> socket.socket:
-    """Copy a descriptor as a socket; raises OSError. The family is one with room for every address.
+    """Duplicate a descriptor as a socket, with a family that fits every address. Raises OSError.
 
-    `socket.fromfd` would leave its copy open if the number is no socket's by now.
+    `socket.fromfd` would leak its copy if the descriptor is no socket by now.
     """
     copy = os.dup(descriptor)
     try:

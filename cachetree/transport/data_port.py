@@ -21,18 +21,19 @@ from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import Refusal
 
 _BACKLOG: Final = 4096
-"""Connections that wait in the kernel. It hides those that have sent nothing, and shows the others
-first. In a crowd of this size it shows all of them."""
+"""Most connections that wait in the kernel. The kernel hides connections that have sent nothing,
+until so many wait; then it shows all."""
 _MAX_TICKETS: Final = 1024
-"""Most unused tickets; beyond them the oldest is void."""
+"""Most unused tickets. Beyond them, the oldest ticket becomes invalid."""
 _MAX_SILENT: Final = 256
-"""Most connections that the kernel has shown and that have sent nothing."""
+"""Most accepted connections that have sent nothing yet."""
 _SILENT_S: Final = 2
 """Seconds after which a connection that has sent nothing is closed."""
 
 
 class DataPort:
-    """A listening TCP socket. Used by the worker's thread after construction; never blocks."""
+    """Listening TCP socket for data connections, each admitted with a ticket. Never blocks. For the
+    worker's thread after construction."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class DataPort:
         config: WorkerConfig,
         clock: Clock,
     ) -> None:
-        """`seals` makes the seals for a key; `wake` is called from other threads, as in
-        `SendQueue`.
+        """`seals` makes the seals of a connection from its ticket's key. Other threads call `wake`,
+        as in `SendQueue`.
 
         Raises ConfigError if the address cannot be bound.
         """
@@ -53,24 +54,24 @@ class DataPort:
         self._config = config
         self._clock = clock
         self._epoll = select.epoll()
-        """An epoll of its own: in a crowd ZMQ's poller would take longer than everything else."""
+        """Own epoll, because ZMQ's poller is slow with very many connections."""
         self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
         # The kernel reports a connection once its ticket has arrived, however many send none.
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         self._port: Final[int] = self._listener.getsockname()[1]
         self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
-        """Unused tickets by the name of their owner, oldest first."""
+        """Unused tickets by the name of the peer, oldest first."""
         self._silent: dict[int, tuple[socket.socket, Deadline]] = {}
         """Connections that have sent nothing yet, by file descriptor, the oldest first."""
         self._sources: dict[int, str] = {}
-        """Sources of these connections."""
+        """Sources of the connections in `_silent`."""
         self._epoll.register(self._listener, select.EPOLLIN)
         poller.register(self._epoll.fileno(), zmq.POLLIN)
 
     def issue_ticket(self, who: str) -> Ticket:
-        """Issue a ticket for one connection by `who` within `silence_s`. It replaces their earlier
-        ticket."""
+        """Issue a ticket for one connection of peer `who`, valid for `silence_s`. It replaces the
+        peer's earlier ticket."""
         if len(self._tickets) == _MAX_TICKETS:
             del self._tickets[next(iter(self._tickets))]
         ticket = new_ticket(self._port)
@@ -79,10 +80,10 @@ class DataPort:
         return ticket
 
     def arrivals(self, ready: Container[object]) -> Iterator[tuple[str, Channel] | Refusal]:
-        """Yield connections with a good ticket, with their owners, and refusals of those that were
-        closed.
+        """Admit connections that have arrived. Yield the peer's name and the channel for each valid
+        ticket, and a refusal for each connection that was closed.
 
-        `ready` are the descriptors that a poll found ready.
+        `ready` has the descriptors that a poll found ready.
         """
         if self._epoll.fileno() in ready:
             spoken = [descriptor for descriptor, _ in self._epoll.poll(0)]
@@ -106,7 +107,7 @@ class DataPort:
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # There are no descriptors left; the next turn tries again.
+            except OSError:  # No descriptors are left. The next turn tries again.
                 self._epoll.modify(self._listener, 0)
                 return
             if len(self._silent) == _MAX_SILENT:
@@ -119,7 +120,7 @@ class DataPort:
             yield connection.fileno()
 
     def _hear(self, descriptor: int) -> Iterator[tuple[str, Channel] | Refusal]:
-        """Read a connection's ticket, if it has arrived. A ticket arrives whole, or it is none."""
+        """Read a connection's ticket, if it has arrived. A part of a ticket counts as invalid."""
         connection, _ = self._silent[descriptor]
         token, host = b"", ""
         try:
@@ -146,7 +147,8 @@ class DataPort:
         connection.close()
 
     def _owner(self, token: bytes) -> str | None:
-        """Return the owner of a valid ticket; takes the same time for every token."""
+        """Return the peer to which a valid ticket was issued, else None. Takes the same time for
+        every token."""
         owner = None
         for who, (ticket, deadline) in self._tickets.items():
             if hmac.compare_digest(ticket.token, token) and not deadline.has_passed:

@@ -1,8 +1,7 @@
-"""Workers that no file lists, found by a name in DNS: `dns://NAME:PORT` stands for all its
-addresses.
+"""Directories of workers: `dns://NAME:PORT` stands for all addresses of a DNS name.
 
-A directory only says which workers to try. A worker found there has to prove the same as a listed
-one.
+A directory only says which workers to try. These workers have to prove the same keys as workers
+that the settings list.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ log = logging.getLogger("cachetree.directory")
 
 ASK_EVERY_S: Final = 3.0
 MAX_FOUND: Final = 256
-"""Most workers taken from one directory: as many as may have sessions with one worker."""
+"""Most workers taken from one directory, the same number as a worker's `max_peers`."""
 
 _EXAMPLE: Final = "write dns://NAME:PORT"
 
 Look = Callable[[], Sequence[Location]]
-"""Returns the workers of a directory, at most `MAX_FOUND`. Blocks for seconds if a server is
-silent. Raises OSError or ValueError if there is no answer."""
+"""Function that returns the workers of a directory, at most `MAX_FOUND`. Blocks for seconds if a
+DNS server is silent. Raises OSError or ValueError without an answer."""
 
 
 class PeriodicTask:
-    """A task that a thread of its own repeats every few seconds; no other thread waits for it.
+    """A task that its own thread repeats every `ASK_EVERY_S` seconds. No other thread waits for it.
 
-    Failures are logged, at most one a minute; `has_gone_well` is set after a success.
+    Failures are logged, at most one a minute. `has_gone_well` is set after the first success.
     """
 
     def __init__(self, name: str, step: Callable[[], object]) -> None:
-        """`name` is a URL."""
+        """`name` is the directory's URL."""
         self.name: Final = without_password(name)
         self.error = ""
-        """Error of the last run; empty if it went well."""
+        """Error of the last run; empty if the run succeeded."""
         self.has_gone_well: Final = threading.Event()
         self._limiter = LogLimiter()
         self._closing = threading.Event()
@@ -53,7 +52,7 @@ class PeriodicTask:
         self._thread.start()
 
     def close(self, most_s: float = CLOSE_S) -> None:
-        """Stop, and wait at most `most_s` for the thread. Idempotent."""
+        """Stop repeating, and wait at most `most_s` seconds for the thread. Idempotent."""
         self._closing.set()
         self._thread.join(most_s)
 
@@ -87,7 +86,7 @@ def is_directory(peer: str) -> bool:
 def addresses_of(
     name: Address, resolve: Callable[..., Sequence[Any]] = socket.getaddrinfo
 ) -> Sequence[Location]:
-    """Return all addresses that the name resolves to now."""
+    """Return the workers at all IP addresses of a name, at most `MAX_FOUND`. Blocks."""
     answers = resolve(name.host, name.port, type=socket.SOCK_STREAM)
     urls = {Address(answer[4][0], name.port).url for answer in answers}
     return [Location(url) for url in sorted(urls)[:MAX_FOUND]]

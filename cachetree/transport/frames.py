@@ -1,4 +1,4 @@
-"""A data connection: how it is opened, its frames, and how they are sealed.
+"""Frames of a data connection: their form, their seals, and the ticket that opens a connection.
 
 Frames are headers of one size, each followed by its payload.
 
@@ -17,10 +17,10 @@ All numbers are little-endian. No frame has bytes of two steps.
     Frame, payload          ◄─►     header and payload sealed with the key; without keys in
                                     clear, and each header with a checksum
 
-Each direction numbers its headers and pieces of payloads, and a seal covers the number. A part that
-was changed, lost, repeated or moved cannot be opened, nor can any later part. Then the connection
-ends. Without keys, the checksum of a header covers its number in the same way, so no code above
-looks for losses. A key serves one connection, and uses no number twice.
+Each direction numbers its headers and pieces of payloads, and a seal covers the number. If a part
+was changed, lost, repeated or moved, it cannot be opened, nor can any later part, and the
+connection ends. Without keys, the checksum of a header covers its number in the same way. So no
+other code looks for losses. A key serves one connection, and seals each number once.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cachetree.errors import ProtocolError
 
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Largest payload that may be requested, and that is accepted."""
+"""Largest payload of a frame that may be requested, and that is accepted."""
 
 MIN_FRAME_BYTES: Final = 4096
 """Smallest frame size that a peer may request."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest message that either side accepts, over ZMQ or TCP; a fetch may name 60,000 pages."""
+"""Largest message that either side accepts, over ZMQ or TCP: room for a fetch of 60,000 pages."""
 
 MESSAGE: Final = 0
 """Id of a frame with a message as payload."""
@@ -59,8 +59,8 @@ TAG_BYTES: Final = 16
 TOKEN_BYTES: Final = 32
 
 PIECE_BYTES: Final = 256 << 10
-"""Bytes of the pieces in which payloads are sealed, received and read again for their checksum: far
-less than a core's cache."""
+"""Bytes of one piece: payloads are sealed, received and summed piece by piece, so that a piece
+stays in a core's cache."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,10 +94,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """Port on the host of the worker's address."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """Token of one use. Anyone on the way can see the token. It opens one connection, and decrypts
-    nothing."""
+    """Token of one use, sent in clear. It opens one connection, and decrypts nothing."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    """Key of the seals, if both sides have proved their identity; otherwise unused."""
+    """Key of the seals. Unused if the two sides have no key pairs."""
 
     def __repr__(self) -> str:
         return f"Ticket(port={self.port})"
@@ -109,8 +108,8 @@ def new_ticket(port: int) -> Ticket:
 
 
 class Unsealed:
-    """Headers with a checksum, payloads in clear: protects only against accidents. Each side makes
-    one for each connection."""
+    """Seals of a connection without keys: headers have a checksum, payloads are clear. They protect
+    against accidents only. Each side makes one object for each connection."""
 
     header_tag_bytes = 8
     piece_tag_bytes = 0
@@ -123,29 +122,29 @@ class Unsealed:
         return header + xxhash.xxh3_64_digest(header, self._num_sealed)
 
     def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
-        """Yield the payload of the header sealed last; these may be the parts of `payload`
-        themselves."""
+        """Yield the sealed pieces of the payload that follows the last sealed header. Without a
+        seal these are the parts of `payload`."""
         yield from payload
 
     def open(self, header: memoryview) -> memoryview | bytes:
-        """Open a header. Raises ProtocolError, like `open_piece`. The caller then ends the
-        connection."""
+        """Check a header and return it in clear. Raises ProtocolError; the caller then has to end
+        the connection."""
         self._num_opened += 1
         clear, tag = header[: -self.header_tag_bytes], header[-self.header_tag_bytes :]
         if xxhash.xxh3_64_digest(clear, self._num_opened) != tag:
             raise ProtocolError(
-                "the checksum of a header is wrong: it was damaged on its way, or one before it "
-                "was lost or repeated"
+                "the checksum of a header is wrong: the header was damaged on its way, or an "
+                "earlier one was lost or repeated"
             )
         return clear
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
-        """Open the next piece of a payload. Without tags `sealed` and `into` are the same
-        memory."""
+        """Check the next piece of a payload, and write it in clear to `into`. Without tags, both
+        arguments are the same memory. Raises ProtocolError, like `open`."""
 
 
 class Seals(Unsealed):
-    """AES-256-GCM over headers and payloads."""
+    """Seals of a connection with keys: AES-256-GCM over headers and payloads."""
 
     header_tag_bytes = TAG_BYTES
     piece_tag_bytes = TAG_BYTES
@@ -177,10 +176,10 @@ class Seals(Unsealed):
             self._cipher.decrypt_into(nonce, sealed, None, into)
         except InvalidTag as exc:
             raise ProtocolError(
-                "a message, or one before it, was changed, lost or repeated on its way"
+                "a message, or an earlier one, was changed, lost or repeated on its way"
             ) from exc
 
 
 def _nonce(number: int, *, by_worker: bool) -> bytes:
-    """Return 12 bytes, never the same twice under one key."""
+    """Return the 12-byte nonce of a seal. No two seals of one key have the same."""
     return struct.pack(">?xxxQ", by_worker, number)

@@ -38,15 +38,16 @@ FAILURES: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""Events of a socket's monitor."""
+"""Events of a ZMQ monitor that mean a failed handshake."""
 
 _CIPHER_BYTES: Final = 33
-"""Bytes that CURVE adds to a message on the wire (RFC 26), and so to the cap on its size."""
+"""Bytes that CURVE adds to a message on the wire (RFC 26). The cap on a message's size grows by
+them."""
 
 _RECEIVED: Final = 64
-"""Messages from one other side that wait to be read; beyond that the other side has to wait."""
+"""Most messages from one connection that wait to be read. Then the sender has to wait."""
 _SENT: Final = 256
-"""Messages that wait for one other side to read them; beyond that no more can be sent."""
+"""Most messages to one connection that wait to be sent. Then further ones are dropped."""
 
 _HANDSHAKE_MS: Final = 5000
 """Time in ms after which a connection without a completed handshake is closed."""
@@ -57,10 +58,10 @@ _ADMIN: Final = b"admin"
 _READER: Final = b"reader"
 """User id that libzmq attaches to each message of a reader."""
 _MAX_EVENTS: Final = 256
-"""Most handshakes decided, and most events of connections seen, in one turn."""
+"""Most handshakes that one turn of the worker decides, and most events that it reads."""
 _MAX_CONNECTIONS: Final = 256
-"""Most connections that have never sent a message, and most that have. A peer's question takes
-milliseconds."""
+"""Most open connections that have never sent a message, and most that have. A normal connection
+lasts milliseconds: one question and its answer."""
 _EVENTS: Final = (  # Without the events that AccessControl causes, which it reports itself.
     FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 )
@@ -72,16 +73,16 @@ class Refusal:
     """A handshake that failed at a worker."""
 
     who: str
-    """Name of the other side, as far as known; the same for each of its attempts."""
+    """Name of the other side as far as known, to limit log lines: the same for all its attempts."""
     why: str
 
 
 class AccessControl:
-    """Lets in everyone who can reach a worker's socket or, if the worker has a key, the holders of
-    listed keys. Used by the worker's thread after construction.
+    """Decide which connections a worker accepts: with a key those with listed keys, else all.
 
-    libzmq asks over ZAP, at an address that exists once per context. So each worker has a context
-    of its own, and answers in its own thread. Without an answer no connection gets in.
+    libzmq asks for each connection over ZAP, at an address that exists once per context. So each
+    worker has its own context, and answers in its own thread. Without an answer libzmq accepts no
+    connection. For the worker's thread after construction.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class AccessControl:
         *,
         obeys: bool = False,
     ) -> None:
-        """Without a key it `obeys` everyone or no one; with a key only its `admins`."""
+        """`own` is the worker's key pair. With it, holders of `allowed` keys may read, and holders
+        of `admins` keys may also give orders. Without it, everyone may give orders if `obeys`."""
         self._own = own
         self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
@@ -102,8 +104,8 @@ class AccessControl:
     def guard(
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
     ) -> None:
-        """Prepare a socket that is not bound yet, and wake the poller for `refusals`. Its helper
-        sockets are closed with the context. A message above the cap closes its connection."""
+        """Prepare a socket before it is bound, and register with the poller: it wakes the worker
+        for `refusals`. A message above the cap closes its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)
@@ -111,8 +113,7 @@ class AccessControl:
         self._asked.bind(_ZAP_ENDPOINT)
         socket.monitor(_EVENTS_ENDPOINT, _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
-        # libzmq accepts no more connections while 1,000 events wait to be read, and as many as this
-        # sets.
+        # libzmq accepts no more connections while 1,000 events wait, plus as many as set here.
         self._monitor.set(zmq.RCVHWM, 1)
         self._monitor.connect(_EVENTS_ENDPOINT)
         for source in (self._asked, self._monitor):
@@ -125,8 +126,8 @@ class AccessControl:
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def refusals(self, ready: Container[object]) -> Iterator[Refusal]:
-        """Decide the waiting handshakes, and yield those that failed; never blocks. `ready` is what
-        a poll found ready."""
+        """Decide the waiting handshakes, and yield those that failed. Never blocks. `ready` has the
+        sockets that a poll found ready."""
         for source, taken in ((self._asked, self._decided), (self._monitor, self._seen)):
             for _ in range(_MAX_EVENTS if source in ready else 0):
                 if not source.poll(0):
@@ -135,11 +136,12 @@ class AccessControl:
                     yield refusal
 
     def note_message(self, message: zmq.Frame) -> None:
-        """Note that the connection of this message is not silent."""
+        """Note that a message has arrived over its connection. Silent connections are ended
+        first."""
         self._connections.heard(int(message.get(zmq.SRCFD)))
 
     def is_admin(self, message: zmq.Frame) -> bool:
-        """Return whether the message's sender may give orders."""
+        """Whether the message's sender may give orders."""
         return message.get("User-Id") == _ADMIN.decode()
 
     def seals(self, key: bytes) -> Unsealed:
@@ -175,37 +177,36 @@ class AccessControl:
             case zmq.EVENT_ACCEPTED:
                 port = int(event["endpoint"].rpartition(b":")[2])
                 if source := self._connections.came(event["value"], port):
-                    why = f"{source} opens more connections than may wait; it says nothing over one"
+                    why = f"{source} opens too many connections that send nothing"
                     return Refusal(f"crowd {source}", why)
                 return None
             case zmq.EVENT_DISCONNECTED:
                 self._connections.went(event["value"])
                 return None
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._connections.are_ending:
-                return None  # It was reported already. Its next event is its end.
+                return None  # A connection that was ended here. It was reported already.
         # libzmq does not say which connection it was.
         if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            return Refusal("another key", "someone expected this worker to have another key")
+            return Refusal("another key", "a peer expected this worker to have another key")
         return Refusal(
             "no agreement",
-            "someone broke off the handshake or was silent for 5 s, as happens when one side uses "
-            "a key and the other does not",
+            "a peer broke off the handshake or was silent for 5 s; this happens if one side uses a "
+            "key and the other does not",
         )
 
 
 class Credentials:
-    """A peer's proof of identity, and the worker it expects: encrypted, with the holder of one key.
-    Without keys it proves nothing and trusts any worker.
+    """A peer's key pair, and the key that its worker has to prove. With both keys, the connection
+    is encrypted. Without them, the peer proves nothing and trusts any worker.
     """
 
     def __init__(self, own: KeyPair | None = None, server: PublicKey | None = None) -> None:
-        """Both keys, or neither."""
+        """Pass both keys, or neither."""
         self._own = own
         self._server = server
 
     def secure(self, socket: Socket, max_message_bytes: int) -> None:
-        """Prepare a socket that is not connected yet; a message above the cap ends its
-        connection."""
+        """Prepare a socket before it connects. A message above the cap ends its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         if self._own and self._server:
             socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
@@ -213,20 +214,20 @@ class Credentials:
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def seals(self, key: bytes) -> Unsealed:
-        """Return the seals of the data connection with the ticket of this key."""
+        """Return the seals of the data connection, from the key of its ticket."""
         return Seals(key, is_worker=False) if self._own else Unsealed()
 
     def failure(self, event: int, who: str) -> CacheTreeError:
-        """Return the error for a monitor's event about a connection that failed or ended.
+        """Return the error for an event of the monitor: a connection to `who` failed or ended.
 
-        If two sides differ, the side that sees it first hangs up, and the other sees no more.
+        The message lists several causes: the other side may close the connection without a reason.
         """
         if not event & FAILURES:
             return FetchError(f"{who} closed the connection or cannot be reached")
         if self._own is None:
             return AuthenticationError(
                 f"{who} broke off the handshake: it wants a key, is no worker, or was stopped at "
-                "this moment; for one that has a key set key_file, and its public key in peer_keys"
+                "this moment; if it has a key, set key_file here, and its public key in peer_keys"
             )
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AuthenticationError(
@@ -236,12 +237,12 @@ class Credentials:
         return AuthenticationError(
             f"{who} did not prove that it has key {self._server}: it has another one or none, is "
             "no worker, or was stopped at this moment; compare with the .pub file of that worker, "
-            "or remove its key from peer_keys where it has none"
+            "or remove its key from peer_keys if it has none"
         )
 
 
 def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
-    """Read the key files; raises ConfigError."""
+    """Read the key files of a peer. Raises ConfigError."""
     if server_key is None:
         return Credentials()
     server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
@@ -249,8 +250,8 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
 
 
 def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
-    """Return a worker's address and access control. Raises ConfigError for everything that would
-    prevent its start, except an address that cannot be bound."""
+    """Check the settings of a worker; return its address and access control. Raises ConfigError,
+    for every fault except an address that cannot be bound."""
     listen = parse_listen(
         config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
     )
@@ -262,8 +263,8 @@ def check_worker(config: WorkerConfig) -> tuple[Address, AccessControl]:
 
 
 def bind_ports(config: WorkerConfig, held: ExitStack) -> None:
-    """Take the ports that a worker's configuration names until `held` ends; raises ConfigError if
-    one is not free."""
+    """Check that the ports of a worker's configuration are free, and keep them until `held` ends.
+    Raises ConfigError."""
     listen = parse_address(config.listen, field="listen")
     held.enter_context(open_port(listen, field="listen"))
     if config.bulk_port:
@@ -271,7 +272,7 @@ def bind_ports(config: WorkerConfig, held: ExitStack) -> None:
 
 
 def _bound(socket: Socket, max_message_bytes: int) -> None:
-    """Bound the messages of the other side that are held here."""
+    """Bound the size and number of messages that wait in a socket."""
     socket.set(zmq.MAXMSGSIZE, max_message_bytes)
     socket.set(zmq.RCVHWM, _RECEIVED)
     socket.set(zmq.SNDHWM, _SENT)

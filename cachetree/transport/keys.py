@@ -1,13 +1,12 @@
-"""CURVE keys: how they are written, the files that hold them, and the functions that read these
-files.
+"""CURVE keys: their text form, their files, and the functions that read and write them.
 
     NAME.key   # a comment                        a server's own key pair; mode 0600
                ctsec-<64 hexadecimal digits>
     NAME.pub   ctpub-<64 hexadecimal digits> NAME
 
 A file of public keys may have many lines like the one in NAME.pub; text behind a key is a remark.
-The prefix tells a secret key from a public one before any use. Unlike Z85, neither needs quotes in
-YAML or a shell. Errors name files and lines, and show no secret key.
+The prefix tells a secret key from a public one. Unlike Z85, this form needs no quotes in YAML or a
+shell. Errors name files and lines, and show no secret key.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def to_public(raw: bytes) -> PublicKey:
 
 
 def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
-    """Write a new pair into `folder`; return (pair, secret file, public file).
+    """Make a new pair and write it into `folder`. Return (pair, secret file, public file).
 
-    Overwrites nothing; raises ConfigError if one of the files exists or cannot be written.
+    Raises ConfigError if one of the files exists or cannot be written.
     """
     if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(f"name is {name!r}; use letters, digits, '_', '-' and '.'")
@@ -80,7 +79,7 @@ def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
     except FileExistsError as exc:
         raise ConfigError(
             f"{exc.filename} exists and is not overwritten; choose another --name or --out, or "
-            "remove it if nobody uses it"
+            "remove it if no server uses it"
         ) from exc
     except OSError as exc:
         raise ConfigError(f"{exc.filename} cannot be written: {exc.strerror}") from exc
@@ -88,7 +87,7 @@ def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
 
 
 def _write_new(file: Path, text: str, mode: int) -> None:
-    """Write a new file. Whatever the umask, others can never read it unless `mode` says so."""
+    """Write a new file with exactly this mode, at every moment and with any umask."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w") as writer:
         os.fchmod(descriptor, mode)
@@ -98,10 +97,10 @@ def _write_new(file: Path, text: str, mode: int) -> None:
 
 
 def read_key_pair(path: str) -> KeyPair:
-    """Read the pair of a secret key file; raises ConfigError.
+    """Read the pair of a secret key file. Raises ConfigError.
 
-    Only the file's owner may be able to read it. If root owns it, a group may, too: this is how
-    secrets are mounted into containers.
+    The file's mode must let only its owner read it. If root owns the file, its group may read it,
+    too: this is how secrets are mounted into containers.
     """
     lines = tuple(_lines(Path(path), field="key_file", is_secret=True))
     if len(lines) != 1 or not _SECRET_PATTERN.fullmatch(lines[0][1]):
@@ -116,7 +115,8 @@ def read_key_pair(path: str) -> KeyPair:
 
 
 def read_public_key(value: str, *, field: str) -> PublicKey:
-    """Return a public key, or read the one in a file; raises ConfigError."""
+    """Return the public key that `value` is, or that is alone in the file `value`. Raises
+    ConfigError."""
     keys = list(_public_keys(value, field=field))
     if len(keys) != 1:
         raise ConfigError(f"{field} names {value}, which holds {len(keys)} keys instead of one")
@@ -124,7 +124,8 @@ def read_public_key(value: str, *, field: str) -> PublicKey:
 
 
 def read_public_keys(values: Iterable[str], *, field: str) -> frozenset[PublicKey]:
-    """Read public keys, files of them, and folders of `.pub` files; raises ConfigError."""
+    """Read public keys: each value is a key, a file of keys, or a folder of `.pub` files. Raises
+    ConfigError."""
     collected: set[PublicKey] = set()
     for value in values:
         keys = list(_public_keys(value, field=field))
@@ -153,8 +154,7 @@ def _public(text: str, *, where: str) -> PublicKey:
         )
     if not _PUBLIC_PATTERN.fullmatch(text):
         raise ConfigError(
-            f"{where} is not a public key; it begins with {_PUBLIC} and goes on with 64 "
-            "hexadecimal digits"
+            f"{where} is not a public key; a public key is {_PUBLIC} and 64 hexadecimal digits"
         )
     return PublicKey(text)
 

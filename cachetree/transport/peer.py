@@ -40,22 +40,21 @@ from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
-"""A logger that a server may mark as its own."""
+"""Logger of its own, so that a server can add a prefix to these lines."""
 
 NO_WORKER: Final = 0
-"""Stands for no epoch."""
+"""Epoch of a server without a worker."""
 _REFUSED_S: Final = 60.0
-"""Seconds until a worker that refused is tried again: another worker may have its address by
-then."""
+"""Seconds until a refused worker is tried again: another worker may have its address by then."""
 
 
 class Peer:
-    """One remote worker as this server sees it.
+    """One remote worker that this server reads from.
 
-    While `ready`, `tree` has the worker's advertised entries at location `address`. If the worker
-    is lost, all of them are forgotten before anything else happens. Every staging given to `fetch`
-    completes or fails, by its deadline at the latest. With a `keeper` everything that the worker
-    advertises is fetched into `tree`. Raises ConfigError for a bad address or key.
+    While `state` is READY, `tree` has the worker's advertised entries at location `address`. If the
+    worker is lost, all of them are removed first. Every staging passed to `fetch` completes or
+    fails, by its deadline at the latest. With a `keeper`, all entries that the worker advertises
+    are copied into `tree`. Raises ConfigError for a bad address or key.
     """
 
     def __init__(
@@ -77,8 +76,8 @@ class Peer:
         self._credentials = credentials_of(config.key_file, config.server_key)
         if config.server_key is None and not self._remote.is_loopback:
             log.warning(
-                "worker %s is another machine, and no key of it is set: what it sends is neither "
-                "encrypted nor known to come from it",
+                "worker %s is another machine, and no key of it is set: its data is neither "
+                "encrypted nor proven to come from that machine",
                 address,
             )
         self.config: Final = config
@@ -87,7 +86,7 @@ class Peer:
         """State of the peer; any thread may read it."""
         self._changed = threading.Condition()
         self.error: CacheTreeError | None = None
-        """Error because of which the peer is not ready, or last was not."""
+        """Last error because of which the peer was not ready."""
         self._view = RemoteView(tree, address)
         self._log_limiter = LogLimiter(clock)
         self._has_warned = False
@@ -113,7 +112,7 @@ class Peer:
 
     @property
     def link(self) -> Link | None:
-        """Return the link for a fetch without others; None before the first. From any thread."""
+        """Measured link to the worker, for a new fetch. None before the first. Any thread."""
         return self._fetches.free_link
 
     @property
@@ -133,16 +132,17 @@ class Peer:
         )
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until the peer is ready, or cannot become ready; return whether it is."""
+        """Block until the peer is ready, refused or closed, or the time is over. Return whether it
+        is ready."""
         with self._changed:
             self._changed.wait_for(lambda: self.state is not PeerState.CONNECTING, timeout_s)
             return self.state is PeerState.READY
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        """Have the steps of `staging` land in order, each for all of `pages`. Returns at once.
+        """Start to read the steps of `staging`, in order, each for all of `pages`. Returns at once.
 
         `staging` fails if the worker is not connected, is lost, no longer has the pages, breaks the
-        protocol or is late; `staging.cancel` stops the stream.
+        protocol or is late. `staging.cancel` stops the fetch.
         """
         with self._changed:
             if not self._is_closing:
@@ -161,7 +161,7 @@ class Peer:
 
     @property
     def _absence(self) -> FetchError:
-        """The reason why nothing can be fetched."""
+        """Error for fetches while the worker cannot be read."""
         if self.state is PeerState.READY:
             return FetchError(f"{self._who} is closed here")
         because = f": {self.error}" if self.error else ""
@@ -202,8 +202,8 @@ class Peer:
             self._look_after_fetches()
 
     def _live(self) -> None:
-        """Run one connection, including the pause before it; ends by an error, or when the peer
-        closes."""
+        """Pause, then connect and run the session. Returns when the peer closes; raises the error
+        that ends the session."""
         while (pause_s := self._attempt_at_s - self._clock()) > 0:
             self._wait(zmq.Poller(), pause_s)
         if self.state is PeerState.RESTING:
@@ -217,7 +217,7 @@ class Peer:
             self._turn(connection)
 
     def _wait(self, poller: zmq.Poller, most_s: float) -> None:
-        """Wait while there is no session; raises FetchError if the peer is to end."""
+        """Wait while there is no session. Raises FetchError if the peer is closing."""
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
         poll(poller, min(most_s, self._fetches.timeout_s()))
         self._wakeup.drain()
@@ -226,7 +226,8 @@ class Peer:
             raise FetchError(f"{self._who} is closed here")
 
     def _greeted(self, to: Address, hello: wire.ToPeer) -> Connection:
-        """Open the session that the worker's hello offers; raise its refusal instead."""
+        """Check the worker's hello, and open the session that it offers. Raises an error if the
+        worker refuses, or must not be read."""
         match hello:
             case wire.Bye():
                 raise FetchError(f"{self._who} ended the session: {wire.said(hello)}")
@@ -269,7 +270,7 @@ class Peer:
         match message:
             case wire.Bye():
                 error = FetchError(f"{self._who} ended the session: {wire.said(message)}")
-                self._fetches.interrupt(error)  # So that the loss breaks no fetch off.
+                self._fetches.interrupt(error)  # Running fetches then count as no error.
                 raise error
             case wire.Located():
                 self._fetches.read(message)
@@ -278,7 +279,7 @@ class Peer:
             case wire.Reset() | wire.Entries() | wire.Synced():
                 self._learn(connection, message)
             case wire.Pong():
-                pass  # It shows that the worker is there.
+                pass  # `beat` sees that bytes have arrived.
             case _:
                 raise ProtocolError(f"{self._who} sent a {type(message).__name__} in a session")
 
@@ -309,8 +310,8 @@ class Peer:
                 self._fetches.begin(model, pages, staging)
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
-        """Forget everything that the worker advertised. Then fail its fetches, or keep them to ask
-        again."""
+        """End the session: remove the worker's entries from the tree. Then fail its fetches, or
+        keep them for the next session."""
         if isinstance(error, ProtocolError) or self._fetches.is_under_way:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:

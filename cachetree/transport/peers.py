@@ -38,33 +38,33 @@ from cachetree.tree import CacheTree
 log = logging.getLogger("cachetree.directory")
 
 GONE_S: Final = 10.0
-"""Seconds after which a worker that no directory names and no peer can read is forgotten."""
+"""Seconds after which an unreachable worker is removed, if no directory names it any more."""
 
 
 class Peers:
-    """All peers of a cache. `now` has the present ones, by address: it is replaced and never
-    changed, so a request reads it without waiting.
+    """All peers of a cache. `now` has the present peers by address. Each change makes a new
+    mapping, so requests read it without a lock.
 
-    Each directory has a thread; only that thread waits for it. A directory's last answer holds
-    until the next. A worker that it no longer names is read as long as it answers.
+    Each directory has its own thread, which waits for it. The last answer of a directory is valid
+    until the next one. A worker that is no longer named stays a peer as long as it answers.
     """
 
     def __init__(
         self, tree: CacheTree, own: Worker | None, clock: Clock, keeper: Keeper | None = None
     ) -> None:
-        """`own` is this server's worker, which cannot be a peer. With a `keeper` each peer's
-        entries are copied."""
+        """`own` is this server's worker, which cannot be a peer. With a `keeper`, the entries of
+        all peers are copied."""
         self._tree = tree
         self._clock = clock
         self._own = own
         self._keeper = keeper
         self._own_epoch: Final = own.epoch if own else NO_WORKER
         self._lock = threading.Lock()
-        """Held by the thread of a directory that changes any of these fields."""
+        """Held by the thread of a directory while it changes any of these fields."""
         self._named: dict[str, Mapping[Location, PeerConfig]] = {}
-        """Workers that each directory named last, with the settings for reading them."""
+        """Last answer of each directory: its workers, with the settings for reading them."""
         self._gone_at_s: dict[Location, float] = {}
-        """Time since which each peer of a directory is gone; infinity while the peer is present."""
+        """Time since which each peer of a directory is gone. Infinity: the peer is present."""
         self._tasks: list[PeriodicTask] = []
         self._limiter = LogLimiter(clock)
         self._is_closed = False
@@ -84,15 +84,15 @@ class Peers:
         self.now = {**self.now, address: peer}
 
     def watch(self, url: str, config: PeerConfig) -> None:
-        """Start a thread that calls `look` for the directory at `url` again and again. Raises
-        ConfigError."""
+        """Start a thread that asks the directory at `url` again and again, and adds its workers as
+        peers. Raises ConfigError."""
         config = check_found(url, config)
         look = partial(addresses_of, parse_directory(url))
         self._tasks.append(PeriodicTask(url, partial(self.look, url, look, config)))
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return all peers and directories, each with its state in a few words. Any thread may call
-        this, and does not wait."""
+        """Return all peers and directories, each with its state in a few words. Any thread; does
+        not wait."""
         return (*(it.status.source for it in self.now.values()), *map(_source, self._tasks))
 
     def wait_ready(self, deadline: Deadline) -> bool:
@@ -102,8 +102,8 @@ class Peers:
         return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
 
     def close(self) -> None:
-        """Close all directories and peers together. Leaves a thread behind that does not end in
-        `CLOSE_S`. Idempotent."""
+        """Close all directories and peers at once, and wait at most `CLOSE_S` for their threads.
+        Idempotent."""
         self._is_closed = True
         for task in self._tasks:
             task.close(0.0)
@@ -150,9 +150,9 @@ class Peers:
                 self._skip(address, str(exc))
 
     def _is_own(self, address: Location) -> bool:
-        """Return whether `address` is this server's own worker. Raises ConfigError if `address` is
-        not `tcp://IP:PORT` as workers write it. A second spelling would open a second session with
-        the same worker."""
+        """Whether `address` is this server's own worker. Raises ConfigError if `address` is not
+        `tcp://IP:PORT` in the usual spelling: another spelling would open a second session with the
+        same worker."""
         remote = parse_remote(address, field="a directory")
         if remote.url != address or not _is_plain(remote.host):
             raise ConfigError(f"a directory is {address!r}, not tcp://IP:PORT as workers write it")
@@ -167,7 +167,7 @@ class Peers:
 
 
 def check_peer(address: str, config: PeerConfig) -> None:
-    """Check that a peer, or a directory of peers, could start; raises ConfigError."""
+    """Check the address and keys of a peer, or of a directory of peers. Raises ConfigError."""
     if is_directory(address):
         check_found(address, config)
         return
@@ -184,8 +184,8 @@ def check_found(url: str, config: PeerConfig) -> PeerConfig:
     allowed = sorted(keys.read_public_keys([config.server_key], field="peer_keys"))
     if len(allowed) > 1:
         raise ConfigError(
-            f"peer_keys of {url} names {len(allowed)} keys, and DNS does not say whose is whose; "
-            "give one that all of its workers have"
+            f"peer_keys of {url} names {len(allowed)} keys, and DNS does not say which worker has "
+            "which; give one key that all of its workers have"
         )
     credentials_of(config.key_file, allowed[0])
     return msgspec.structs.replace(config, server_key=allowed[0])
@@ -198,7 +198,7 @@ def _source(task: PeriodicTask) -> verbs.Source:
 
 
 def _is_plain(host: str) -> bool:
-    """Return whether `host` is an IP address in its usual form. A name is not."""
+    """Return whether `host` is an IP address in its usual form, not a name."""
     try:
         return "%" not in host and str(ipaddress.ip_address(host)) == host
     except ValueError:

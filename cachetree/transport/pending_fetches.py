@@ -1,4 +1,4 @@
-"""All fetches of one peer: started, repeated after faults, ended in time."""
+"""The running fetches of one peer: start them, resume them after faults, end them in time."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from cachetree.transport.status import PeerStatus
 from cachetree.tree import join_hashes
 
 _TICK_S: Final = 0.01
-"""Seconds between two looks for cancelled fetches."""
+"""Seconds between two checks for fetches that their readers gave up."""
 
 
 class PendingFetches:
-    """The fetches of one peer. Used only by the peer's thread.
+    """The running fetches of one peer. Used only by the peer's thread.
 
-    A fetch waits for `resume` if its connection ends, or if its frames are damaged or missing.
-    `resume` asks for the rest, on this connection or the next. That happens `max_retries` times,
-    within `resume_s`, and never after the deadline. `breaker` counts each error of the worker or
+    If the connection ends, or frames are damaged or missing, a fetch waits for `resume`, which
+    requests the missing bytes, on this connection or the next. A fetch may resume `max_retries`
+    times, within `resume_s` and before its deadline. `breaker` counts each error of the worker or
     the link once. A busy worker is no error, nor is a fetch that its reader gives up.
     """
 
@@ -54,11 +54,11 @@ class PendingFetches:
         self._counts = counts
         self._clock = clock
         self.connection: Connection | None = None
-        """The present connection, set by the owner; None without one."""
+        """Present connection, set by the peer. None without one."""
         self.as_copies = False
-        """True if fetches are copies, as in a `Fetch`; set by the owner."""
+        """Whether fetches are copies to keep (`Fetch.as_copy`). Set by `Pulls`."""
         self._asked: dict[int, FrameReceiver] = {}
-        """Fetches with a running request, by its id."""
+        """Fetches with a running request, by the request's id."""
         self._broken: list[FrameReceiver] = []
         """Fetches without a running request."""
 
@@ -69,8 +69,7 @@ class PendingFetches:
 
     @property
     def _carried_bytes(self) -> int:
-        """Bytes that this connection has carried, wanted or not. Of a located payload, the copied
-        bytes."""
+        """All bytes received over this connection, or copied from the worker's memory."""
         connection = self._connection
         return (
             connection.channel.received_bytes
@@ -84,25 +83,25 @@ class PendingFetches:
 
     @property
     def free_link(self) -> Link | None:
-        """Return the link for a new fetch beside ended ones that may still send bytes; from any
-        thread."""
+        """Measured link for a new fetch, which waits for the bytes of ended fetches that may still
+        arrive. Any thread."""
         link, connection = self.bandwidth.link, self.connection
         if link is None or connection is None:
             return link
         asked = tuple(self._asked.items())
         given_up = [(id, it) for id, it in asked if it.staging.error is not None]
-        # In this order no fetch is missed or counted twice that the peer's thread ends now.
+        # The peer's thread may end a fetch now. In this order it is counted exactly once.
         owed = {id: self._owed_to(it, connection) for id, it in given_up} | connection.owed
         frame_bytes = self._config.frame_bytes
         return replace(link, ahead=sum(owed.values()), frame_bytes=frame_bytes)
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether the worker still has to send something."""
+        """Whether a request is running: the worker still has to send something."""
         return bool(self._asked)
 
     def timeout_s(self) -> float:
-        """Seconds until the next look at deadlines."""
+        """Return the seconds until `check` should run; infinity without fetches."""
         remaining_s = [it.staging.deadline.remaining_s() for it in self._all]
         return min(_TICK_S, *remaining_s) if remaining_s else math.inf
 
@@ -113,21 +112,19 @@ class PendingFetches:
         if sizes != list(staging.sizes.values()):
             self.refuse(staging, FetchError("the staging's sizes are not those of the pages"))
         elif not self._breaker.admits():
-            error = FetchError(
-                f"{self._who} failed too often; another fetch tries now whether it is well again"
-            )
+            error = FetchError(f"{self._who} failed too often; another fetch is trying it now")
             self.refuse(staging, error)
         else:
             self._ask(FrameReceiver(model, pages, staging, self._landed, self._broke))
 
     def refuse(self, staging: Staging, error: FetchError) -> None:
-        """Fail a fetch that was not started."""
+        """Fail a fetch that cannot start."""
         self._counts.num_failed_fetches += 1
         staging.fail(error)
 
     def receiver_of(self, frame: Frame) -> FrameReceiver | None:
-        """Return the receiver of a frame; None if the frame crossed with our Cancel. Raises
-        ProtocolError."""
+        """Return the receiver of a frame. None if its request was cancelled. Raises ProtocolError
+        for an id that was never requested."""
         if frame.id > self._connection.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
         receiver = self._asked.get(frame.id)
@@ -145,17 +142,17 @@ class PendingFetches:
             self._broke(receiver, ProtocolError(why))
             return
         receiver.read(located, arena)
-        if receiver.staging.is_complete:  # the worker waits for it
+        if receiver.staging.is_complete:  # The worker keeps its lease until this message.
             self._connection.send(wire.Cancel(id=located.frame.id))
 
     def ended(self, message: wire.Ended) -> None:
-        """End a fetch for which the worker sends nothing more."""
+        """Handle the worker's message that it sends nothing more for a fetch."""
         if (receiver := self._asked.get(message.id)) is not None:
             self._broke(receiver, wire.error_of(message, self._who))
         self._connection.owed.pop(message.id, None)
 
     def check(self) -> None:
-        """Give up fetches that are late, or that their readers gave up."""
+        """End fetches that are late, and fetches that their readers gave up."""
         for receiver in self._all:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:
@@ -169,13 +166,13 @@ class PendingFetches:
                 self._end(receiver, error)
 
     def resume(self) -> None:
-        """Ask for the rest of interrupted fetches."""
+        """Request the missing bytes of interrupted fetches."""
         while self._broken:
             self._counts.num_retries += 1
             self._ask(self._broken.pop(0))
 
     def interrupt(self, error: FetchError) -> None:
-        """Interrupt all fetches: the connection is gone, and all requests with it."""
+        """Interrupt all fetches, because the connection is gone with its requests."""
         for receiver in tuple(self._asked.values()):
             self._suspend(receiver, error)
 
@@ -204,7 +201,7 @@ class PendingFetches:
                 traceparent=staging.traceparent,
             )
             connection.send(fetch)
-        except ProtocolError as exc:  # A header cannot name so many pages.
+        except ProtocolError as exc:  # The pages do not fit into one message.
             receiver.id = NOT_ASKED
             self._end(receiver, exc)
         except Exception as exc:
@@ -222,8 +219,8 @@ class PendingFetches:
             self._breaker.succeeded()
 
     def _broke(self, receiver: FrameReceiver, error: FetchError) -> None:
-        """Handle a fetch that cannot continue. If bytes were wrong or missing, it is asked for
-        again."""
+        """Handle a fetch that cannot continue. If bytes were wrong or missing, the fetch waits for
+        `resume`. Any other error ends it."""
         if not isinstance(error, ProtocolError):
             self._end(receiver, error)
             return
@@ -241,20 +238,21 @@ class PendingFetches:
             self._broken.append(receiver)
 
     def _owed_to(self, receiver: FrameReceiver, connection: Connection) -> int:
-        """Most bytes that the worker can have sent for a fetch and that have not arrived."""
+        """Return the most bytes that the worker may have sent for a fetch and that have not
+        arrived."""
         staging = receiver.staging
         rest_bytes = staging.num_bytes - staging.num_landed_bytes
         return 0 if connection.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)
 
     def _withdraw(self, receiver: FrameReceiver) -> None:
-        """Note that a fetch has no running request any more."""
+        """Note that the running request of a fetch has ended."""
         if self.connection is not None and (owed_bytes := self._owed_to(receiver, self.connection)):
             self.connection.owed[receiver.id] = owed_bytes
         del self._asked[receiver.id]
         receiver.id = NOT_ASKED
 
     def _end(self, receiver: FrameReceiver, error: FetchError) -> None:
-        """Fail a fetch."""
+        """Fail a fetch for good, and cancel its request."""
         error = receiver.staging.error or error
         if receiver.id != NOT_ASKED:
             if self.connection is not None:
@@ -266,7 +264,7 @@ class PendingFetches:
         self._breaker.released()
         if receiver in self._broken:
             self._broken.remove(receiver)
-        # Its reader finds it measured.
+        # Last, because the reader may then look at the counts and the link.
         self._counts.num_failed_fetches += not isinstance(error, Cancelled)
         receiver.staging.fail(error)
 

@@ -1,14 +1,14 @@
 """Copies of peers' entries: each entry that a peer advertises is fetched, parents first.
 
-    hear      an advert names entries, which wait, oldest first
-    turn      takes the oldest one, and the entries above it that are missing here:
+    hear      an advert names entries; they wait, oldest first
+    turn      takes the oldest one, and its parents that are missing here:
               tree.remote       says that the peer still has it
               tree.reserve      makes room here for the pages that are new
               pending_fetches   fetches into that room, like any fetch
               commit            makes the pages readable here, and advertises them
 
-A snapshot names old entries, too. It brings no entry back that this cache has evicted; an advert
-outside of a snapshot does. A copy never makes the peer read its disk.
+A snapshot also names old entries. Entries that this cache has evicted are not copied again from a
+snapshot, only from a later advert. A copy never makes the peer read its disk.
 """
 
 from __future__ import annotations
@@ -39,48 +39,51 @@ log = logging.getLogger("cachetree.peer")
 
 _Key = tuple[ModelId, PageHash, Part]
 _Steps = Generator[float, None, None]
-"""Yields the seconds until it has to continue at the latest."""
+"""Work in steps. Each step yields the seconds until the next step has to run at the latest."""
 
 _MAX_WAITING: Final = 1 << 16
-"""Most waiting entries of one peer."""
+"""Most entries of one peer that wait to be copied."""
 _MAX_GIVEN_UP: Final = 1 << 13
 """Most evicted entries that are remembered."""
 _PART_BYTES: Final = 64 << 20
-"""Bytes of the largest fetch. Larger entries take several, each of which can be read once
-complete."""
+"""Most bytes of one fetch. A larger entry takes several fetches; the pages of each can be read once
+it is complete."""
 _PART_S: Final = 0.25
-"""Longest time of a fetch in seconds under a cap, unless one page takes longer."""
+"""Most seconds of one fetch under a limit of the rate, unless one page takes longer."""
 _MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
-"""Most pages of one fetch, which names them in one message."""
+"""Most pages of one fetch, so that one message can name them."""
 _FETCH_S: Final = MAX_REQUEST_S
-"""Seconds for one part; a link that needs less is fast enough."""
+"""Seconds until the deadline of one fetch."""
 _PAUSE_S: Final = 0.5
-"""Pause after a fetch that failed. It doubles up to ten times this."""
+"""Seconds of pause after a failed fetch. The pause doubles, up to ten times this."""
 _CLAIMED_S: Final = 0.01
-"""Pause before it asks again whether another peer's thread has fetched the same pages."""
+"""Seconds between two checks whether another peer's thread has fetched the same pages."""
 _BURST: Final = 64
-"""Entries looked at before the peer's thread does something else."""
+"""Most entries that are visited in one turn of the peer's thread."""
 
 
 class Keeper:
-    """State that all peers of a cache with copies share. Used by their threads."""
+    """State that all peers of a cache with copies share: the rate limit, which thread fetches which
+    pages, and evicted entries. Any peer's thread."""
 
     def __init__(self, tree: CacheTree, max_bytes_per_s: float, clock: Clock) -> None:
         self.tree: Final = tree
         self.part_bytes: Final = min(_PART_BYTES, max_bytes_per_s * _PART_S)
         self._lock = threading.Lock()
-        """Taken inside the tree's lock, and never the other way round."""
+        """Lock for these fields. A thread with the tree's lock may take this one, never the
+        reverse."""
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}
-        """The last page of each entry that left memory and disk, oldest first."""
+        """Last page of each entry that left memory and disk, oldest first."""
         tree.subscribe_kept(self._note)
 
     def has_given_up(self, key: _Key) -> bool:
         return key in self._given_up
 
     def claim(self, key: _Key) -> bool:
-        """Claim pages from this one on for the caller; False if another thread fetches them."""
+        """Claim the pages from this one on for the caller. Return False if another thread fetches
+        them."""
         with self._lock:
             is_free = key not in self._claimed
             self._claimed.add(key)
@@ -91,7 +94,7 @@ class Keeper:
             self._claimed.discard(key)
 
     def delay_s(self) -> float:
-        """Seconds until the next fetch may begin."""
+        """Return the seconds until the next fetch may begin."""
         return self._cap.delay_s()
 
     def spend(self, num_bytes: int) -> None:
@@ -109,17 +112,17 @@ class Keeper:
 
 
 class Pulls:
-    """Fetches a peer's advertised entries, one after another. Used by the peer's thread, except
+    """Copy the entries that one peer advertises, one after another. For the peer's thread, except
     `status`.
 
     An entry that cannot be fetched is left out. When the session ends, all waiting entries are
-    forgotten: the snapshot of the next session names the peer's entries then.
+    dropped, because the snapshot of the next session names them again.
     """
 
     def __init__(
         self, address: Location, keeper: Keeper | None, fetches: PendingFetches, clock: Clock
     ) -> None:
-        """Without a `keeper` it fetches nothing."""
+        """Without a `keeper`, no entry is copied."""
         self._address: Final = address
         self._keeper = keeper
         self._fetches = fetches
@@ -129,7 +132,7 @@ class Pulls:
         self._log_limiter = LogLimiter(clock)
         self._backoff = Backoff(_PAUSE_S)
         self._waiting: dict[_Key, None] = {}
-        """The last page of each waiting entry, oldest first."""
+        """Last page of each waiting entry, oldest first."""
         self._is_snapshot = True
         self._work: _Steps | None = None
         self._look_at_s = inf
@@ -149,7 +152,7 @@ class Pulls:
         return max(0.0, self._look_at_s - self._clock())
 
     def hear(self, message: Advert) -> None:
-        """Queue the entries of an advert; `tree.remote` has them already."""
+        """Queue the entries of an advert. The advert is already applied to `tree.remote`."""
         match message:
             case Reset():
                 self._is_snapshot = True
@@ -160,7 +163,7 @@ class Pulls:
                     self._hear(entry, self._keeper)
 
     def turn(self) -> None:
-        """Continue as far as possible without waiting."""
+        """Continue copying as far as possible without waiting."""
         for _ in range(_BURST):
             if self._work is None:
                 if self._keeper is None or not self._waiting:
@@ -175,7 +178,7 @@ class Pulls:
             self._work = None
 
     def interrupt(self) -> None:
-        """Forget all waiting entries: the session is over."""
+        """Drop all waiting entries, because the session is over."""
         self._waiting.clear()
         if self._work is not None:
             self._work.close()
@@ -189,10 +192,12 @@ class Pulls:
         self._waiting[key] = None
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
-            self._failed(f"more than {_MAX_WAITING} entries wait to be copied; the oldest go")
+            self._failed(
+                f"more than {_MAX_WAITING} entries wait to be copied; the oldest is dropped"
+            )
 
     def _pull(self, keeper: Keeper, key: _Key) -> _Steps:
-        """Fetch an entry, with the entries above it that are missing here."""
+        """Copy an entry, and its parents that are missing here."""
         model, page, part = key
         tree = keeper.tree
         line = tree.remote.line(self._address, *key)
@@ -220,8 +225,8 @@ class Pulls:
         return change.slices(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
 
     def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
-        """Fetch the missing ones of some pages; raises NoRoom, or the error that ended the
-        fetch."""
+        """Fetch those pages of `piece` that are missing here. Raises NoRoom, or the error that
+        ended the fetch."""
         tree = keeper.tree
         while not keeper.claim(claim := _first_new(tree, piece)):
             yield _CLAIMED_S
@@ -261,6 +266,6 @@ class Pulls:
 
 
 def _first_new(tree: CacheTree, piece: Change) -> _Key:
-    """Return the first page that is missing here; if none is, the first."""
+    """Return the key of the first page that is missing here, or of the first page if none is."""
     new = (it for it in piece.pages if not tree.has(piece.model, it, piece.part))
     return piece.model, next(new, piece.pages[0]), piece.part

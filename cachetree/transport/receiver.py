@@ -1,4 +1,4 @@
-"""Receives pages: frames are checked and placed directly into the memory where they stay."""
+"""Receive pages: each frame goes directly to its place in the staging memory, and is checked."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cachetree.transport.frames import Frame
 from cachetree.transport.wire import Located
 
 NOT_ASKED: Final = 0
-"""Stands for no request id."""
+"""Request id of a fetch without a running request."""
 
 
 class FrameReceiver:
-    """Places the frames of one fetch, over one request or several. Used by one thread; no other
-    code lands bytes in `staging`.
+    """Write the frames of one fetch into its staging. Used by one thread.
 
-    Landed bytes were verified and stay; the next request begins behind them.
+    A fetch may take several requests. Bytes that have landed are verified and stay: the next
+    request begins behind them. No other code lands bytes in `staging`.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class FrameReceiver:
         landed: Callable[[FrameReceiver, int], None],
         broke: Callable[[FrameReceiver, FetchError], None],
     ) -> None:
-        """`landed` is called with the number of verified bytes, `broke` for a frame that is wrong,
-        or that no reader wants any more."""
+        """`landed` is called with the number of newly verified bytes. `broke` is called for a wrong
+        frame, and if the staging has ended."""
         self.model: Final = model
         self.pages: Final = pages
         self.staging: Final = staging
@@ -41,19 +41,19 @@ class FrameReceiver:
         """Id of the running request."""
         self.num_requests = 0
         self.since_s = 0.0
-        """Time at which the running request was sent. Without a running request, time at which the
-        last one broke off."""
+        """Time at which the running request was sent. Without a running request, the time at which
+        the last one was interrupted."""
         self.asked_at_bytes = 0
-        """Bytes that the link had carried when the request was sent."""
+        """Bytes that the connection had carried when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
-        """End of each step in all bytes of all steps."""
+        """Position of each step's end, counted over the bytes of all steps."""
         self._landed = landed
         self._broke = broke
 
     def read(self, located: Located, arena: ArenaReader) -> None:
-        """Copy and verify located bytes.
+        """Copy bytes out of the worker's memory, and verify them.
 
-        The worker's lease protects its memory until the worker hears that everything was copied.
+        The worker's lease protects this memory until the peer's Cancel says that all is copied.
         """
         frame = located.frame
         try:
@@ -70,7 +70,8 @@ class FrameReceiver:
             self.mark_received(frame, is_sound=digest == frame.checksum)
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
-        """Return the memory for the next frame; None if the frame does not fit in."""
+        """Return the memory for the next frame's payload. None if the frame is wrong, after a call
+        of `broke`."""
         try:
             return self._room(frame)
         except FetchError as exc:
@@ -78,12 +79,13 @@ class FrameReceiver:
             return None
 
     def is_pending(self, frame: Frame) -> bool:
-        """Return whether the memory from `buffer_for` may still be written."""
+        """Whether the memory from `buffer_for` may still be written: the request and the staging
+        have not ended."""
         return frame.id == self.id and self.staging.error is None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """Count a frame after its payload was received in the memory from `buffer_for`. The payload
-        is discarded if its request ended meanwhile; `is_pending` returned False then."""
+        """Count a frame with a complete payload in the memory from `buffer_for`. `is_sound` says
+        whether its checksum is right. Call it only while `is_pending`."""
         if is_sound:
             self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
             self._landed(self, frame.size)
@@ -95,8 +97,8 @@ class FrameReceiver:
             self._broke(self, ProtocolError(why))
 
     def _room(self, frame: Frame) -> memoryview:
-        """Return a frame's place in the staging. Raises ProtocolError, or the error that ended the
-        staging."""
+        """Return the memory for a frame in the staging. Raises ProtocolError for a wrong frame, or
+        the error that ended the staging."""
         staging = self.staging
         if staging.is_complete or frame.offset != staging.num_landed_bytes:
             raise ProtocolError(
@@ -113,5 +115,5 @@ class FrameReceiver:
         return staging.room(step, staging.sizes[step] - rest, frame.size)
 
     def _step_at(self, offset: int) -> int:
-        """Return the number of the step with the byte at this offset."""
+        """Return the index of the step that has the byte at this offset."""
         return bisect_right(self._stops, offset)

@@ -1,4 +1,4 @@
-"""The outgoing frames of a data connection. A thread that may wait gives them to the kernel."""
+"""The outgoing frames of a data connection. A thread of its own writes them to the socket."""
 
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ _LEAST_BATCH_BYTES: Final = 1 << 20
 MOST_BATCH_BYTES: Final = 32 << 20
 _FIRST_BATCH_BYTES: Final = 4 << 20
 _BATCH_S: Final = 0.02
-"""Seconds of one batch; frames queued meanwhile wait for it."""
+"""Seconds that sending one batch should take. Frames queued meanwhile wait for it."""
 _MAX_BUFFERS: Final = 1024
 """Most buffers that the kernel takes in one call."""
 _MANY_MESSAGES: Final = 64
-"""Number of waiting messages at which senders that can wait do so."""
+"""Number of waiting messages at which `has_room` becomes false."""
 _MAX_MESSAGES: Final = 1024
-"""Number of waiting messages that shows that the other side does not read."""
+"""Most waiting messages. More of them mean that the other side does not read."""
 _MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
 """Most sealed pieces that wait for the kernel."""
 
 
 class _Part(NamedTuple):
     frame: Frame | None
-    """None if the payload is sent as it is, without a header and in clear."""
+    """None: the payload is sent without a header and in clear."""
     payload: Sequence[memoryview]
     """Parts of the payload, as bytes."""
     size: int
-    """Size in clear."""
+    """Number of bytes before sealing, with the header."""
 
 
 class SendQueue:
-    """Frames in the order in which they were queued. Used by one thread, which also closes the
-    connection.
+    """Queue of frames for one connection. One thread queues and closes; another one sends.
 
-    The kernel gets a batch in one call that blocks. After each system call the thread takes the
-    interpreter's lock again, and delays the threads that compute. Payloads must not change until
-    `has_written` is true for everything queued so far.
+    The sending thread gives the kernel a whole batch in one blocking call. Each call takes the
+    interpreter's lock afterwards and so delays computing threads; batches keep calls few. Payloads
+    must not change until `has_written` is true for everything queued so far.
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class SendQueue:
         seals: Unsealed,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called from another thread: when everything is written, when there is room
-        after `has_room` was false, and at the end."""
+        """The sending thread calls `wake` when everything is written, when there is room after
+        `has_room` was false, and at the end."""
         self.queued_bytes = 0
-        """Bytes queued so far: headers and payloads, in clear."""
+        """Bytes queued so far: headers and payloads, before sealing."""
         self.error: OSError | None = None
         self._connection = connection
         self._seals = seals
@@ -73,9 +72,9 @@ class SendQueue:
         self._num_messages = self._num_written_messages = 0
         """Number of messages queued so far, and number of these written to the kernel."""
         self._is_awaited = False
-        """Whether a sender waits for room."""
+        """Whether `has_room` was false and `wake` has to be called."""
         self._is_over = False
-        """True if nothing is sent any more."""
+        """True once the queue sends nothing more."""
         self._dropped: dict[int, int] = {}
         """Value of `queued_bytes` when a request was dropped, by request with frames to discard."""
         self._batch_bytes = _FIRST_BATCH_BYTES
@@ -84,9 +83,8 @@ class SendQueue:
 
     @property
     def has_room(self) -> bool:
-        """Return whether another batch may be queued while one is being sent. If not, `wake` is
-        called later."""
-        self._is_awaited = True  # before the look, so that no wake is missed
+        """Whether more frames may be queued now. If not, `wake` is called later."""
+        self._is_awaited = True  # Set before the check, so that no wake is missed.
         waiting_bytes = self.queued_bytes - self._written_bytes
         num_messages = self._num_messages - self._num_written_messages
         is_full = waiting_bytes >= 2 * self._batch_bytes or num_messages >= _MANY_MESSAGES
@@ -94,23 +92,22 @@ class SendQueue:
         return not self._is_awaited and not self._is_over
 
     def has_written(self, num_bytes: int) -> bool:
-        """Return whether the kernel has everything queued up to this value of `queued_bytes`, or
-        nothing is sent any more."""
+        """Return whether everything queued up to this value of `queued_bytes` is written to the
+        kernel, or the queue sends nothing more."""
         return self._is_over or self._written_bytes >= num_bytes
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
         self._put(_Part(frame, payload, frames.HEADER_BYTES + frame.size))
 
     def put_message(self, frame: Frame, payload: bytes) -> bool:
-        """Queue a message like `put`. If nothing waits, send it at once: an answer then needs no
-        other thread.
+        """Queue a message. If nothing waits, send it at once from this thread, which is faster.
 
-        Returns False if too many messages wait.
+        Return False if too many messages wait.
         """
         part = _Part(frame, [memoryview(payload)], frames.HEADER_BYTES + frame.size)
         if self._written_bytes == self.queued_bytes and not self._is_over:
-            sealed = memoryview(b"".join(self._sealed(part)))  # The thread waits for a part.
-            with suppress(OSError):  # The next writer meets the error; or the kernel is full.
+            sealed = memoryview(b"".join(self._sealed(part)))  # The sending thread is idle.
+            with suppress(OSError):  # The kernel is full, or the sending thread meets the error.
                 sealed = sealed[self._connection.send(sealed, socket.MSG_DONTWAIT) :]
             if sealed:
                 self.put_raw(bytes(sealed))
@@ -120,20 +117,21 @@ class SendQueue:
         return self._num_messages - self._num_written_messages <= _MAX_MESSAGES
 
     def put_raw(self, payload: bytes) -> None:
-        """Queue bytes that are sent as they are."""
+        """Queue bytes to send in clear, without a header."""
         self._put(_Part(None, [memoryview(payload)], len(payload)))
 
     def drop(self, id: int) -> None:
-        """Discard the frames of a request that queues no more."""
+        """Discard the queued frames of request `id`, which queues no more."""
         written_bytes = self._written_bytes
         waiting = {it: until for it, until in self._dropped.items() if until > written_bytes}
         self._dropped = waiting | {id: self.queued_bytes}
 
     def close(self) -> None:
-        """Discard what waits. No memory of others is read any more. Idempotent."""
+        """Discard waiting frames, and end the sending thread. Afterwards no payload is read any
+        more. Idempotent."""
         self._is_over = True
         if self._thread is not None:
-            with suppress(OSError):  # There is no connection; otherwise a running call ends.
+            with suppress(OSError):  # A running call ends, or there is no connection yet.
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._parts.put(None)
             self._thread.join(CLOSE_S)
@@ -179,7 +177,7 @@ class SendQueue:
             self._wake()
 
     def _connect(self) -> None:
-        """Wait until the connection is open; from then on the socket blocks."""
+        """Wait until the connection is open, and let calls on the socket block."""
         poller = select.poll()
         poller.register(self._connection, select.POLLOUT)
         poller.poll()
@@ -196,7 +194,7 @@ class SendQueue:
                 num_bytes += part.size
 
     def _send(self, batch: list[_Part]) -> None:
-        """Send a batch in one call; sealed parts in several, because they are copies until sent."""
+        """Send a batch in one call. Sealed parts are copies, so they are sent a few at a time."""
         buffers: deque[memoryview] = deque()
         for part in batch:
             for buffer in self._sealed(part):

@@ -1,4 +1,4 @@
-"""Sends pages: one stream per fetch, and a scheduler that picks the next stream."""
+"""Send pages: one stream for each fetch, and a scheduler that picks the next stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cachetree.transport.wire import MAX_PLACES
 from cachetree.tree import Lease
 
 _JOIN_BYTES: Final = 64 << 10
-"""Views shorter than this are joined into one frame: a frame for each costs more."""
+"""Bytes up to which short runs of memory are joined into one frame. A frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
-"""Most bytes that one header locates."""
+"""Most bytes in one `Located` message."""
 _REMEMBERED_BYTES: Final = 128 << 10
-"""Bytes of a slab for each checksum that it remembers; a checksum takes about 250 bytes."""
+"""Bytes of a slab for each checksum that it may remember. A checksum takes about 250 bytes."""
 _LEAST_REMEMBERED: Final = 256
 
 
@@ -33,6 +33,7 @@ class Payload(NamedTuple):
     """The payload of one frame."""
 
     offset: int
+    """Position in the fetch, in bytes over all steps."""
     slab: Slab
     """Slab of the first part."""
     parts: list[memoryview]
@@ -45,10 +46,10 @@ def payloads_of(
     *,
     first_byte: int = 0,
 ) -> Iterator[Payload]:
-    """Yield all payloads that a stream sends of a lease from `first_byte` on. A long view is sent
-    alone, at most `most_bytes` at a time; short views are joined to the size of a long one.
+    """Cut the steps of a lease, from byte `first_byte` on, into payloads of at most `most_bytes`.
+    Long runs of memory are cut; short ones are joined.
 
-    Raises ProtocolError if no payload begins at `first_byte`.
+    Raises ProtocolError if `first_byte` is not within the steps.
     """
     runs = [lease.runs(step) for step in steps]
     num_bytes = sum(view.nbytes for run in runs for _, view in run)
@@ -85,11 +86,10 @@ def _payloads(
 
 
 class Stream:
-    """Sends payloads of one lease in order. Used by one thread.
+    """Send the payloads of one fetch in order. Used by the worker's thread.
 
-    The lease is held until the kernel has the last frame, and until a receiver that reads the arena
-    has copied everything. `end` stops the stream; `is_drained` then says when to call
-    `lease.release`.
+    The lease has to stay until the kernel has the last frame, or a receiver that reads this memory
+    has copied all. `is_drained` says when to release it. `end` stops the stream early.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Stream:
         deadline: Deadline,
         arena: Pool | None = None,
     ) -> None:
-        """The receiver reads payloads in `arena` directly, if an arena is given."""
+        """`arena`: memory from which the receiver copies payloads itself. None: it gets frames."""
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
@@ -110,15 +110,16 @@ class Stream:
         self.channel: Final = channel
         self._arena = arena
         self.served_bytes = 0
-        """Turn of the stream: in a channel the lowest number sends next. It is the bytes sent,
-        plus the start value that a new stream gets so that older streams do not wait for it."""
+        """Turn of the stream: in a channel, the stream with the lowest value sends next. It counts
+        sent bytes. A new stream starts at the lowest present value, so that others need not
+        wait."""
         self.sent_bytes = 0
         self.is_cut = False
-        """True if it ended before everything was sent."""
+        """True if the stream ended before everything was sent."""
         self._is_read = False
-        """True if bytes were located since the receiver last said that it reads nothing."""
+        """True while the receiver may read this memory: positions were sent, and no Cancel came."""
         self._queued_bytes = 0
-        """Bytes in the channel's queue at its last payload; 0 if none was queued."""
+        """Value of the channel's `queued_bytes` after the last payload; 0 if none was queued."""
 
     @property
     def is_over(self) -> bool:
@@ -126,7 +127,7 @@ class Stream:
 
     @property
     def can_send(self) -> bool:
-        """Return whether `put` may be called now."""
+        """Whether `put` may be called now."""
         return not self.is_over and self.channel.has_room
 
     def put(self) -> int:
@@ -152,7 +153,7 @@ class Stream:
         return frame.size
 
     def end(self) -> None:
-        """Send no more, not even queued frames. The receiver reads nothing any more."""
+        """Stop: send no more, not even queued frames. The receiver no longer reads this memory."""
         self.is_cut |= not self.is_over
         self._next, self._payloads = None, iter(())
         self._is_read = False
@@ -161,12 +162,12 @@ class Stream:
 
     @property
     def is_drained(self) -> bool:
-        """Return whether the pages are no longer read."""
+        """Whether neither the kernel nor the receiver reads the pages any more."""
         is_read = self._is_read and not self.deadline.has_passed
         return not is_read and self.channel.send_queue.has_written(self._queued_bytes)
 
     def _places(self, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-        """Return start and stop of each part in the arena; empty if some part is not in it."""
+        """Return start and stop of each part in the arena. Empty if a part is not in the arena."""
         if self._arena is None:
             return ()
         starts = [(self._arena.place_of(part), part.nbytes) for part in parts]
@@ -175,8 +176,8 @@ class Stream:
 
 
 def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
-    """Return the checksum. That of a long view is remembered: cached pages are mostly sent several
-    times."""
+    """Return the checksum of a payload. If the payload is one part, remember the checksum, because
+    cached pages are often sent again."""
     if len(parts) > 1:
         return checksum_of_parts(parts)
     known = slab.checksums
@@ -190,20 +191,21 @@ def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
 
 
 BURST: Final = 16
-"""Frames sent before the thread looks at incoming messages again."""
+"""Most frames that one call of `send` sends, before the worker reads messages again."""
 
 
 class SendScheduler:
-    """Gives streams of all peers equal bytes, whatever their frame sizes.
+    """Choose which stream sends next, so that all peers get equal bytes, whatever their frame
+    sizes.
 
-    Used only by the worker's thread, except `len`.
+    For the worker's thread, except `len`.
     """
 
     def __init__(self, counts: verbs.Status, max_bytes_per_s: float | None, clock: Clock) -> None:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
         self._streams: dict[Stream, Callable[[Stream], object]] = {}
-        """Streams, including those that are over while their pages may still be read."""
+        """Streams and their callbacks, with ended streams as long as their pages are read."""
 
     @property
     def _sending(self) -> list[Stream]:
@@ -214,15 +216,15 @@ class SendScheduler:
 
     @property
     def num_held(self) -> int:
-        """Number of streams, including ended ones with pages that may still be read."""
+        """Number of streams, with ended streams as long as their pages are read."""
         return len(self._streams)
 
     def limit(self, frame_bytes: int) -> int:
-        """Largest payload of at most `frame_bytes` that keeps a slow link smooth."""
+        """Return the largest size of a payload, at most `frame_bytes`, for an even rate."""
         return self._cap.limit(frame_bytes)
 
     def timeout_s(self) -> float:
-        """Seconds until the next look."""
+        """Return the seconds until a stream may send, or is late; infinity if none."""
         sending = self._sending
         timeout_s = min((it.deadline.remaining_s() for it in sending), default=math.inf)
         if any(it.can_send for it in sending):
@@ -230,7 +232,7 @@ class SendScheduler:
         return timeout_s
 
     def add(self, stream: Stream, on_drained: Callable[[Stream], object]) -> None:
-        """Send a stream; call `on_drained` once its pages are given back."""
+        """Add a stream. `on_drained` is called when its pages are released."""
         sending = self._sending
         if not sending:
             self._cap.idle()
@@ -242,8 +244,8 @@ class SendScheduler:
         self._streams[stream] = on_drained
 
     def send(self) -> None:
-        """Send up to `BURST` frames. Each is from the ready channel with the fewest bytes sent, and
-        in it from the ready stream with the fewest."""
+        """Send up to `BURST` frames. Each one is from the ready channel with the fewest sent bytes,
+        and there from the ready stream with the fewest."""
         ready = [stream for stream in self._sending if stream.can_send]
         for _ in range(BURST):
             if not ready or self._cap.delay_s():
@@ -259,13 +261,13 @@ class SendScheduler:
                 ready.remove(stream)
 
     def retire(self) -> None:
-        """Give back the pages of streams that are over, once they are no longer read."""
+        """Release the pages of ended streams that are no longer read."""
         for stream in [it for it in self._streams if it.is_over and it.is_drained]:
             self._streams.pop(stream)(stream)
             stream.lease.release()
 
     def close(self) -> None:
-        """End all streams."""
+        """Release the pages of all streams at once."""
         self.retire()
         for stream in self._streams:
             stream.lease.release()

@@ -1,4 +1,4 @@
-"""One peer with a session at a worker: its fetches, and the adverts for it."""
+"""The worker's side of a session with one peer: the peer's fetches, and the adverts for it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from cachetree.transport.wire import Fetch, Why
 from cachetree.tree import CacheTree
 
 _DRAIN_S: Final = 5.0
-"""Seconds by which a lease outlives its stream's deadline, for frames that the kernel has not taken
-yet. Later the tree may count the bytes as free; the memory itself stays until they are gone."""
+"""Seconds by which a lease outlives its fetch's deadline, for frames that still wait for the
+kernel. Later the tree counts the bytes as free, but the memory stays until they are sent."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Service:
-    """Everything that the sessions of one worker share, and their counters."""
+    """Objects and counters that all sessions of one worker share."""
 
     tree: CacheTree
     disk: DiskTier | None
@@ -46,7 +46,7 @@ class Service:
 
 
 class Session:
-    """One peer's streams and adverts. Used only by the worker's thread."""
+    """One peer's fetches and adverts, at the worker. Used only by the worker's thread."""
 
     def __init__(
         self, name: str, channel: Channel, service: Service, wake: Callable[[], None]
@@ -61,23 +61,24 @@ class Session:
         max_changes = service.config.max_pending_changes
         self.advertiser: Final = Advertiser(service.tree, max_changes, wake, service.clock)
         self._waiting: dict[Fetch, float] = {}
-        """Fetches that wait for pages to be read from disk, and the time since when."""
+        """Fetches that wait for pages from disk, each with the time at which its wait began."""
         self._read: deque[tuple[Fetch, Callable[[], None], LetGo]] = deque()
-        """Fetches that no longer wait. For each, the function that continues it, and the function
-        that releases its pages. Filled by any thread."""
+        """Fetches that the disk has answered. For each, the function that continues the fetch, and
+        the function that releases its pages. Any thread appends."""
         self._num_promotions = 0
-        """Lines that the disk has not answered yet, including those of cancelled requests."""
+        """Questions to the disk without an answer, with those of cancelled fetches."""
         self._wake = wake
         self._last_id = 0
 
     def take(self) -> None:
-        """Handle the peer's messages; raises ProtocolError if it ends the session."""
+        """Read and handle the peer's messages. Raises ProtocolError for one that ends the
+        session."""
         self._heard_at_s = self._clock()
         for message in self.channel.receive(_no_receiver):
             self._handle(wire.decode_to_worker(message))
 
     def go_on(self) -> None:
-        """Continue fetches that no longer wait; raises the errors of `take`."""
+        """Continue fetches that the disk has answered. Raises ProtocolError like `take`."""
         while self._read:
             request, begin, let_go = self._read.popleft()
             self._num_promotions -= 1
@@ -88,7 +89,7 @@ class Session:
                 let_go()
 
     def tell(self, message: wire.ToPeer) -> None:
-        """Send a message; it is dropped if the channel has ended."""
+        """Send a message to the peer. Dropped if the channel has ended."""
         self.channel.put_message(wire.encode(message))
 
     def advertise(self) -> None:
@@ -99,7 +100,7 @@ class Session:
             self.tell(advert)
 
     def expire(self) -> str:
-        """End what is late. Return why the session has to end; empty if it continues."""
+        """End late fetches. Return why the session has to end; empty if it continues."""
         for id, stream in tuple(self._streams.items()):
             if stream.deadline.has_passed and not stream.is_over:
                 self._fail(id, DeadlineExceeded("the worker stopped at the deadline"))
@@ -112,7 +113,7 @@ class Session:
         return f"silent for {silence_s} s" if is_silent else ""
 
     def close(self, reason: str) -> None:
-        """End everything; the streams still have to drain."""
+        """End the session and its fetches. The scheduler releases their pages later."""
         self._stop_waiting(list(self._waiting), "lost")
         self.go_on()
         for stream in self._streams.values():
@@ -137,7 +138,7 @@ class Session:
                 raise ProtocolError(f"a {type(message).__name__} has no place in a session")
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Open a fetch, after its pages were read from disk if needed."""
+        """Serve a fetch. If its pages are only on disk, read them into memory first."""
         if fetch.id <= self._last_id:
             why = f"fetch {fetch.id} comes after fetch {self._last_id}"
             self._fail(fetch.id, ProtocolError(why))
@@ -168,7 +169,8 @@ class Session:
             self._when_read(fetch, deadline, go_on)
 
     def _stream(self, fetch: Fetch, deadline: Deadline) -> Stream:
-        """Lease the pages that a fetch names; raises FetchError if it cannot be served."""
+        """Lease the pages of a fetch, and return its stream. Raises FetchError if the fetch cannot
+        be served."""
         service, num_held = self._service, self._service.scheduler.num_held
         if not _has_share(len(self._streams), service.config.max_streams - num_held):
             raise FetchError(
@@ -199,11 +201,11 @@ class Session:
         return Stream(fetch.id, lease, payloads, self.channel, deadline, arena)
 
     def _when_read(self, fetch: Fetch, deadline: Deadline, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when its pages are in memory, or will not be; never after a cancel.
+        """Call `go_on` when the disk has put the pages of a fetch into memory, or has failed. Never
+        call it after a cancel.
 
-        It is called at once in three cases: the pages are in memory, they are on no disk, or this
-        peer has its share of the lines that wait for the disk. Fetches are counted by where their
-        pages were.
+        Call it at once if the pages are in memory, are not on the disk, or this peer already has
+        its share of the disk's queue. Also count hits and misses by tier.
         """
         service, disk = self._service, self._service.disk
         model, last = ModelId(fetch.model), PageHash(fetch.pages[-PAGE_HASH_BYTES:])
@@ -238,7 +240,7 @@ class Session:
             self._service.note_served(fetch, waited_s, 0, why)
 
     def _cancel(self, id: int) -> None:
-        """Cancel a fetch that the peer gives up, or has copied completely."""
+        """Handle a peer's Cancel: it gives up the fetch, or has copied all of its bytes."""
         self._stop_waiting([it for it in self._waiting if it.id == id], "cancelled")
         if (stream := self._streams.get(id)) is not None:
             self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over
@@ -246,8 +248,8 @@ class Session:
         self.tell(wire.Ended(id=id, error=Why.CANCELLED.value))
 
     def _fail(self, id: int, error: FetchError) -> None:
-        """Fail a fetch, and end the stream with its id. If an id was used twice, both fetches
-        end."""
+        """Tell the peer that its fetch failed, and end the stream with this id. If a peer uses an
+        id twice, both fetches end."""
         if (stream := self._streams.get(id)) is not None:
             stream.end()
         counts = self._service.counts
@@ -258,15 +260,14 @@ class Session:
 
 
 def _has_share(num_own: int, num_free: int) -> bool:
-    """Return whether a peer that has `num_own` places, while `num_free` are free, may have one
-    more.
+    """Return whether a peer with `num_own` places may take one more of the `num_free` free ones.
 
-    It may have three times as many as stay free: one greedy peer has 3/4 of all, each of n has
-    3/(3n + 1). So there is a place for a peer that has none.
+    A peer may have at most three times as many places as stay free. One greedy peer gets 3/4 of
+    all places, each of n greedy peers 3/(3n + 1). So one place stays free for a peer without any.
     """
     return num_own < 3 * num_free
 
 
 def _no_receiver(frame: Frame) -> None:
-    """Raise ProtocolError: a peer sends no payloads."""
+    """Raise ProtocolError, because a peer must not send payloads to a worker."""
     raise ProtocolError(f"a peer sent a frame of {frame.size} bytes")

@@ -11,45 +11,45 @@ from cachetree.transport import verbs
 
 
 class PeerState(StrEnum):
-    """Whether a worker can be read from, and if not, why."""
+    """State of a peer: whether its worker can be read, and if not, why."""
 
     CONNECTING = "connecting"
-    """No connection, or an incomplete snapshot; attempts continue."""
+    """There is no connection yet, or the snapshot is incomplete. Attempts continue."""
     READY = "ready"
     REFUSED = "refused"
-    """The worker serves another family, speaks another version, or is this server's own; it is
-    tried again each minute."""
+    """The worker serves another family, has another version, or is this server's own. The peer
+    tries again each minute."""
     UNTRUSTED = "untrusted"
-    """The handshake broke off, as if keys do not agree; attempts continue, and the error says what
-    to change."""
+    """The handshake failed, probably because keys do not agree. Attempts continue, and the error
+    says what to change."""
     RESTING = "resting"
-    """Its errors came too fast: no attempt is made before its cooldown is over."""
+    """Too many errors in a short time: the peer waits for the cooldown."""
     CLOSED = "closed"
 
 
 class PullStatus(msgspec.Struct, kw_only=True):
-    """Copies of one peer's entries, in numbers; the peer's own thread counts in one of these."""
+    """Copies of one peer's entries in numbers. The peer's thread counts in one such object."""
 
     num_fetched: int = 0
-    """Fetches that completed; one entry may take several."""
+    """Completed fetches. One entry may take several."""
     num_bytes: int = 0
-    """Payload of these fetches."""
+    """Bytes of completed fetches."""
     num_gone: int = 0
-    """Entries that had left the peer's memory before their turn."""
+    """Entries that the peer no longer had in memory when their turn came."""
     num_failed: int = 0
     """Entries that were left out: there was no room, a fetch failed, or too many waited."""
     num_waiting: int = 0
-    """Waiting entries, including the one that is being fetched."""
+    """Entries that wait to be copied, with the one that is being fetched."""
     error: str = ""
-    """Error because of which the last entry was left out; empty once another one is here."""
+    """Reason why the last entry was left out. Empty after a later success."""
 
 
 class PeerStatus(msgspec.Struct, kw_only=True):
-    """A peer in numbers; its own thread counts in one of these."""
+    """State of a peer in numbers. The peer's thread counts in one such object."""
 
     num_failed_fetches: int = 0
     num_retries: int = 0
-    """Requests for the rest of an interrupted fetch."""
+    """Requests for the missing bytes of interrupted fetches."""
     num_landed_bytes: int = 0
     num_losses: int = 0
     num_resyncs: int = 0
@@ -57,42 +57,42 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     address: str
     state: PeerState = PeerState.CONNECTING
     error: str = ""
-    """Error because of which it is not ready, or last was not; empty if it always was."""
+    """Last error because of which the peer was not ready. Empty if there was none."""
     probe_in_s: float | None = None
-    """Seconds until one fetch may try a worker that failed too often; 0 from then on until that
-    fetch has landed. None if all fetches may start."""
+    """After too many errors: seconds until one fetch may try the worker, then 0 until that fetch
+    has succeeded. None if all fetches may start."""
     unreachable_since: float | None = None
-    """Seconds since 1970 at which its connection was lost; None while connected, and before the
-    first."""
+    """Time at which the connection was lost, in seconds since 1970. None while connected, and
+    before the first connection."""
     epoch: int = 0
     """Epoch of the last connected worker; 0 before the first."""
     model: str = ""
     shares_memory: bool = False
-    """True if pages are copied from the worker's memory; otherwise they arrive in frames."""
+    """True if pages are copied from the worker's memory. Otherwise they arrive in frames."""
     bytes_per_s: float | None = None
-    """Rate measured by recent fetches; None if there were none for a while."""
+    """Rate of recent fetches in bytes per second. None if there were none for a while."""
     num_pages: int = 0
-    """Pages of the worker that are noted here, counted once per model."""
+    """Pages of the worker in this server's tree. A page counts once for each model."""
     num_dropped_pages: int = 0
-    """Pages of the worker that are not noted here, or no longer: it has more pages or models than
-    the limit for one worker.
+    """Pages of the worker that are missing in this server's tree: the worker has more pages or
+    models than the limit for one worker.
     """
     pulls: PullStatus | None = None
-    """Copies of its entries; None unless this cache keeps copies."""
+    """Copies of the worker's entries. None if this cache keeps no copies."""
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it can be read from."""
+        """Whether the worker can be read."""
         return self.state is PeerState.READY
 
     @property
     def is_resting(self) -> bool:
-        """Return whether it is left alone for a while."""
+        """Whether the peer waits for the cooldown after too many errors."""
         return self.state is PeerState.RESTING
 
     @property
     def source(self) -> verbs.Source:
-        """Describe it in a few words."""
+        """Description of the peer for operators: its state in a few words."""
         reason = "" if self.is_ready else self.error
         if self.is_ready and self.pulls is not None:
             reason = self.pulls.error

@@ -1,4 +1,4 @@
-"""Spans of fetches that a worker serves, each in the trace of the request that the fetch is for.
+"""Trace spans of the fetches that a worker serves. Each is in the trace of the peer's request.
 
 OpenTelemetry is imported only if tracing was turned on.
 """
@@ -23,17 +23,20 @@ _EXPORT_S: Final = 5
 
 
 NoteServed = Callable[[wire.Fetch, float, int, str], None]
-"""Called for a fetch that is over. Takes its seconds, from the request until its pages were no
-longer read, the bytes sent, and the reason if it was not fully served. Called in the worker's
-thread; must not block or raise."""
+"""Function that notes a served fetch. The worker's thread calls it; it must not block or raise.
+
+It takes the fetch, the seconds from the request until the pages were no longer read, the bytes
+sent, and the reason if the fetch was not fully served (else an empty text).
+"""
 
 
 def untraced(*_: object) -> None:
-    """Note nothing; for use while tracing is off."""
+    """Note nothing. Used while tracing is off."""
 
 
 def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
-    """Return a function that makes spans with this provider, or else with the process's own."""
+    """Return a function that makes a span for each served fetch, with this provider or by default
+    the process's own."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -66,8 +69,8 @@ def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
 
 @contextmanager
 def exported(endpoint: str) -> Iterator[NoteServed]:
-    """Yield a function that sends spans to a collector at `HOST:PORT`, by OTLP over gRPC; none if
-    that is empty. Raises ConfigError if OpenTelemetry is not installed."""
+    """Yield a function that sends spans to a collector at `HOST:PORT`, by OTLP over gRPC. With an
+    empty `endpoint` it sends none. Raises ConfigError if OpenTelemetry is not installed."""
     if not endpoint:
         yield untraced
         return

@@ -1,4 +1,5 @@
-"""The messages of an operator: one question or order each, one answer, no session."""
+"""Messages between an operator and a worker: each question or order has one answer. They need no
+session."""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that the asked worker's server reads from."""
+    """A worker, or a directory of workers, that the asked server reads from."""
 
     address: str
     state: str
     reason: str
-    """Reason why it is not ready, or why a copy of its entries failed; empty if all is well."""
+    """Reason why it is not ready, or why copies of its entries fail. Empty without a problem."""
     model: str = ""
     """Id of the worker's own model; empty if it has none, or was never reached."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
-    """Ask for the worker's numbers; needs no session."""
+    """Ask for the worker's state in numbers."""
 
 
 class Status(msgspec.Struct, kw_only=True, tag="status"):
-    """A worker in numbers; its own thread counts in one of these."""
+    """State of a worker in numbers. The worker's thread counts in one such object."""
 
     version: int
     epoch: int
@@ -45,9 +46,9 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     num_bytes: int = 0
     host_bytes: int = 0
     held_bytes: int = 0
-    """Bytes, part of `num_bytes`, that cannot be evicted now because of pins or readers."""
+    """Bytes among `num_bytes` that cannot be evicted now because of pins or readers."""
     num_pinned_bytes: int = 0
-    """Bytes, part of `held_bytes`, that pins keep."""
+    """Bytes among `held_bytes` that are pinned."""
     num_pages: int = 0
     pages_by_model: ByModel = {}
     num_peers: int = 0
@@ -56,13 +57,14 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
     num_protocol_errors: int = 0
     num_refused_peers: int = 0
     num_failed_handshakes: int = 0
-    """Connections that ended before a message passed: no key, an unknown key, another server's
-    key."""
+    """Connections that ended before the first message: no key, an unknown key, or the key of
+    another server."""
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
-    """Ended fetches by outcome: `ok`, a value of `wire.Why`, or `lost` with their peer."""
+    """Ended fetches by outcome: `ok`, a value of `wire.Why`, or `lost` (the peer was lost)."""
     hits: ByName = msgspec.field(default_factory=Counter)
-    """Fetches with all pages there, by tier."""
+    """Fetches for which this tier had all pages, by tier (`memory`, `disk`)."""
     misses: ByName = msgspec.field(default_factory=Counter)
+    """Fetches for which this tier did not have all pages, by tier."""
     family: Family | None = None
     disk: DiskStatus | None = None
     """State of the disk; None without a disk."""
@@ -71,7 +73,7 @@ class Status(msgspec.Struct, kw_only=True, tag="status"):
 
 
 class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find"):
-    """Ask which models have how much of a prompt."""
+    """Ask for each model how much of a prompt is stored."""
 
     pages: bytes
 
@@ -81,8 +83,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
-    """Drop entries that begin with `pages`, or everything if it is empty; of one model, or of
-    all."""
+    """Order to drop all entries that begin with `pages`; empty: all entries."""
 
     model: str
     """Id of the model; empty for all."""
@@ -90,7 +91,7 @@ class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
 
 
 class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag="evicted"):
-    """Answer to Evict; leased and pinned entries have stayed."""
+    """Answer to Evict. Leased and pinned entries have stayed."""
 
     num_bytes: int
     """Bytes of memory that were freed."""
@@ -98,13 +99,13 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag="evicted"):
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
-    """Keep the present pages of a prefix in memory; of one model, or of all."""
+    """Order to keep the stored pages of a prefix in memory."""
 
     model: str
     """Id of the model; empty for all."""
     pages: bytes
     ttl_s: float | None
-    """Seconds that the pin lasts; None until Unpin."""
+    """Seconds that the pin lasts. None: until Unpin."""
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True, tag="pinned"):
@@ -112,7 +113,7 @@ class Pinned(msgspec.Struct, frozen=True, kw_only=True, tag="pinned"):
 
 
 class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
-    """End the pin made with the same model and pages."""
+    """Order to end the pin that was made with the same model and pages."""
 
     model: str
     pages: bytes

@@ -1,4 +1,4 @@
-"""Wakes an I/O thread that waits in a poller."""
+"""Wake a thread that waits in a poller."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from typing import Final
 
 CLOSE_S: Final = 5.0
-"""Most seconds for the end of a thread that was woken to end."""
+"""Most seconds to wait until a closing thread has ended."""
 
 
 class Wakeup:
-    """Wakes a poller. `wake` is called from any thread and never blocks; `drain` by the woken
-    thread."""
+    """Event that wakes a thread from its poller. Any thread calls `wake`, which never blocks. The
+    woken thread calls `drain`."""
 
     def __init__(self) -> None:
         self._counter = os.eventfd(0, os.EFD_NONBLOCK)
@@ -30,7 +30,7 @@ class Wakeup:
                 os.eventfd_write(self._counter, 1)
 
     def drain(self) -> None:
-        """Reset the wakeup. Call it before looking at the queue, so that no later wake is lost."""
+        """Reset the event. Call it before reading the queue, so that no later wake is lost."""
         with self._lock:
             if self._is_pending:
                 self._is_pending = False

@@ -3,7 +3,7 @@
 A message ends with a checksum: without it a flipped bit could name another layer.
 
     peer                                    worker
-    one of `verbs.ToWorker`     ──►                                     an operator's, no session
+    one of `verbs.ToWorker`     ──►                                     from an operator, no session
                                 ◄──         one of `verbs.ToPeer`
     Hello                       ──►
                                 ◄──         Hello                       both compare version, family
@@ -16,8 +16,8 @@ A message ends with a checksum: without it a flipped bit could name another laye
                                 ◄══         or Ended                    early
     Cancel                      ══►                                     of a fetch; also once all
                                 ◄══         Ended                       located bytes were copied
-    Ping                        ══►                                     both notice silence, and a
-                                ◄══         Pong                        loss at the very end
+    Ping                        ══►                                     both notice silence, and
+                                ◄══         Pong                        loss of the last messages
     Bye                         ◄══►        Bye                         the session is over
 
     ── ZMQ     ══ the connection that a Hello's ticket opens, among the frames of `frames`
@@ -62,7 +62,7 @@ MAX_PLACES: Final = 256
 """Most places in one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
-"""Id of a model; a worker that has entries of it tells all its peers."""
+"""Id of a model, with a bound on its length."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """Name of a model, for people."""
 PartOf = Annotated[int, msgspec.Meta(ge=KV, lt=MAX_LAYERS)]
@@ -78,23 +78,24 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     family: msgspec.Raw
     model: Model = ""
-    """The model that this server runs; empty if it serves none itself, and from a peer."""
+    """Model that the worker's server runs. Empty if it runs none, and in a peer's Hello."""
     epoch: int = 0
-    """Random number of this start of a worker; 0 from a peer."""
+    """Random number of this start of the worker. 0 in a peer's Hello."""
     arena: ArenaFile | None = None
-    """File from which a peer on the worker's host may copy; None from a peer."""
+    """Shared memory from which a peer on the worker's host may copy. None in a peer's Hello."""
     ticket: Ticket | None = None
-    """Ticket for the data connection; None from a peer, and to a peer that is refused."""
+    """Ticket for the data connection. None in a peer's Hello, and if the peer is refused."""
     budget_bytes: int = 0
-    """Bytes that a worker keeps at most, in memory and on disk; 0 from a peer."""
+    """Most bytes that the worker can store, in memory and on disk. 0 in a peer's Hello."""
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
-    """A snapshot begins: forget all entries of this worker."""
+    """A snapshot begins: the peer has to forget all entries of this worker."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Consecutive pages that were added or removed. `parent` is empty at the root."""
+    """Consecutive pages that were added or removed. `parent` is the page before them, empty at the
+    root."""
 
     added: bool
     model: Model
@@ -104,7 +105,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
-    """A part of the snapshot, or of the changes since."""
+    """A part of the snapshot, or of the changes after it."""
 
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
     names: Annotated[dict[Model, Name], msgspec.Meta(max_length=MAX_ENTRIES)] = {}
@@ -116,55 +117,53 @@ class Synced(msgspec.Struct, frozen=True, tag="synced"):
 
 
 class Learned(msgspec.Struct, frozen=True, tag="learned"):
-    """The peer's own tree shows the next `Entries`. A peer answers each `Entries` with this
-    message."""
+    """Answer to each `Entries`: the peer's tree now has its changes."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Stream these steps of these pages, in this order."""
+    """Request to send these steps of these pages, step after step."""
 
     id: int
-    """Id that rises with every fetch of one session."""
+    """Id of the fetch, higher than all before in this session."""
     model: Model
     pages: bytes
     steps: Steps
-    """Steps (kind, layer) in the order of need."""
+    """Steps (kind, layer), the one needed first in front."""
     first_byte: int = 0
-    """First byte to send, counted over all steps in order; earlier bytes have landed already."""
+    """First byte to send, counted over all steps in order. Earlier bytes have landed already."""
     frame_bytes: int
-    """Largest payload of a frame."""
+    """Most bytes of a frame's payload."""
     reads_arena: bool = False
-    """True if the peer copies from the worker's arena itself."""
+    """True if the peer copies from the worker's shared memory itself."""
     timeout_ms: int
-    """Time in ms left of the deadline when this was sent; clocks are not compared."""
+    """Time left until the deadline when this was sent, in ms. Clocks are not compared."""
     as_copy: bool = False
-    """True if a cache fetches a copy to keep. The fetch then counts as no use of the pages, and
-    none is read from disk."""
+    """True if a cache fetches a copy to keep. The fetch then does not count as a use of the pages,
+    and none is read from disk."""
     traceparent: Traceparent = ""
-    """Trace id as in W3C's Trace Context, of the request that it is for; empty if that is not
-    traced."""
+    """W3C traceparent of the request that needs the pages. Empty if the request is not traced."""
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """Replaces a frame: its payload is in the arena, and stays there until a `Cancel`.
+    """Replacement for a frame: its payload is in the worker's shared memory, until a `Cancel`.
 
-    A checksum shows if the memory was reused meanwhile.
+    The frame's checksum shows if the memory was reused meanwhile.
     """
 
     frame: Frame
     places: Places
-    """Start and stop in the arena of each part of the payload."""
+    """Start and stop of each part of the payload in the shared memory, in bytes."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """The peer wants nothing more of a fetch and reads nothing located for it; it ignores frames
-    under way."""
+    """End of a fetch by the peer: it ignores further frames, and no longer reads the worker's
+    memory."""
 
     id: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """The worker sends nothing more for a fetch."""
+    """End of a fetch by the worker, which sends nothing more for it."""
 
     id: int
     error: str
@@ -181,7 +180,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
-    """There is no session, or no longer: the peer has to greet again."""
+    """End of a session, or answer without a session: the peer has to send a Hello again."""
 
     reason: ReasonText
 
@@ -219,7 +218,7 @@ _Message = TypeVar("_Message")
 
 
 def encode(message: ToWorker | ToPeer) -> bytes:
-    """Encode a message as the payload of a frame; raises ProtocolError if it exceeds the cap."""
+    """Encode a message, with its checksum. Raises ProtocolError above MAX_MESSAGE_BYTES."""
     header = with_checksum(_encoder.encode(message))
     if len(header) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
@@ -234,12 +233,12 @@ def with_checksum(body: bytes) -> bytes:
 
 
 def decode_to_worker(header: memoryview) -> ToWorker:
-    """Decode a peer's message; raises ProtocolError."""
+    """Decode a message from a peer. Raises ProtocolError."""
     return _decode(_to_worker, header)
 
 
 def decode_to_peer(header: memoryview) -> ToPeer:
-    """Decode a worker's message; raises ProtocolError."""
+    """Decode a message from a worker. Raises ProtocolError."""
     return _decode(_to_peer, header)
 
 
@@ -275,8 +274,8 @@ def hello(
 
 
 def family_of(message: Hello) -> Family:
-    """Return the family in a Hello; raises ProtocolError if versions differ or it cannot be
-    read."""
+    """Return the family in a Hello. Raises ProtocolError if the versions differ, or the family
+    cannot be read."""
     if message.version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"version is {message.version} there and {PROTOCOL_VERSION} here; "
@@ -303,23 +302,23 @@ def ended_by(id: int, error: FetchError) -> Ended:
 
 
 def error_of(message: Ended, who: str) -> FetchError:
-    """Return the error for a fetch that the worker `who` ended. An unknown reason, as a newer
-    worker may send, gives the general error."""
+    """Return the error for a fetch that the worker `who` ended. A reason of a newer worker that is
+    unknown here gives FetchError."""
     kinds = {why.value: kind for why, kind in _ERRORS.items()}
     return kinds.get(message.error, FetchError)(f"{who}: {said(message)}")
 
 
 def reason(error: Exception) -> str:
-    """Return an error's text, short enough for a header."""
+    """Return an error's text on one line, short enough for a message."""
     return printable(str(error)[:MAX_REASON_CHARS])
 
 
 def said(message: Ended | Bye | verbs.Denied) -> str:
-    """Return the reason that a worker states."""
+    """Return the reason in a worker's message, on one line."""
     return printable(message.reason)
 
 
-# Checks of messages before any use; all raise ProtocolError.
+# Checks of received messages. All raise ProtocolError.
 
 
 def pages_of(named: bytes) -> tuple[PageHash, ...]:
@@ -336,7 +335,7 @@ def deadline_of(message: Fetch, clock: Clock) -> Deadline:
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
-    """Return the steps that a Fetch names: each once, and of a layer that exists."""
+    """Return the steps that a Fetch names. Checks that each is named once, and its layer exists."""
     steps = tuple(Step(kind, layer) for kind, layer in message.steps)
     if len(set(steps)) != len(steps):
         raise ProtocolError("a fetch names a step twice")

@@ -1,5 +1,5 @@
-"""Serve this process's cache to peers: one thread answers over ZMQ, and runs the peers'
-sessions."""
+"""Serve this process's cache to peers: one thread answers greetings and operators over ZMQ, and
+runs the sessions of all peers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _MAX_RECEIVED: Final = 64
 
 
 class Worker:
-    """Serves the local entries of `tree`, and the entries on `disk`, to peers, and advertises them.
+    """Serve the local entries of `tree` and the entries on `disk` to peers, and advertise them.
 
-    The caller still owns the tree. Raises ConfigError if the address cannot be bound or a key file
-    cannot be read.
+    The caller keeps ownership of the tree. Raises ConfigError if the address cannot be bound, or a
+    key file cannot be read.
     """
 
     def __init__(
@@ -60,10 +60,9 @@ class Worker:
         clock: Clock = time.monotonic,
         note_served: NoteServed = untraced,
     ) -> None:
-        """`sources` returns the peers that this server reads from, and is called from any
-        thread."""
+        """`sources` returns the peers that this server reads from. Any thread may call it."""
         self.epoch: Final = secrets.randbits(62) + 1
-        """Random number of this start of the worker. Peers see from a new number that it
+        """Random number of this start of the worker. A new number shows peers that it was
         restarted."""
         self._tree = tree
         counts = verbs.Status(
@@ -82,13 +81,13 @@ class Worker:
         self._admin = AdminService(tree, disk, self.status, clock)
         self._sessions: list[Session] = []
         self._callbacks: deque[Callable[[], object]] = deque()
-        """Calls that the worker's thread makes for other threads."""
+        """Functions that other threads ask the worker's thread to call."""
         self._turned_at_s = clock()
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         self._stranger_limiter = LogLimiter(clock)
-        """Limits log lines about refused strangers, so that their invented names crowd out no other
-        line."""
+        """Limit for log lines about refused connections. It is separate, so that their invented
+        names suppress no other line."""
         listen, self._gate = check_worker(config)
         raise_descriptor_limit()
         self._wakeup = Wakeup()
@@ -115,26 +114,27 @@ class Worker:
                 target=self._run, name=f"cachetree-worker {self.address}", daemon=True
             )
             self._thread.start()
-            undo.pop_all()  # The thread closes all of it at its end.
+            undo.pop_all()  # The thread closes all of these at its end.
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that says if all peers know the tree as it is at this call. Peers that
-        have left do not count. Any thread."""
+        """Return a function that returns True once all peers know the tree of this moment. Peers
+        that have left do not count. Any thread."""
         each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
 
     def close(self) -> None:
-        """Stop serving; running streams end on the other side at once. Idempotent."""
+        """Stop serving. Running fetches fail on the other side at once. Idempotent."""
         self._closing.set()
         self._wakeup.wake()
         self._thread.join(CLOSE_S)
 
     def run(self, model: ModelId) -> None:
-        """Name the model that this server runs, for future peers; any thread."""
+        """Set the id of the model that this server runs, for future handshakes. Any thread."""
         self._service.counts.model = model
 
     def status(self) -> verbs.Status:
-        """Return the worker's numbers; from any thread, not an atomic picture."""
+        """Return the worker's state in numbers. Any thread. The numbers are not all of the same
+        moment."""
         service = self._service
         fields = msgspec.structs.asdict(service.counts).items()
         return msgspec.structs.replace(
@@ -154,7 +154,7 @@ class Worker:
 
     @property
     def turn_age_s(self) -> float:
-        """Seconds since the worker's thread last turned; from any thread."""
+        """Seconds since the last turn of the worker's loop. Any thread."""
         return self._service.clock() - self._turned_at_s
 
     def _bound(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
@@ -257,10 +257,10 @@ class Worker:
                 send(wire.Bye(reason=why))
 
     def _send(self, identity: bytes, message: wire.ToPeer) -> None:
-        """Send over ZMQ; the message is dropped if the peer is gone, or does not read."""
+        """Send a message over ZMQ. Dropped if the peer is gone, or does not read."""
         try:
             header = wire.encode(message)
-        except ProtocolError as exc:  # A message cannot name so many models.
+        except ProtocolError as exc:  # The answer names too many models for one message.
             header = wire.encode(verbs.Denied(reason=wire.reason(exc)))
         self._socket.send_multipart([identity, header], zmq.NOBLOCK)
 
@@ -276,7 +276,7 @@ class Worker:
         try:
             wire.require_family(hello, self._tree.family, who=f"the peer at {host}")
         except FamilyMismatch as exc:
-            # Our hello tells the other side what differs; it refuses with its own words.
+            # Our hello without a ticket tells the peer what differs; its own error names that.
             service.counts.num_refused_peers += 1
             self._warn(f"refused: {exc}", str(exc), self._stranger_limiter)
         else:
@@ -308,8 +308,8 @@ class Worker:
             self._end_session(session, self._cut_off(exc, session.name, "cut off"))
 
     def _cut_off(self, error: Exception, who: str, about: str) -> str:
-        """Count a message that could not be served, and log why. Return the reason for its
-        sender."""
+        """Count a peer's message that could not be handled, and log why. Return the reason to send
+        to the peer."""
         self._service.counts.num_protocol_errors += 1
         if isinstance(error, ProtocolError):
             self._warn(f"{who} was cut off: {error}", about, self._log_limiter)

@@ -52,11 +52,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold:
-    """Keeps the local entries of a run of pages; a lease, a reservation or a pin owns each hold.
+    """Protection of a run of pages' local entries from eviction. A lease, a reservation and a pin
+    each have one.
 
-    Page `stop`, counted from the root, is the first one after the run. If a held node is split
-    there, the tail is no longer held. Pages before the run stay in any case: eviction is leaf
-    first.
+    `stop` is the number of pages from the root to the end of the run. If a held node is split
+    there, its tail is no longer held. Pages before the run stay, too: eviction is leaf first.
     """
 
     __slots__ = ("entries", "stop", "until_s")
@@ -64,7 +64,7 @@ class Hold:
     def __init__(self, stop: int, until_s: float = inf) -> None:
         self.stop: Final = stop
         self.until_s: Final = until_s
-        """Time at which it ends by itself."""
+        """Time at which the hold ends by itself."""
         self.entries: set[LocalEntry] = set()
 
     def add(self, entry: LocalEntry) -> None:
@@ -76,7 +76,7 @@ _NOBODY: Final[frozenset[Hold]] = frozenset()
 
 
 class RemoteEntry:
-    """The claim that a location has all pages of one node."""
+    """Claim that a location has all pages of one node, for one model and part."""
 
     __slots__ = ("key", "node", "num_children", "order", "source")
 
@@ -90,10 +90,9 @@ class RemoteEntry:
         self.node: Final = node
         self.key: Final = key
         self.source: Final = source
-        """The location's own object that has the pages there; only the location knows its type."""
+        """The location's own object with these pages, such as a file. The tree does not read it."""
         self.order: Final = order
-        """Entries of one location, the coldest first; entries with children may be missing in
-        it."""
+        """All entries of the location, the coldest first. Entries with children may be missing."""
         self.num_children = 0
         """Number of child nodes that have an entry of the same key."""
 
@@ -111,7 +110,7 @@ class RemoteEntry:
         self.order.move_to_end(self)
 
     def split(self, tail: Node) -> RemoteEntry:
-        """Split off the entry of the node that is cut off this entry's node."""
+        """Return a new entry for `tail`, which was cut off this entry's node."""
         entry = RemoteEntry(tail, self.key, self.order, self.source)
         entry.num_children, self.num_children = self.num_children, 1
         if self in self.order:
@@ -137,8 +136,8 @@ class LocalEntry:
         self.num_children = 0
         """Number of entries that have this one as a parent."""
         self.holds: frozenset[Hold] = _NOBODY
-        # Numbers of the eviction. The last walk that ended here, or below in entries that have
-        # since been evicted; and its time if there is a time to live.
+        # Fields of the eviction: the number of the last walk that ended here, or below in entries
+        # that were evicted since, and the time of that walk if there is a time to live.
         self.last_use = 0
         self.used_at_s = 0.0
 
@@ -223,8 +222,8 @@ class Node:
         pending = [(self, -1)]
         while pending:
             node, num_pages = pending.pop()
-            # Its children were yielded before it, and none was cut off; or the caller does not want
-            # them.
+            # Yield a node once its children were yielded and none was cut off meanwhile, or if the
+            # caller does not want them.
             if num_pages == node.num_pages or not goes_below(node):
                 yield node
             else:

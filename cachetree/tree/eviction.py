@@ -21,15 +21,15 @@ from cachetree.tree.entries import LocalEntry
 _SLACK: Final = 64
 
 _Item = tuple[int, int, LocalEntry]
-"""An entry's last use, the number of this item among all, and the entry."""
+"""An entry's last use, a number that makes items unique, and the entry."""
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings for what leaves memory by itself, and for how much pins may keep in it."""
 
     ttl_s: float | None = None
-    """Seconds after which an unused entry leaves memory, at the next sweep; every new entry starts
-    one. None keeps entries until room is needed."""
+    """Seconds after which an unused entry leaves memory. None: entries stay until their room is
+    needed."""
     max_pinned_share: float = 0.5
     """Share of the memory's budget that pins may keep at once."""
 
@@ -48,13 +48,13 @@ class Eviction:
     too. Eviction is leaf first: an entry's turn comes after the last one below it, which passes its
     last use on.
 
-    A use only raises a number, and costs nothing more. An entry that reaches the front with an
-    outdated number goes back under its right one. An entry that reaches the front while it has
-    children or is held is left out, until it is added again. So no search meets the same obstacle
-    twice.
+    A use only raises a number. An entry that reaches the front with an outdated number is queued
+    again with its present one. An entry that reaches the front while it has children or is held is
+    removed from the queue, until it is added again. So no search meets the same entry twice in
+    vain.
 
-    Most new items have the largest number so far, and wait in a line. With all items in one heap,
-    which costs a walk through its depth for each item, an eviction takes a fifth longer.
+    Most new items have the largest number so far, and are appended to a line; the others go into a
+    heap. With all items in the heap, an eviction takes a fifth longer.
     """
 
     def __init__(self, ttl_s: float | None, clock: Clock) -> None:
@@ -62,18 +62,18 @@ class Eviction:
         self._clock = clock
         self._num_uses = 0
         self._queued: dict[LocalEntry, int] = {}
-        """Use under which each entry is queued; items of it with another use are void."""
+        """Last use with which each entry is queued. Its items with another use are invalid."""
         self._line: deque[_Item] = deque()
         self._heap: list[_Item] = []
         self._num_put = 0
 
     def add(self, last: LocalEntry) -> None:
-        """Add the last of new entries of one path; it has been used."""
+        """Add the last of the new entries of one path, and count it as used now."""
         self.use((last,))
         self.free(last)
 
     def use(self, entries: Iterable[LocalEntry]) -> None:
-        """Note that walks ended at these entries, all at once."""
+        """Note that a walk ended at these entries."""
         now_s = 0.0 if self.ttl_s is None else self._clock()
         for entry in entries:
             self._num_uses += 1
@@ -138,10 +138,9 @@ class Eviction:
                     self.free(entry)
 
     def expired(self) -> Iterator[LocalEntry]:
-        """Yield entries like `victims`, but only those unused for the time to live, if there is
-        one.
+        """Yield entries like `victims`, but only those that were unused for the time to live.
 
-        Entries are ordered by their last uses, so the first young one ends the search.
+        Entries are in the order of their last use, so the first younger one ends the search.
         """
         assert self.ttl_s is not None
         before_s = self._clock() - self.ttl_s

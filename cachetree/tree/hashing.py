@@ -35,7 +35,7 @@ def _little_endian(tokens: Sequence[int]) -> bytes:
     """Encode all token ids as 32-bit integers; raises OverflowError for a larger or negative id."""
     if not isinstance(tokens, array) or tokens.typecode != "q":
         return np.array(array("I", tokens), "<u4").tobytes()
-    # SGLang keeps tokens so; the constructor of another array would make Python integers.
+    # SGLang keeps tokens as int64. Converting the array directly makes no Python integers.
     ids = np.frombuffer(tokens, np.int64)
     if (ids >> 32).any():
         raise OverflowError("a token id is negative or has more than 32 bits")

@@ -22,14 +22,14 @@ PagesOfSlab = tuple[Slab, Span]
 """Consecutive pages of a slab."""
 
 PinName = tuple[ModelId | None, PageHash]
-"""The model, None for all of them, and the last page of the prefix."""
+"""Key of a pin: its model (None: all models), and the last page of its prefix."""
 
 
 class Lease(Hold):
-    """Keeps pages of one local model from eviction while `owner` reads them.
+    """Keep local pages of one model from eviction while `owner` reads them.
 
-    It ends by `release`, or when the tree sweeps it after its deadline. From then on `views` raises
-    StaleEntry. Views taken before stay readable. Only one thread at a time may use it.
+    A lease ends by `release`, or at a sweep of the tree after its deadline. Afterwards `views`
+    raises StaleEntry. Views taken before stay readable. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Lease(Hold):
         """True once the lease has ended; set by the tree."""
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
-        """Return KV or E of `pages` (counted from the lease's first; all by default), a view of
-        each run: `family.page_bytes(step.kind)` for each page.
+        """Return views of KV or E of `pages`, one for each contiguous run of memory. A page takes
+        `family.page_bytes(step.kind)`. Pages count from the lease's first; by default all.
 
         Raises ValueError for a part that was not leased.
         """
@@ -69,7 +69,7 @@ class Lease(Hold):
             slab, all_pages = slabs[number]
             span = Span(all_pages.start + span.start, all_pages.start + span.stop)
             runs += [(slab, view) for view in slab.views(step, span)]
-        if self.is_over:  # checked last: until then its memory may have been lent again
+        if self.is_over:  # Checked last, because the lease may end meanwhile.
             raise StaleEntry(f"the lease of {self.owner} has ended")
         return runs
 
@@ -85,11 +85,11 @@ class Lease(Hold):
 
 
 class Reservation(Hold):
-    """Room for KV or E of new pages of one model, invisible to `match` until `commit`.
+    """Room for KV or E of new pages of one model. `match` sees the pages from `commit` on.
 
-    The owner fills the views of every step, then calls `commit`; `release` gives the room back.
-    Leaving the context without a commit releases it. While it is open, the pages that it continues
-    stay in the tree. Only one thread at a time may use it.
+    The owner fills the views of every step, then calls `commit`. `release`, or leaving the context
+    without a commit, gives the room back. While it is open, the pages before the new ones stay in
+    the tree. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Reservation(Hold):
         self._is_open = True
 
     def views(self, step: Step) -> list[memoryview]:
-        """Return writable memory: `len(pages) * family.page_bytes(step.kind)` bytes, mostly in one
-        run; each run has whole pages."""
+        """Return writable memory for one step: `len(pages) * family.page_bytes(step.kind)` bytes,
+        mostly in one run. Each run has whole pages."""
         self._require_open()
         return self.slab.views(step, Span(0, len(self.pages)))
 
@@ -155,8 +155,7 @@ class Holds:
         self._eviction: Final = eviction
         self._max_pinned_bytes: Final = max_pinned_bytes
         self._pins: dict[PinName, Hold] = {}
-        """Prefixes that stay in memory even if no request reads them, because an operator wants
-        it."""
+        """Pins of an operator: prefixes that stay in memory even if no request reads them."""
         self._next_s = inf
         """Time at which the next pin ends."""
 
@@ -174,7 +173,7 @@ class Holds:
         self.let_go(lease)
 
     def end_late(self, now_s: float) -> None:
-        """End the leases and pins that are over."""
+        """End the leases and pins that are past their deadline."""
         for lease in [it for it in self.leases if it.until_s <= now_s]:
             self.end(lease)
         if now_s >= self._next_s:
@@ -184,7 +183,7 @@ class Holds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of open reservations, of held pages, and of pages above held ones."""
+        """Bytes that cannot be evicted: open reservations, held pages, and pages above them."""
         return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
@@ -200,7 +199,7 @@ class Holds:
     ) -> dict[ModelId, int]:
         """Pin as described in `CacheTree.pin`."""
         depths: dict[LocalKey, int] = {}
-        # Upwards, comparing every page: the caller may have sent pages that are no prompt.
+        # Every page is compared: an operator may send pages that are no prompt.
         for place in upwards(self._trie.compared_prefix(pages), 0):
             for key in place.node.local:
                 if model in (None, key[0]):

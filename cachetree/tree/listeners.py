@@ -12,10 +12,11 @@ Listener = Callable[[Change], None]
 
 
 class ChangeListeners:
-    """Two kinds of listeners. All are called with the tree's lock held.
+    """Two kinds of listeners of a tree's changes. All are called with the tree's lock held.
 
-    Listeners of memory get a change for each local entry. Listeners of kept entries, in memory or
-    on disk, get an addition, perhaps twice. They get a removal once an entry has left both.
+    Listeners of memory get a change for each local entry. Listeners of kept entries count memory
+    and disk as one: they get an addition, perhaps twice, and a removal when the entry has left
+    both.
     """
 
     def __init__(self) -> None:

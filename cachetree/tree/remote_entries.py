@@ -16,8 +16,7 @@ from cachetree.tree.trie import PageTrie, Place, depth_of, nodes_to
 
 
 class RemoteEntries:
-    """Puts remote entries into the nodes of a tree and removes them. Thread-safe, by the tree's
-    lock."""
+    """The remote entries of a tree: add, find and remove them. Thread-safe, by the tree's lock."""
 
     def __init__(self, trie: PageTrie, listeners: ChangeListeners, lock: threading.Lock) -> None:
         self._trie: Final = trie
@@ -27,19 +26,20 @@ class RemoteEntries:
         self._max_pages: dict[Location, float] = {}
         self._max_models: dict[Location, float] = {}
         self._models: defaultdict[Location, Counter[ModelId]] = defaultdict(Counter)
-        """Models that have entries at a location, with the number of their prompts' first pages."""
+        """Models with entries at each location, each with the number of entries at the root."""
         self.num_pages: Counter[Location] = Counter()
-        """Number of noted pages at each location, counted once per model and part."""
+        """Number of noted pages at each location. A page counts once for each model and part."""
         self.num_dropped: Counter[Location] = Counter()
-        """Number of pages forgotten or left out because of `limit`."""
+        """Number of pages at each location that were dropped or left out because of `limit`."""
 
     def limit(self, location: Location, max_pages: int, max_models: float = inf) -> None:
-        """Limit the pages noted at `location`, counted once per model and part, and its models."""
+        """Limit how many pages and models are noted at `location`. A page counts once for each
+        model and part."""
         self._max_pages[location], self._max_models[location] = max_pages, max_models
 
     def leave(self, location: Location) -> None:
-        """Delete the limit and counts of `location` after `forget`; does nothing while it has
-        entries."""
+        """Delete the limit and counts of `location`. Call it after `forget`; it does nothing while
+        the location has entries."""
         with self._lock:
             if not self.num_pages[location]:
                 for known in (self._orders, self._max_pages, self._max_models, self._models):
@@ -56,12 +56,12 @@ class RemoteEntries:
         part: Part = KV,
         source: object = None,
     ) -> int:
-        """Note that `location` has these consecutive pages after `parent`; return how many are new.
+        """Note that `location` has these consecutive pages after `parent`. Return how many are new.
 
-        Two kinds of pages are left out because they could never match: pages with a parent that
-        `location` has not advertised, and pages that it has advertised at another place. Pages of
-        models beyond its limit are left out, too. Beyond its limit of pages the coldest are
-        dropped, in slices. `sources` returns the `source` of the new pages.
+        Pages are left out if `location` has not advertised their parent, or has advertised them at
+        another place: they could never match. Pages of models beyond the limit are left out, too.
+        Beyond the limit of pages, the coldest are dropped, in slices. `sources` later returns the
+        `source` of these pages.
         """
         if location == LOCAL:
             raise ValueError("local pages are reserved and committed, not advertised")
@@ -112,8 +112,8 @@ class RemoteEntries:
     def sources(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[object, Span]]:
-        """Return the peer's entries that hold the leading `pages`, each with the span of pages in
-        the prompt that it holds. `pages` may start in the middle of a prompt."""
+        """Return the `source` of each noted entry with the leading `pages`, and the span of the
+        prompt's pages that it has. `pages` may start in the middle of a prompt."""
         key = (location, model, part)
         sources: list[tuple[object, Span]] = []
         with self._lock:
@@ -137,7 +137,7 @@ class RemoteEntries:
         """Drop like `drop`, more slowly, but other threads get the lock in between. Use it for
         pages with many others after them."""
         run_in_slices(self._lock, self._dropping((location, model, part), pages))
-        # Pages that were added meanwhile, and these pages with them.
+        # Then drop these pages, and pages after them that were added meanwhile.
         self.drop(location, model, pages, part)
 
     def forget(self, location: Location) -> None:
@@ -175,7 +175,7 @@ class RemoteEntries:
         """Drop the coldest entries until at most `max_pages` are noted; yield the pages of each."""
         while self.num_pages[location] > max_pages:
             entry, _ = self._orders[location].popitem(last=False)
-            # Other entries are queued again when their last child is removed.
+            # An entry with children is queued again when its last child is removed.
             is_leaf = not entry.num_children
             if is_leaf:
                 self._remove(entry)

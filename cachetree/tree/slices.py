@@ -11,15 +11,15 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 SLICE: Final = 16
-"""Steps of one slice; most steps look at one node."""
+"""Number of steps in one slice. Most steps look at one node."""
 _PAUSE_S: Final = 50e-6
 """Seconds between two slices. A lock is not fair: a waiting thread gets it only while no other
 takes it."""
 
 
 def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE) -> Iterator[T]:
-    """Yield the steps' results. Steps run with the lock held, `num_at_once` of them, when the
-    caller asks."""
+    """Run the steps as the caller asks for their results, and yield these. Each slice of
+    `num_at_once` steps runs with the lock held."""
     while True:
         with lock:
             some = list(islice(steps, num_at_once))
@@ -30,6 +30,6 @@ def in_slices(lock: threading.Lock, steps: Iterator[T], num_at_once: int = SLICE
 
 
 def run_in_slices(lock: threading.Lock, steps: Iterator[object], num_at_once: int = SLICE) -> None:
-    """Run all steps."""
+    """Run all steps, in slices like `in_slices`."""
     for _ in in_slices(lock, steps, num_at_once):
         pass

@@ -46,7 +46,7 @@ class CacheTree:
         clock: Clock = time.monotonic,
         retention: Retention = _RETENTION,
     ) -> None:
-        """Without `memory` it makes an arena of its own. Raises ConfigError."""
+        """Without `memory`, make an arena of `host_bytes`. Raises ConfigError."""
         Layout.of(family, 1, KV)  # Raises ConfigError if the codec does not fit the model.
         self.family: Final = family
         self.host_bytes: Final = host_bytes
@@ -56,7 +56,8 @@ class CacheTree:
         self._eviction = Eviction(retention.ttl_s, clock)
         self._trie = PageTrie(self._eviction)
         self._first: Final = self._trie.root.children
-        """Nodes by the first page of each prompt. The root is never split: the dict stays."""
+        """Nodes by the first page of each prompt. The object stays the same, as the root is never
+        split."""
         max_pinned_bytes = int(retention.max_pinned_share * host_bytes)
         self._holds = Holds(self._trie, self._eviction, max_pinned_bytes)
         self._listeners = ChangeListeners()
@@ -64,7 +65,7 @@ class CacheTree:
         """Entries that workers and tiers claim to have."""
         self.names: Final = ModelNames()
         self.num_bytes = 0
-        """Bytes held now, reservations included; never above the budget."""
+        """Bytes of local entries and open reservations; never above the budget."""
         self.num_evictions = 0
         """Number of entries that were evicted, for room or by order."""
         self._num_pages: Counter[ModelId] = Counter()
@@ -72,17 +73,17 @@ class CacheTree:
 
     @property
     def num_pages(self) -> int:
-        """Local pages with KV, counted once per model."""
+        """Number of local pages with KV. A page counts once for each model."""
         return self._num_pages.total()
 
     @property
     def num_pinned_bytes(self) -> int:
-        """Bytes, part of `num_bytes`, that pins keep."""
+        """Bytes among `num_bytes` that are pinned."""
         return self._holds.num_pinned_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes, part of `num_bytes`, that cannot be evicted now: leased, pinned, being written."""
+        """Bytes among `num_bytes` that cannot be evicted now: leased, pinned or being written."""
         self.sweep()
         with self._lock:
             return self._holds.num_bytes
@@ -103,9 +104,9 @@ class CacheTree:
     ) -> Reservation | None:
         """Reserve room for KV of all layers, or E of one, for consecutive pages after `parent`.
 
-        Leading pages that are already here are skipped. Returns None if the budget cannot take the
-        rest even after eviction. Also returns None if the model has no such entry at `parent` (None
-        is the root): such pages could never match. Pages for E end where KV does.
+        Leading pages that are already stored are skipped. Returns None if the budget cannot take
+        the rest even after eviction. Also returns None if the model lacks this part at `parent`
+        (None is the root): such pages could never match. E is reserved only as far as KV is stored.
         """
         if not KV <= part < self.family.num_layers:
             raise ValueError(f"E at layer {part} of a model of {self.family.num_layers}")
@@ -166,8 +167,8 @@ class CacheTree:
         *,
         is_use: bool = True,
     ) -> Lease | None:
-        """Keep these parts of consecutive local pages of `model` for a reader; None if any of them
-        is gone.
+        """Lease these parts of consecutive local pages of `model` for a reader. None if a page is
+        gone.
 
         `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. Set
         `is_use` to False if `match` noted the use, or if no request needs the pages now.
@@ -210,7 +211,7 @@ class CacheTree:
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
     ) -> dict[ModelId, int]:
-        """Keep the local pages of the prefix `pages` that `model` has; of all models if it is None.
+        """Keep the local pages of the prefix `pages` in memory: those of `model`, or of all models.
 
         The pin lasts until `unpin` or `deadline`; a second pin of the same prefix replaces the
         first. Returns how many pages of each model are pinned; pages added later are not. Raises
@@ -221,13 +222,13 @@ class CacheTree:
             return self._holds.pin(model, pages, deadline)
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
-        """End the pin made with the same model and pages; False if there is none."""
+        """End the pin that was made with the same model and pages. False if there is none."""
         with self._lock:
             return self._holds.unpin(model, pages)
 
     def sweep(self) -> None:
-        """Drop leases and pins past their deadline, and some entries past their time to live: so
-        few that no caller waits for long."""
+        """Drop leases and pins past their deadline, and a few entries past their time to live, so
+        that no caller waits for long."""
         with self._lock:
             self._holds.end_late(self._clock())
         if self._eviction.ttl_s is not None:
@@ -235,12 +236,11 @@ class CacheTree:
             run_in_slices(self._lock, islice(gone, _MOST_SWEPT), _EVICTIONS)
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
-        """Drop the local entries that begin with `pages`, and those of `pages` without other
-        descendants.
+        """Drop all prompts that begin with `pages`, of `model` or all models. Return freed bytes.
 
-        It is for one model, or for all if `model` is None. Drops everything if `pages` is empty. It
-        works in slices, so entries added meanwhile may stay. Leased and pinned entries stay, and
-        those that an open reservation continues. Returns the freed bytes.
+        Pages that another prompt shares stay, and so do leased and pinned entries, and those that
+        an open reservation continues. Empty `pages`: drop everything. Works in slices, so entries
+        added meanwhile may stay.
         """
         return sum(self.evicting(model, pages))
 
@@ -287,14 +287,14 @@ class CacheTree:
     # Changes of local entries, for the advertiser.
 
     def subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
-        """Return the present entries, as additions, and a function that ends the subscription.
+        """Call `listener` with every change from now on. Return the present entries, as additions,
+        and a function that ends the subscription.
 
-        `listener` gets every change from now on. Present entries are looked up in slices, when the
-        caller asks, so that no thread waits for long. So an entry added meanwhile may appear in
-        both. An entry removed meanwhile may appear only as its removal. A caller that applies the
-        additions first, and then the changes in their order, has the tree's content. `listener` is
-        called with the tree's lock held, in the thread that made the change: it must not block,
-        raise or call the tree.
+        A caller that applies the additions first, then the changes in their order, has the tree's
+        content. Present entries are looked up in slices, as the caller asks, so that no thread
+        waits for long. So an entry added meanwhile may appear in both, and one removed meanwhile
+        only as a removal. `listener` is called with the tree's lock held, in the thread that made
+        the change: it must not block, raise or call the tree.
         """
         return self._subscribed(listener, self._listeners.of_memory, self._listeners.in_memory)
 
@@ -321,7 +321,7 @@ class CacheTree:
     # Called by a handle that ends.
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
-        """Publish the reservation's pages, or none of them, and give back the rest."""
+        """Publish the reservation's pages if `is_commit`, and give back all other room."""
         if not reservation.pages:
             return
         with self._lock:
@@ -344,7 +344,7 @@ class CacheTree:
     # Called with the lock held: how local entries are added within the budget, and removed.
 
     def _begin(self, reservation: Reservation) -> bool:
-        """Evict until its slab fits. If it cannot fit, evict nothing, end it and return False."""
+        """Evict until the slab fits. If it cannot fit, evict nothing, end it and return False."""
         self._holds.open.add(reservation)
         too_many = self.num_bytes + reservation.slab.num_bytes - self.host_bytes
         if too_many > 0:

@@ -16,7 +16,7 @@ from cachetree.tree.eviction import Eviction
 from cachetree.tree.hashing import join_hashes
 
 Has = Callable[[Node], bool]
-"""Returns whether a node has an entry of the wanted kind."""
+"""Function that returns whether a node has an entry of the wanted kind."""
 
 
 class Place(NamedTuple):
@@ -27,23 +27,23 @@ class Place(NamedTuple):
     stop: int
 
     def in_slab(self, key: LocalKey) -> tuple[Slab, Span]:
-        """Return slab and place of these pages for the local entry of that key."""
+        """Return the slab of the local entry with this key, and the place of these pages in it."""
         entry = self.node.local[key]
         return entry.slab, Span(entry.first + self.start, entry.first + self.stop)
 
 
 class PageIndex:
-    """Finds the nodes that have a page. Takes no lock.
+    """Index from a page to the nodes that have it. Takes no lock.
 
     A page costs its key, 8 bytes in its node, and one place in a flat dict from key to node number.
-    Garbage collection follows neither, however many pages there are. Adverts that contradict each
-    other give a page several nodes; only such pages cost more.
+    Garbage collection need not visit pages, however many there are. If adverts contradict each
+    other, a page is in several nodes; only such pages cost more.
     """
 
     def __init__(self) -> None:
         self._ids: dict[PageHash, int] = {}
         self._more: dict[PageHash, list[int]] = {}
-        """Other nodes of pages that have several; never an empty list."""
+        """Further nodes of pages that are in several nodes. No list is empty."""
         self._nodes: dict[int, Node] = {}
         self._new_ids = count(1)
 
@@ -158,16 +158,16 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """Return the end of the longest prefix of `pages`, directly after `parent`; `parent` if it
-        is empty.
+        """Return the end of the longest prefix of `pages` that follows directly after `parent`.
+        Return `parent` if not even the first page is there.
 
-        Only nodes for which `has` is true count, if it is given; it is then true for all nodes
-        above, too. With a `parent`, `has` must be given and be true only for nodes with local
+        With `has`, only nodes for which it is true count; it must then be true for all nodes above
+        them, too. With a `parent`, `has` must be given and be true only for nodes with local
         entries.
 
-        `pages` are trusted to be a chain. So a page in its place proves all before it, and the last
-        such page is found by halving, whichever nodes the pages are in. Adverts are not trusted: a
-        page below other pages than `pages` does not count.
+        `pages` are trusted to be a chain: each hash covers the pages before it. So one page in its
+        place proves all before it, and a binary search finds the last such page. Adverts are not
+        trusted: a page below other pages than `pages` does not count.
         """
         node: Node | None = None
         first, num_found, stop = depth_of(parent), 0, len(pages)
@@ -187,14 +187,13 @@ class PageTrie:
         return Place(node, max(0, stop - num_found), stop)
 
     def _is_after(self, node: Node, pages: Sequence[PageHash]) -> bool:
-        """Return whether the nodes from the root to `node`, which has one of `pages`, have the
-        right pages.
+        """Return whether all nodes from the root to `node` have the right pages. `node` has one of
+        `pages`.
 
-        It looks at both ends of each node. If a node has a local entry, it was computed here or
-        stored as the exact KV of its pages, and so was everything above it. So one right page
-        proves all before it. Other nodes were only advertised. A location that has the first page
-        of such a node has no other node in its place. If its last page is right, the location has
-        the whole node right.
+        Only the two ends of each node are compared. A node with a local entry, and every node above
+        it, was computed here or stored as exact KV. So there one right page proves all before it.
+        Other nodes were only advertised. A location with the first page of such a node has no other
+        node in its place. If the last page is right, too, the location has the whole node right.
         """
         while not node.local and (above := node.parent) is not None:
             at = node.start
@@ -209,7 +208,7 @@ class PageTrie:
         has: Has | None = None,
         parent: Place | None = None,
     ) -> Place | None:
-        """Find like `longest_prefix`, for pages that need not be a chain: each is compared."""
+        """Find like `longest_prefix`, for pages that may be no chain: each page is compared."""
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         pages, num = tuple(pages), 0
         while num < len(pages):
@@ -254,10 +253,10 @@ class PageTrie:
             yield top
 
     def cover(self, parent: Place | None, pages: Sequence[PageHash], is_own: Has) -> list[Node]:
-        """Return nodes with exactly `pages` after `parent`, split off or made as needed.
+        """Return nodes with exactly `pages` after `parent`, splitting or making nodes as needed.
 
-        It ends early before a page that is repeated, or that another node has for which `is_own` is
-        true. Nodes for which it is false may have the page.
+        The nodes end early before a repeated page, and before a page of another node for which
+        `is_own` is true. Nodes for which it is false may have the same page.
         """
         if not pages:
             return []
@@ -301,7 +300,7 @@ class PageTrie:
         return tail
 
     def prune(self, node: Node) -> None:
-        """Remove a node that has lost an entry, if that was its last one."""
+        """Remove a node that has no entry left."""
         if not (node.local or node.remote):
             assert node.parent is not None
             del node.parent.children[node.pages[0]]
@@ -356,7 +355,7 @@ def find_matches(
     num_known: dict[RemoteKey, int] = {}
     top = trie.root.children[pages[0]]
     node, num_pages = place.node, depth_of(place)
-    # Upwards: an entry in a node is in every node above it.
+    # Walk upwards, because a key in a node is in every node above it, too.
     while node.parent is not None:
         if len(node.local) > len(used):
             for key, entry in node.local.items():

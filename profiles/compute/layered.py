@@ -29,7 +29,7 @@ KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""
 
 PrefixKV = Sequence[KV | None]
-"""KV of one prefix, layer by layer, one row each. A layer is None if no caller may read it."""
+"""KV of one prefix, layer by layer, with one row. A layer is None if no caller may read it."""
 
 HOST: Final = torch.device("cpu")
 

@@ -69,7 +69,7 @@ class Asked:
     mixture: Mixture
     suffix: tuple[int, ...]
     draft: tuple[int, ...] = ()
-    """A guess of the answer. It changes no answer; its right tokens take one step together."""
+    """A guess of the answer. It only saves time: its right tokens take one step together."""
 
 
 def decode(
@@ -81,9 +81,10 @@ def decode(
     ends: frozenset[int],
     max_rows: int,
 ) -> list[list[int]]:
-    """Return greedy answers, in order. The last token of a complete answer is the one that ends it.
+    """Return greedy answers, in order. A complete answer includes its end token.
 
-    At most `max_rows` answers are decoded together, and as many distributions exist at a time.
+    At most `max_rows` answers are decoded together, and at most `max_rows` distributions exist at a
+    time.
     """
     answers: list[list[int]] = []
     for first in range(0, len(asked), max_rows):

@@ -56,8 +56,8 @@ _FAMILY_FIELDS: Final = tuple(
 )
 """Fields that servers compare in their handshake and that are properties of the models."""
 _BEGINS_AS_STATED: Final = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
-"""Tokenizers for which SGLang obeys `add_bos_token`, true if not stated; their fast variants,
-too."""
+"""Tokenizers, also in their fast variants, for which SGLang obeys `add_bos_token`. It is true if
+the config does not state it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +202,8 @@ def look_at(source: ModelSource) -> Supported:
     file = source.path / "config.json"
     if rope := varying_rope(identity.rope):
         raise ConfigError(
-            f"{file} has rope_type {rope}, by which a token is rotated by more than its position, "
-            "and not as in SGLang; such models cannot be profiled, so give others"
+            f"{file} has rope_type {rope}: the rotation depends on more than a token's position, "
+            "and differs from SGLang's; such models cannot be profiled, so give others"
         )
     try:
         config = ARCHITECTURES[identity.architecture].config_class.from_pretrained(source.path)

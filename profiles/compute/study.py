@@ -54,10 +54,10 @@ class Bench:
     """The receiver's own answers, by document; another pair of the same receiver may have made
     them."""
     pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
-    """Sender and receiver of the tasks of a line, if they are others."""
+    """Sender and receiver by task, for the pairs of a line. Other tasks have the bench's own."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
-    """Called after each step, and told whether the step was measured now or read from the
-    journal."""
+    """Function that is called after each step. Its second argument is True if the step was measured
+    now, False if the journal had it."""
 
     @property
     def num_layers(self) -> int:
@@ -145,9 +145,8 @@ class Step:
     place: int
     """The document's place in its split."""
     plans: tuple[Candidate, ...] = ()
-    """Plans measured together: a beginning that they share is recomputed once. The first step of a
-    document has none. It measures both models' own answers, which the other steps compare with, and
-    full reuse."""
+    """Plans that are measured together, so that layers which they share are recomputed once. Empty
+    in a document's first step, which measures both models' own answers and full reuse."""
     is_decoded: bool = True
     """True if answers get a quality."""
 
@@ -160,7 +159,7 @@ class Step:
 
 @dataclass
 class Study:
-    """Measures one document of one split. It computes nothing that the journal has."""
+    """Measure one document of one split. Steps that the journal has are not measured again."""
 
     bench: Bench
     split: str
@@ -231,8 +230,8 @@ class Study:
 
 
 def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
-    """Return runs to recompute, each with the digest of the map of its E, if any. Of runs that
-    begin with the same E the longest is returned; the others are parts of it."""
+    """Return the runs to recompute, each with the digest of the map of its E, if any. If runs begin
+    with the same E, only the longest is returned: the others are parts of it."""
     stops: dict[tuple[int, str], int] = {}
     for plan in plans:
         for run in plan.runs:
@@ -242,8 +241,8 @@ def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
 
 
 def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
-    """Return the mixtures of plans. From `FIRST_NEW` on the sources are `longest_runs`, then every
-    blend."""
+    """Return the mixture of each plan: a source's index for every layer. `THEIRS` and `OWN` come
+    first; from `FIRST_NEW` on the sources are the `longest_runs`, then every blend."""
     runs = [(run.start, e_map) for run, e_map in longest_runs(plans)]
     places = count(FIRST_NEW + len(runs))
     mixtures: list[Mixture] = []

@@ -161,7 +161,7 @@ def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> l
 
 
 def _load(spec: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[str, Source]]:
-    """Load sources, each with a key that two specs of the same data share."""
+    """Load the sources that a spec names, each with a key. Equal keys mean the same data."""
     kind, colon, rest = spec.partition(":")
     if spec == GSM8K:
         problems = _lines(spec, GSM8K, data_dir, _GSM8K)

@@ -135,8 +135,8 @@ def split_documents(
 
 def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
     """Sort documents in an order that the seed draws. Some uses take the first documents, which in
-    a file sorted by length would be the shortest. Other documents do not change the order of
-    two."""
+    a file sorted by length would be the shortest. Adding or removing documents keeps the order
+    of the others."""
 
     def drawn(document: Document) -> bytes:
         return hashlib.sha256(f"{seed} {document.context}".encode()).digest()

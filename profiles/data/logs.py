@@ -62,7 +62,7 @@ class Asked:
     place: str
     """Place of the prompt: `file:line`, and its number if the line has several."""
     number: int = 0
-    """Number of the line, by which we know who asked first."""
+    """Number of the log's line. Lower lines were asked earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

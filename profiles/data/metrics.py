@@ -150,14 +150,14 @@ def edit_similarity(prediction: str, answer: str) -> float:
 
 
 def exact_number(prediction: str, answer: str) -> float:
-    """1 if both texts end in the same number."""
+    """Return 1 if both texts end in the same number, else 0."""
     number = final_number(prediction)
     return float(number is not None and number == final_number(answer))
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of named classes if the right class is named; parts of its name do not
-    count.
+    """Return 1 / (number of classes that the answer names) if it names the right one, else 0. A
+    class that is a part of the right class's name does not count.
 
     LongBench's loop skips the class behind each class that it has left out.
     """
@@ -190,7 +190,7 @@ def json_values(prediction: str, answer: str) -> float:
 
 
 def same(prediction: str, answer: str) -> float:
-    """1 if two answers of one model have the same text, apart from white space.
+    """Return 1 if two answers of one model have the same text apart from white space, else 0.
 
     Case, articles and punctuation count: one model has one style, and "1.5" is not "15". Partial
     agreement counts nothing: a long answer with one wrong number has nearly all words of the right.

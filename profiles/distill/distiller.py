@@ -187,7 +187,7 @@ class Distiller:
             judge.scores(reader, step, shown_of, lambda _: None)
 
     def _ask_teacher(self, places: Sequence[int]) -> list[list[Said]]:
-        """Have the teacher give its missing answers, and return its held-out answers.
+        """Ask the teacher for the answers that are not yet stored. Return its held-out answers.
 
         The teacher's model is freed before the return.
         """
@@ -325,7 +325,7 @@ def _size_of(lesson: Lesson, step: Step) -> int:
 
 
 def _asked(lesson: Lesson) -> object:
-    """Tokens of a lesson, for a digest."""
+    """Return the tokens of a lesson, from which a digest is made."""
     questions = [(it.suffix, it.draft) for it in lesson.document.questions]
     return lesson.document.prefix, questions, lesson.num_invoked
 

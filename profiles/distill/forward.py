@@ -1,4 +1,4 @@
-"""A document's KV, frozen, and many questions behind it as one tree.
+"""Train with a document's KV frozen, and many questions behind it in one forward, as a tree.
 
     document     question 1   answer   question 2   answer   …
     read once    ^ positions continue from the document's end, for each question
@@ -36,7 +36,7 @@ _DOCUMENT: Final = -1
 
 
 LIKELIEST: Final = 128
-"""Next tokens of a distribution that are kept; all others count as one."""
+"""Number of likeliest next tokens that are kept of a distribution. All others count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ def check_forward(model: PreTrainedModel, ids: Tokens) -> None:
 def write_tensors(
     tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a file so that it is never there in part."""
+    """Write a file at once: readers see the whole file, or none."""
     part = file.with_suffix(".part")
     save_file({name: it.contiguous().cpu() for name, it in tensors.items()}, part, metadata)
     part.rename(file)
@@ -282,7 +282,7 @@ def _attend(
     num_frozen: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers expects; SDPA does any call that is not for a tree."""
+    """Attention function for transformers: `_Frozen` for calls of a tree, SDPA for all others."""
     if num_frozen is None or attention_mask is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

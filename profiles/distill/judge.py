@@ -37,7 +37,7 @@ NUM_SHOWN: Final = 12
 
 
 class Judge:
-    """Scores of the student; the judge stores each in a file."""
+    """Score the student on held-out lessons. Each score is stored in a file."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ def full_prefill_s(profile: MeasuredProfile) -> float:
 
 
 def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
-    """Share of full prefill's TTFT that a TTFT is; below 1 it saves time."""
+    """Return a TTFT divided by full prefill's. Below 1, reuse saves time."""
     full_s = full_prefill_s(profile)
     return ttft_s / full_s if full_s else 1.0
 
@@ -99,7 +99,7 @@ class Way:
 
 
 def ways(profile: MeasuredProfile) -> Iterator[Way]:
-    """Yield what bounds the frontier, and what one could do instead of its plans."""
+    """Yield full prefill, full reuse, the sender alone, and the alternatives to plans."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
     reuse_s = profile.costs.ttft_s((), *split.mean_lengths)
     full, reuse, mean = "full prefill", "full reuse", split.full_prefill.mean

@@ -55,7 +55,7 @@ def facts(title: str, said: Mapping[str, str]) -> Table:
 
 
 def summary(profile: MeasuredProfile) -> Table:
-    """The few numbers that a reader wants first."""
+    """Table of the few most important numbers."""
     plan, split, free = derived.recommended(profile), profile.held_out, profile.lossless
     metric = f"held-out {words.metric_name(profile.metric)}"
     named = words.plan(plan) if plan else "none: every prompt is a full prefill"

@@ -86,8 +86,8 @@ class Choice:
 
 
 def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
-    """Make plans with a block that begins or ends one layer beside these, by start and stop. A map
-    corrects E only at its own layer, so a plan with a map keeps its start."""
+    """Make plans with a block that begins or ends one layer beside one of these, sorted by start
+    and stop. A map corrects E only at its own layer, so a plan with a map keeps its start."""
     plan_at = {}
     for plan in plans:
         start, stop = plan.block.start, plan.block.stop

@@ -76,8 +76,8 @@ _AT_ONCE: Final = 100
 _SEED: Final = 0
 
 _BETS: Final = np.array([0.95, 0.8, 0.5, 0.25])
-"""Bets, as shares of the stake. A context on which all is lost takes that share. No bet is 1: one
-such context would ruin it."""
+"""Bets, as shares of the stake. A bet loses this share on a context at which the plan loses all
+quality. A bet of 1 would be ruined by one such context."""
 _STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
 """Stake of each bet at the start; together 1."""
 _STEPS: Final = 1_000_000

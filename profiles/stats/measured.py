@@ -41,9 +41,9 @@ Qualities = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A mixture of KV: the parts that are not the sender's. These are runs of layers, each
-    recomputed from the sender's E, or a share of the tokens, or all layers except one. Without
-    parts it is full reuse."""
+    """A plan or an alternative: the parts of the KV that the receiver computes itself. These are
+    runs of layers, each from the sender's E, or a share of the tokens, or all layers except one.
+    Without parts it is full reuse."""
 
     kind: BaselineKind | None = None
     """Kind of baseline; None for a plan, full reuse or a layer alone."""

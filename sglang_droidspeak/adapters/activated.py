@@ -27,7 +27,7 @@ from sglang_droidspeak.start import refuse
 
 
 class ActivatedAdapters:
-    """Hooks of a server with adapters, each of which may be activated. Scheduler thread only."""
+    """Hooks that let activated LoRAs act only from their invocation on. Scheduler thread only."""
 
     def __init__(self, models: Models) -> None:
         self._models: Final = models
@@ -91,8 +91,9 @@ class ActivatedAdapters:
         return has_base and original(scheduler, req, {*running_loras, None})
 
     def _split(self, batch: ForwardBatch) -> ForwardBatch:
-        """A copy of the batch in which a row with an invocation is two rows: the base's tokens
-        before it, then the adapter's. Computed on the host. The same batch if no row has one."""
+        """Return a copy of the batch in which a row with an invocation becomes two rows: the base's
+        tokens before it, then the adapter's. Returns the same batch if no row has one. Computed on
+        the host."""
         if not self._reqs:
             return batch
         keys = zip(batch.rids or (), batch.lora_ids or (), strict=False)
@@ -112,7 +113,7 @@ class ActivatedAdapters:
 def _segments(
     batch: ForwardBatch, starts: Sequence[int | None]
 ) -> tuple[list[str | None], list[int]]:
-    """Adapter and number of tokens of each non-empty part of the batch's rows."""
+    """Return adapter and number of tokens of each non-empty part of the batch's rows."""
     parts: list[tuple[str | None, int]] = []
     is_extend = batch.forward_mode.is_extend()
     for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):
@@ -125,7 +126,7 @@ def _segments(
 
 
 def last_of(wanted: Sequence[int], tokens: array[int]) -> int | None:
-    """Index at which `wanted` begins for the last time in `tokens`; None if it is not in them. The
+    """Return the last index at which `wanted` begins in `tokens`; None if it is not in them. The
     scheduler waits for this, so it has to be fast."""
     ids = np.asarray(tokens)
     most = max(0, len(ids) - len(wanted) + 1)

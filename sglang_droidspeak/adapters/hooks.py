@@ -17,7 +17,7 @@ from sglang_droidspeak.start.this_server import folder_of
 
 @dataclass(frozen=True, slots=True)
 class AdapterHooks:
-    """Scheduler thread only."""
+    """Hooks of loading, checking and unloading adapters. Scheduler thread only."""
 
     models: Models
     activated: ActivatedAdapters

@@ -56,7 +56,7 @@ class Owner:
     lora_id: LoraId
     """Adapter of that model; None, the base, for tokens before an activated LoRA's invocation."""
     num_tokens: int | None
-    """Number of these tokens; None for all of the request."""
+    """Number of the request's first tokens that this model computes. None: all tokens."""
 
     def pages_of(self, pages: Sequence[PageHash], page_size: int) -> Sequence[PageHash]:
         """Return the request's leading pages that this model computes."""
@@ -68,7 +68,7 @@ class LoadedModel:
     """The base with a loaded adapter, or without one, identified by content."""
 
     model_id: ModelId
-    """Stale while the base is unknown."""
+    """Model id. Not valid while the base's weights are unknown."""
     digest: str
     """Content of the adapter's files; empty for none."""
     adapter: Adapter
@@ -114,10 +114,10 @@ class Models:
         self.generation = 0
         """Number of times that the base's weights were written."""
         self.place = ""
-        """End of the present generation's namespaces in SGLang's tree. The tree may have KV of
-        earlier generations until SGLang flushes it."""
+        """Mark at the end of namespaces in SGLang's tree, which separates the present generation
+        from earlier ones until SGLang flushes its tree."""
         self.ids: set[str] = set()
-        """Ids of all adapters that SGLang ever tried to load: its tree may have their KV."""
+        """Ids of all adapters that SGLang ever tried to load. Its tree may have their KV."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
@@ -127,14 +127,15 @@ class Models:
         self.known: Callable[[str, ModelId], object] = _nobody
         """Function that is called with an adapter's id and model id once they are known."""
         self.settle_base: Callable[[], object] = _nobody
-        """Function that is called where ranks may agree on weights that they have read."""
+        """Function that lets the ranks agree on new weights of the base, once they have read
+        them."""
 
     def __len__(self) -> int:
         return len(self._loaded)
 
     @property
     def ids_now(self) -> set[ModelId]:
-        """Models of known content."""
+        """Ids of all loaded models with known content."""
         return set() if self.unknown else {it.model_id for it in self._loaded.values()}
 
     def change(self) -> None:
@@ -145,7 +146,7 @@ class Models:
         self.place = prefixes.place_of_generation(self.generation)
 
     def become(self, base: ModelIdentity) -> None:
-        """Name the present generation's weights: they are known by now."""
+        """Set the model of the present generation, once its weights are known."""
         self._base, self.unknown = base, ""
         self._differences.clear()
         for lora_id, model in self._loaded.items():
@@ -172,7 +173,7 @@ class Models:
         return lora_id in self._reading
 
     def owner_of(self, req: Req) -> Owner | None:
-        """Owner of a request. None if it is not known which model computes all of its KV."""
+        """Return the model that computes a request's cached tokens. None if that is unknown."""
         if prefixes.generation_of(req) != self.generation:
             return None
         at = prefixes.invoked_at(req)
@@ -181,7 +182,7 @@ class Models:
         return None if model is None else Owner(model, lora_id, at)
 
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
-        """First layer at which each other loaded model differs from this one."""
+        """Return the first layer at which each other loaded model differs from this one."""
         if lora_id not in self._differences:
             me = self._loaded[lora_id]
             self._differences[lora_id] = {
@@ -264,7 +265,7 @@ class Models:
 
 
 def stamp_of(folder: Path) -> bytes:
-    """Bytes that change if a file of the folder changes its name, size, time or inode."""
+    """Return bytes that change if a file of the folder changes its name, size, time or inode."""
     files = [(it.name, it.stat()) for it in sorted(folder.iterdir()) if it.is_file()]
     return msgspec.json.encode(
         [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]

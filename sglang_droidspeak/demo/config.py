@@ -27,7 +27,7 @@ PAGE_SIZE = 16
 _LIMITS: Final = "context-length", "max-total-tokens"
 """SGLang's options that limit a prompt together with its answer."""
 _SPARE: Final = 7
-"""Tokens below such a limit that a prompt must leave; else SGLang refuses it."""
+"""Tokens by which a prompt must stay below these limits, or SGLang refuses it."""
 PAIRS: Final = ROOT / "examples/pairs"
 """Folder of the small pairs, in a clone."""
 _REAL: Final = ROOT / "build/real"
@@ -80,7 +80,7 @@ class Subject:
     """Identity of the sender."""
     block: Span
     e_maps_of: Path | None = None
-    """Profile with the map that corrects E before the block; None if none does."""
+    """Profile with the map that corrects E before the block. None: E is not corrected."""
     adapter: Path | None = None
     """LoRA of the receiver."""
     activated: Path | None = None

@@ -1,5 +1,5 @@
-"""Conditions under which the receiver answers the same question, their measurements, and the checks
-of a valid demo.
+"""Conditions of a demo (ways in which the receiver answers a question), their measurements, and the
+checks of a valid demo.
 
 Pure: no server, no clock.
 """
@@ -33,9 +33,9 @@ class Condition(StrEnum):
     """Answer by an activated LoRA of the same skill. It loads every layer from the sender,
     exactly."""
     ALL_LAYERS = "all_layers"
-    """Recompute every layer. The answer must be as with full prefill."""
+    """Recompute every layer. The answer must equal full prefill's."""
     ALORA_PREFILL = "alora_prefill"
-    """The activated LoRA prefills in full. The answer must be as with its reuse."""
+    """Answer by the activated LoRA with full prefill. The answer must equal ALORA_REUSE's."""
 
     @property
     def title(self) -> str:

@@ -56,8 +56,8 @@ _NUM_TOKENS: Final = 2000
 _NUM_NEW_TOKENS: Final = 24
 """Tokens of the question about it."""
 WARM_TOKENS: Final = 256
-"""Tokens of the last document in the warm-up, which reads and asks about it before any time
-counts."""
+"""Tokens of the last document that the warm-up uses. The warm-up asks about it before any time is
+measured."""
 
 
 def run_demo(config: DemoConfig, console: Console) -> DemoReport:

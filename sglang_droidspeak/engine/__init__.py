@@ -1,6 +1,6 @@
 """Wrap the parts of SGLang that this package uses. No other folder names SGLang.
 
-    v0_5_23    names of that release that are hooked and read; a JSON file has source hashes
+    v0_5_23    names of SGLang 0.5.23 that are hooked and read; a JSON file has source hashes
     probe      refuses another release, and lists the differences of its source
     names      imports SGLang's types and functions, in one list
     layers     decoder layers: capture E, and run a block
@@ -11,9 +11,10 @@
     tracing    the trace of a request
     hashing    page hashes without a compiler
     attention  an attention backend for recomputes
+    transfer   kernels that copy KV to and from host memory
     hicache    storage backends of HiCache
 
-The next release gets its own module: a copy of this release's, with the differences.
+The next release of SGLang gets its own module: a copy of `v0_5_23` with the differences.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def resolved(server_args: Any) -> Any:
 
 
 def switched_on(names: Collection[str]) -> list[str]:
-    """Return the environment variables of SGLang that are on, among `names`. SGLang's list lacks
-    some; those are on if they are 1."""
+    """Return those of `names` that are switched on, as environment variables of SGLang. A variable
+    that SGLang's own list lacks is on if it is 1."""
     from sglang.srt.environ import envs
 
     known = {it: getattr(envs, it).get() for it in names if hasattr(envs, it)}
@@ -68,16 +69,18 @@ def switched_on(names: Collection[str]) -> list[str]:
 
 
 def step_tokens(server_args: Any) -> int:
-    """Return the most tokens that SGLang prefills in one step. If it does not cut prompts into
-    chunks (-1), that is the limit of a batch."""
+    """Return the most tokens that SGLang prefills in one step: the size of a chunk, or the limit of
+    a batch if SGLang does not cut prompts (-1)."""
     args = resolved(server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
 
 
 def default_page_size(num_tokens: int, applies: Callable[[Any], bool]) -> None:
-    """Set the page size of servers for which `applies` is true, unless a flag, model or backend
-    sets one. `applies` takes the arguments as SGLang has resolved them so far."""
+    """Set the page size of a server, unless a flag, model or backend sets one.
+
+    Does nothing if `applies` is false for the arguments as SGLang has resolved them so far.
+    """
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
@@ -114,10 +117,10 @@ def quantization(server_args: Any) -> Quantization | None:
 
 
 def place_hooks(hooks: Hooks) -> None:
-    """Hook each target now. Raises ConfigError if SGLang did not apply a hook, which it only logs.
+    """Hook each target now. Raises ConfigError if SGLang did not apply a hook (it would only log).
 
-    SGLang silently skips a target that another plugin has already hooked. Such a target is hooked
-    again here.
+    SGLang silently skips a target that another plugin has already hooked. This function hooks such
+    a target, too.
     """
     for target, (hook, kind) in hooks.items():
         if target in HookRegistry._patched:

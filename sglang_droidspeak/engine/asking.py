@@ -1,8 +1,8 @@
 """Carry questions of operators to the scheduler, and mark requests that the server itself sends.
 
-A question goes through SGLang's HTTP server to its scheduler and back. It travels as SGLang's own
-question about the scheduler's state, with the operator's question in place of its id. Requests that
-the server itself sends are marked in `custom_params`.
+A question goes from a page of SGLang's HTTP server to the scheduler, and the answer goes back. Both
+use SGLang's message about the scheduler's internal state: its request id carries the question.
+Requests that the server itself sends are marked in `custom_params`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
 SECRET: Final = hashlib.sha256(current_process().authkey).hexdigest()[:32]
-"""Secret of one server, unknown to users. All its processes have it: the first one draws `authkey`
-and passes it on."""
+"""Secret of one server, unknown to users. All processes of the server compute the same secret,
+because a process inherits `authkey` from its parent."""
 ANSWERED: Final = f"droidspeak_answered_{SECRET}"
-"""Key in `custom_params` of the server's own requests. Its value is the number of tokens at the end
-of the input that belong to an answer. Users cannot know the key."""
+"""Key in `custom_params` that marks the server's own requests. Its value is the number of tokens at
+the end of the input that belong to an answer. Users cannot know the key."""
 
 
 def add_pages(key: str) -> None:
@@ -57,8 +57,8 @@ def add_pages(key: str) -> None:
 
 
 async def ask(manager: Any, path: str, question: str, key: str) -> dict[str, Any]:
-    """Return the answer of the first rank's scheduler to a page's question. All ranks get the
-    question. `manager` is SGLang's TokenizerManager."""
+    """Send a page's question to the schedulers of all ranks. Return the first rank's answer.
+    `manager` is SGLang's TokenizerManager."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     manager.auto_create_handle_loop()
@@ -71,8 +71,8 @@ async def ask(manager: Any, path: str, question: str, key: str) -> dict[str, Any
 
 
 def asked(recv_req: Any) -> tuple[str, str]:
-    """Split a question about the scheduler's state into our page and its question. Both are empty
-    if the question is SGLang's own."""
+    """Return the page and the question that a message about the scheduler's state carries. Both are
+    empty if the message is SGLang's own."""
     path, end, question = (recv_req.rid or "").partition(_END)
     return (path, question) if end and path in (EXPLAIN, GUARD) else ("", "")
 
@@ -80,7 +80,8 @@ def asked(recv_req: Any) -> tuple[str, str]:
 def unsent(
     tokens: Sequence[int], lora_id: str | None, extra_key: str | None, cache_salt: str | None
 ) -> Req:
-    """Make a request as SGLang would, although no user has sent one."""
+    """Make a request that no user has sent, as SGLang would make it. For questions about what would
+    happen to such a request."""
     from sglang_droidspeak.engine.names import Req, SamplingParams
 
     return Req(

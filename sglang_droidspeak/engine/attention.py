@@ -1,7 +1,8 @@
 """Make a second attention backend at start, for partial prefills.
 
-Running forwards and CUDA graphs still read the plans and buffers of SGLang's own backend. The
-device memory of the second one is subtracted before SGLang sizes its KV pool.
+A partial prefill must not overwrite the plans and buffers of SGLang's own backend: running forwards
+and CUDA graphs still read them. SGLang subtracts the second backend's device memory before it sizes
+the KV pool.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ _MIB: Final = 1 << 20
 _PLANS_BYTES: Final = 4 * 8 * _MIB
 """Bytes for the plans of FlashInfer's four wrappers, 8 MiB each."""
 _LARGE_BYTES: Final = {"Qwen2ForCausalLM": 512 * _MIB, "Qwen3ForCausalLM": 512 * _MIB}
-"""Bytes of workspace that SGLang gives FlashInfer for an architecture, whatever is configured."""
+"""Least bytes of workspace that SGLang gives FlashInfer, by architecture."""
 
 
 def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
-    """Predict the bytes of device memory that the second backend will take. The numbers are those
-    of FlashInferAttnBackend.__init__."""
+    """Predict the bytes of device memory that the second backend will take, as computed in
+    FlashInferAttnBackend.__init__. `choice` is the setting `recompute_attention`."""
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import attention_backends
 
     prefill, _decode = attention_backends()
     if choice == "server" and prefill == "trtllm_mha":
-        return _PLANS_BYTES  # It has FlashInfer's plans, and shares the first one's workspace.
+        return _PLANS_BYTES  # It has FlashInfer's plans, and shares the first backend's workspace.
     if "flashinfer" not in (choice, prefill):
         return 0
     workspace = envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
@@ -36,7 +37,8 @@ def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
 
 
 def recompute_attention(runner: ModelRunner, choice: str) -> Any:
-    """Make another instance of SGLang's attention backend of that name, with its own workspace.
+    """Make an attention backend of SGLang with its own workspace. `choice` is its name, or `server`
+    for the name of the server's prefill backend.
 
     Raises ConfigError if this device cannot run it.
     """
@@ -49,7 +51,7 @@ def recompute_attention(runner: ModelRunner, choice: str) -> Any:
         made = attention_backend_setup._build_backend_from_str(
             model_runner=runner,
             backend_str=name,
-            # If the server uses no such backend, this instance need not share with another.
+            # A new workspace only if the server has a backend of this name, which uses the old one.
             init_new_workspace=name in (prefill, runner.decode_attention_backend_str),
         )
     except Exception as exc:

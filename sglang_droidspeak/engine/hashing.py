@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def ensure_page_hashes() -> None:
-    """Build SGLang's hash extension now, not in the first request; without a compiler, replace it.
+    """Compile SGLang's hash extension now, not in the first request. If that fails, replace it by
+    Python code with the same hashes.
 
-    The extension is compiled when first used and needs a C++ compiler and OpenSSL's headers, which
-    a machine that only serves may lack. The replacement gives the same hashes.
+    The extension needs a C++ compiler and OpenSSL's headers, which a serving machine may lack.
     """
     try:
         get_native_hash(array("q", range(16)), None, 16)
@@ -32,8 +32,8 @@ def ensure_page_hashes() -> None:
 def hash_in_python(
     token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
 ) -> str | list[str]:
-    """Compute the hashes of SGLang's `get_native_hash`, for keys that are not bigrams. An
-    incomplete last page has a hash, too."""
+    """Compute the same hashes as SGLang's `get_native_hash`, except for bigram keys. An incomplete
+    last page gets a hash, too."""
     tokens = token_ids.raw_token_ids() if hasattr(token_ids, "raw_token_ids") else token_ids
     tokens = tokens[: len(token_ids)]
     page = page_size or max(1, len(tokens))

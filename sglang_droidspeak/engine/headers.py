@@ -1,7 +1,8 @@
-"""Add a request's outcome to the response headers, for streamed answers and others.
+"""Add a request's outcome to the response headers, of streamed answers and others.
 
-SGLang sends headers after the first reply, and the first reply has the label. So the label is noted
-in the state of the HTTP request, and read when the headers are sent.
+A label is this package's part of an answer's meta_info: the outcome, and whether the answer is
+exact. SGLang sends the headers after the first reply, which has the label. So `LabelNotes` copies
+the label into the state of the HTTP request, and `OutcomeHeaders` reads it there.
 
 Routers with semantic-router's cross-model contract name a peer in `x-vsr-kv-source-pod`, and read
 the result from `x-vsr-kv-transfer-status`.
@@ -25,7 +26,7 @@ _UNSUPPORTED: Final = frozenset(
         *("bad_controls", "longer_than_measured", "unknown_adapter", "weights_updated"),
     }
 )
-"""Outcomes that the same request would get again."""
+"""Outcomes that a repeated request would get again. Others may change with time."""
 
 Label = Mapping[str, Any]
 Reply = Any
@@ -67,8 +68,8 @@ def headers_of(label: Label, asks_status: bool) -> list[tuple[bytes, bytes]]:
 
 
 class LabelNotes:
-    """Note a request's first label in the state of its HTTP request. Copy the peer that a header
-    names into the request's controls."""
+    """Hook around SGLang's `generate_request`, in the front end. It copies a header's peer into the
+    request's controls, and the first label into the state of the HTTP request."""
 
     def __init__(self, key: str) -> None:
         self._key: Final = key

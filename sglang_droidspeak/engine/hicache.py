@@ -22,14 +22,17 @@ from cachetree import ConfigError
 
 _DYNAMIC: Final = ("backend_name", "module_path", "class_name")
 _KEEP_NOTHING: Final = frozenset({"sim", "shm"})
-"""Backends that answer, but store nothing."""
+"""Backends that answer calls, but store nothing."""
 _NAME: Final = "droidspeak"
-"""Name that backends put into their keys, in place of a model's name: all models share objects."""
+"""Model name given to backends, which make it a part of their keys. It is the same for all models,
+so models can share objects."""
 
 
 def check_backend(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if such a backend cannot be made. Imports its module, makes the folders of
-    `file` and `nixl`, and connects nowhere."""
+    """Raise ConfigError if a backend of this name and options cannot be made.
+
+    Imports the backend's module and makes the folders of `file` and `nixl`. Opens no connection.
+    """
     known = StorageBackendFactory._registry
     if name == "dynamic":
         missing = [key for key in _DYNAMIC if key not in config]
@@ -56,7 +59,7 @@ def check_backend(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _folders(name: str, config: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Folders in which the backend stores files, each with the setting that names it."""
+    """Return the folders in which the backend stores files, each with the setting that names it."""
     if name == "file":
         folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
         return [("file_storage_path", folder or config.get("file_storage_path"))]
@@ -91,10 +94,10 @@ def _require_private(field: str, folder: object) -> None:
 
 
 class Backend:
-    """One backend, and `num_slots` slots of host memory. Objects move between slots and backend.
+    """One HiCache backend, and `num_slots` slots of host memory. Objects move between the two.
 
-    Every call may block without a limit, and raise any error of the backend. Threads may call it at
-    the same time, each with its own slots, if the backend allows that.
+    Every method may block without a limit, and may raise any error of the backend. Several threads
+    may call it at the same time, each with its own slots, if the backend allows that.
     """
 
     def __init__(
@@ -141,13 +144,13 @@ class Backend:
         self._is_paged = type(self._storage).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
     def num_leading(self, keys: Sequence[str]) -> int:
-        """Number of leading keys that the backend has, without a gap."""
+        """Return how many of the keys the backend has, up to the first missing key."""
         return int(self._storage.batch_exists(list(keys)))
 
     def read(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-        """Read one object for each key into the first `sizes[i]` bytes of slot `slots[i]`. A
+        """Read the object of `keys[i]` into the first `sizes[i]` bytes of slot `slots[i]`. A
         backend with `batch_get_v1` fills the whole slot. Return for each key whether the backend
-        had its object; an empty list if the backend answers nothing."""
+        had its object; an empty list if the backend returned nothing."""
         if self._is_paged:
             return list(self._storage.batch_get_v1(list(keys), torch.tensor(slots)) or ())
         targets = self._tensors(slots, sizes)
@@ -155,8 +158,8 @@ class Backend:
         return [_has_landed(it, to) for it, to in zip(answers or (), targets, strict=False)]
 
     def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Store one object for each key: the first `sizes[i]` bytes of slot `slots[i]`. A backend
-        with `batch_get_v1` stores the whole slot. Return False if the backend refused an object."""
+        """Store the first `sizes[i]` bytes of slot `slots[i]` under `keys[i]`. A backend with
+        `batch_get_v1` stores the whole slot. Return False if the backend refused an object."""
         if self._is_paged:
             return all(self._storage.batch_set_v1(list(keys), torch.tensor(slots)) or (False,))
         return bool(self._storage.batch_set(list(keys), self._tensors(slots, sizes)))
@@ -170,8 +173,8 @@ class Backend:
 
 
 def _has_landed(answer: torch.Tensor | None, target: torch.Tensor) -> bool:
-    """Return whether the backend had the object. A backend fills the target, or answers with its
-    own tensor; copy that to the target."""
+    """Return whether the backend had the object. Some backends fill the target, others return a
+    tensor of their own, which is copied to the target."""
     if answer is None:
         return False
     if answer.data_ptr() != target.data_ptr():
@@ -182,8 +185,8 @@ def _has_landed(answer: torch.Tensor | None, target: torch.Tensor) -> bool:
 
 
 class _HostPool:
-    """Host memory with the attributes of SGLang's host pool that backends use, in layout
-    `page_first`. One page is one slot."""
+    """Host memory that looks to backends like SGLang's host pool: it has the attributes that they
+    read. Its layout is `page_first`, with one slot for each page."""
 
     layout: Final = "page_first"
     page_size: Final = 1
@@ -204,7 +207,7 @@ class _HostPool:
         self.size_per_token: Final = slot_bytes
         self.size: Final = num_slots
         self.page_num: Final = num_slots
-        # mmap starts at a page of the system, as backends need that bypass the system's cache.
+        # mmap aligns to memory pages. Backends with direct I/O need that.
         pages = mmap.mmap(-1, num_slots * slot_bytes)
         self.kv_buffer: Final = torch.frombuffer(pages, dtype=torch.uint8).view(-1, slot_bytes)
 
@@ -215,7 +218,8 @@ class _HostPool:
         return self.head_dim
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of both halves of each slot. SGLang's own pool has K and V there."""
+        """Return the addresses and sizes of both halves of each slot. In SGLang's own pool, the
+        halves are K and V."""
         base = self.kv_buffer.data_ptr()
         starts = [base + slot * self.size_per_token for slot in indices.tolist()]
         halves = [start + offset for start in starts for offset in (0, self.head_dim)]

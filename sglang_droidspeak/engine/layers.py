@@ -1,7 +1,7 @@
-"""Capture E from the decoder layers of a loaded model, and run a block of them.
+"""Capture E from the decoder layers of a loaded model, and run a block of these layers.
 
-Layers have to be callable as `layer(positions, hidden_states, forward_batch)`, with the residual
-stream in the batch. `start.refuse` lists the classes for which this holds.
+SGLang's layers take `layer(positions, hidden_states, forward_batch)`, and the batch has the
+residual stream. `start.refuse` lists the model classes with such layers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from sglang_droidspeak.engine.names import (
 )
 
 OnE = Callable[["ForwardBatch", torch.Tensor], None]
-"""Callback with the batch and E, `[tokens or more, hidden]`. It has to copy E before it returns."""
+"""Callback that takes the batch and E, `[tokens or more, hidden]`. It has to copy E before it
+returns, because the layer may overwrite E."""
 
 
 class _BlockDone(Exception):
-    """The last KV of the block is written. The rest of that layer is not needed."""
+    """Raised inside the last layer of a block after its KV is written, to skip the rest of it."""
 
 
 class LayerStack:
-    """The layers of one model. Raises ConfigError with the class and signature if it cannot run
-    them."""
+    """The decoder layers of one model. Raises ConfigError with the class and signature of a layer
+    that it cannot run."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._inner: Any = model.model
@@ -42,10 +43,10 @@ class LayerStack:
         return len(self._layers)
 
     def on_e(self, layer: int, callback: OnE) -> None:
-        """Call `callback` with E of `layer` in every forward from now on, also in CUDA graphs.
+        """Call `callback` with E of `layer` in every forward from now on.
 
-        A graph captures the kernels of the callback and replays them. So its Python code must not
-        decide anything that may differ between replays.
+        A CUDA graph captures the callback's kernels once and replays them without its Python code.
+        So this code must not decide anything that may differ between replays.
         """
         boundary = self._layers[layer].attn_boundary
         prepare = boundary.prepare
@@ -65,9 +66,8 @@ class LayerStack:
     def run(self, block: Span, e: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
         """Run layers `[block.start, block.stop)` over the batch's tokens, only for their KV.
 
-        `e` is `[tokens, hidden]`, the residual stream that enters `block.start`. If it is None, the
-        block starts from the embeddings, and block.start is 0. The caller has set the forward
-        context and the attention metadata.
+        `e` is `[tokens, hidden]`, the residual stream that enters layer `block.start`. None: the
+        block starts from the embeddings, and `block.start` is 0. Call it inside `replay.prepared`.
 
         Stops right after the last layer has written its KV: its attention and MLP are not needed.
         """

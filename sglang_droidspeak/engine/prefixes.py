@@ -5,7 +5,7 @@ to the extra key. So each adapter has its own tree and its own hashes. The cache
 id: they depend on tokens and tenant, never on the model.
 
 KV that was made from another model's KV is in a namespace of its own. So a request that needs exact
-KV finds only exact KV. This holds also if SGLang inserts a chunk and continues from the tree.
+KV finds only exact KV, even if SGLang inserts a chunk of its prompt and continues from the tree.
 
     extra key   tenant │ model's namespace                  exact KV of this model
                 tenant │ APPROXIMATE │ model's namespace    KV made from another model's KV
@@ -13,9 +13,9 @@ KV finds only exact KV. This holds also if SGLang inserts a chunk and continues 
 SGLang joins tenant and namespace without a separator. So a user's key could end like an adapter's
 namespace. A request of the base model with such a key gets another tenant, which users cannot name.
 
-After a change of plans, requests are of a new generation. Its number follows APPROXIMATE, so they
-read no approximate KV from before. The length of the prompt's head follows the generation. The head
-is the first pages, which many prompts share; in that namespace they are exact.
+After a change of plans, new requests have a new generation. Its number follows APPROXIMATE, so that
+they read no older approximate KV. The length of the prompt's head follows the generation. The head
+is the first pages of a prompt, which many prompts share and which stay exact.
 
 After an update of weights, the model's namespace ends with a mark of that update, until SGLang
 flushes its tree. So requests cannot reach KV of the former weights.
@@ -51,13 +51,12 @@ _NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
 _WEIGHTS: Final = "droidspeak_weights"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
 _FIRST: Final = (0, "")
-"""Generation of weights of a request that was met before any update, and the end of its
-namespaces."""
+"""Generation of weights before any update (0), and the mark of its namespaces (none)."""
 _ID_CHARS: Final = 32
 """Characters of an adapter's id, a hexadecimal UUID by SGLang."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
-"""Start of the namespaces of approximate KV. The secret keeps users from naming it in an extra key:
-KV read that way would count as exact."""
+"""Start of the namespaces of approximate KV. It has a secret, so that no user can name it in an
+extra key: KV read in that way would count as exact."""
 
 
 def page_hash(key: str) -> PageHash:
@@ -78,13 +77,14 @@ def refusal(req: Req) -> str:
 
 
 def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """Hashes of the request's pages in the namespace in which SGLang looks for its prefix."""
+    """Return the hashes of the request's pages in the namespace in which SGLang looks for its
+    prefix."""
     return pages_of(req, num_tokens, page_size, place_of(req))
 
 
 def pages_of(req: Req, num_tokens: int, page_size: int, namespace: str = "") -> list[PageHash]:
-    """Hashes of the whole pages among the request's first `num_tokens` tokens. Without a namespace
-    they are the cache's, the same for all models."""
+    """Return the hashes of the whole pages among the request's first `num_tokens` tokens. Without a
+    namespace they are the hashes of the cache, equal for all models."""
     length = num_tokens // page_size * page_size
     if not length:
         return []
@@ -93,15 +93,16 @@ def pages_of(req: Req, num_tokens: int, page_size: int, namespace: str = "") -> 
 
 
 def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
-    """Hashes of the pages that may be read from a cache. The last token, and tokens after a
-    requested log-probability, have to be computed."""
+    """Return the hashes of the pages that may be read from a cache. The last token, and all tokens
+    from a requested log-probability on, have to be computed."""
     return pages_of(req, req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)), page_size)
 
 
 def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
-    """Number of the request's first pages that the device holds in a namespace.
+    """Return how many of the request's first pages the device holds in a namespace.
 
-    This does not count as a use, by which SGLang evicts. So each rank may ask at any time.
+    The lookup does not count as a use and so does not change what SGLang evicts. Any rank may call
+    it at any time.
     """
     key = _key(req, namespace, num_pages * tree.page_size)
     num_tokens, _node, _num_pinned = tree.tree_core.match_full_device_prefix(key)
@@ -111,94 +112,96 @@ def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) 
 def use(
     req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache
 ) -> tuple[NodeId, torch.Tensor]:
-    """Return the last tree node of pages that the device holds, and their slots. A lock on the node
-    keeps all the pages. All ranks have to make the same uses, in the same order."""
+    """Look up pages that the device holds, and count this as their use. Return their last tree
+    node, on which a lock keeps all of them, and their slots. All ranks have to make the same calls
+    in the same order."""
     key = _key(req, namespace, num_pages * tree.page_size)
     node = tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
     return node, tree.path_device_indices(node)
 
 
 def namespace_of(req: Req) -> str:
-    """Namespace of the model that answers: the adapter's id, and the token at which an activated
-    adapter begins to act. Requests with another such token share no KV behind it."""
+    """Return the namespace of the model that answers: the adapter's id, the token at which an
+    activated adapter begins to act, and the mark of an update of weights."""
     at = invoked_at(req)
     name = (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
     return name + getattr(req, _WEIGHTS, _FIRST)[1]
 
 
 def generation_of(req: Req) -> int:
-    """Generation of weights in which the request was last met; see `Models`."""
+    """Return the generation of weights that `run_with` last set for the request."""
     return getattr(req, _WEIGHTS, _FIRST)[0]
 
 
 def place_of_generation(generation: int) -> str:
-    """End of the namespaces of a generation of weights. Users cannot name it."""
+    """Return the mark that ends the namespaces of a generation of weights. Users cannot name it."""
     return f"@{SECRET}-{generation}"
 
 
 def run_with(req: Req, generation: int, place: str) -> None:
-    """Let the request find and leave only KV of this generation of weights. Call it while the
-    request holds nothing of SGLang's tree."""
+    """Let the request find and insert only KV of this generation of weights; `place` is its mark.
+    Call it while the request holds nothing of SGLang's tree."""
     if getattr(req, _WEIGHTS, _FIRST) != (generation, place):
         _note(req, _WEIGHTS, (generation, place))
 
 
 def is_approximate(req: Req) -> bool:
-    """Whether SGLang looks for the request's prefix among approximate KV, and inserts it there."""
+    """Whether SGLang looks for the request's prefix among approximate KV, and inserts KV there."""
     return getattr(req, _APPROXIMATE, False)
 
 
 def move(req: Req, *, approximate: bool) -> None:
-    """Let SGLang look for the request's prefix among approximate KV, or among exact KV. Call it
-    while the request holds nothing of SGLang's tree."""
+    """Choose whether SGLang looks for the request's prefix among approximate or among exact KV.
+    Call it while the request holds nothing of SGLang's tree."""
     if is_approximate(req) != approximate:
         _note(req, _APPROXIMATE, approximate)
 
 
 def place_of(req: Req) -> str:
-    """Present namespace of the request, which follows the user's extra key."""
+    """Return the request's present namespace, which SGLang appends to the user's extra key."""
     return approximate_of(req) if is_approximate(req) else namespace_of(req)
 
 
 def approximate_of(req: Req) -> str:
-    """Namespace of approximate KV for requests of the same generation, with a head of the same
-    length."""
+    """Return the namespace of approximate KV for this request. It is shared by requests of the same
+    generation of plans with a head of the same length."""
     head = f"#{num_head(req)}" if num_head(req) else ""
     return APPROXIMATE + getattr(req, _GENERATION, "") + head + namespace_of(req)
 
 
 def join(req: Req, generation: str) -> None:
-    """Let the request share approximate KV only with requests of this generation. Call it while the
-    request holds nothing of SGLang's tree."""
+    """Let the request share approximate KV only with requests of this generation of plans. Call it
+    while the request holds nothing of SGLang's tree."""
     _note(req, _GENERATION, generation)
 
 
 def has_head(req: Req) -> bool:
-    """Whether the length of the request's head is decided. It then stays the same."""
+    """Whether the length of the request's head is decided. The length is decided only once."""
     return hasattr(req, _HEAD)
 
 
 def num_head(req: Req) -> int:
-    """Number of first pages that the request's own model computes, even if a peer has them."""
+    """Return the number of first pages that the request's own model computes, even if a peer has
+    them."""
     return getattr(req, _HEAD, 0)
 
 
 def lead(req: Req, num_pages: int) -> None:
-    """Let the request read approximate KV only behind its first `num_pages` pages, which are exact.
-    Call it while the request holds nothing of SGLang's tree."""
+    """Set the length of the request's head: its first `num_pages` pages have to be exact. Call it
+    while the request holds nothing of SGLang's tree."""
     _note(req, _HEAD, num_pages)
 
 
 def keep_apart(req: Req, adapters: Collection[str]) -> None:
-    """Keep a request of the base model out of the namespaces of these adapters, whatever extra key
-    its user gave. Call it while the request holds nothing of SGLang's tree."""
+    """Give a request of the base model another tenant if its user's extra key ends like the
+    namespace of one of these adapters. Call it while the request holds nothing of SGLang's tree."""
     tenant = tenant_of(req) or ""
     if req.lora_id is None and _AT.sub("", tenant)[-_ID_CHARS:] in adapters:
         _note(req, _TENANT, f"{tenant}~{SECRET}")
 
 
 def invoked_at(req: Req) -> int | None:
-    """First token on which the request's activated LoRA acts. None for other requests."""
+    """Return the first token on which the request's activated LoRA acts. None: it has none."""
     return getattr(req, _INVOKED_AT, None)
 
 
@@ -223,23 +226,23 @@ def is_not_invoked(req: Req) -> bool:
 
 
 def num_without_e(req: Req) -> int:
-    """Number of the request's first tokens that may have been loaded without E."""
+    """Return the number of the request's first tokens that may have KV without E."""
     return getattr(req, _WITHOUT_E, 0)
 
 
 def note_without_e(req: Req, num_tokens: int) -> None:
-    """Note that the request's first `num_tokens` tokens have KV. Loaded ones of them have no E."""
+    """Note that the request's first `num_tokens` tokens have KV. Loaded tokens have no E."""
     setattr(req, _WITHOUT_E, num_tokens)
 
 
 def num_approximate(req: Req) -> int:
-    """Number of prompt tokens with KV that was made from another model's."""
+    """Return the number of prompt tokens with KV that was made from another model's."""
     return getattr(req, _NUM_APPROXIMATE, 0)
 
 
 def note_approximate(req: Req, num_tokens: int) -> None:
     """Note the number of prompt tokens with approximate KV that the request reads or loads. Tokens
-    that it computes after them are not counted."""
+    that the request computes after them do not count."""
     setattr(req, _NUM_APPROXIMATE, num_tokens)
 
 
@@ -250,7 +253,8 @@ def _note(req: Req, name: str, value: object) -> None:
 
 
 def tenant_of(req: Req) -> str | None:
-    """Extra key as the user gave it. For a request of an adapter, an empty key gives None."""
+    """Return the extra key as the user gave it. For a request of an adapter, an empty key is
+    None."""
     if hasattr(req, _TENANT):
         return getattr(req, _TENANT)
     place = place_of(req)
@@ -258,7 +262,8 @@ def tenant_of(req: Req) -> str | None:
 
 
 def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:
-    """Key of the request's first tokens in SGLang's tree, in a namespace of its tenant."""
+    """Return the key of the request's first tokens in SGLang's tree, in a namespace of its
+    tenant."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
     return RadixKey(tokens, _extra_key(req, namespace), cache_salt=req.cache_salt)
 

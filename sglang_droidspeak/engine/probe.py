@@ -1,7 +1,6 @@
-"""Check that the installed SGLang is the release this package was built for, or list differences.
+"""Check that the installed SGLang is the supported release, and list differences of another one.
 
-The source is read, never imported. So a release that cannot run here can be examined, and nothing
-of it runs.
+The other release is read as source and never imported, so that it need not run on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sglang_droidspeak.engine import release
 
 USED: Final[Mapping[str, str]] = json.loads(Path(release.__file__).with_suffix(".json").read_text())
 """Functions and classes of SGLang that this package hooks, calls or replaces, each with a hash of
-its source. Names are those of the modules that define them."""
+its source. A name begins with the module that defines it."""
 _HASH_DIGITS: Final = 12
 _DEFINES: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -45,8 +44,10 @@ def installed() -> Path:
 
 
 def compare(root: Path) -> tuple[list[str], list[str]]:
-    """Compare the SGLang in that folder with the names and sources that this package uses. Returns
-    two lists with a sentence each: names that are missing, and definitions with another source."""
+    """Compare the SGLang in folder `root` with the names and sources that this package uses.
+
+    Return two lists of sentences: about missing names, and about definitions that have changed.
+    """
     lacking, changed = [], []
     for target, recorded in USED.items():
         try:

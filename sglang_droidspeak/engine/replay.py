@@ -1,4 +1,8 @@
-"""Run some prefix tokens of an SGLang batch once more, before the batch's own forward."""
+"""Run some prefix tokens of an SGLang batch once more, before the batch's own forward.
+
+Partial prefills recompute the block of loaded tokens in this way, and failed loads their full
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ from sglang_droidspeak.engine.names import (
 def replay_of(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ForwardBatch:
-    """Make a forward over some tokens of some rows of `batch`, as `(row, tokens)`. Their KV slots
-    are allocated."""
+    """Make a ForwardBatch over `parts` of a batch, each a row (request) and a span of its tokens.
+    The tokens' KV slots have to be allocated."""
     return ForwardBatch.init_new(
         _extending(batch, parts, runner),
         runner,
@@ -42,8 +46,9 @@ def replay_of(
 
 @contextmanager
 def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
-    """Make a batch of one prompt of at most a page, in the row and the page that SGLang reserves
-    for padding. No request reads what a forward writes there. Call it before anything is served."""
+    """Make a batch of one prompt of at most a page, to warm up a forward. Its KV goes to the row
+    and page that SGLang reserves for padding, which no request reads. Call it before the first
+    request."""
     table = runner.req_to_token_pool.req_to_token
     req = Req(
         rid="warm",
@@ -69,8 +74,8 @@ def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
 
 @contextmanager
 def prepared(forward_batch: ForwardBatch, runner: ModelRunner, attention: Any) -> Iterator[None]:
-    """Let the caller run the model's layers over a batch with this attention, inside the `with`
-    block. SGLang's recorder of experts ignores these runs."""
+    """Prepare SGLang's state so that the `with` block can run the model's layers over a batch, with
+    this attention backend. SGLang's recorder of experts ignores these runs."""
     with (
         torch.no_grad(),
         get_global_expert_distribution_recorder().disable_this_region(),
@@ -86,16 +91,16 @@ def run_as_sglang(forward_batch: ForwardBatch, runner: ModelRunner) -> None:
     """Run the model's forward over a batch as SGLang does, and drop its output."""
     with torch.no_grad():
         runner.forward(forward_batch)
-    # The forward has set this event: the scheduler may now overwrite its inputs. The batch's own
-    # forward does not always set it anew, and the old event must not stand for it.
+    # The forward has set this event, after which the scheduler may overwrite the inputs. The
+    # batch's own forward does not always set it again, and must not inherit this one.
     runner.shared_read_done_event = None
 
 
 def _extending(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ScheduleBatch:
-    """Make a batch that extends each part's row by its tokens, as SGLang's encoder-SWA replay
-    does."""
+    """Make a batch that prefills the tokens of each part after the earlier tokens of its row, as
+    SGLang's encoder-SWA replay does."""
     device = runner.device
     rows = [row for row, _ in parts]
     starts = [tokens.start for _, tokens in parts]

@@ -34,20 +34,19 @@ def context_of(req: Req) -> str:
 
 
 def add_slice(req: Req, name: str, start_s: float, stop_s: float, attributes: Attributes) -> None:
-    """Add a slice to the request's trace, after it has ended. Times are of `time.monotonic`, which
+    """Add a slice that is already over to the request's trace. Times are of `time.monotonic`, which
     on Linux is the clock of SGLang's traces."""
     stage = RequestStageConfig(f"droidspeak.{name}", level=_LEVEL)
     req.time_stats.trace_slice(stage, start_s, stop_s, _ours(attributes))
 
 
 def mark(req: Req, attributes: Attributes) -> None:
-    """Set attributes on the part of the trace that has all work of this scheduler for the
-    request."""
+    """Set attributes on the span that covers this scheduler's whole work on the request."""
     req.time_stats.trace_ctx.trace_set_thread_attrs(_ours(attributes))
 
 
 def event(name: str, attributes: Attributes) -> None:
-    """Record an event that no request has caused, as a trace of its own without duration."""
+    """Record an event that belongs to no request, as a trace of its own without duration."""
     if is_on():
         from opentelemetry import trace
 

@@ -1,7 +1,7 @@
 """SGLang's kernels that read and write page-locked host memory themselves.
 
-Each token's K and V of one layer, or of all layers, moves in one pass: no temporary, and two to
-four of the device's multiprocessors. Light to import beside `names`.
+They copy K and V of one layer, or of all layers, in one pass without a temporary buffer. They use
+two to four of the device's multiprocessors. This module imports little, unlike `names`.
 """
 
 from sglang.kernels.ops.kvcache.hicache import (

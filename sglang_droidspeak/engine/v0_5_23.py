@@ -1,7 +1,7 @@
 """List the names of SGLang 0.5.23 that this package depends on. Another release gets its own copy.
 
-`probe` compares this file, and the JSON file beside it, with the installed source, without
-importing it. It reports names that another release lacks, and functions with another source.
+`probe` compares this file, and the JSON file beside it, with the source of an SGLang. It reports
+names that this SGLang lacks, and functions that have changed.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""Function that is hooked in a module that imports it. The JSON file names the module that defines
-it."""
+"""Function that is hooked in a module that only imports it. In the JSON file it has the name of its
+defining module."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"
@@ -72,8 +72,8 @@ UPDATES_BY_NAME = (
 """Updates that pass named tensors to the model's `load_weights`."""
 
 WEIGHTS_WRITTEN = (WEIGHTS_RESTORED, *UPDATES_BY_NAME, WEIGHTS_RESET)
-"""Functions of which one runs before every write to the served weights. Writes from outside (RDMA)
-come after the first of them and before END_UPDATE."""
+"""Functions of SGLang: one of them runs before every write to the served weights. Other processes
+(RDMA) write only after WEIGHTS_RESTORED and before END_UPDATE."""
 
 FIELDS: Mapping[str, str] = {
     # class: its attributes that this package reads or writes

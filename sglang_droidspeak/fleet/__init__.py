@@ -4,5 +4,5 @@ from cachetree import CacheTreeError
 
 
 class ServerFailed(CacheTreeError):
-    """A server cannot start, or ended before it was ready. The message then has the end of its
-    log."""
+    """A server cannot start, or ended before it was ready. The message has the reason, or the end
+    of the server's log."""

@@ -52,7 +52,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         names = [*self.programs, *self.workers, *self.engines]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"{name} stands there twice; give every one its own name")
+                raise ConfigError(f"the name {name} is used twice; give each its own name")
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
         for name, program in self.programs.items():

@@ -68,7 +68,7 @@ class Spec:
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         """Whether the process measures a GPU's free memory at start and after it has loaded its
-        model. It would take memory of others that start there meanwhile for its own."""
+        model. Another process that starts there meanwhile would spoil this measurement."""
         return False
 
 
@@ -237,8 +237,8 @@ class Process:
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
-        """Signal the whole session, even if its first process has ended. Do nothing if another
-        process has got that one's pid."""
+        """Signal all processes of the session, even if its first process has ended. Do nothing if
+        the first process's pid belongs to a new process."""
         with contextlib.suppress(ProcessLookupError):
             if self.is_alive or not psutil.pid_exists(self.pid):
                 os.killpg(self.pid, number)
@@ -274,8 +274,8 @@ def running(
     env: Mapping[str, str] | None = None,
     start_timeout_s: float = 180.0,
 ) -> Iterator[list[Any]]:
-    """Start servers side by side, yield them once all are ready, and end them in any case, also
-    after SIGTERM and SIGHUP. A server that the caller takes out of the list is ended as well.
+    """Start servers side by side, and yield them once all are ready. Finally end all of them, also
+    after SIGTERM and SIGHUP, and also those that the caller has removed from the list.
 
     A server on a GPU and all before it must be ready before the next one starts. Raises
     ServerFailed.

@@ -2,9 +2,9 @@
 
 An alarm takes a plan out of service, together with all plans of its profile that promise no more
 quality. The pair continues with the best remaining plan; without one it is off. Exact plans always
-stay. A plan is watched more closely at first and while there is some evidence against it. After an
-alarm all remaining plans are. With `gate: none`, a block that requests name is watched as a plan
-that promises nothing. A document adds evidence once, and an hour adds a bounded share of it.
+stay. A plan is watched more closely at first, while there is some evidence against it, and after an
+alarm against another plan of its pair. With `gate: none`, a block that requests name is watched as
+a plan that promises nothing. A document adds evidence once, and an hour adds a bounded share of it.
 
 How far an answer was from an exact run
 ---------------------------------------
@@ -64,7 +64,7 @@ SHARES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Bets, as shares of the largest one, under which a value of 0 would leave nothing."""
 NO_EVIDENCE: Final = (0.0,) * len(SHARES)
 HOUR: Final = 10.0
-"""The most by which an hour multiplies evidence."""
+"""Largest factor by which evidence may grow in one hour."""
 
 Evidence = tuple[float, ...]
 """Evidence under each bet, in the order of SHARES."""
@@ -74,16 +74,17 @@ ALARM: Final = 1e5
 alarm, on average."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
-"""First shadows of a plan, during which every request by it is checked. They start with one shadow
-that chance chooses, so that an unused plan causes no checks."""
+"""Number of shadows of a new plan during which every request by the plan is checked. Chance chooses
+the very first one, so that an unused plan causes no checks."""
 NOISE: Final = 0.02
 """Distance that two exact runs may have, in half precision and different batches. If a profile does
 not say how far a plan is from full prefill, this is all that the plan is allowed."""
 HOUR_S: Final = 3600
 MAX_DOCUMENTS: Final = 256
-"""Last documents that a plan remembers. A remembered document adds no evidence again."""
+"""Number of latest documents that a plan remembers. A remembered document adds no evidence
+again."""
 ALL: Final = "all"
-"""Word for every sender, in place of a sender's id."""
+"""Word in a reset that stands for all senders."""
 
 
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +138,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     plans: tuple[WatchedPlan, ...]
     """Plans that are not exact, the best first."""
     num_left: int
-    """Number of first plans that are in service."""
+    """Number of plans in service: the first ones of `plans`."""
 
     @property
     def is_demoted(self) -> bool:
@@ -211,7 +212,8 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def watched(profile: PairProfile) -> WatchedPair:
-    """A pair with all plans in service, and no evidence. Inherited plans are on probation."""
+    """Return a pair with all plans of its profile in service, and no evidence. Inherited plans are
+    on probation."""
     plans = [_watched(it) for it in profile.blocks if not _is_exact(it, profile)]
     if isinstance(profile, LineProfile):
         plans = [msgspec.structs.replace(it, probation=Probation()) for it in plans]
@@ -225,7 +227,8 @@ def watched(profile: PairProfile) -> WatchedPair:
 
 
 def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
-    """The pair after one more shadow. The same object if the shadow's plan is out of service."""
+    """Return the pair after one more shadow: the same object if the shadow's plan is out of
+    service."""
     plan = shadow.plan
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
@@ -268,7 +271,7 @@ def _with(plan: WatchedPlan, shadow: Shadow) -> WatchedPlan:
 
 
 def left_of(profile: PairProfile, pair: WatchedPair) -> PairProfile:
-    """The profile without the plans that are out of service."""
+    """Return the profile without the plans that are out of service."""
     if not pair.is_demoted:
         return profile
     left = [it.key for it in pair.in_service]
@@ -290,7 +293,8 @@ def _watched(block: BlockQuality) -> WatchedPlan:
 
 
 def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
-    """Evidence after one more value `x` in [0, 1]. `allowed` is above 0."""
+    """Return the evidence after one more distance `x` in [0, 1]. `allowed` is the accepted mean,
+    above 0."""
     return tuple(
         (1.0 + before) * (1.0 - share + share * x / allowed)
         for before, share in zip(evidence, SHARES, strict=True)
@@ -298,24 +302,25 @@ def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
 
 
 def limited(evidence: Evidence, began: Evidence) -> Evidence:
-    """Evidence limited to HOUR times one more than at the beginning of the hour."""
+    """Return the evidence, at most HOUR * (1 + the evidence at the beginning of the hour)."""
     return tuple(min(now, HOUR * (1.0 + then)) for now, then in zip(evidence, began, strict=True))
 
 
 def strength(evidence: Evidence) -> float:
-    """Mean evidence over all bets, to be compared with ALARM."""
+    """Return the mean evidence over all bets. At ALARM the plan is stopped."""
     return fmean(evidence)
 
 
 def suspicion(evidence: Evidence) -> float:
-    """A number that rises after fewer values than `strength`, but proves nothing. It stays at 1 or
-    below if all values are 0, and at 2 if they are half of what is allowed. Beyond that it has no
-    bound."""
+    """Return a sign of drift that rises earlier than `strength`, but proves nothing. It is at most
+    1 if all distances are 0, and at most 2 if they are half of the allowed mean. Above that it has
+    no bound."""
     return max(share * now for share, now in zip(SHARES, evidence, strict=True))
 
 
 def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
-    """Mean total variation, 0 to 1, over the positions that both have. Both have at least one."""
+    """Return the mean total variation, 0 to 1, over the positions that both answers have. Both have
+    at least one."""
     pairs = zip(served, exact, strict=False)
     return fmean(total_variation(ours, theirs) for ours, theirs in pairs)
 

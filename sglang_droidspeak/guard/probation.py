@@ -28,7 +28,8 @@ ENOUGH: Final = 20.0
 """Evidence in favour of a plan that ends its probation."""
 
 MOST_ALLOWED: Final = 0.99
-"""Largest mean that evidence can be in favour of; a profile from few data allows more."""
+"""Largest allowed mean with which evidence in favour can grow. A profile from few data may allow
+more."""
 
 
 class Probation(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +39,7 @@ class Probation(msgspec.Struct, frozen=True, kw_only=True):
     in_favour: tuple[float, ...] = (1.0,) * len(BETS_IN_FAVOUR)
 
     def after(self, x: float, allowed: float) -> Probation:
-        """Probation after one more document."""
+        """Return the evidence after one more document, at distance `x`."""
         allowed = min(allowed, MOST_ALLOWED)
         return Probation(
             against=_after(self.against, BETS_AGAINST, x / allowed),

@@ -38,7 +38,7 @@ Pair = tuple[ModelId, ModelId]
 """Sender and receiver."""
 
 MAX_OTHERS: Final = 1000
-"""Most pairs kept in the record although this server has no profile of them now."""
+"""Most pairs in the record of which this server has no profile now."""
 _lock = functools.cache(lock_file)
 """Lock a file until this process ends."""
 _VERSION: Final = 1
@@ -46,8 +46,8 @@ _MAX_BYTES: Final = 16 << 20
 
 
 class PairsInService:
-    """Pairs under watch, and their plans in service. Scheduler thread only. All ranks get the same
-    questions and act alike; the first one keeps the record."""
+    """The pairs that the drift guard watches, and their plans in service. All ranks get the same
+    shadows and decide the same; the first rank writes the record. Scheduler thread only."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PairsInService:
         self._heirs: Mapping[Pair, LineProfile] = {}
         """Pairs that inherit from a line, with whole profiles. The record has none of them."""
         self._left: Final[dict[Line, int]] = {}
-        """Number of first plans that an alarm has left to all heirs of a line."""
+        """Number of plans that an alarm has left in service for all heirs of a line."""
         for profile in self._profiles.values():
             fresh = watched(profile)
             pair = known.pop(fresh.profile, fresh)
@@ -161,8 +161,8 @@ class PairsInService:
         self._keep()
 
     def _note(self, pair: WatchedPair, why: str) -> None:
-        """Set a pair's state. `why` says why other plans are in service now; it is empty if they
-        are not. Such a change is reported once, in the log, a metric and a trace."""
+        """Set a pair's state. If its plans in service have changed, `why` is the reason, and the
+        change is reported once, in the log, a metric and a trace. Else `why` is empty."""
         key = pair.sender, pair.receiver
         self._pairs[key] = pair
         self._metrics.tell_guard(pair)
@@ -179,7 +179,8 @@ class PairsInService:
         tracing.event("guard", {**names, "plans_left": pair.num_left})
 
     def _tell(self) -> None:
-        """Tell which plans are out of service, and the states of pairs that inherit."""
+        """Pass on to planner and metrics which plans are out of service, and the states of pairs
+        that inherit."""
         self._planner.out_of_service = frozenset(
             plan for it in self._pairs.values() for plan in it.out_of_service
         )
@@ -216,7 +217,8 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def read_record(path: Path) -> tuple[WatchedPair, ...]:
-    """Pairs in a record; none if there is no file. Raises ConfigError for another file."""
+    """Return the pairs in a record; none if the file does not exist. Raises ConfigError if the file
+    is no record."""
     remedy = "remove it, which puts every pair in service again, or give another guard_path"
     try:
         with path.open("rb") as file:
@@ -240,8 +242,8 @@ def read_record(path: Path) -> tuple[WatchedPair, ...]:
 
 
 def check_record(path: Path) -> None:
-    """Keep other servers away from a record while this process lives. Raises ConfigError if another
-    server has it, or if it cannot be read or written."""
+    """Lock a record for this process until it ends. Raises ConfigError if another server has it, or
+    if it cannot be read or written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _lock(path.absolute().with_name(f".{path.name}.lock"))

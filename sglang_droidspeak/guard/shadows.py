@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
-"""Most answers with a prompt that is kept for comparison."""
+"""Most answers that wait for their comparison."""
 _KEY: Final = SECRET.encode()
 _LOOK_S: Final = 0.02
-"""Seconds between two looks whether a request runs."""
+"""Seconds between two checks whether a request runs."""
 _MOST_CREDIT_S: Final = 10.0
 _MODEL_AND_TENANT: Final = (
     "lora_path",
@@ -75,16 +75,17 @@ Reply = dict[str, Any]
 
 
 class Shadows:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate: Final = settings.shadow_share
         self._deadline_s: Final = settings.shadow_deadline_s
-        self._budget: Final = Budget(settings.shadow_busy_share)
+        self._clock: Final = clock
+        self._budget: Final = Budget(settings.shadow_busy_share, clock)
         self._suspects: frozenset[PlanId] = frozenset()
         self._known: frozenset[tuple[ModelId, ModelId]] | None = (
             frozenset() if settings.lines else None
         )
-        """Pairs of the scheduler's last answer. Others may have inherited a plan since. None
-        if no pair can inherit."""
+        """Pairs that the scheduler's last answer named. Further pairs may have inherited a plan
+        since. None if no pair can inherit."""
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
         """Shadows without a result that the scheduler does not know of yet."""
@@ -121,7 +122,7 @@ class Shadows:
         is_new = self._known is not None and (plan.sender, plan.receiver) not in self._known
         if not (answer.is_chosen or is_new or plan in self._suspects):
             return
-        answer.keep(time.monotonic() + self._deadline_s)
+        answer.keep(self._clock() + self._deadline_s)
         self._waiting.append(answer)
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
@@ -155,27 +156,27 @@ class Shadows:
     async def _turn(
         self, manager: Any, answer: _Answer, start: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """Result of a run that starts once the server is idle or the budget allows it.
+        """Wait until the server is idle or the budget allows a run, then run and return the result.
 
-        A run that began on an idle server is cancelled when a request arrives that has not paid for
-        it, and starts again later. None if no turn came in time, or the adapter was unloaded.
+        A run on an idle server is cancelled if a request arrives before the budget allows it, and
+        starts again later. None if no turn came in time, or the adapter was unloaded.
         """
         budget = self._budget
         while True:
             while manager.rid_to_state and not budget.has_credit():
-                if time.monotonic() >= answer.deadline_s:
+                if self._clock() >= answer.deadline_s:
                     return None
                 await asyncio.sleep(_LOOK_S)
             if not _is_loaded(manager, answer.asked):
                 return None
             run = asyncio.create_task(start())
-            began_s, is_paid = time.monotonic(), budget.has_credit()
+            began_s, is_paid = self._clock(), budget.has_credit()
             try:
                 while not run.done() and (is_paid or len(manager.rid_to_state) <= 1):
                     await asyncio.wait([run], timeout=_LOOK_S)
                     if len(manager.rid_to_state) > 1:
-                        budget.charge(time.monotonic() - began_s)
-                    began_s = time.monotonic()
+                        budget.charge(self._clock() - began_s)
+                    began_s = self._clock()
                 if run.done():
                     return run.result()
             finally:
@@ -203,7 +204,7 @@ class Budget:
     share of step time than is allowed.
     """
 
-    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, share: float, clock: Callable[[], float]) -> None:
         self._share: Final = share
         self._clock: Final = clock
         self._credit_s = 0.0
@@ -228,13 +229,13 @@ class _Answer:
     shows_prompt: bool
     """Whether the user asked for the prompt's ids."""
     is_chosen: bool
-    """Whether the request's id chose it, for any plan."""
+    """Whether the hash of the request's id chose it for comparison."""
     prompt_ids: Sequence[int] = ()
     label: Mapping[str, Any] = field(default_factory=dict)
     num_cached: int = 0
     """Tokens of the prompt that SGLang has read from a cache, with the loaded ones."""
     deadline_s: float = 0.0
-    """Latest start of a run, on monotonic time."""
+    """Latest start of a run, on the clock of Shadows."""
 
     @property
     def plan(self) -> PlanId | None:
@@ -280,7 +281,8 @@ def plan_of(label: Mapping[str, Any]) -> PlanId:
 
 
 async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogProbs]] | None:
-    """The first greedy tokens over the KV that the answer has read, and their distributions.
+    """Run the prompt greedily over the same approximate KV. Return the first tokens, each with its
+    distribution.
 
     None if that KV was evicted or taken out of service meanwhile.
     """
@@ -307,11 +309,11 @@ async def _greedy_run(manager: Any, answer: _Answer) -> Sequence[tuple[int, LogP
 async def _exact_run(
     manager: Any, answer: _Answer, served_ids: Sequence[int]
 ) -> Sequence[LogProbs]:
-    """Exact distribution at the position of each served token, as full prefill computes it.
+    """Return the distribution that full prefill has at the position of each served token.
 
-    The input is the prompt and the served tokens; nothing is generated. The run reads and leaves
-    exact KV only, in the user's tenant. Later requests with that prompt find it in place of the
-    approximate KV.
+    The input is the prompt and the served tokens; no token is generated. The run reads and inserts
+    exact KV only, in the user's tenant. Later requests with this prompt find that KV instead of the
+    approximate one.
     """
     meta = await _ask(
         manager,
@@ -373,8 +375,8 @@ def _probs(top: Sequence[Any], one: tuple[float, int]) -> LogProbs:
 
 
 def _is_loaded(manager: Any, asked: Any) -> bool:
-    """Whether the answer's adapter is still loaded. If it were not, SGLang would load an adapter by
-    its name again."""
+    """Whether the answer's adapter is still loaded. Otherwise SGLang would load an adapter of the
+    same name, perhaps with other content."""
     if not asked.lora_path:
         return True
     ref = manager.lora_registry.get_all_adapters().get(asked.lora_path)
@@ -382,7 +384,7 @@ def _is_loaded(manager: Any, asked: Any) -> bool:
 
 
 def place_of(rid: str) -> float:
-    """Place of a request among all ids, 0 to 1. Requests below the rate are chosen."""
+    """Hash a request's id to a number from 0 to 1. A request below the rate is compared."""
     place = blake2b(rid.encode(), digest_size=8, key=_KEY).digest()
     return int.from_bytes(place, "big") / 2**64
 

@@ -1,4 +1,4 @@
-"""Objects in a backend, and lanes to it: slots for objects that move, and a pause after failures.
+"""Objects in a HiCache backend, and the lanes through which a server reads and writes them.
 
 A backend fails, hangs, and recovers on its own. Each page has one object per kind and layer. So a
 plan reads only the layers that it loads, in their order, and finds E apart from KV. A file backend
@@ -36,11 +36,11 @@ HICACHE: Final = Location("hicache")
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
-"""Bytes: slots are multiples of this. Both halves of one are then whole pages of the system, as
-backends that bypass the system's cache need."""
+"""Unit of a slot's size in bytes. Both halves of a slot are then whole memory pages, which backends
+with direct I/O need."""
 MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
-"""Keys in one question, as many as SGLang's own."""
+"""Most keys in one question to the backend, as in SGLang."""
 MAX_FAILURES: Final = 3
 """Failures in a row after which the lane pauses."""
 MIN_PAUSE_S: Final = 30.0
@@ -64,7 +64,8 @@ class Piece:
         self.memory[: _HEADER.size] = _header(self.key, body)
 
     def opened(self) -> memoryview | None:
-        """Payload of the object. None if it is not what was stored under this key."""
+        """Return the payload of the object in the slot. None if it was not stored under this key,
+        or is damaged."""
         body = self.memory[_HEADER.size :]
         return body if self.memory[: _HEADER.size] == _header(self.key, body) else None
 
@@ -103,7 +104,8 @@ def _header(key: str, body: memoryview) -> bytes:
 
 
 class AbsentPages:
-    """Pages that the backend lacked, and until when they are assumed to stay away. Thread-safe."""
+    """Pages that the backend lacked. Each is assumed to stay absent for some seconds.
+    Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -122,10 +124,11 @@ class AbsentPages:
 
 
 class Lane:
-    """Access to the backend for one purpose, reading or writing, with `slots` of its own.
+    """Access to the backend for one purpose, reading or writing, with `slots` of its own. After
+    several failures it pauses.
 
     Thread-safe, but only one thread may move objects. Every call may hang, or raise any error of
-    the backend. The caller then reports it with `fail`, or success with `succeed`.
+    the backend. The caller reports each result with `fail` or `succeed`.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Lane:
         self._pauses: Final = Backoff(MIN_PAUSE_S)
         self._paused_until_s = 0.0
         self.longest_answer_s = 0.0
-        """Longest time of one question of `num_leading`, since its caller set this to 0."""
+        """Longest seconds of a call of `num_leading`. The caller sets it back to 0."""
 
     @property
     def is_paused(self) -> bool:
@@ -169,7 +172,7 @@ class Lane:
             self._pauses.reset()
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        """Number of leading pages that have this step in the backend."""
+        """Ask the backend. Return how many pages, from the first one on, have this step."""
         for start in range(0, len(pages), _KEYS_PER_CALL):
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self._objects.key(model, page, step) for page in part]
@@ -184,7 +187,8 @@ class Lane:
     def batches(
         self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step]
     ) -> Iterator[list[Piece]]:
-        """Objects of all pages at each step in turn, in batches of as many as there are slots."""
+        """Yield the objects of all pages, step after step, in batches as large as the number of
+        slots."""
         named = ((step, index, page) for step in steps for index, page in enumerate(pages))
         while some := list(islice(named, len(self._slots))):
             pieces = []

@@ -1,4 +1,4 @@
-"""A tier over a HiCache storage backend, so that a server's cache is stored in its cluster's store.
+"""A tier of the cache in a storage backend of SGLang's HiCache, which a whole cluster can share.
 
     search   asks which pages of a prompt the backend has, when the prompt is first seen
     read     reads a plan's layers, in its order, into its staging
@@ -53,7 +53,7 @@ from sglang_droidspeak.hicache.lane import HICACHE, AbsentPages, Lane, Objects, 
 log = logging.getLogger(__name__)
 
 Count = Callable[[str, int], None]
-"""Count a result of a number of objects. Called from any thread."""
+"""Function that counts objects: it takes a result (such as `read`) and a number. Any thread."""
 
 MAX_SLOTS: Final = 64
 """Most objects that move in one call of the backend."""
@@ -179,7 +179,7 @@ class HiCacheTier:
             log.warning("the HiCache backend does not return; it is left as it is")
 
     def _has_more(self, pages: Sequence[PageHash]) -> bool:
-        """Whether the backend may have more than the tree shows: KV, or E of pages with KV."""
+        """Whether the backend may have pages, or E of pages, that the tree does not list yet."""
         shown = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
         for model, layers in dict(self._senders).items():  # An update adds one.
             known = shown.get(model)
@@ -205,7 +205,7 @@ class HiCacheTier:
                         lane.fail(f"an answer took longer than {WAIT_S:g} s")
                     else:
                         lane.succeed()
-            except Exception as exc:  # noqa: BLE001  # The lane counts it, and says so.
+            except Exception as exc:  # noqa: BLE001  # The lane counts and logs it.
                 lane.fail(repr(exc))
             finally:
                 search.end()
@@ -243,7 +243,7 @@ class HiCacheTier:
                 lane.succeed()
             except FetchError as exc:
                 staging.fail(exc)
-            except Exception as exc:  # noqa: BLE001  # The lane counts it, and says so.
+            except Exception as exc:  # noqa: BLE001  # The lane counts and logs it.
                 lane.fail(repr(exc))
                 self._count("failed", 1)
                 for part in {part_of(step) for step in staging.steps}:
@@ -328,7 +328,7 @@ class HiCacheTier:
             is_there = True
             new = change.model, change.parent, change.pages, change.part
             self._tree.remote.add(HICACHE, *new)
-        except Exception as exc:  # The lane counts it, and says so.
+        except Exception as exc:  # The lane counts and logs it.
             if isinstance(exc, StaleEntry) and not lease.is_over:
                 raise  # It was evicted. If the lease ended first, the backend is too slow.
             if not is_there:  # An entry that is there will be found by the next search.

@@ -79,8 +79,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation:
-    """Explain a label by deciding again. Pure. The inputs are those of the decision, except the
-    profiles: the drift guard may have changed a pair since."""
+    """Explain a label by repeating its decision. Pure. The inputs are those of the decision, except
+    `profiles`, which the drift guard may have changed since."""
     seen, advice = label.considered, advice_on(label.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(
@@ -134,7 +134,8 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Answers:
-    """Scheduler thread only."""
+    """Answers to operators' questions: `/server_info` and the pages of this extension. Scheduler
+    thread only."""
 
     _cache: Cache
     _planner: Planner
@@ -142,7 +143,8 @@ class Answers:
     _lora_refs: Mapping[str, LoRARef]
     _page_size: int
     _guard: Callable[[str], dict[str, Any]]
-    """Answer of the drift guard to a question in JSON. May raise MsgspecError or LookupError."""
+    """Function that returns the drift guard's answer to a question in JSON. May raise MsgspecError
+    or LookupError."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: put this extension's answer beside SGLang's, or in

@@ -34,25 +34,26 @@ from sglang_droidspeak.request.source import Sources
 log = logging.getLogger(__name__)
 
 NUM_NEXT: Final = 4
-"""Requests that one step rarely exceeds. Each step checks so many once more before they load."""
+"""Number of next requests in the queue that each step checks once more before they load. A step
+rarely admits more."""
 _RATE_S: Final = 0.2
 """Seconds that a fetch must run before its rate predicts its end."""
 
 
 @dataclass(eq=False)
 class Arrivals:
-    """Scheduler thread only."""
+    """Progress of the fetches of waiting requests. Scheduler thread only."""
 
     _sources: Sources
     _meter: Meter
     _planner: Planner
 
     def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
-        """The phase of each planned request on this rank; SETTLED if its fetch has failed.
+        """Return the phase of each planned request on this rank: SETTLED if its fetch has failed.
 
-        Begin fetches that had no staging memory, up to the first that still has none. Check again
-        whether reuse saves time: for each fetch that has just ended, and in each step for the next
-        requests that SGLang could admit.
+        Also begin fetches that had no staging memory, until one still has none. Check again whether
+        reuse saves time: for each fetch that has just ended, and for the next requests that SGLang
+        could admit.
         """
         for request in queue:
             if not request.failure and request.source is None:

@@ -41,22 +41,23 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     has stored of it. The answer waits for at most `fetch_deadline_s`, or until paused generation
     continues. It waits for no peer that has been silent for five seconds."""
     peer: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-    """Host of a configured peer to look at first. The server fetches from no other peer what that
-    peer has, too. A scheme and a port are ignored, and no connection is made. The header
+    """Host of a configured peer to prefer: pages that this peer has are fetched from no other peer.
+    A scheme and a port are ignored, and no new connection is made. The header
     `x-vsr-kv-source-pod` sets it as well."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time. Used only with `gate: none`, for measurements."""
 
     def requested(self, num_layers: int) -> Requested:
-        """The sender and block that the request names. Raises ValueError for a wrong block."""
+        """Return the sender and block that the request names. Raises ValueError for a wrong
+        block."""
         return Requested(
             sender=None if self.sender is None else ModelId(self.sender),
             block=None if self.block is None else _span(self.block, num_layers),
         )
 
     def preferred(self, matches: Sequence[Match]) -> list[Match]:
-        """The matches without those at other peers of which `peer` has as many pages, also with
-        E."""
+        """Return the matches, without those at other peers that have no more pages or E than
+        `peer`."""
         host = _host_of(self.peer or "")
         if not host:
             return [*matches]
@@ -65,7 +66,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _is_copy(match: Match, first: Match | None, host: str) -> bool:
-    """Whether a peer on another host has nothing that `first` has not."""
+    """Whether a match at a peer on another host has no more pages or E than `first`."""
     if first is None or "://" not in match.location or _host_of(match.location) == host:
         return False
     e_pages = match.e_pages.items()
@@ -74,7 +75,7 @@ def _is_copy(match: Match, first: Match | None, host: str) -> bool:
 
 
 def _host_of(address: str) -> str:
-    """Without its scheme and port."""
+    """Return the host of an address, without scheme and port."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     return host if port.isdigit() else address.rpartition("://")[2]
 
@@ -102,8 +103,8 @@ _ACCEPTED: Final = (
 
 
 def parse_controls(custom_params: object) -> Controls:
-    """Controls in a user's `custom_params`, which may be any value. Raises ValueError naming the
-    wrong field; the request then does a full prefill."""
+    """Parse the controls in a user's `custom_params`, which may be any value. Raises ValueError
+    naming the wrong field; the request then does a full prefill."""
     try:
         return msgspec.convert(custom_params or {}, _CustomParams).droidspeak
     except msgspec.ValidationError as exc:
@@ -112,5 +113,6 @@ def parse_controls(custom_params: object) -> Controls:
 
 
 def name_of(rid: str) -> str:
-    """A request's id, shortened and escaped for the log. Its user may have chosen it."""
+    """Return a request's id for the log, shortened and escaped, because a user may have chosen
+    it."""
     return printable(rid[:_MAX_NAME])

@@ -30,7 +30,7 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A request in full prefill. The pool will hold these pages as `model`'s."""
+    """A request in full prefill. The pool will have these pages, as KV of `model`, at `place`."""
 
     req: Req
     model: ModelId
@@ -40,7 +40,8 @@ class Leader:
 
 @dataclass(eq=False)
 class Followers:
-    """Scheduler thread only."""
+    """Requests in full prefill, for which later requests with the same pages may wait. Scheduler
+    thread only."""
 
     _tree: CacheTree
     _planner: Planner
@@ -49,9 +50,9 @@ class Followers:
     _leaders: dict[str, Leader] = field(default_factory=dict, init=False)
 
     def follow(self, request: Request, choice: Planned | Declined, tree: UnifiedRadixCache) -> bool:
-        """Whether the request should wait for a leader that computes pages of both, rather than
-        follow its `choice`. It waits once, and no longer than that saves. If it does not wait, it
-        may lead from now on."""
+        """Decide whether the request should wait for a leader that computes shared pages, instead
+        of its own `choice`. A request waits once, at most as long as waiting saves. A request that
+        does not wait may lead from now on."""
         req, owner = request.req, self._models.owner_of(request.req)
         if len(self._models) == 1 or owner is None or not request.pages or request.has_followed:
             return False
@@ -89,7 +90,7 @@ class Followers:
         return leader is None or leader.req is not awaited.req or self._has_left(awaited)
 
     def prune(self, waiting: Container[str]) -> None:
-        """Forget leaders that have left the queue, given the waiting rids, and do not compute."""
+        """Forget leaders that are not in the queue (`waiting` has its rids) and do not compute."""
         for rid, leader in list(self._leaders.items()):
             if rid not in waiting and not _is_in_prefill(leader.req):
                 del self._leaders[rid]
@@ -104,9 +105,8 @@ class Followers:
 
 
 def _is_in_prefill(req: Req) -> bool:
-    """Whether a request that has left the queue still computes its prompt. It then has slots, which
-    an aborted request does not get. It has no output yet: its KV is readable before its first token
-    is."""
+    """Whether a request that has left the queue still computes its prompt. Such a request has slots
+    (an aborted one gets none) and no output yet: its KV is in the tree before its first token."""
     return req.kv.holds_kv and not req.output_ids
 
 

@@ -44,11 +44,13 @@ class _Part:
 
 
 NO_CONSUMER = -1
-"""Index at which the KV pool waits for no load. A partial prefill reads only KV that it wrote."""
+"""Batch index with which the KV pool waits for no load. A partial prefill uses it, because it reads
+only KV that it has written."""
 
 
 class BatchForward:
-    """Scheduler thread only. `run_batch` hooks TpModelWorker.forward_batch_generation."""
+    """Run a batch's partial prefills before its own forward. `run_batch` hooks
+    TpModelWorker.forward_batch_generation. Scheduler thread only."""
 
     def __init__(
         self, attachment: Attachment, loader: Loader, meter: Meter, labels: Labels, ranks: Ranks
@@ -62,21 +64,22 @@ class BatchForward:
         self._ranks = ranks
         self._prefill = PartialPrefill(attachment, meter.step_tokens, ranks)
         self._loading: dict[int, Sequence[Request]] = {}
-        """Loading requests of each batch that has not ended, by the index that it waits on."""
+        """Loading requests of each batch that has not ended, by the batch's index."""
         self._parts: dict[int, Sequence[_Part]] = {}
-        """Parts of the same requests, once their batch runs."""
+        """Parts of each running batch, one for each loading request, by the batch's index."""
 
     def warm(self, forward_stream: torch.cuda.Stream | None) -> None:
-        """Load all that a recompute needs. Called at start, with the stream of forwards."""
+        """Compile and load all that a recompute needs, before the first request. `forward_stream`
+        is the stream of forwards."""
         self._prefill.warm(forward_stream)
 
     def expect(self, index: int, requests: Sequence[Request]) -> None:
-        """Note that the batch that waits on `index` is about to run with these loads."""
+        """Note the loading requests of batch `index`, which will run next."""
         self._loading[index] = requests
 
     def done(self, index: int) -> bool:
-        """Settle the loads of a batch that has run. False if its slots held wrong KV on any rank:
-        SGLang then aborts its loading requests."""
+        """Settle the loads of a batch that has run. Return False if slots had wrong KV on any rank:
+        SGLang then aborts the batch's loading requests."""
         requests, parts = self._loading.pop(index, ()), self._parts.pop(index, ())
         is_good = all(self._ranks.least([it.load.is_good for it in requests]))
         for part in parts if is_good else ():
@@ -93,7 +96,7 @@ class BatchForward:
     def run_batch(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
     ) -> Any:
-        """Bring the batch's loaded prefixes into place, then run SGLang's own forward."""
+        """Complete the prefixes of the batch's loading requests, then run SGLang's own forward."""
         if batch is None or batch.forward_mode.is_idle():
             return original(worker, batch, *args, **kw)
         requests, recompute = self._loading.get(batch.hicache_consumer_index, ()), (0.0, 0.0)
@@ -152,7 +155,7 @@ class BatchForward:
                 self._keep_e(batch.reqs[row], load)
             if row not in lacking:
                 _uncount(batch.reqs[row], len(load.head))
-        # This comes before any full prefill: the batch's end waits for these reads.
+        # Record this before any full prefill: the batch's end waits only for these reads.
         self._loader.read_by_current_stream(batch.hicache_consumer_index)
         for row, error in lacking.items():
             self._fall_back(batch, row, loads[row], error)
@@ -182,10 +185,11 @@ class BatchForward:
         self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
 
     def _wait_staged(self, loads: Mapping[int, Load]) -> dict[int, FetchError]:
-        """Rows that have to be prefilled in full, with the cause. All ranks return the same rows.
+        """Wait for late layers. Return the rows that have to be prefilled in full, with the cause;
+        the same rows on all ranks.
 
-        The recompute may take less time than predicted. Then the batch waits while a steady link
-        brings the rest, because a full prefill would take longer.
+        The recompute may have been faster than predicted. Then a wait for a steady link takes less
+        time than a full prefill.
         """
         now_s = time.monotonic()
         errors = []
@@ -237,8 +241,8 @@ class BatchForward:
 
 
 def _uncount(req: Req, num_tokens: int) -> None:
-    """Correct SGLang's count of cached tokens: `num_tokens` of them were computed. SGLang counts a
-    retracted request only the first time."""
+    """Correct SGLang's count of a request's cached tokens: `num_tokens` of them were computed. Do
+    nothing for a retracted request, which SGLang has counted before."""
     if not req.retracted_stain:
         req.cached_tokens -= num_tokens
         req.cached_tokens_host -= num_tokens

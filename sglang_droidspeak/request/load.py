@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READS: Final = -1
-"""Key in place of a layer, for the event behind the forward's reads of a batch's staging."""
+"""Key of an event, used like a layer's number: the forward has read all it needs of the staging."""
 _BEGUN: Final = -2
 _DONE: Final = -3
-"""Keys in place of a layer, for the events before a batch's first copy and after its last."""
+"""Keys of events, used like a layer's number: before a batch's first copy, and after its last."""
 _ABOVE_FORWARDS: Final = -1
-"""Priority of the copy stream. SGLang's streams have 0: a copy kernel, which needs few of the
-device's multiprocessors, would wait until a product leaves some."""
+"""Priority of the copy stream, above SGLang's streams (0). Otherwise a copy kernel, which needs few
+multiprocessors, would wait until a matrix product leaves some free."""
 
 
 class Copies:
@@ -112,7 +112,7 @@ class Copies:
 
 
 class ForwardWaitExceeded(FetchError):
-    """Layers had not arrived as predicted, although the forward had waited for them."""
+    """Layers had not arrived in time, although the forward had waited for them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -126,32 +126,32 @@ class Load:
     plan: Plan
     source: Source
     at: Span
-    """Loaded tokens by their place in the prompt. They are within plan.pages; SGLang may have given
-    fewer slots."""
+    """Tokens to load, by their position in the prompt. They are within plan.pages, of which SGLang
+    may have given slots for only a part."""
     slots: torch.Tensor
     """KV slots of the loaded tokens, on the device, int64."""
     head: Span = EMPTY_SPAN
-    """Tokens right before `at`; often none. The batch computes them in full first."""
+    """Tokens right before `at`, which the batch computes in full first. Often none."""
     patience_s: float = math.inf
     """Seconds that the forward may still wait for late layers."""
     copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
-    """Monotonic times at which each layer's copy began and ended, decoding included. On CUDA:
-    began and ended to be issued."""
+    """Start and end of each layer's copy with its decoding, on monotonic time. On CUDA, start and
+    end of issuing it."""
     copy_s: float | None = field(default=None, init=False)
     """Share of the batch's copies, in seconds of the device or host that ran them. None if the
     batch is not over, or was not timed."""
     copied_bytes: int = field(default=0, init=False)
     """Stored bytes that were copied out of host memory."""
     error: FetchError | None = field(default=None, init=False)
-    """Why the load was abandoned. The scheduler thread then computes the slots itself, and the
-    loader writes nothing more."""
+    """Reason why the load was abandoned; None if it was not. The scheduler thread then computes the
+    slots itself, and the loader writes nothing more."""
     is_good: bool = field(default=True, init=False)
     """Whether the slots hold correct KV, loaded or computed."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def whole(self) -> Span:
-        """All prefix tokens that the batch fills: the head and the loaded ones."""
+        """All prefix tokens that the batch fills: the head and the loaded tokens."""
         return Span(self.at.start - len(self.head), self.at.stop)
 
     @property
@@ -173,7 +173,7 @@ class Load:
             self.source.wait(Step(Kind.KV, layer))
         except FetchError:
             return
-        except Exception:  # The loader goes on with other loads.
+        except Exception:  # The loader continues with other loads.
             log.exception("layer %d cannot be waited for", layer)
             self.fail()
             return
@@ -241,7 +241,7 @@ class Loader:
     def start(self, loads: Sequence[Load]) -> int:
         """Begin a batch's loads. Returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
-        # A device's clock would count the time of layers that are still on their way.
+        # Time only if all is staged: the device's clock would also count waits for late layers.
         staged = [it.source.staging for it in loads]
         are_there = any(it.num_bytes for it in staged) and all(it.is_complete for it in staged)
         self._copies.begin(index)
@@ -249,7 +249,7 @@ class Loader:
             self._copies.start_clock(index)
         self._loads[index] = loads
         for load in () if self.is_alive else loads:
-            load.fail()  # The forward comes later, and then computes the prefix in full.
+            load.fail()  # The forward will compute the prefix in full.
         self._thread.put((index, loads))
         return index
 
@@ -259,7 +259,8 @@ class Loader:
         self._copies.record(index, READS)
 
     def abandon(self, load: Load, error: FetchError) -> None:
-        """Stop a load for `error`. Writes of the current stream from now on are not overwritten."""
+        """Stop a load because of `error`. The loader then overwrites nothing that the current
+        stream writes into its slots."""
         load.abandon(error)
         self._copies.current_stream_waits()
 

@@ -45,7 +45,7 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_layers: int = 0
     """Number of layers that were recomputed."""
     e_corrected: bool = False
-    """Whether a map of the profile brought the sender's E closer to this model's first."""
+    """Whether a map of the profile has corrected the sender's E before the recompute."""
     loaded_layers: int = 0
     """Number of layers that were loaded."""
     fetched_bytes: int = 0
@@ -54,7 +54,7 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds to hash the prompt, match it and plan. It includes asking a `hicache_backend`,
     and waiting for another request of this server that computes the same pages."""
     queued_ms: float = 0.0
-    """Milliseconds from first sight to admission, or to giving the plan up. The fetch runs
+    """Milliseconds in the queue until the request was admitted, or gave up its plan. The fetch runs
     meanwhile."""
     fetch_ms: float = 0.0
     """Milliseconds until all layers were in host memory."""
@@ -75,7 +75,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
 def provenance_of(
     request: Request, recompute: tuple[float, float], forward_s: float
 ) -> RequestProvenance:
-    """Provenance of a request that has loaded; `recompute` is (start, stop) on monotonic time."""
+    """Return the provenance of a request that has loaded. `recompute` is (start, stop) on monotonic
+    time."""
     load, plan, staging = request.load, request.plan, request.source.staging
     queued_ms = _ms(request.queued_s)
     if load.cause:
@@ -109,7 +110,7 @@ def provenance_of(
 
 
 def outcome_of(plan: Plan) -> str:
-    """Outcome of a request if its plan succeeds."""
+    """Return the outcome that a request gets if its plan succeeds."""
     is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
     return "own" if is_own else "reused"
 

@@ -36,16 +36,16 @@ class BlockTokens:
     tokens: Span
     block: Span
     read_e: Callable[[Span, torch.Tensor], object] | None
-    """Function that reads E at block.start of some of these tokens, as `Source.read_e` does. E of
-    all of them would take much memory. None if block.start is 0."""
+    """Function that reads E at layer block.start for some of these tokens, like `Source.read_e`. E
+    of all tokens would take much memory. None if block.start is 0."""
     e_map: str = ""
-    """Digest of the map that corrects E first; empty if none does."""
+    """Digest of the map that corrects E; empty for no correction."""
     is_exact: bool = False
-    """Whether E equals the receiver's own. Then the block's KV and E do, too."""
+    """Whether E equals the receiver's own E. Then the block's KV and E are exact, too."""
 
     @property
     def kind(self) -> tuple[Span, bool, str]:
-        """Key of the tokens that one forward can compute together."""
+        """Key of tokens that one forward can compute together: equal for all of them."""
         return self.block, self.is_exact, self.e_map
 
 

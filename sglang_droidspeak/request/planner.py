@@ -70,14 +70,14 @@ class Planned:
     patience: Patience
     """How long the request waits for its fetch. Infinite if the request named the block."""
     step_share: float
-    """Part of SGLang's token budget of a step that a loaded token uses up: recompute and copies."""
+    """Recompute and copies of one loaded token, in tokens of SGLang's budget for a step."""
     considered: Considered | None = None
-    """The alternatives at the time. None if another rank made the plan."""
+    """Alternatives that were considered. None if another rank made the plan."""
 
     @property
     def demand(self) -> Demand | None:
-        """The demand that the plan answers, by which the server may later reconsider. None if the
-        request named the block, or if another rank made the plan and reconsiders for all."""
+        """Demand that the plan answers, to check later whether the plan still saves time. None if
+        the request named the block, or if another rank made the plan and checks for all."""
         is_optional = self.considered is not None and self.patience.saving_s < math.inf
         return self.considered.demand if is_optional else None
 
@@ -91,18 +91,18 @@ class Planned:
 
     @property
     def is_approximate(self) -> bool:
-        """Whether the request reads approximate KV, and leaves it where others find it."""
+        """Whether the request reads approximate KV, and inserts it where other requests find it."""
         return not (self.plan.is_exact or self.is_experiment)
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Why there is no plan: an outcome as in `meta_info`, and a detail for a person."""
+    """Result of planning without a plan: the outcome for `meta_info`, and a detail for people."""
 
     outcome: str
     detail: str = ""
     considered: Considered | None = None
-    """The alternatives. None if there were none."""
+    """Alternatives that were considered. None if there were none."""
 
     @property
     def may_be_approximate(self) -> bool:
@@ -124,7 +124,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Planner:
-    """Scheduler thread only, except methods that say otherwise."""
+    """Plan requests one by one. Scheduler thread only, except methods that say otherwise."""
 
     _server: ThisServer
     _cache: Cache
@@ -143,8 +143,8 @@ class Planner:
     """Pairs that may inherit a line's plan, with their states (`WatchedPair.state`)."""
     _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
     off: str = field(default="", init=False)
-    """Outcome of every request since this server was retired, after which nothing is planned any
-    more: `loader_failed`. Empty before."""
+    """Outcome of every request after droidspeak was turned off until the next start:
+    `loader_failed`. Empty before."""
 
     def __post_init__(self) -> None:
         self.profiles = dict(index_profiles(self._server.profiles))
@@ -192,11 +192,11 @@ class Planner:
 
     @property
     def why_off(self) -> str:
-        """Outcome of every request for now; empty while plans are made."""
+        """Outcome of every request while no plans are made; empty otherwise."""
         return self.off or self._models.unknown
 
     def serves(self, model: ModelId) -> bool:
-        """Whether that is one of the models that this server answers as now."""
+        """Whether this server now answers as this model."""
         return model in self._models.ids_now
 
     def model_of(self, lora_id: str | None) -> ModelId | None:
@@ -204,12 +204,12 @@ class Planner:
         return self._models.of(lora_id)
 
     def held(self, req: Req, tree: UnifiedRadixCache) -> Held:
-        """Pages that the device has for a request that was met."""
+        """Return the pages that the device has for a request, after `meet`."""
         num_pages = len(prefixes.reusable_pages(req, self._server.page_size))
         return self._pool.held(req, num_pages, tree)
 
     def refusal(self, req: Req) -> str:
-        """Why nothing is planned for a request, even if a peer has its pages; empty if a plan is
+        """Return why a request can have no plan, even if a peer has its pages. Empty if a plan is
         possible."""
         return self.why_off or prefixes.refusal(req)
 
@@ -280,9 +280,9 @@ class Planner:
     def would_save_s(
         self, demand: Demand, num_there: int, sender: ModelId, location: Location, *, exactly: bool
     ) -> float:
-        """Seconds a request would save if `sender` had its first `num_there` pages at `location`,
-        with all E. 0 if the request would not reuse them, or has to reuse `exactly` and could
-        not."""
+        """Predict the seconds a request would save if `sender` had its first `num_there` pages at
+        `location`, with all E. 0 if the request would not reuse them. With `exactly`, only exact
+        reuse counts."""
         e_pages = dict.fromkeys(self._server.transition_layers, num_there)
         match = Match(model=sender, location=location, num_pages=num_there, e_pages=e_pages)
         costs = self.costs({location})
@@ -292,7 +292,7 @@ class Planner:
         return _patience(plan, demand, costs).saving_s
 
     def price(self, plan: Plan) -> Price:
-        """Predicted cost of a plan over a fast link."""
+        """Predict the cost of a plan, without its link."""
         costs, tokens = self.costs(()), self._server.page_size
         pages = Span(plan.pages.start * tokens, plan.pages.stop * tokens)
         e_bytes, kv_bytes = bytes_of(plan, costs)
@@ -319,20 +319,21 @@ class Planner:
         return work / plan.num_layers + copies_s / step_s
 
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
-        """Pages that others have. SGLang itself finds this model's pages on the device."""
+        """Return the pages of other locations and models. SGLang itself finds this model's pages on
+        the device."""
         mine = pool_of(prefixes.namespace_of(req))
         return [it for it in self._cache.match(pages) if it.location != mine]
 
     def demand(self, req: Req, owner: Owner, num_pages: int, tree: UnifiedRadixCache) -> Demand:
-        """Demand for the request's first pages while no other request waits. Raises ValueError for
-        wrong controls."""
+        """Return the demand for the request's first pages, as if no other request waited. Raises
+        ValueError for wrong controls."""
         usual, controls = self.usual(owner.model), parse_controls(req.sampling_params.custom_params)
         requested, target_ms = controls.requested(usual.num_layers), controls.ttft_target_ms
         held = self._pool.held(req, num_pages, tree)
         differences = self._models.first_differences(owner.lora_id)
         if not self._server.has_blocks:
             differences = {it: at for it, at in differences.items() if at == usual.num_layers}
-        # An experiment continues from exact KV, and leaves nothing behind.
+        # An experiment continues from exact KV, and no other request reads its KV.
         is_experiment = requested.block is not None and self._server.settings.gate == "none"
         return replace(
             usual,
@@ -347,7 +348,7 @@ class Planner:
         )
 
     def usual(self, model: ModelId) -> Demand:
-        """Demand of a request without tokens, by the settings only. Any thread."""
+        """Return the demand of a request without tokens, from the settings only. Any thread."""
         server, settings = self._server, self._server.settings
         target_ms = settings.ttft_target_ms
         return Demand(
@@ -384,13 +385,13 @@ class Planner:
 
 
 def not_ready(sources: Sequence[Source]) -> str:
-    """Text such as `1 of 2 peers not ready`; empty if all are ready."""
+    """Return a text such as `1 of 2 peers not ready`; empty if all are ready."""
     num_late = sum(it.state != PeerState.READY for it in sources)
     return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
 
 
 def absence_of(location: Location, sources: Sequence[Source]) -> str:
-    """Why a peer sends nothing now; empty if it is ready."""
+    """Return why a peer sends nothing now; empty if it is ready."""
     late = (it for it in sources if it.address == location and it.state != PeerState.READY)
     return next((f"{it.address}: {it.reason or it.state}" for it in late), "")
 

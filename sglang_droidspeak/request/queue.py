@@ -1,4 +1,5 @@
-"""Hide held requests in SGLang's waiting queue, and limit what one step may take of the others."""
+"""Hide held requests from SGLang while it builds a batch, and charge a step for recompute and
+copies."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ IDLE_WAIT_S: Final = 0.001
 
 @dataclass(eq=False)
 class Queue:
-    """SGLang decides the order. A held request keeps its place. Scheduler thread only."""
+    """Hooks around SGLang's waiting queue. SGLang decides the order; a held request keeps its
+    place. Scheduler thread only."""
 
     _waiting: WaitingRequests
     _replies: Replies
@@ -31,9 +33,8 @@ class Queue:
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
-        """Hide two kinds of request from SGLang while it builds a batch: held ones, and ones with a
-        grammar that is being compiled. SGLang would admit requests with a compiling grammar as
-        soon as it sees them. Afterwards its queues are whole again."""
+        """Let SGLang build a batch without two kinds of requests: held ones, and ones with a
+        grammar that is still being compiled. Afterwards SGLang's queues are whole again."""
         self._replies.release()
         self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager
@@ -63,7 +64,7 @@ class Queue:
             room = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running)
             could_run: Iterable[Req] = (req for req in ahead if req.rid in held)
             if len(ahead) == len(queue):
-                # SGLang took none behind these: they could run unless something else was full.
+                # SGLang took no request behind these: they could have run, unless it was full.
                 if is_in_chunks or running.batch_is_full:
                     could_run = ()
                 elif room <= 0:
@@ -110,7 +111,8 @@ def _displaces(req: Req, running: ScheduleBatch, scheduler: Scheduler) -> bool:
 
 
 def _rejoined(queue: Sequence[Req], held: set[str], left: Sequence[Req]) -> list[Req]:
-    """The queue in its order, without admitted requests; then requests that SGLang has put back."""
+    """Return the queue in its order, without admitted requests, then the requests that SGLang has
+    put back."""
     still, known = {id(req) for req in left}, {id(req) for req in queue}
     return [
         *(req for req in queue if req.rid in held or id(req) in still),

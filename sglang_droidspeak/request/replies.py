@@ -36,7 +36,7 @@ class _Held:
 
 @dataclass(eq=False)
 class Replies:
-    """Scheduler thread only."""
+    """Answers that are held back, and hooks around SGLang's output. Scheduler thread only."""
 
     _cache: Cache
     _offloader: Offloader

@@ -37,13 +37,13 @@ log = logging.getLogger("droidspeak.request")
 
 _LABEL: Final = "droidspeak_label"
 _MAX_WARMED: Final = 256
-"""Prompts with `n` above 1 that can be answered at the same time."""
+"""Most prompts with `n` above 1 for which SGLang's first request is remembered."""
 MAX_ANSWERED: Final = 1000
-"""Answered requests that can still be explained."""
+"""Most answered requests that can still be explained."""
 MAX_ID: Final = 256
-"""Characters of the longest request id that is kept for explanations."""
+"""Most characters of a request id that can still be explained."""
 MAX_MATCHES: Final = 32_000
-"""Matches that all kept labels have together. Past it the oldest label is forgotten."""
+"""Most matches in all kept labels together. Beyond it the oldest label is forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +77,8 @@ class Labels:
         """Labels of answered requests by id, the latest last."""
         self._num_matches = 0
         self._warmed: Final[OrderedDict[int, RequestProvenance]] = OrderedDict()
-        """Provenance of SGLang's own request before the samples of `n` above 1, by prompt and
-        controls."""
+        """Provenance of the request that SGLang itself runs before the samples of a prompt with `n`
+        above 1, by prompt and controls."""
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """Set a request's provenance so far. Ignored once the label is final."""
@@ -99,8 +99,7 @@ class Labels:
                 self._tell(req, is_aborted=isinstance(ended, FINISH_ABORT))
 
     def aborted(self, _scheduler: object, _abort: object, req: Req) -> None:
-        """Report a request that was in no batch, or not to its end. Hooks
-        Scheduler.send_abort_output."""
+        """Report a request that was aborted. Hooks Scheduler.send_abort_output."""
         self._tell(req, is_aborted=True)
 
     def _tell(self, req: Req, *, is_aborted: bool) -> None:

@@ -57,11 +57,12 @@ _NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
 
 
 class IllegalTransition(Exception):
-    """A mistake of this package: a request was to enter a phase that cannot follow its own."""
+    """Bug in this package: a request should enter a phase that cannot follow its present phase."""
 
 
 class Request:
-    """One stay in SGLang's queue. A retracted request gets a new one. Scheduler thread only."""
+    """One stay of a request in SGLang's queue. After a retraction, a new object begins. Scheduler
+    thread only."""
 
     def __init__(self, req: Req) -> None:
         self.req: Final = req
@@ -79,8 +80,8 @@ class Request:
         one, the request is seen anew."""
 
         self.may_be_planned: Callable[[], bool] = lambda: True
-        """Whether a seen request may be planned now. It waits for answers of tiers that do not
-        advertise, or for pages that another request computes."""
+        """Function that says whether a seen request may be planned now. Before, the request waits
+        for answers of tiers, or for pages that another request computes."""
         self.has_followed = False
         """True once this request has waited for another request to compute shared pages. A request
         waits in this way only once."""
@@ -154,7 +155,7 @@ class Request:
         self.planned, self.patience = planned, planned.patience
 
     def fetch(self, sources: Sources, tree: UnifiedRadixCache) -> None:
-        """Begin to fetch what the plan needs, if there is staging memory for it."""
+        """Begin to fetch the plan's pages, if there is staging memory for them."""
         source = sources.of(self.plan, self.pages, self.req, tree)
         if source is not None:
             self.reach(Phase.FETCHING)

@@ -37,12 +37,14 @@ from sglang_droidspeak.store.pool import PoolIndex, PoolPages
 from sglang_droidspeak.store.rows import ServerPool
 
 _MARGIN: Final = 1.05
-"""Factor on the predicted rest of a fetch, so that a slightly slower rest delays no forward."""
+"""Factor on the predicted time of a fetch's rest, so that a slightly slower rest delays no
+forward."""
 
 
 class Source:
-    """Base of all sources. Scheduler thread only, except `wait` and `copy` in the loader's thread.
-    Tokens are within the plan's pages, and are given by their place in the prompt."""
+    """Base class of the places from which a plan's pages are read. Tokens are within the plan's
+    pages, and are named by their position in the prompt. Scheduler thread only, except `wait` and
+    `copy` in the loader's thread."""
 
     def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
         self.staging: Final = staging
@@ -62,7 +64,8 @@ class Source:
 
     @property
     def rest_s(self) -> float:
-        """Seconds that the rest takes at the rate so far; infinity if no byte has arrived."""
+        """Predicted seconds until all bytes have arrived, at the rate so far. Infinity if no byte
+        has arrived."""
         num_landed = self.staging.num_landed_bytes
         num_left = self.staging.num_bytes - num_landed
         if num_left and not num_landed:
@@ -105,7 +108,7 @@ class Source:
         self.staging.release()
 
     def _of_plan(self, at: Span) -> Span:
-        """The same tokens, counted from the plan's first token."""
+        """Return the same tokens, counted from the plan's first token."""
         first = self._plan.pages.start * self._pool.page_size
         return Span(at.start - first, at.stop - first)
 

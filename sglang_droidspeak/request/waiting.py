@@ -1,9 +1,8 @@
 """Plan each request in SGLang's queue, hold it back while it fetches, and load it when SGLang asks.
 
-Each request is decided once: its fetch begins by a plan, or it gets an outcome that says why not.
-The first rank decides as soon as it knows two things. One is the answers of the tiers that have to
-be asked because they do not advertise. The other is whether another request computes the same pages
-right now. The other ranks follow the first.
+Each request is decided once: it gets a plan and its fetch begins, or it gets an outcome with the
+reason. The first rank decides when the tiers have answered that do not advertise, and when no other
+request computes the same pages. The other ranks follow the first.
 
 The scheduler thread never waits for a fetch; transport threads fill the staging memory.
 """
@@ -51,7 +50,7 @@ None, and `Request.num_there`."""
 
 @dataclass(eq=False)
 class WaitingRequests:
-    """One entry per request in the queue; scheduler thread only."""
+    """The requests in SGLang's queue, with one `Request` for each. Scheduler thread only."""
 
     _sources: Sources
     _meter: Meter
@@ -86,7 +85,7 @@ class WaitingRequests:
         asked = {*seen, *islice(without, NUM_NEXT)}
         for request, phase in zip(planned, phases, strict=True):
             if phase is Phase.SETTLED:
-                # If this rank knows no cause, another one does.
+                # If this rank knows no cause, another rank has failed.
                 self._give_up(request, request.failure or "fallback: FetchError")
             request.reach(phase)
             if phase >= Phase.FETCHING:
@@ -96,8 +95,8 @@ class WaitingRequests:
         return {it.req.rid for it in requests if self._is_held(it)}
 
     def admitted(self, reqs: Sequence[Req]) -> None:
-        """Forget requests that SGLang has put into a batch. One that is still waiting here was
-        admitted without its load, and reads nothing by its plan."""
+        """Forget requests that SGLang has put into a batch. If one still waits for its load, SGLang
+        admitted it without the load, and it does not use its plan."""
         for request in filter(None, (self._requests.pop(req.rid, None) for req in reqs)):
             if request.is_waiting:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size
@@ -107,7 +106,8 @@ class WaitingRequests:
             self._note_approximate(request, request.req.prefix_len // self._page_size)
 
     def pass_over(self, rids: Iterable[str]) -> None:
-        """Note that the last step could have taken these if they had not been held back."""
+        """Note that the last step could have taken these requests if they had not been held
+        back."""
         for request in filter(None, map(self._requests.get, rids)):
             request.pass_over()
 
@@ -142,8 +142,8 @@ class WaitingRequests:
         return num_head + math.ceil((num_tokens - num_head) * _step_share(request))
 
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> bool:
-        """Load the pages of `keys` into `slots` with the next batch. False if that is impossible
-        now."""
+        """Let the next batch load the pages of `keys` into `slots`. Return False if that is
+        impossible now."""
         if self.num_restorable(rid, keys[0]) < len(keys):
             return False
         request = self._requests[rid]
@@ -163,8 +163,8 @@ class WaitingRequests:
         return True
 
     def cancel(self, rid: str) -> bool:
-        """Forget a load because SGLang takes its slots back before the batch starts. The request
-        will be seen anew. False if it has no load."""
+        """Drop a load, because SGLang takes its slots back before the batch starts. The request
+        will be planned again. Return False if it has no load."""
         request = self._requests.get(rid)
         if request is None or request.phase is not Phase.LOADING:
             return False
@@ -198,23 +198,24 @@ class WaitingRequests:
     def _is_held(self, request: Request) -> bool:
         """Whether SGLang may not admit the request yet.
 
-        Until all bytes of a load are here, it may turn into a full prefill within its step.
-        Decoding requests must not wait for a prefill that takes more than one step.
+        A load may turn into a full prefill until all its bytes have arrived. Decoding requests must
+        not wait for a prefill of more than one step.
         """
         if request.phase is Phase.ARRIVING and self._is_decoding:
             return self._most_pages(request) < len(request.plan.pages)
         return request.phase in (Phase.SEEN, Phase.FETCHING)
 
     def _most_pages(self, request: Request) -> int:
-        """Pages that fill one step, less one page for the request's own tokens."""
+        """Return the number of loaded pages that fill one step, less one for the request's own
+        tokens."""
         share, page_size = _step_share(request), self._page_size
         num_left = self._meter.step_tokens - (1 + len(request.plan.head)) * page_size
         most = num_left / (share * page_size) if share else math.inf
         return int(min(most, len(request.plan.pages)))
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
-        """See the next requests anew if the device has evicted pages that they expect: loaded pages
-        have to follow the device's pages. A wait that was not over is not prolonged."""
+        """Plan the next requests again if the device has evicted pages that they expect: loaded
+        pages have to follow the device's pages. A wait that was not over is not prolonged."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
@@ -225,8 +226,7 @@ class WaitingRequests:
                 self._see(request.req, tree).runnable_s = begun_s
 
     def _known(self, req: Req) -> Request | None:
-        """The entry of this very request. Another request with its rid may have left the queue
-        since the last look."""
+        """Return the entry of this request, not of an earlier request with the same rid."""
         request = self._requests.get(req.rid)
         return request if request is not None and request.req is req else None
 
@@ -261,7 +261,7 @@ class WaitingRequests:
             may_be = request.may_be_planned() or request.left_s() < 0
             choice = self._plan(request, tree, num_waiting) if may_be else None
             if isinstance(choice, Planned):
-                self._take_up(request, choice, tree)  # The next one finds the link busier.
+                self._take_up(request, choice, tree)  # The next plan counts this fetch.
             elif choice is not None:
                 self._decline(request, choice)
         mine: list[_Decision] = []
@@ -302,7 +302,7 @@ class WaitingRequests:
             if isinstance(choice, Declined) and choice.may_be_approximate:
                 self._read_what_is_there(request, tree)
                 if prefixes.is_approximate(req):
-                    return choice  # No other model can read the KV that it will leave.
+                    return choice  # No other model can read the KV of this request.
             return None if self._followers.follow(request, choice, tree) else choice
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", name_of(req.rid))
@@ -320,7 +320,8 @@ class WaitingRequests:
             request.num_there = approximate if is_approximate else exact
 
     def _read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
-        """Let a request without a load read the namespace of which the device has more pages."""
+        """Let a request without a load read exact or approximate KV: the one of which the device
+        has more pages."""
         is_better = False
         if self._pool_index.has_approximate and not must_stay_exact(request.req):
             held = self._pool_index.held(request.req, len(request.pages), tree)
@@ -328,10 +329,10 @@ class WaitingRequests:
         prefixes.move(request.req, approximate=is_better)
 
     def _take_up(self, request: Request, planned: Planned, tree: UnifiedRadixCache) -> None:
-        """Begin to fetch what the plan needs: this rank's shard of the same pages."""
+        """Begin to fetch the plan's pages: this rank's shard of them."""
         req, plan = request.req, planned.plan
         plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
-        # Taken up even if this rank fails: all ranks count the same requests.
+        # Even if this rank fails, the plan counts: all ranks need the same requests.
         request.take_up(replace(planned, plan=plan))
         prefixes.move(req, approximate=planned.is_approximate)
         try:
@@ -349,7 +350,7 @@ class WaitingRequests:
             request.failure = "error"
 
     def _give_up(self, request: Request, outcome: str) -> None:
-        """Note that a planned request reads nothing by its plan."""
+        """Settle a planned request that will not use its plan."""
         if outcome != Reason.ON_DEVICE.value:
             report.given_up(request, outcome.removeprefix("fallback: "))
             self._labels.metrics.count_saving(request.plan, -request.delay_s)
@@ -361,7 +362,7 @@ class WaitingRequests:
 
 
 def _step_share(request: Request) -> float:
-    """Part of SGLang's token budget of a step that one loaded token uses up: at least 1 while the
-    load may still turn into a full prefill."""
+    """Return the tokens of SGLang's budget for a step that one loaded token uses up: at least 1
+    while the load may still turn into a full prefill."""
     share = request.planned.step_share
     return max(share, 1.0) if request.phase is Phase.ARRIVING else share

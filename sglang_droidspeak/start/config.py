@@ -53,9 +53,9 @@ _NEEDS = (
 class MemoryShare:
     """Default memory of one rank: a share of the memory of the host, or of the container.
 
-    It depends on nothing else, so all processes of a server agree. Eight ranks on one host, of any
-    servers, take at most three quarters of its memory for `HOST` and `STAGING`, if `least_gb` does
-    not apply.
+    It depends on the size of that memory only, so all processes of a server agree. Eight ranks on
+    one host together take at most three quarters of its memory for `HOST` and `STAGING`, if
+    `least_gb` does not apply.
     """
 
     divisor: int
@@ -63,7 +63,7 @@ class MemoryShare:
     most_gb: float
 
     def of(self, memory_gb: float) -> float:
-        """Share in GiB of so much memory, rounded down to tenths."""
+        """Return the share of `memory_gb` in GiB, rounded down to tenths, within both limits."""
         share_gb = math.floor(10 * memory_gb / self.divisor) / 10
         return min(max(self.least_gb, share_gb), self.most_gb)
 
@@ -87,17 +87,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """YAML file with these same keys. It allows no other key beside it."""
     gpu_tested_weights: tuple[Literal["awq", "gptq", "fp8"], ...] = ()
     """Formats of quantised weights (`awq`, `gptq`, `fp8`) with which `make gpu` has passed on this
-    device. CPUs cannot run them, so no other test has. The server refuses checkpoints in a format
-    that is not named here."""
+    device. No other test covers them, because CPUs cannot run them. The server refuses checkpoints
+    in other quantised formats."""
     listen: str | None = None
-    """Address at which others may read this server's cache, and may keep copies of it:
-    `tcp://host:port`. If it is none, no other server can read it."""
+    """Address at which other servers may read this server's cache, and copy it:
+    `tcp://host:port`. None: no other server can read it."""
     peers: tuple[str, ...] = ()
     """Servers from which this one may read: `tcp://host:port`, or `dns://name:port` for all
     addresses of a name. This server trusts what they send, for all tenants."""
     http: str | int | None = None
     """`HOST:PORT` that serves /metrics and /health of this server's cache. A port without a host is
-    reachable on this machine only. If it is none, there are no such pages."""
+    reachable on this machine only. None: no such pages."""
     profiles: tuple[str, ...] = ()
     """Pair profiles, or folders of them. A named file must have this server's model, or an adapter
     on it, as sender or receiver."""
@@ -107,10 +107,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     than the profile has proven."""
     e_correction: Literal["none", "profile"] = "profile"
     """`profile` allows plans that correct the sender's E by a map of the profile. The maps are in
-    `PAIR.maps.safetensors` beside the profile. `none` allows no such plan. Give senders the same
-    value: they keep E for the plan that is then recommended."""
+    `PAIR.maps.safetensors` beside the profile. `none` allows no such plan. Sender and receiver need
+    the same value: it decides at which layer the sender keeps E."""
     capture_layers: tuple[int, ...] | None = None
-    """Layers at which the server keeps E. None: those that the profiles with this model as sender
+    """Layers at which the server keeps E. None: the layers that profiles with this model as sender
     need."""
     gate: Literal["enforce", "none"] = "enforce"
     """`none` is for measurements: a request may name any block of any sender, even without a
@@ -123,15 +123,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds after which an unused entry leaves host memory. None: entries stay until their room
     is needed."""
     disk_path: str | None = None
-    """Folder that keeps the same entries after they leave memory, and for the next start. Only one
-    server may use it at a time. A reader of KV can reconstruct prompts: the server closes the
-    folder and its files to other users."""
+    """Folder that keeps the entries of host memory after they leave it, also beyond a restart. Only
+    one server may use it at a time. A reader of KV can reconstruct prompts, so the server closes
+    the folder and its files to other users."""
     disk_gb: float = 0.0
     """Most GiB of all files in `disk_path`. It has to exceed `host_gb`: the disk also has all
     entries of the host memory."""
     hicache_backend: str | None = None
-    """Storage backend of SGLang's HiCache that stores the same entries for a whole cluster: `file`,
-    `nixl`, `mooncake` and others."""
+    """Storage backend of SGLang's HiCache that stores the entries of host memory for a whole
+    cluster: `file`, `nixl`, `mooncake` and others."""
     hicache_config: dict[str, Any] = {}
     """Options of that backend, as in SGLang's `hicache-storage-backend-extra-config`."""
     codec: Codec = Codec.NONE
@@ -147,34 +147,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most tokens that a plan with recomputed layers reuses."""
     max_stall_ms: float | None = None
     """Most milliseconds that recomputed layers and copies may delay decoding requests in one step.
-    Beyond that, less of a prefix is reused, and requests wait for the next step. None: layers and
-    copies count as tokens of a step (`chunked-prefill-size`), so the delay is at most that of
-    SGLang's own prefill."""
+    Work beyond it waits for the next step, or a shorter prefix is reused. None: layers and copies
+    count as tokens of a step (`chunked-prefill-size`), so the delay is at most that of SGLang's own
+    prefill."""
     fetch_deadline_s: float = 10.0
     """Seconds, at most 60, after which a fetch is given up and its request does a full prefill. A
     request that names no block gives up earlier: when its fetch is late by the time that reuse
     would save."""
     peer_cooldown_s: float = 30.0
     """Seconds without a fetch from a worker after three errors within ten seconds. Then one fetch
-    tries it. If that fails, the time doubles, up to ten times this."""
+    tries the worker again. If it fails, the time doubles, up to ten times this value."""
     recompute_attention: Literal["server", "flashinfer"] = "server"
-    """Attention backend for recomputed layers. `server` is another instance of the backend of this
-    server's own prefills. `flashinfer` is one of FlashInfer beside any other. It is made and run at
-    start. Its device memory (FlashInfer: 384 MiB to 2 GiB) is subtracted from the KV pool."""
+    """Attention backend for recomputed layers. `server` is another instance of the backend that
+    this server prefills with. `flashinfer` is FlashInfer, beside any backend of the server. It is
+    made and run at start. Its device memory (FlashInfer: 384 MiB to 2 GiB) is subtracted from the
+    KV pool."""
     forward_wait_s: float = 0.05
     """Seconds that a forward waits for late layers, beyond the time predicted from the rate so far.
     After that, the prefix is prefilled in full."""
     ttft_target_ms: float | None = None
-    """Time to first token, in milliseconds. While no request waits, a plan recomputes as many
-    layers as still meet it. None: plans recompute what the profile recommends."""
+    """Target for the time to first token, in milliseconds. While no request waits, a plan
+    recomputes as many layers as the target allows. None: plans recompute the layers that the
+    profile recommends."""
     shadow_rate: float | None = None
     """Share of the requests with another model's KV that the drift guard compares with an exact
     run, 0 to 1. By default 0.05 if there is a `guard_path`."""
     shadow_deadline_s: float = 60.0
-    """Seconds that such a comparison waits for its turn. Then it is dropped, and counted."""
+    """Seconds that a comparison of the drift guard may wait for its turn. Then it is dropped, and
+    counted."""
     shadow_busy_share: float = 0.01
-    """Share of all time that comparisons may run beside other requests, 0 to 1. With 0 they run
-    only while no request does."""
+    """Share of all time in which comparisons may run beside other requests, 0 to 1. 0: comparisons
+    run only while no request runs."""
     guard_path: str | None = None
     """File with the drift guard's evidence about pairs, of this server and this user only. A pair
     that the guard has stopped stays stopped after a restart. None turns the guard off."""
@@ -182,8 +185,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most megabytes (10^6 bytes) per second that this server sends to readers of its cache. None:
     no limit."""
     shared_memory: bool = True
-    """Whether servers on one host copy pages from memory to memory. Between hosts, pages always
-    come over the connection."""
+    """Whether servers on one host copy pages through shared memory. Between hosts, pages always go
+    over the connection."""
     key_file: str | None = None
     """File with this server's secret key, made by `cachetree keygen`. None: nothing is
     encrypted."""
@@ -191,13 +194,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Public keys of the servers that may read this cache, with the pages of all its tenants. Give
     keys, files of them, or folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
-    """Public key of each peer, or the file with it, by the peer's address. Connections to other
-    peers are not encrypted. Peers that a `dns://` address finds have to prove the key of that
+    """Public key of each peer, or a file with the key, by the peer's address. Connections to other
+    peers are not encrypted. All peers behind a `dns://` address have to prove the key of that
     address."""
     bulk_port: int = 0
-    """Port for KV, E and the messages about them, on the same host as `listen`. Each peer opens a
-    TCP connection to it after its handshake. 0 takes a free port. A firewall or a container has to
-    let both ports through, with the same numbers."""
+    """Port for KV, E and the messages about them, on the same host as `listen`. After its
+    handshake, each peer opens a TCP connection to this port. 0 takes a free port. A firewall or a
+    container has to let both ports through, with the same numbers."""
     insecure: bool = False
     """Whether `listen` may be an address other than loopback without keys."""
 
@@ -241,7 +244,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     def taken_gb(self, tp_size: int) -> float:
-        """Host memory of all ranks together, GiB."""
+        """Return the host memory that all ranks take together, in GiB."""
         return tp_size * (self.host_gb + self.staging_gb)
 
     @property

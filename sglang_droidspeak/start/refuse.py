@@ -1,7 +1,7 @@
 """Refuse configurations that cannot work, before a server takes a request.
 
-Each function looks only at values. It does nothing, or raises ConfigError or ProfileError with the
-value and the remedy. `Settings` itself refuses settings that contradict each other.
+Each function looks only at its arguments. It does nothing, or raises ConfigError or ProfileError
+with the value and the remedy. `Settings` itself refuses settings that contradict each other.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
-"""Model classes that can recompute a block. Their layers pass on one residual stream, and state
-where it enters."""
+"""Model classes that can recompute a block: their layers pass on one residual stream, and mark the
+place at which it enters attention."""
 EXACT_ONLY = frozenset(
     {
         "ApertusForCausalLM",
@@ -50,12 +50,14 @@ EXACT_ONLY = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Model classes that can load KV, but recompute nothing. A model reads KV that it has computed on
-any server, and an activated LoRA reads its base's KV."""
+"""Model classes that can load KV, but cannot recompute a block. So such a model reads only its own
+KV, from any server, and an activated LoRA reads its base's KV."""
 
 
-_NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's, by which a model is known"
-_NOT_ITS_CONFIG = "the model is not as the checkpoint's config.json says"
+_NOT_THE_CHECKPOINTS = (
+    "served weights have to be the checkpoint's, because the model id is its digest"
+)
+_NOT_ITS_CONFIG = "the served model may differ from the checkpoint's config.json"
 READ_AS_SAFETENSORS = [
     "auto",
     "safetensors",
@@ -66,8 +68,8 @@ READ_AS_SAFETENSORS = [
 ]
 """Values of `load_format` that load only the files that the model id is computed from."""
 _SCALED = "scales of quantised KV belong to one model"
-_SHARED_OUT = "a rank would have E of a share of the tokens alone"
-_PADDED = "SGLang pads a forward to the tokens of its batch, and a recompute has others"
+_SHARED_OUT = "each rank would have E of only a share of the tokens"
+_PADDED = "SGLang pads a forward to the tokens of its batch, and a recompute has other tokens"
 
 _FORMATS: Final[Mapping[str, str]] = {
     # method by which SGLang runs weights: format in which they are stored
@@ -79,16 +81,16 @@ _FORMATS: Final[Mapping[str, str]] = {
 }
 
 ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
-    # server argument: (values that work, why the others do not); docs/compatibility.md has it too
-    "device": (["cpu", "cuda"], "copies and partial prefills are written for these alone"),
+    # server argument: (values that work, why others do not); tools.reference copies it to docs
+    "device": (["cpu", "cuda"], "copies and partial prefills exist for these devices only"),
     "nnodes": ([None, 1], "the ranks of a server share one host and its ports"),
     "pp_size": ([1], "a recompute block may span pipeline stages"),
     "dp_size": ([1], "its replicas would share one address and one folder on disk"),
     "attn_dp_size": ([None, 1], "a recompute on one rank enters collectives alone"),
-    "attn_cp_size": ([None, 1], "context-parallel batches are transformed further"),
-    "dcp_size": ([None, 1], "context-parallel batches are transformed further"),
-    "speculative_algorithm": ([None], "drafted tokens move between slots"),
-    "disaggregation_mode": ([None, "null"], "prefill and decode are one server here"),
+    "attn_cp_size": ([None, 1], "SGLang changes such batches in ways that a recompute does not"),
+    "dcp_size": ([None, 1], "SGLang changes such batches in ways that a recompute does not"),
+    "speculative_algorithm": ([None], "the KV of drafted tokens moves between slots"),
+    "disaggregation_mode": ([None, "null"], "one server has to do both prefill and decode"),
     "kv_cache_dtype": ([None, "auto", "bfloat16", "bf16", "float16", "float32"], _SCALED),
     "quantization_param_path": ([None], _SCALED),
     "quantization": ([None, "unquant"], _NOT_THE_CHECKPOINTS),
@@ -98,10 +100,10 @@ ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "load_format": (READ_AS_SAFETENSORS, _NOT_THE_CHECKPOINTS),
     "weight_cache_mode": (["off"], _NOT_THE_CHECKPOINTS),
     "kt_weight_path": ([None], _NOT_THE_CHECKPOINTS),
-    "download_dir": ([None], "SGLang would serve what it once loaded there, not what HF_HOME has"),
+    "download_dir": ([None], "SGLang would serve the files in that folder, not those in HF_HOME"),
     "forward_hooks": ([None, []], "they may change what layers compute"),
-    "model_impl": (["auto", "sglang"], "those layers hand on no residual stream at a boundary"),
-    "cpu_offload_gb": ([0], "its layers fetch their weights, and a recompute ends within one"),
+    "model_impl": (["auto", "sglang"], "other layers pass on no residual stream at a boundary"),
+    "cpu_offload_gb": ([0], "layers fetch their own weights, and a recompute stops inside a layer"),
     "json_model_override_args": ([None, "", "{}"], _NOT_ITS_CONFIG),
     "decrypted_config_file": ([None, ""], _NOT_ITS_CONFIG),
     "model_config_parser": (["auto", "hf"], _NOT_ITS_CONFIG),
@@ -115,34 +117,37 @@ ACCEPTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "enable_attn_tp_input_scattered": ([False], _SHARED_OUT),
     "moe_a2a_backend": (["none"], _PADDED),
     "moe_dense_tp_size": ([None], _PADDED),
-    "enable_deterministic_inference": ([None, False], "answers depend on what peers hold"),
+    "enable_deterministic_inference": ([None, False], "answers depend on the pages of peers"),
     "enable_watermark": ([False], "it reads the sampling state, and a recompute samples nothing"),
-    "enable_memory_saver": ([False], "it takes KV away that is being copied"),
-    "enable_return_routed_experts": ([False], "what is loaded has gone through no experts"),
-    "kv_canary": (["none"], "what is loaded has none of its marks"),
+    "enable_memory_saver": ([False], "it may free KV during a copy"),
+    "enable_return_routed_experts": ([False], "loaded tokens were routed to no experts here"),
+    "kv_canary": (["none"], "loaded KV has none of its marks"),
     "dllm_algorithm": ([None], "its prefix KV is not causal"),
-    "tokenizer_worker_num": ([1], "its workers have no drift guard, and answer no page"),
-    "smg_grpc_mode": ([False], "that front end has no drift guard, and answers no page"),
+    "tokenizer_worker_num": ([1], "its workers have no drift guard, and no pages for operators"),
+    "smg_grpc_mode": ([False], "that front end has no drift guard, and no pages for operators"),
     "use_ray": ([False], "its schedulers load no plugins"),
 }
 
 VARIABLES: Final[Mapping[str, str]] = {
     # environment variable that SGLang reads: why it must not be set
-    "SGLANG_RUST_SERVER": "that front end has no drift guard, and answers no page",
+    "SGLANG_RUST_SERVER": "that front end has no drift guard, and no pages for operators",
     "SGLANG_USE_HND_KVCACHE": "its KV pool is not per-layer rows",
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool is resized when E stands beside it",
-    "SGLANG_USE_CPU_ENGINE": "its kernels add into the E that they are given, which others read",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "SGLang would resize the KV pool after E is allocated",
+    "SGLANG_USE_CPU_ENGINE": "its kernels overwrite E, which is read again later",
 }
 
 
-# Before anything is loaded.
+# Checks before anything is loaded.
 
 
 def check_arguments(
     server_args: Any, args: Any, hip: str | None, variables: Collection[str]
 ) -> None:
-    """Check SGLang's arguments, as the user gave them and as SGLang resolved them (`args`).
-    `variables` are those of `VARIABLES` that are set. `hip` is torch's version of ROCm."""
+    """Refuse arguments of SGLang that do not work.
+
+    `args` has the arguments as SGLang resolved them, `server_args` as the user gave them.
+    `variables` has the names of `VARIABLES` that are set. `hip` is torch's ROCm version, or None.
+    """
     for field, (accepted, why) in ACCEPTED.items():
         # On some devices SGLang resolves it to the checkpoint's own method; see `check_weights`.
         value = getattr(server_args if field == "quantization" else args, field)
@@ -162,9 +167,9 @@ def check_arguments(
 def check_page_size(num_tokens: int) -> None:
     if num_tokens < MIN_PAGE_SIZE:
         raise ConfigError(
-            f"page_size is {num_tokens}: every page is found by a key, and so small ones cost more "
-            f"to find than they save; start the server with --page-size {MIN_PAGE_SIZE}, as all "
-            "that share its cache"
+            f"page_size is {num_tokens}: each page has its own key, and looking up such small "
+            "pages costs more than they save; start all servers that share a cache with "
+            f"--page-size {MIN_PAGE_SIZE}"
         )
 
 
@@ -178,16 +183,13 @@ def check_weights(
     remedy = "serve an unquantised one, or start the server without droidspeak"
     stored_as = _FORMATS.get(quantization.method)
     if stored_as is None:
-        raise ConfigError(
-            f"{cause}: of quantised weights profiles are made with AWQ, GPTQ and FP8 alone; "
-            f"{remedy}"
-        )
+        raise ConfigError(f"{cause}: only formats AWQ, GPTQ and FP8 can be profiled; {remedy}")
     if quantization.kv:
         raise ConfigError(f"{cause}, and so is its KV ({quantization.kv}): {_SCALED}; {remedy}")
     if stored_as not in tested:
         raise ConfigError(
-            f"{cause}: no CPU runs such weights, and nobody has run this with them; where `make "
-            f"gpu` has passed on this device, set gpu_tested_weights: [{stored_as}], or {remedy}"
+            f"{cause}: no CPU runs such weights, so no test has covered them; if `make gpu` has "
+            f"passed on this device, set gpu_tested_weights: [{stored_as}], or {remedy}"
         )
 
 
@@ -195,14 +197,14 @@ def check_model(identity: ModelIdentity, model_path: str) -> None:
     if identity.architecture not in ARCHITECTURES | EXACT_ONLY:
         raise ConfigError(
             f"model class {identity.architecture} of {model_path} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}, and for exact reuse alone "
+            f"supported are {', '.join(sorted(ARCHITECTURES))}, and for exact reuse only "
             f"{', '.join(sorted(EXACT_ONLY))}"
         )
     if varying_rope(identity.rope) == "longrope":
         raise ConfigError(
             f"{model_path} has rope_type longrope and takes longer prompts than its original ones: "
-            "SGLang rotates a token by what else is in its batch, so that equal prefixes have "
-            "other KV; start the server without droidspeak"
+            "SGLang rotates a token by the other requests of its batch, so equal prefixes have "
+            "different KV; start the server without droidspeak"
         )
 
 
@@ -237,13 +239,13 @@ def check_ports(settings: Settings, tp_size: int) -> None:
     port = int((settings.listen or ":0").rpartition(":")[2])
     if settings.listen and not port and tp_size > 1:
         raise ConfigError(
-            f"listen is {settings.listen}, and each of {tp_size} ranks would take a free port, "
-            "where other servers' ranks do not look for it; name the first rank's port"
+            f"listen is {settings.listen}, and each of {tp_size} ranks would take a free port that "
+            "other servers cannot know; name the first rank's port"
         )
     if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
         raise ConfigError(
-            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, from each of which "
-            f"{tp_size} ranks take a port; leave {tp_size} between them"
+            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, and from each number "
+            f"on {tp_size} ranks take a port; choose numbers at least {tp_size} apart"
         )
 
 
@@ -270,8 +272,11 @@ def check_failed_profile(settings: Settings, failed: str) -> None:
 
 
 def refuse_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> None:
-    """Refuse a profile without this model. The error names the first field that differs, on the
-    side that is more like this model."""
+    """Refuse a profile that names this model neither as sender nor as receiver.
+
+    The error compares with the role that is more like this model, and names the first field that
+    differs.
+    """
     differing = {
         role: [
             it for it in identity.__struct_fields__ if getattr(side, it) != getattr(identity, it)
@@ -308,18 +313,18 @@ def check_activated(
     num_slots: int,
     modules: Collection[str],
 ) -> None:
-    """Check the activated LoRAs among adapters: those with an `invocation`.
+    """Refuse activated LoRAs (adapters with an `invocation`) that this server cannot run.
 
-    Each needs two slots of a batch. They work only if no adapter may change lm_head: SGLang takes
-    its rows from the batch's adapters.
+    Each needs two slots of a batch: its own and the base's. None works if any adapter may change
+    lm_head, because SGLang applies such an adapter to whole prompts.
     """
     num_unpinned = num_slots - sum(bool(it.pinned) for it in refs)
     for ref in filter(invocation, refs):
         if not {"all", "lm_head"}.isdisjoint(modules):
             raise ConfigError(
-                f"activated LoRA {ref.lora_name} cannot be served where adapters may change "
-                "lm_head; name in --lora-target-modules what they change, without lm_head (`all` "
-                "has it)"
+                f"activated LoRA {ref.lora_name} cannot be served if adapters may change lm_head; "
+                "list the modules of all adapters in --lora-target-modules, without lm_head and "
+                "without `all`, which has it"
             )
         if num_unpinned < 2 and not ref.pinned:
             raise ConfigError(
@@ -329,7 +334,7 @@ def check_activated(
             )
 
 
-# When the model is loaded.
+# Checks after the model is loaded.
 
 
 def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
@@ -351,7 +356,8 @@ def check_kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None
 
 
 def check_stored_type(weights: Weights, served: str) -> None:
-    """Refuse a server with lines if rounding to the served type changes distances."""
+    """Refuse a server with lines if its checkpoint has another type than the served weights:
+    rounding would change the distances of models. Types are names of safetensors."""
     for name, (stored, _) in weights.layouts.items():
         if stored != served:
             raise ConfigError(
@@ -362,7 +368,7 @@ def check_stored_type(weights: Weights, served: str) -> None:
 
 
 def check_tree_components(names: set[str]) -> None:
-    """Check the components of SGLang's radix tree."""
+    """Refuse a radix tree of SGLang with other components than full attention."""
     if names != {"FULL"}:
         raise ConfigError(
             f"tree components {', '.join(sorted(names))} are not supported; only FULL is"

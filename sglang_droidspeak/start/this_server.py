@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _SERVED: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _BESIDE: Final = ["*/*", "consolidated*"]
-"""Files of a repository that are not downloaded: the same weights in other formats."""
+"""Files of a repository that are not downloaded: they have the same weights in other formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +60,20 @@ class ThisServer:
     """Weights of the checkpoint, as read at start."""
     profiles: tuple[PairProfile, ...]
     lines: tuple[LineProfile, ...]
-    """Profiles of which later models of this server inherit."""
+    """Profiles of lines of models: a model after an update may inherit their plans."""
     page_size: int
     e_width: int
     """Columns of E on each rank."""
     adapters: Mapping[Path, ModelId] | None
-    """Model id with each adapter of the start, by the adapter's folder. None if the server cannot
-    serve adapters."""
+    """Model id of the base with each adapter that is loaded at start, by the adapter's folder. None
+    if the server cannot serve adapters."""
     corrections: Mapping[str, Correction]
-    """Maps that correct E, by digest, in host memory, of the profiles with this model as
-    receiver."""
+    """Maps that correct E, by digest, in host memory. They come from the profiles with this model
+    as receiver."""
 
     @property
     def identity(self) -> ModelIdentity:
-        """Model that the server starts with. `Models` has the present one."""
+        """Model that the server starts with. After an update, `Models` has the present one."""
         return self.weights.started_as
 
     @property
@@ -92,11 +92,11 @@ class ThisServer:
             return ()
         if self.settings.capture_layers is not None:
             return self.settings.capture_layers
-        # An adapter of this server may read a pair's KV, and others by an address or a storage.
+        # Readers: adapters of this server, and other servers by an address or a storage.
         to = self.settings.listen, self.settings.hicache_backend, self.settings.disk_path
         is_read = self.adapters is not None or any(to)
         sends = [p.transition_layers() for p in self._profiles_of("sender") if is_read]
-        # Any model of a line sends to the next one on this server.
+        # Each model of a line sends to the next model on this server.
         sends += [it.transition_layers() for it in self.lines]
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 
@@ -111,8 +111,8 @@ class ThisServer:
 
     @property
     def prefill_prior(self) -> PrefillCost:
-        """Growth of a forward's time with its tokens, used until the server has measured it. It
-        comes from a profile of this model, or from the model's sizes."""
+        """Cost of a prefill that the server assumes until it has measured forwards; only its shape
+        counts. It comes from a profile of this model, or from the model's sizes."""
         times = (it.costs for it in self._profiles_of("receiver") if it.costs is not None)
         measured = next(times, None)
         if measured is None:
@@ -129,8 +129,8 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """First layers at which two of the base and its adapters differ, for every two of them.
-        Reads the adapters' files once."""
+        """First layer at which two models differ, for every two of the base and its adapters. Reads
+        the adapters' files once."""
         if not self.has_blocks:
             return frozenset()
         num_layers = self.identity.num_layers
@@ -139,7 +139,8 @@ class ThisServer:
         return frozenset(layers - {0, num_layers})
 
     def _profiles_of(self, role: Literal["sender", "receiver"]) -> Iterator[PairProfile]:
-        """Usable profiles in which this server's model, or an adapter on it, has that role."""
+        """Yield the usable profiles in which this server's model, or an adapter on it, has this
+        role."""
         for profile in self.profiles:
             is_ours = getattr(profile, role) == self.identity or self.adapters is not None
             if is_ours and profile.is_usable:
@@ -220,7 +221,8 @@ def read_server(
 
 
 def name_of(args: ServerArgs) -> str:
-    """Return the base's name for a person: the served name, or the last part of its path."""
+    """Return the base's name for logs and metrics: the served name, or the last part of its
+    path."""
     served: str = args.served_model_name or args.model_path
     return Path(served).name if served == args.model_path else served
 
@@ -246,8 +248,8 @@ def folder_of(path: str, revision: str | None = None) -> Path:
 
 
 def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int) -> int:
-    """Return the columns of E on each rank. Raises ConfigError if the codec cannot encode them, or
-    the rank's KV."""
+    """Return the number of columns of E on each rank. Raises ConfigError if the codec cannot encode
+    a rank's E or KV."""
     family = Family(
         **identity.shape,
         model_dtype="float32",
@@ -276,11 +278,11 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
 def _read_profiles(
     settings: Settings, identity: ModelIdentity, *, has_adapters: bool
 ) -> Iterable[tuple[Path, PairProfile]]:
-    """Read the profiles that concern this server, each with its file. A named file has to be
-    usable. A folder may have profiles of a whole fleet; those of other models are skipped.
+    """Read the profiles for this server's model, each with its file.
 
-    If the server serves adapters, all profiles of its family concern it: their adapters may be
-    loaded later.
+    A file that the settings name has to be for this model and usable. A folder may have profiles of
+    a whole fleet; those of other models are skipped. If the server serves adapters, profiles of
+    any adapter on its base are read, because the adapter may be loaded later.
     """
     for name in settings.profiles:
         path = Path(name)

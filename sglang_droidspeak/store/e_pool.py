@@ -1,7 +1,7 @@
 """Keep E of the transition layers per KV slot, beside the KV pool. Runs without SGLang.
 
-E is indexed by KV slot. So a holder of a prefix's slots holds its E. Chunked prefill, batch mixing,
-radix sharing, node splits and decoded tokens need no bookkeeping.
+E is indexed by KV slot. So the slots of a prefix lead to its E, too. Chunked prefill, mixed
+batches, radix sharing, node splits and decoded tokens need no bookkeeping.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EPool:
     def __init__(
         self, layers: tuple[int, ...], num_slots: int, columns: Span, runner: ModelRunner
     ) -> None:
-        """`columns` of E are kept by this rank."""
+        """`columns`: the columns of E that this rank keeps."""
         self._columns = slice(columns.start, columns.stop)
         self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
         """An empty tensor with E's dtype, width and device, also if no layer is kept."""
@@ -80,7 +80,8 @@ class EPool:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Objects of the model worker for the linker, which finds them on the KV pool."""
+    """Objects that the model worker makes and the linker needs. They are attached to the KV pool,
+    where the linker finds them."""
 
     runner: ModelRunner
     stack: LayerStack | None
@@ -91,26 +92,27 @@ class Attachment:
     """Maps that correct E, by digest, on the device in the model's dtype."""
 
     def buffers(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate E of one recompute's tokens: this rank's columns, and all, corrected. Empty if
-        nothing is recomputed, or corrected."""
+        """Allocate two buffers for E of one recompute's tokens: this rank's columns, and all
+        columns after correction. A buffer is empty if the server does not need it."""
         rows, hidden = self.e_pool.no_rows, self.server.identity.hidden_size
         e = rows.new_empty(num_tokens if self.stack is not None else 0, rows.shape[1])
         return e, rows.new_empty(num_tokens if self.corrections else 0, hidden)
 
 
 def correction_bytes(server: ThisServer, dtype: torch.dtype) -> int:
-    """Bytes that all maps take on each rank's device."""
+    """Return the bytes that all maps of E take on each rank's device."""
     tensors = [tensor for it in server.corrections.values() for tensor in it.tensors]
     return sum(it.numel() for it in tensors) * dtype.itemsize
 
 
 def e_bytes_per_token(server: ThisServer, dtype: torch.dtype) -> int:
-    """Bytes of E per token on each rank."""
+    """Return the bytes of one token's E at all kept layers, on each rank."""
     return len(server.transition_layers) * server.e_width * dtype.itemsize
 
 
 def attach(runner: ModelRunner, server: ThisServer) -> None:
-    """Allocate E and start capturing; runs after the KV pool exists and before CUDA graphs do."""
+    """Allocate E and start capturing it. Call it after the KV pool is made and before CUDA graphs
+    are captured."""
     from sglang_droidspeak.engine.layers import LayerStack
     from sglang_droidspeak.engine.names import MHATokenToKVPool, get_parallel
     from sglang_droidspeak.start import refuse

@@ -59,12 +59,13 @@ class HostEvents:
         self._metrics: Final = metrics
         self._waiting: Final[deque[BlockStored | BlockRemoved]] = deque()
         self._hashes: Final[dict[tuple[ModelId, PageHash], int]] = {}
-        """Hash in events of each page that an event has told of. Guarded by the cache's lock."""
+        """Hash of each page that was published as stored, as events name it. Guarded by the cache's
+        lock."""
         _, self._unsubscribe = cache.tree.subscribe(self._note)
 
     def about(self, req: Req, start: int, stop: int) -> EventTokens | None:
-        """Content of events about tokens [start, stop) of a request. None if no event may tell of
-        them. Scheduler thread."""
+        """Return the content of an event about tokens [start, stop) of a request. None if they must
+        not be published. Scheduler thread."""
         adapter = self._adapters.get(req.lora_id) if req.lora_id else None
         is_unknown = req.lora_id and adapter is None
         is_secret = req.cache_salt or prefixes.tenant_of(req) is not None
@@ -82,7 +83,7 @@ class HostEvents:
         return events
 
     def close(self) -> None:
-        """Stop listening, and tell that all pages are removed."""
+        """Stop listening to the cache, and publish that all pages are removed."""
         self._unsubscribe()
         self._remove([*self._hashes.values()])
         self._hashes.clear()
@@ -103,7 +104,7 @@ class HostEvents:
             offload.event_tokens if offload is not None and offload.model == change.model else None
         )
         if offload is None or content is None or pages[0] not in offload.pages:
-            return  # The offloader did not add it.
+            return  # Another writer than the offloader added it.
         if len(self._waiting) >= MAX_WAITING:
             self._metrics.kv_event_pages.labels("dropped").inc(len(pages))
             return

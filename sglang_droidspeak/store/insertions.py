@@ -1,4 +1,4 @@
-"""Note what SGLang inserts into its tree for this server's other models, and copy it out for peers.
+"""Note what SGLang inserts into its tree, for this server's other models, and copy it to the cache.
 
 SGLang    checkpoint ─► offload, for each new node ─► its pages are noted in the pool's index
 thread                  └► KV and E out of the pool, layer after layer ─► the cache ─► peers
@@ -24,13 +24,14 @@ from sglang_droidspeak.store.rows import ServerPool
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Most nodes that may be locked for a copy at once. More would starve the KV pool."""
+"""Most tree nodes that may be locked for a copy at once. More could fill the KV pool with locks."""
 
 _MAX_BRING_S = 0.5
-"""Seconds that a node waits for E of the pages before it."""
+"""Most seconds that a node waits for E of the pages before it."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
-"""Record events behind the forwards that write the inserted slots. Returns none off CUDA."""
+"""Function that records events behind the forwards that write the inserted slots, and returns them.
+Without CUDA there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ def _no_events(*_about: object) -> None:
 
 @dataclass(eq=False)
 class Insertions:
-    """Scheduler thread only. `checkpoint` hooks UnifiedRadixCache.checkpoint, inside of which
-    SGLang calls `offload`.
+    """Handle insertions into SGLang's tree. `checkpoint` hooks UnifiedRadixCache.checkpoint, which
+    calls `offload` for each new node. Scheduler thread only.
     """
 
     _models: Models
@@ -72,9 +73,9 @@ class Insertions:
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
     about: Callable[[Req, int, int], EventTokens | None] = _no_events
-    """Return the content of KV events about some of a request's tokens."""
+    """Function that returns the content of KV events about some of a request's tokens."""
     name: Callable[[Req], object] = _no_events
-    """Let SGLang's own events name the request's adapter by the request's present extra key."""
+    """Function that lets SGLang's own events name the adapter of a request with this extra key."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
         """Remember the request while SGLang inserts its tokens, for `offload`, which SGLang calls
@@ -103,8 +104,8 @@ class Insertions:
         )
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
-        """Queue a copy of new exact KV, behind the forwards that `ready` records. False if it
-        cannot be copied now; SGLang offers it again."""
+        """Queue a copy of new exact KV, which waits for the events of `ready`. Return False if it
+        cannot be copied now: SGLang then offers it again."""
         if self._offloader.is_stopped:
             return self._offloader.put(None)
         if self._inserting is None:
@@ -114,7 +115,7 @@ class Insertions:
         if prefixes.refusal(req) or owner is None:
             return False
         if prefixes.is_approximate(req):
-            return self._offloader.put(None)  # It never becomes exact.
+            return self._offloader.put(None)  # Approximate KV never becomes exact.
         (transfer,), page_size = transfers, self._page_size
         first = prefixes.page_hash(transfer.keys[0])
         own_path = prefixes.own_pages_of(req, up_to, page_size)
@@ -148,22 +149,22 @@ class Offloader:
         self._device = torch.get_device_module(pool.e_pool.valid.device)
         self._stream = stream
         self.is_stopped = False
-        """Whether it stores nothing more."""
+        """True once nothing more is to be stored."""
         self.storing: Offload | None = None
-        """Node that the thread stores now. Read in that thread."""
+        """Node that the thread stores now. Only this thread reads it."""
         self.num_put = 0
-        """Nodes ever queued."""
+        """Number of nodes ever queued."""
         self.num_done = 0
-        """Count of queued nodes that are finished: stored, or given up."""
+        """Number of queued nodes that are finished: stored, or given up."""
         self._num_taken = 0
-        """Done nodes that SGLang knows of. All ranks of a server have the same number."""
+        """Number of finished nodes that SGLang has taken note of, equal on all ranks."""
         self._thread: WorkerThread[tuple[Offload | None]] = WorkerThread(
             "droidspeak-offload", self._run, fail=self._let_go
         )
 
     def put(self, offload: Offload | None) -> bool:
-        """Queue one node. None stands for a node that is not stored, and that SGLang must not offer
-        again. False if too many are in flight."""
+        """Queue one node. Return False if too many are in flight. `None` is a node that is not
+        stored, and that SGLang must not offer again."""
         if self.num_put - self._num_taken >= MAX_IN_FLIGHT:
             return False
         self.num_put += 1
@@ -175,7 +176,8 @@ class Offloader:
         return self.num_done - self._num_taken
 
     def pop_result(self) -> bool:
-        """Count one more done node as known. Returns True: SGLang must not offer it again."""
+        """Note that SGLang has taken note of one more finished node. Return True: SGLang must not
+        offer the node again."""
         self._num_taken += 1
         return True
 
@@ -210,7 +212,7 @@ class Offloader:
             event.synchronize()
         e_pool = self._pool.e_pool
         self._store_part(offload, 0, KV)
-        # Loaded pages hold no E of their own; pages computed after them do.
+        # Loaded pages may lack E; pages computed after them have it.
         first = e_pool.num_pages_without(offload.slots, self._pool.page_size)
         for layer in e_pool.e:
             if first < len(offload.pages):

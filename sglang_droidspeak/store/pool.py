@@ -1,10 +1,10 @@
-"""Index the pages that each model of this server has in its KV pool.
+"""Index the pages that each model of this server has in the KV pool, for its other models.
 
-SGLang gives each adapter a radix tree of its own. Each insertion is also noted in the cache's tree,
-at one location per adapter. So one walk finds the pages for all other models. SGLang does not tell
-what it evicts, so a note is only a hint. Before a plan uses a note, it is looked up in SGLang's
-tree and corrected. Each rank corrects notes when it looks them up, so ranks may differ until they
-are about to load.
+SGLang gives each adapter a radix tree of its own. This index notes each insertion in the cache's
+tree, too, at one location per adapter. So one walk finds the pages of all models. SGLang does not
+report evictions, so a note is only a hint. Before a plan uses a note, the pages are looked up in
+SGLang's tree, and the note is corrected. Each rank does so by itself, so the notes of ranks may
+differ until they are about to load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_POOLS: Final = 4
 
 
 def pool_of(namespace: str) -> Location:
-    """Location of the KV that this server has for requests of a namespace."""
+    """Return the location of the KV in this server's pool for requests of a namespace."""
     return Location(f"{POOL_PREFIX}{namespace}")
 
 
@@ -57,23 +57,23 @@ class Held:
 
 @dataclass(eq=False)
 class PoolIndex:
-    """Scheduler thread only."""
+    """Notes of the pages in this server's KV pool, by namespace. Scheduler thread only."""
 
     _tree: CacheTree
     _e_parts: Sequence[Part]
-    """Layers of which SGLang's forwards leave E beside the KV."""
+    """Layers at which SGLang's forwards store E beside the KV."""
     _page_size: int
     _num_slots: int
     _ranks: Ranks
     _places: OrderedDict[Location, None] = field(default_factory=OrderedDict, init=False)
-    """Locations with notes, the one unused for longest first."""
+    """Locations with notes; the one unused for longest is first."""
     _loaded: OrderedDict[tuple[str, PageHash], None] = field(
         default_factory=OrderedDict, init=False
     )
     """Namespace and hash of each page made from another model's KV, the oldest note first. Pages
     that this model computed behind it in a prompt have no note."""
     is_read: bool = field(default=False, init=False)
-    """Whether a model of this server may ask what the pool has."""
+    """Whether a model of this server may read pages of another one: if the server has adapters."""
     has_approximate: bool = field(default=False, init=False)
     """Whether SGLang's tree can have approximate KV."""
 
@@ -147,8 +147,8 @@ class PoolIndex:
         return sum((namespace, page) in self._loaded for page in pages)
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
-        """Return numbers of the request's first pages that SGLang would find in either
-        namespace."""
+        """Return how many of the request's first pages the device has as exact KV, and how many as
+        approximate KV."""
         exact = prefixes.num_held(req, prefixes.namespace_of(req), num_pages, tree)
         if not self.has_approximate:
             return Held(exact, 0)
@@ -158,9 +158,9 @@ class PoolIndex:
     def lock(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
-        """Lock the plan's pages: SGLang evicts none before they are released. Return None on all
-        ranks if one rank lacks a part of the plan. All ranks call this for the same requests, in
-        the same order."""
+        """Lock the plan's pages, so that SGLang evicts none until they are released. Return None on
+        all ranks if one rank lacks a page. All ranks call this for the same requests, in the same
+        order."""
         (num_pages,) = self._ranks.least([self._num_held(plan, pages, req, tree)])
         if not self._is_all(plan, pages, num_pages):
             return None

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 1024
-"""Tokens that are stored in one piece, if they are gathered on the device first: 4 MiB of KV per
-layer for a Llama-3-8B."""
+"""Tokens in one piece of a store that gathers on the device first: 4 MiB of KV per layer for a
+Llama-3-8B."""
 _LOADED_TOKENS: Final = 4096
-"""Tokens that are loaded in one piece, if the device holds them first: 16 MiB, and several times as
-much while they are decoded."""
+"""Tokens in one piece of a load that goes through a device buffer: 16 MiB, and several times as
+much while it is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ServerPool:
 def _parts(
     runs: Sequence[memoryview], num_rows: int, most: int
 ) -> Iterator[tuple[memoryview, slice]]:
-    """Pieces of the runs in order, of at most `most` rows each, with the rows."""
+    """Cut the runs into pieces of at most `most` rows. Yield each piece and the rows it fills."""
     row_bytes, at = sum(run.nbytes for run in runs) // num_rows, 0
     for run in runs:
         for start in range(0, run.nbytes, most * row_bytes):
@@ -113,7 +113,7 @@ def _parts(
 
 
 def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
-    """Object that reads and writes whole layers of chosen slots of one KV pool."""
+    """Return the reader and writer of KV rows that fits this pool and device."""
     first = pool.k_buffer[0]
     if coding.codec is Codec.NONE and first.device.type == "cpu":
         return HostRows(pool)
@@ -126,8 +126,8 @@ def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
 
 
 def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> int:
-    """Bytes of each rank's device that recomputes, loads and offloads take beside the pools: maps,
-    the buffers of E, and what is encoded and decoded."""
+    """Return the bytes of each rank's device that recomputes, loads and offloads take beside the
+    pools: maps, buffers of E, and buffers for encoding and decoding."""
     identity = server.identity
     heads = max(1, identity.num_kv_heads * server.e_width // identity.hidden_size)
     buffered = server.e_width if server.has_blocks else 0
@@ -139,8 +139,8 @@ def working_bytes(server: ThisServer, dtype: torch.dtype, step_tokens: int) -> i
 
 
 def temporary_bytes(codec: Codec, dtype: torch.dtype, kv_values: int, e_values: int) -> int:
-    """Most bytes of the device that a load of KV, one of E and an offload take at once, beside the
-    pools; `kv_values` and `e_values` are of one token and layer."""
+    """Return the most bytes of the device that a load of KV, a load of E and an offload take at
+    once, beside the pools. `kv_values` and `e_values` count the values of one token and layer."""
     encoding, decoding = DEVICE_BYTES[codec]
     loaded = (kv_values + e_values) * (dtype.itemsize + decoding)
     # Offloads gather K and V, and put them together.
@@ -149,7 +149,7 @@ def temporary_bytes(codec: Codec, dtype: torch.dtype, kv_values: int, e_values: 
 
 
 class DeviceRows:
-    """A pool on an accelerator: gathered, encoded, decoded and scattered there."""
+    """Rows of a pool on an accelerator, which gathers, encodes, decodes and scatters them."""
 
     most_tokens = _LOADED_TOKENS
     """Tokens of one call of `write_from`."""
@@ -185,8 +185,8 @@ class DeviceRows:
 
 
 class KernelRows(DeviceRows):
-    """A pool on CUDA without a codec: SGLang's kernels move rows between slots and page-locked
-    memory in one pass. Other host memory is copied as `DeviceRows` does it."""
+    """Rows of a pool on CUDA without a codec: SGLang's kernels move them between slots and
+    page-locked memory in one pass. Other host memory is copied as in `DeviceRows`."""
 
     most_tokens = 1 << 16
 
@@ -206,8 +206,8 @@ class KernelRows(DeviceRows):
         self._places = torch.arange(self.most_tokens, device=device)
 
     def read(self, slots: torch.Tensor, targets: Sequence[Sequence[memoryview]]) -> None:
-        """Copy as `DeviceRows.read`, all layers in one kernel. Layers differ in runs only if memory
-        is fragmented; each part that is in one run of every layer then has its kernel."""
+        """Copy like `DeviceRows.read`, with one kernel for all layers. If fragmented memory gives
+        layers different runs, each part that is contiguous in all layers gets a kernel."""
         if not (targets and _raw(targets[0][0]).is_pinned()):
             super().read(slots, targets)
             return
@@ -246,9 +246,9 @@ def _raw(memory: memoryview) -> torch.Tensor:
 
 
 class HostRows:
-    """A pool in host memory. Only the calling thread copies.
+    """Rows of a pool in host memory. Only the calling thread copies.
 
-    torch would copy with a team of threads, which would compete with the team that computes.
+    torch would copy with many threads, which would compete with the threads that compute.
     """
 
     most_tokens = 1 << 13
@@ -284,8 +284,8 @@ class HostRows:
 
 
 def _runs(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Runs along which both of two host tensors ascend; the tensors have equal length. Slots come
-    in pages, mostly many pages in a row, so runs are long."""
+    """Yield the longest slices in which two slot tensors of equal length both count up by 1. Slots
+    come in pages, mostly many pages in a row, so slices are long."""
     both = torch.stack([one, other]).numpy()
     starts = np.flatnonzero((np.diff(both, prepend=-2) != 1).any(0))
     lengths = np.diff(starts, append=len(one)).tolist()
@@ -294,7 +294,7 @@ def _runs(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[slice, slice
 
 
 def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A KV buffer as `[slot, bytes of a row]`, sharing its memory."""
+    """Return a view of a KV buffer as bytes, `[slot, bytes of a row]`."""
     return buffer.view(torch.uint8).view(buffer.shape[0], -1).numpy()
 
 

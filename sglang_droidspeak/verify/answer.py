@@ -88,7 +88,7 @@ def new_salt() -> str:
 
 
 def difference(one: Answer, other: Answer) -> str:
-    """How two answers differ that should be equal; empty if they do not.
+    """Return how two answers differ that should be equal; empty if they are equal.
 
     If they differ in two tokens that are equally likely, both are right, and later tokens are not
     compared.

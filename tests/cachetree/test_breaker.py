@@ -315,7 +315,7 @@ def test_a_probe_that_lands_closes_it() -> None:
             probe, other = new_staging(1), new_staging(16)
             peer.fetch(MODEL, PAGES[:1], probe)
             peer.fetch(MODEL, PAGES, other)
-            with pytest.raises(FetchError, match="another fetch tries now"):
+            with pytest.raises(FetchError, match="another fetch is trying it now"):
                 wait_all(other)
             check_content(probe, PAGES[:1])
             eventually(lambda: peer.status.probe_in_s is None)

@@ -69,7 +69,7 @@ def asking(block: Span, gate: Gate = Gate.ENFORCE) -> Demand:
 
 PROVEN = profile_with(block(3, 6, 0.96), block(0, 0, 0.95))
 NONE_PROVEN = index_profiles([msgspec.structs.replace(PROFILE, blocks=(), recommended=None)])
-SHORT = "what may be recomputed at a time is less than the fewest pages worth a fetch"
+SHORT = "one step may recompute fewer pages than are worth a fetch"
 
 
 def measured_on(num_tokens: int) -> Profiles:

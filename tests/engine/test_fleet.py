@@ -68,7 +68,7 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
         ({"engines": {"one": ENGINE, "two": ENGINE}}, "both have port 1"),
         ({"engines": {"one": {**ENGINE, "port": "x"}}}, "engines.one has port 'x'; give one of"),
         ({"engines": {"one": {**ENGINE, "port": 65536}}}, "engines.one has port 65536"),
-        ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one stands there twice"),
+        ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "the name one is used twice"),
         (
             {"engines": {"one": ENGINE}, "programs": {"two": {"command": ["florp"], "port": 2}}},
             "programs.two: there is no program florp; install it",

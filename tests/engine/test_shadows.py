@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import selectors
+from collections.abc import AsyncGenerator, Callable
 from math import log
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +140,30 @@ def asked(rid: str = "r1", /, **options: Any) -> GenerateReqInput:
     return GenerateReqInput(**{**fixed, **options})
 
 
-def served(manager: Manager, *objs: Any, busy_s: float = 0.0) -> list[list[Any]]:
+class Sleepless(selectors.DefaultSelector):
+    """Time of an event loop in which only sleeps take time, exactly what they ask for."""
+
+    now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(self)
+        loop.time = self.clock  # type: ignore[method-assign]
+        return loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now_s += timeout or 0.0
+        return super().select(timeout and 0.0)
+
+
+def served(
+    manager: Manager,
+    *objs: Any,
+    busy_s: float = 0.0,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> list[list[Any]]:
     """The replies to each, once no comparison waits; busy for so long after the last."""
 
     async def ask() -> list[list[Any]]:
@@ -152,7 +177,8 @@ def served(manager: Manager, *objs: Any, busy_s: float = 0.0) -> list[list[Any]]
             await manager.guard._task
         return replies
 
-    return asyncio.run(ask())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(ask())
 
 
 @pytest.fixture(autouse=True)
@@ -161,9 +187,14 @@ def _one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadows, "_KEY", b"a server's")
 
 
-def guard(rate: float = 1.0, deadline_s: float = 10.0, busy_share: float = 0.0) -> Shadows:
+def guard(
+    rate: float = 1.0,
+    deadline_s: float = 10.0,
+    busy_share: float = 0.0,
+    clock: Callable[[], float] = monotonic,
+) -> Shadows:
     settings = {"shadow_rate": rate, "shadow_deadline_s": deadline_s, "guard_path": "guard.json"}
-    return Shadows(Settings(**settings, shadow_busy_share=busy_share))
+    return Shadows(Settings(**settings, shadow_busy_share=busy_share), clock)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"n": 1, "regex": "a*"}], ids=str)
@@ -356,23 +387,23 @@ def test_runs_have_no_priority_of_their_user() -> None:
     assert [it.priority for it in manager.asked] == [9, None, None]
 
 
-def test_a_busy_server_is_left_alone_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadows, "_LOOK_S", 0.001)
-    manager = Manager(REUSED, guard(deadline_s=0.02))
-    served(manager, asked("r1"), asked("r2"), busy_s=0.2)
+def test_a_busy_server_is_left_alone_until_the_deadline() -> None:
+    time = Sleepless()
+    manager = Manager(REUSED, guard(deadline_s=1.0, clock=time.clock))
+    served(manager, asked("r1"), asked("r2"), busy_s=10.0, loop=time.loop)
     assert [it.shadow for it in manager.heard] == [None, None]
     assert [it.missed for it in manager.heard] == [{"dropped": 1}] * 2
     assert len(manager.asked) == 2, "nothing else has run"
 
 
-def test_a_busy_server_compares_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadows, "_LOOK_S", 0.001)
-    manager = Manager(REUSED, guard(deadline_s=0.15, busy_share=0.2))
-    manager.run_s = 0.01
+def test_a_busy_server_compares_within_its_budget() -> None:
+    time = Sleepless()
+    manager = Manager(REUSED, guard(deadline_s=17.0, busy_share=0.2, clock=time.clock))
+    manager.run_s = 1.0
     rids = [f"r{i}" for i in range(12)]
-    served(manager, *map(asked, rids), busy_s=0.3)
+    served(manager, *map(asked, rids), busy_s=30.0, loop=time.loop)
     num_compared = sum(it.shadow is not None for it in manager.heard)
-    assert 1 <= num_compared <= 4, "a fifth of 0.15 s, for two runs each"
+    assert num_compared == 2, "four runs of a second: a fifth of 17 s, and less than one run more"
     assert sum(it.missed.get("dropped", 0) for it in manager.heard) == len(rids) - num_compared
 
 

@@ -284,7 +284,7 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         (["--load-format", "dummy"], ["load_format", "dummy"]),
         (["--json-model-override-args", '{"rope_theta": 5}'], ["json_model_override_args"]),
         (["--dp-size", "2"], ["dp_size is 2", "one address"]),
-        (["--quantization", "fp8"], ["quantization is 'fp8'", "not the checkpoint's"]),
+        (["--quantization", "fp8"], ["quantization is 'fp8'", "have to be the checkpoint's"]),
         (["--kv-cache-dtype", "fp8_e4m3"], ["kv_cache_dtype is 'fp8_e4m3'", "scales"]),
     ],
 )
@@ -522,8 +522,8 @@ def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_pat
         (Quantization("fp8", ""), ("awq", "fp8"), ""),
         (Quantization("awq_marlin", ""), ("gptq", "fp8"), r"set gpu_tested_weights: \[awq\]"),
         (Quantization("fp8", "FP8"), ("fp8",), r"and so is its KV \(FP8\): scales"),
-        (Quantization("modelopt_fp8", ""), ("fp8",), "with AWQ, GPTQ and FP8 alone"),
-        (Quantization("w8a8_fp8", ""), ("fp8",), "with AWQ, GPTQ and FP8 alone"),
+        (Quantization("modelopt_fp8", ""), ("fp8",), "only formats AWQ, GPTQ and FP8"),
+        (Quantization("w8a8_fp8", ""), ("fp8",), "only formats AWQ, GPTQ and FP8"),
     ],
 )
 def test_weights_as_sglang_runs_them(quantization: Quantization, tested: Any, words: str) -> None:
@@ -544,7 +544,7 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
     assert config.peers == ("tcp://127.0.0.1:7102", "tcp://[::1]:7202")
     line = refusal(model, {**extra, "bulk_port": 7002}, "--tp-size", "2")
     assert "bulk_port is 7002" in line
-    assert "leave 2 between them" in line
+    assert "at least 2 apart" in line
     line = refusal(model, {"listen": "tcp://127.0.0.1:65535"}, "--tp-size", "2")
     assert "listen is 'tcp://127.0.0.1:65536'" in line
     at_any = {"listen": "tcp://127.0.0.1:0"}
@@ -760,7 +760,7 @@ def test_adapters_that_cannot_be_served_are_refused_before_weights_are_loaded(
     assert "has alora_invocation_tokens = 7" in refused(alora_invocation_tokens=7)
     assert "judge takes two slots of a batch" in refused(alora_invocation_tokens=[7])
     flags = (*flags[:-1], "2", "--lora-target-modules", "all")
-    assert "judge cannot be served where adapters may" in refused(alora_invocation_tokens=[7])
+    assert "judge cannot be served if adapters may" in refused(alora_invocation_tokens=[7])
     weights.unlink()
     assert f"adapter weights {weights} are missing" in refused()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -18,6 +16,7 @@ from profile_parts import identity
 from test_policy import PROFILE
 
 from cachetree import ConfigError
+from cachetree.disk import lock_file
 from cachetree.names import ModelNames
 from cachetree.planning import BlockQuality, LineProfile, PairProfile, PlanId
 from sglang_droidspeak.cli.ask import guard_lines
@@ -321,14 +320,18 @@ def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         check_record(tmp_path / "file" / "guard.json")
 
 
-def test_a_record_is_one_servers_alone(tmp_path: Path) -> None:
+def test_a_record_is_one_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two servers would overwrite each other's evidence."""
-    path, script = tmp_path / "guard.json", "import sys; from pathlib import Path; "
-    script += f"from {check_record.__module__} import check_record; check_record(Path(sys.argv[1]))"
+    path = tmp_path / "guard.json"
     for _ in range(2):
         check_record(path)
-    other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
-    assert f"guard_path {path} is another server's; give each server a file" in other.stderr
+    # The system locks an open file, so a server that has not opened this one is another.
+    monkeypatch.setattr(service, "_lock", lock_file)
+    with pytest.raises(ConfigError) as refused:
+        check_record(path)
+    assert str(refused.value).startswith(
+        f"guard_path {path} is another server's; give each server a file"
+    )
 
 
 def test_last_record_of_the_former_server_is_kept(

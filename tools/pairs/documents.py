@@ -1,7 +1,7 @@
 """Synthetic documents and questions about them, one writer per task.
 
-A document is a list of short sentences. A question names the entity it asks about as the last
-word before `?`; that is what a small model learns to look up.
+A document is a list of short sentences. A question names its subject as the last word before `?`,
+and a small model learns to look up that word.
 
     plain                facts about people, shuffled; forward and reverse questions
     moves                "P went to C ." repeated; first and last place

@@ -1,4 +1,4 @@
-"""How well a skill is answered by greedy decoding, with its adapter and by the base alone.
+"""Measure how well a skill is answered by greedy decoding, with its adapter and by the base alone.
 
 python -m tools.real check questions [--set verify] [--adapter DIR]
 """
@@ -35,8 +35,8 @@ def options(skill: str) -> TaskOptions:
 
 
 def check(skill: str, base: Path, adapter: Path | None, data: Path) -> float:
-    """Judge a skill on a set and return its mean quality; print answers that are more wrong than
-    right."""
+    """Judge a skill's answers to a set, and return their mean quality. Print answers with a quality
+    below one half."""
     source = ModelSource(path=base, adapter=adapter)
     model = load_model(source)
     tokenizer, sources = load_tokenizer(source), load_sources([str(data)], options(skill))

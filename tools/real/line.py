@@ -4,8 +4,8 @@ The rates fall, so checkpoints at the end are close to each other and the first 
 distance of two checkpoints is the relative change of all weights, |new - old| / |old|:
 
     trained   in the optimiser's float32
-    served    in bf16. Rounding moves a weight by a whole step or not at all, so small updates are
-              further here
+    served    in bf16. Rounding moves a weight by a whole step or not at all, so the distance of
+              small updates is larger
 """
 
 from __future__ import annotations

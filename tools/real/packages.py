@@ -1,9 +1,9 @@
 """Records of Debian packages without people: examples/real/packages.jsonl.
 
-A record has fields of `Packages` and the start of the long description of `Translation-en`. We left
-out packages with a word of a maintainer's name, a mail address or a copyright in their text. Of
-each source we kept one package, and none that is a part of another (`-dev`, `-data`, `oldlibs`, …).
-Every record belongs to one part: training, choosing, judging and verifying share no record.
+A record has fields of the index `Packages`, and the start of the long description. We left out
+packages with a maintainer's name, a mail address or a copyright in their text, and parts of other
+packages (`-dev`, `-data`, `oldlibs`, …). Each source has at most one package here. Each record is
+in one part only: training, choosing, judging and verifying share no record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     size: str
     """Installed size in kB."""
     needs: str
-    """First package that it depends on and few others do."""
+    """First of its dependencies that few other packages have."""
     summary: str
     text: str
 

@@ -33,7 +33,8 @@ _FIELDS: Final = ("version", "section", "size", "needs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
-    """Documents drawn from parts. No record is its own of two documents."""
+    """A set of documents with records drawn from parts. Each record is `own` to at most one
+    document."""
 
     drawn: tuple[tuple[str, int], ...]
     """Parts, each with the number of records at its start that belong to another set."""
@@ -44,8 +45,8 @@ class Set:
     num_questions: int
     """Questions about each document."""
     num_own: int | None = None
-    """Records that are a document's own, and that alone are asked about. The others are drawn from
-    all records. None if all are its own."""
+    """Number of a document's own records: questions are about these only. Its other records are
+    drawn from all. None: all are its own."""
 
 
 _CHOSEN_ON: Final = 204

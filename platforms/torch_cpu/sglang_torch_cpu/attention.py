@@ -80,8 +80,8 @@ def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, s
 def _causal_bias(
     num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive mask of a block; the block's last row sees its last key. It is a corner of one large
-    mask that blocks of several lengths share, in all layers."""
+    """Return the additive mask of a block, in which the last row sees all keys up to the last one.
+    It is a view of a larger mask that blocks of several lengths share, in all layers."""
     num_cached = 1 << (num_keys - 1).bit_length()
     bias = _largest_bias(num_cached, window, dtype)
     return bias[QUERY_BLOCK - num_rows :, num_cached - num_keys :]
