@@ -89,6 +89,14 @@ class Pair:
         assert plan is not None
         return plan
 
+    @property
+    def service(self) -> tuple[PlanId, WatchedPair]:
+        """The recommended plan, and the pair as a server without evidence watches it."""
+        profile, plan = read_profile(self.profile), self.plan
+        models = profile.sender.model_id, profile.receiver.model_id
+        block = plan.start, plan.stop
+        return PlanId(*models, block, plan.e_map is not None), watched(profile)
+
 
 def small_prompts(task: str) -> list[Prompt]:
     tokenizer = load_tokenizer(ModelSource(path=SMALL.receiver))
@@ -211,10 +219,7 @@ class Requests:
     """Simulated reused requests, one after the other, by a profile's recommended plan."""
 
     def __init__(self, pair: Pair, random: Random) -> None:
-        profile, plan = read_profile(pair.profile), pair.plan
-        models = profile.sender.model_id, profile.receiver.model_id
-        self.plan = PlanId(*models, (plan.start, plan.stop), plan.e_map is not None)
-        self.pair: WatchedPair = watched(profile)
+        self.plan, self.pair = pair.service
         self.num_left = self.pair.num_left
         self.num_asked = self.num_compared = 0
         self._random = random
@@ -252,11 +257,11 @@ def requests_until_alarm(
 
 
 def of_drifted(
-    pair: Pair, healthy: Sequence[float], drifted: Sequence[float]
+    pair: Pair, healthy: Sequence[float], drifted: Sequence[float], num_runs: int = NUM_RUNS
 ) -> Iterator[tuple[str, dict[str, float]]]:
     for when, before in (("from the first on", ()), ("after 1,000", healthy)):
-        runs = [requests_until_alarm(pair, before, drifted, seed) for seed in range(NUM_RUNS)]
-        within = sum(it <= GOAL for it in runs) / NUM_RUNS
+        runs = [requests_until_alarm(pair, before, drifted, seed) for seed in range(num_runs)]
+        within = sum(it <= GOAL for it in runs) / num_runs
         yield when, {"median": median(runs), "within_200": within}
 
 
