@@ -59,6 +59,7 @@ from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.start.this_server import ThisServer
 from sglang_droidspeak.store.e_pool import attach, attachment_of
 from sglang_droidspeak.store.pool import PoolPages
+from sglang_droidspeak.store.rows import KernelRows
 
 T = TypeVar("T")
 
@@ -421,7 +422,12 @@ def on_device(
 ) -> Iterator[Engine]:
     """`recompute` is the setting that chooses the attention of a partial prefill."""
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
-    with cuda, patch.object(forward_batch_info, "compute_position", _positions):
+    with (
+        cuda,
+        patch.object(forward_batch_info, "compute_position", _positions),
+        # It watches each of the places that the product counts beforehand.
+        patch.object(KernelRows, "most_tokens", NUM_SLOTS),
+    ):
         engine = Engine(runner, model, e_layers, cuda, recompute)
         with torch.cuda.stream(engine.schedule):
             yield engine
