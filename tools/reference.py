@@ -182,7 +182,8 @@ def proof() -> str:
     text = table(head, rows)
     where = hardware(run.environment)
     text += (
-        f"\nOne run with {pair.num_questions} questions; quality by {words.metric_name(pair.metric)}. "
+        f"\nOne run with {pair.num_questions} questions; quality by "
+        f"{words.metric_name(pair.metric)}. "
         f"Small print: {described(pair)}; {where}.\n"
     )
     if ceiling is None:
