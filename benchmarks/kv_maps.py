@@ -68,7 +68,7 @@ from sglang_droidspeak.guard.plans import NOISE, WatchedPair, WatchedPlan
 from tools.real.check import options
 
 MAPPED: Final = (Span(18, 24), Span(20, 24), Span(22, 24), EMPTY_SPAN)
-LOADED: Final = (Span(10, 24), Span(12, 24), Span(18, 24), EMPTY_SPAN)
+LOADED: Final = (Span(6, 24), Span(10, 24), Span(12, 24), Span(18, 24), EMPTY_SPAN)
 """Blocks whose other layers load KV as it is, from most to least work."""
 FOREIGN: Final = "foreign"
 NUM_FOREIGN: Final = 16
