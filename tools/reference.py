@@ -186,6 +186,15 @@ def proof() -> str:
         f"{words.metric_name(pair.metric)}. "
         f"Small print: {described(pair)}; {where}.\n"
     )
+    plan = derived.judged(read_measured(pictures.PAIR))
+    assert plan is not None and (plan.block.start, plan.block.stop) == pair.block, (
+        "the recorded run has the pair's plan"
+    )
+    contexts = sum(it.num_contexts for it in plan.tasks)
+    text += (
+        f"\nThe pair's profile judged this block on {contexts} other documents. There it loses "
+        f"{words.bound(plan)} of the quality at most, with 95 % confidence.\n"
+    )
     if ceiling is None:
         return text
     full, block = (ceiling.conditions[it] for it in (Condition.FULL_PREFILL, Condition.BLOCK))
