@@ -58,14 +58,14 @@ def run(*args: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> list[str]:
-    """Flags for a small profile: three training contexts, three held out, blocks of three layers
+    """Flags for a small profile: three training contexts, three held out, blocks of four layers
     or more; and the tolerance that so few contexts can prove."""
     folder = tmp_path_factory.mktemp("few")
     data = []
     for flag, name, number in (("--data", "train", 9), ("--held-out", "held_out", 9)):
         write_records(read_records(DATA / f"{name}.jsonl")[:number], folder / f"{name}.jsonl")
         data += [flag, str(folder / f"{name}.jsonl")]
-    few = [*FAST, "--group", "3", "--timing-seconds", "0", "--tolerance", "0.9"]
+    few = [*FAST, "--group", "4", "--timing-seconds", "0", "--tolerance", "0.9"]
     return [*flags(FINE_TUNES), *data, *ASKED, *few]
 
 
@@ -112,6 +112,7 @@ def measured(profile: MeasuredProfile) -> MeasuredProfile:
 
 def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    few = [*few, "--plans", "2"]
     status, said = run(*few, "--out", str(whole / "pair.json"))
     assert status == 0, said
     stopped.mkdir()
@@ -132,7 +133,7 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     # Each time one pass is lost, and the two that the others are compared with are made again.
     assert 0 <= other.made.prefix_passes - one.made.prefix_passes <= 2 * 2
     assert journals(whole) == journals(stopped) == []
-    assert one.made.sweep_passes_per_context == 4 + 1
+    assert one.made.sweep_passes_per_context == 3 + 1
     assert one.controls.startswith("without the document 0% and with another document ")
 
 
@@ -141,7 +142,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     """And are served, judged and read back like others."""
     data, out = tmp_path / "more.jsonl", tmp_path / "pair.json"
     write_records(read_records(DATA / "train.jsonl")[:18], data)
-    args = [*few, "--plans", "4", "--out", str(out)]
+    args = [*few, "--group", "3", "--plans", "4", "--out", str(out)]
     if fit_data:
         args += ["--fit-data", str(data)]
     else:
@@ -249,7 +250,7 @@ def test_fit_of_maps_that_needs_too_much_memory_is_refused_before_measuring(few,
     args = [*few, "--out", str(tmp_path / "pair.json"), "--max-memory-gb", "0.022"]
     status, said = run(*args, "--e-correction", "--fit-data", str(tmp_path / "long.jsonl"))
     assert status == 1 and "--max-memory-gb is 0.022, and a context of 5" in said, said
-    assert "with maps of E from 3 layers, needs 0.0" in said
+    assert "with maps of E from 2 layers, needs 0.0" in said
     assert "timing" not in said, "nothing was computed"
 
 
@@ -259,7 +260,7 @@ def test_sweep_without_a_right_answer_says_so(few, tmp_path):
     train = read_records(Path(right))
     write_records([msgspec.structs.replace(it, answers=("nothing",)) for it in train], wrong)
     args = [str(wrong) if it == right else it for it in few]
-    _, said = run(*args, "--out", str(tmp_path / "pair.json"))
+    _, said = run(*args, "--group", "12", "--out", str(tmp_path / "pair.json"))
     lines = said.splitlines()
     (place,) = (i for i, it in enumerate(lines) if it.startswith("the receiver alone answers no"))
     assert lines[place].endswith("right so far; check data, template and metric")
@@ -273,14 +274,14 @@ def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch
     status, said = run(*args)
     assert status == 0, said
     lines = said.splitlines()
-    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 10 blocks"))
+    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 6 blocks"))
     training = next(i for i, line in enumerate(lines) if line.startswith("training"))
     assert "6 contexts, about" in lines[summary]
     assert summary < training
     assert f"wrote {tmp_path / 'pair.json'}" in said
     profile = read_measured(tmp_path / "pair.json")
     assert [(it.start, it.stop) for it in profile.measured] == [
-        (start, stop) for start in range(0, 12, 3) for stop in range(start + 3, 15, 3)
+        (start, stop) for start in range(0, 12, 4) for stop in range(start + 4, 16, 4)
     ]
     assert not profile.made.pruned and profile.made.metric == "f1"
     assert profile.made.command.startswith("droidspeak profile --sender sender --receiver receiver")
