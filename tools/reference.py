@@ -186,14 +186,17 @@ def proof() -> str:
         f"{words.metric_name(pair.metric)}. "
         f"Small print: {described(pair)}; {where}.\n"
     )
-    plan = derived.judged(read_measured(pictures.PAIR))
+    profile = read_measured(pictures.PAIR)
+    plan = derived.judged(profile)
     assert plan is not None and (plan.block.start, plan.block.stop) == pair.block, (
         "the recorded run has the pair's plan"
     )
     contexts = sum(it.num_contexts for it in plan.tasks)
     text += (
         f"\nThe pair's profile judged this block on {contexts} other documents. There it loses "
-        f"{words.bound(plan)} of the quality at most, with 95 % confidence.\n"
+        f"{words.bound(plan)} of the quality at most, with 95 % confidence. By itself a server "
+        f"uses the block for prompts of up to {profile.measured_tokens:,} tokens, a length that many of "
+        "these documents reach. This run asks for it by name.\n"
     )
     if ceiling is None:
         return text
