@@ -195,8 +195,8 @@ def proof() -> str:
     text += (
         f"\nThe pair's profile judged this block on {contexts} other documents. There it loses "
         f"{words.bound(plan)} of the quality at most, with 95 % confidence. By itself a server "
-        f"uses the block for prompts of up to {profile.measured_tokens:,} tokens, a length that many of "
-        "these documents reach. This run asks for it by name.\n"
+        f"uses the block for prompts of up to {profile.measured_tokens:,} tokens, a length that "
+        "many of these documents reach. This run asks for it by name.\n"
     )
     if ceiling is None:
         return text
