@@ -69,7 +69,7 @@ from tools.real.check import options
 
 MAPPED: Final = (Span(18, 24), Span(20, 24), Span(22, 24), EMPTY_SPAN)
 LOADED: Final = (Span(6, 24), Span(10, 24), Span(12, 24), Span(18, 24), EMPTY_SPAN)
-"""Blocks whose other layers load KV as it is, from most to least work."""
+"""Blocks beside which the other layers load KV as it is, from most to least work."""
 FOREIGN: Final = "foreign"
 NUM_FOREIGN: Final = 16
 FOREIGN_CHARACTERS: Final = 1_600
@@ -269,7 +269,9 @@ def main() -> None:
     models, layers = (sender.model, receiver.model), {it.start for it in (*MAPPED, *LOADED)} - {0}
     documents_of_fit = load_fitted_on(settings, train, held_out, *stated)
     passes = [DocumentPasses(*models, it.prefix, layers, layers) for it in documents_of_fit]
-    of_kv, of_e = fitted(passes, layers, args.work / f"{args.skill}.maps.safetensors")
+    corrected = "_".join(map(str, sorted(layers)))
+    maps_file = args.work / f"{args.skill}_e_{corrected}.maps.safetensors"
+    of_kv, of_e = fitted(passes, layers, maps_file)
     del passes
     e_maps = {layer: it.named(layer) for layer, it in of_e.items()}
     corrections = {e_maps[layer].sha256: it for layer, it in of_e.items()}

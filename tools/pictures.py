@@ -20,13 +20,13 @@ from PIL.PngImagePlugin import PngInfo
 
 from profiles.evidence import read_measured
 from profiles.report.pictures import BAND, GREEN, INK, ORANGE, PALE, PICTURES
+from sglang_droidspeak.demo.config import REAL_PROFILE
 from sglang_droidspeak.demo.report import DemoReport, draw
 from tools import tables
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "docs/_static"
 DEMO: Final = tables.RESULTS / "demo.json"
-PAIR: Final = ROOT / "examples/real/base_to_json_lora.json"
 (QUALITY,) = (it for it in PICTURES if it.name == "quality")
 PACKAGES: Final = {
     "sglang": (0.2, 0.87, "SGLang"),
@@ -99,7 +99,9 @@ def packages(data: list[tuple[str, str]], path: Path) -> None:
 
 def frontier_data() -> list[Any]:
     """Quality and predicted time of each plan of the pair."""
-    return [[str(it.block), it.held_out.mean, it.ttft_s] for it in read_measured(PAIR).frontier]
+    return [
+        [str(it.block), it.held_out.mean, it.ttft_s] for it in read_measured(REAL_PROFILE).frontier
+    ]
 
 
 def dashboard_data() -> tuple[list[str], list[dict[str, Any]]]:
@@ -151,7 +153,7 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
         lambda text, path: draw(msgspec.json.decode(text, type=DemoReport), path),
     ),
     "dashboard": (dashboard_data, dashboard),
-    "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(PAIR), path)),
+    "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(REAL_PROFILE), path)),
 }
 """Each picture: the data that it shows, and the function that draws it."""
 

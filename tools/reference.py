@@ -27,6 +27,7 @@ from examples import break_even
 from profiles.evidence import read_measured
 from profiles.report import derived, words
 from sglang_droidspeak.cli import parser as droidspeak_parser
+from sglang_droidspeak.demo.config import REAL_PROFILE
 from sglang_droidspeak.demo.report import DemoReport, described, hardware
 from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.metrics import Metrics
@@ -186,7 +187,7 @@ def proof() -> str:
         f"{words.metric_name(pair.metric)}. "
         f"Small print: {described(pair)}; {where}.\n"
     )
-    profile = read_measured(pictures.PAIR)
+    profile = read_measured(REAL_PROFILE)
     plan = derived.judged(profile)
     assert plan is not None and (plan.block.start, plan.block.stop) == pair.block, (
         "the recorded run has the pair's plan"

@@ -35,7 +35,8 @@ _REAL: Final = ROOT / "build/real"
 _SKILL: Final = "json"
 """Skill of the real receiver; the sender is the base model."""
 _ADAPTERS: Final = ROOT / "examples/real"
-_PROFILE: Final = _ADAPTERS / f"base_to_{_SKILL}_lora.json"
+REAL_PROFILE: Final = _ADAPTERS / f"base_to_{_SKILL}_lora.json"
+"""Profile of the real pair. Pages and pictures show this pair, too."""
 _NOT_HERE: Final = (
     "No real pair with a profile that passed is here; `make real` makes its models. The small "
     "trained pair takes its place: its documents are too short to be timed."
@@ -166,7 +167,7 @@ class DemoConfig:
             receiver=_REAL / "base",
             receiver_lora=_ADAPTERS / _SKILL,
             activated_lora=_ADAPTERS / f"{_SKILL}_alora",
-            profile=_PROFILE,
+            profile=REAL_PROFILE,
             data=_REAL / f"data/{_SKILL}/long.jsonl",
             num_documents=2,
             **_SHIPPED,

@@ -425,7 +425,7 @@ def on_device(
     with (
         cuda,
         patch.object(forward_batch_info, "compute_position", _positions),
-        # It watches each of the places that the product counts beforehand.
+        # The device watches each place that the product counts in advance.
         patch.object(KernelRows, "most_tokens", NUM_SLOTS),
     ):
         engine = Engine(runner, model, e_layers, cuda, recompute)

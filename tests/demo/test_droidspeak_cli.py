@@ -155,7 +155,7 @@ def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) ->
     for made in ("base", "data/json/long.jsonl"):
         (tmp_path / made).mkdir(parents=True)
     monkeypatch.setattr(config, "_REAL", tmp_path)
-    monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
+    monkeypatch.setattr(config, "REAL_PROFILE", SMALL.profile)
     assert DemoConfig.shipped().sender == SMALL.sender, "weights are missing"
     (tmp_path / "base/model.safetensors").touch()
     demo = DemoConfig.shipped()
@@ -165,5 +165,5 @@ def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) ->
     failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
     for profile in ("failed.json", "none.json"):
-        monkeypatch.setattr(config, "_PROFILE", tmp_path / profile)
+        monkeypatch.setattr(config, "REAL_PROFILE", tmp_path / profile)
         assert DemoConfig.shipped().sender == SMALL.sender
