@@ -43,6 +43,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     quality. None for a user's own pair."""
     failures: list[str]
     """Checks that did not hold; empty for a valid demo."""
+    notes: list[str] = []
+    """What these data are too few to decide."""
     elapsed_s: float
     environment: Environment
 
@@ -104,7 +106,7 @@ def _captions(report: DemoReport) -> list[str]:
             f"{full.ttft_p50_ms:,.0f} ms by full prefill, {block.ttft_p50_ms:,.0f} with the "
             f"block, {block.speedup:.1f} × faster"
         ]
-    return [*lines, hardware(report.environment)]
+    return [*lines, *report.notes, hardware(report.environment)]
 
 
 def described(part: MeasuredPair) -> str:

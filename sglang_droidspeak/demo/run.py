@@ -32,9 +32,9 @@ from sglang_droidspeak.demo.results import (
     Condition,
     Sample,
     Samples,
+    check_quality,
     equality_failures,
     measured_of,
-    quality_failures,
     reuse_failures,
     rotated,
 )
@@ -73,19 +73,21 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     if config.instead:
         console.print(config.instead, highlight=False)
 
-    pair, failures = _measure(config, subject, documents, console)
+    pair, samples, failures = _measure(config, subject, documents, console)
+    quality = check_quality(samples, profile)
     ceiling = None
     if config.times_random_pair:
         with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
             with step(console, "Write two models of random weights"):
                 random = config.make_random(Path(folder))
-            ceiling, more = _measure(config, random, random_documents(), console)
+            ceiling, _, more = _measure(config, random, random_documents(), console)
         failures += more
 
     report = DemoReport(
         pair=pair,
         ceiling=ceiling,
-        failures=[*failures, *quality_failures(pair.conditions, profile)],
+        failures=[*failures, *quality.failures],
+        notes=[*quality.notes],
         elapsed_s=round(time.monotonic() - begun_s, 1),
         environment=environment,
     )
@@ -104,9 +106,9 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 
 def _measure(
     config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
-) -> tuple[MeasuredPair, list[str]]:
-    """Start the servers, measure their answers, and end them. Returns measurements and failures.
-    Raises DemoFailed, with the end of the logs, if a server does not answer."""
+) -> tuple[MeasuredPair, Samples, list[str]]:
+    """Start the servers, measure their answers, and end them. Returns means, the answers themselves
+    and failures. Raises DemoFailed, with the end of the logs, if a server does not answer."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(subject.conditions) * sum(len(it.questions) for it in documents)
     listen = f"tcp://127.0.0.1:{free_port()}"
@@ -141,10 +143,11 @@ def _measure(
         tokens_per_document=round(fmean(len(it.prefix) for it in documents), 1),
         conditions=measured_of(samples),
     )
-    return part, [
+    failures = [
         *reuse_failures(samples, part.pair),
         *equality_failures(samples, part.pair, part.dtype),
     ]
+    return part, samples, failures
 
 
 def specs_of(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ...]:

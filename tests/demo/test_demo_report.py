@@ -104,6 +104,10 @@ def test_an_own_pair_has_no_ceiling(report: DemoReport) -> None:
     assert "ceiling" not in " ".join(printed(replace(report, ceiling=None)))
 
 
+def test_what_the_data_cannot_decide_is_below_the_table(report: DemoReport) -> None:
+    assert "too few" in " ".join(printed(replace(report, notes=["2 documents are too few"])))
+
+
 def test_picture_is_a_png(report: DemoReport, tmp_path: Path) -> None:
     draw(report, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

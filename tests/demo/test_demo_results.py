@@ -8,10 +8,11 @@ from test_policy import PROFILE
 
 from sglang_droidspeak.demo.results import (
     Condition,
+    QualityCheck,
     Sample,
+    check_quality,
     equality_failures,
     measured_of,
-    quality_failures,
     reuse_failures,
 )
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -62,7 +63,7 @@ def test_random_weights_have_no_quality() -> None:
     nobody_knows = {condition: [sample(quality=None)] for condition in Condition}
     measured = measured_of(nobody_knows)
     assert {it.quality for it in measured.values()} == {None}
-    assert list(quality_failures(measured, PROFILE)) == []
+    assert check_quality(nobody_knows, PROFILE) == QualityCheck()
 
 
 def test_speed_is_relative_to_the_median_of_full_prefill() -> None:
@@ -76,9 +77,8 @@ def test_speed_is_relative_to_the_median_of_full_prefill() -> None:
 
 def test_a_good_demo_has_no_failures() -> None:
     good = samples()
-    quality = measured_of(good)
     assert [*reuse_failures(good, "quality"), *equality_failures(good, "quality", "float32")] == []
-    assert list(quality_failures(quality, PROFILE)) == []
+    assert check_quality(good, PROFILE) == QualityCheck()
 
 
 def test_a_condition_that_reused_nothing_fails_with_its_outcomes() -> None:
@@ -137,11 +137,30 @@ def test_in_16_bits_most_first_tokens_must_agree() -> None:
     assert len(list(equality_failures(first, "speed", "bfloat16"))) == 1
 
 
-@pytest.mark.parametrize(("tolerance", "num_failures"), [(0.05, 1), (0.2, 0)])
-def test_the_block_must_keep_the_profiles_promise(tolerance: float, num_failures: int) -> None:
-    worse = samples(block=[sample(quality=0.0)] + [sample()] * 9)
-    quality = measured_of(worse)
-    assert quality[Condition.BLOCK].quality == 0.9
-    assert (
-        len(list(quality_failures(quality, replace(PROFILE, tolerance=tolerance)))) == num_failures
-    )
+def by_document(*wrong: int, num: int) -> dict[Condition, list[Sample]]:
+    """Two questions each about `num` documents. With the block, all answers about the documents in
+    `wrong` are wrong."""
+    numbers = [document for document in range(num) for _ in range(2)]
+    full = [sample(document=it, provenance=NOTHING) for it in numbers]
+    block = [sample(document=it, quality=float(it not in wrong)) for it in numbers]
+    return samples(2 * num, full_prefill=full, block=block)
+
+
+def test_a_block_that_clearly_loses_more_than_the_tolerance_fails() -> None:
+    for lossy in (by_document(0, 1, num=2), by_document(*range(8), num=40)):
+        check = check_quality(lossy, PROFILE)
+        assert "full prefill reaches 1.000" in check.failures[0]
+        assert "profile the pair on data like this" in check.failures[0]
+        assert check.notes == ()
+
+
+def test_documents_too_few_to_be_sure_are_a_note() -> None:
+    check = check_quality(by_document(0, num=2), PROFILE)
+    assert check.failures == ()
+    assert "f1 0.500" in check.notes[0]
+    assert "2 documents are too few to say whether by chance" in check.notes[0]
+
+
+def test_a_loss_within_the_tolerance_is_neither() -> None:
+    tolerant = replace(PROFILE, tolerance=0.2)
+    assert check_quality(by_document(0, num=10), tolerant) == QualityCheck()
