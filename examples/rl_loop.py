@@ -8,7 +8,8 @@ in turn, while clients ask about the same documents again and again:
     ours    sglang-droidspeak. KV keeps the name of the model that computed it
 
 An answer is first if its model has not been asked about the document before. Its TTFT is what an
-update costs. An answer agrees if it has the tokens that the same model gave after a flush.
+update costs. An answer agrees if it has the tokens that the same model gave after a flush; answers
+before the first update do not count.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import requests
 
@@ -29,9 +32,11 @@ from cachetree.checkpoint import read_model_identity
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.data.documents import Encoder
 from profiles.data.records import Record, read_records
+from profiles.environment import read_environment
 from sglang_droidspeak.fleet.client import Client
 
 PAIRS = Path(__file__).parent / "pairs"
+PACKAGES = ("sglang-droidspeak", "sglang", "torch")
 HEAD = ("way", "answers", "TTFT first p50", "p95", "TTFT all p50", "p95", "tokens/s", "agree")
 
 
@@ -113,14 +118,33 @@ def wrong_labels(answers: Iterable[Answer], models: Sequence[str]) -> list[Answe
     return [it for it in answers if it.label is not None and is_wrong(it.version, it.label)]
 
 
-def row(way: str, answers: Sequence[Answer], exact: Sequence[Answer], took_s: float) -> list[str]:
-    """Make a line of the table. `exact` are the answers after flushes."""
+def measured(
+    way: str, answers: Sequence[Answer], exact: Sequence[Answer], took_s: float
+) -> dict[str, Any]:
+    """Make a row of the table: times in seconds. `exact` are the answers after flushes."""
     expected = {(it.version, it.prompt): it.tokens for it in exact}
-    compared = [it.tokens == expected[it.version, it.prompt] for it in answers]
-    times = [[it.ttft_s for it in answers if it.is_first or not first] for first in (True, False)]
-    ttft = [f"{np.quantile(it, q):.2f} s" for it in times for q in (0.5, 0.95)]
-    rate = sum(len(it.tokens) for it in answers) / took_s
-    return [way, f"{len(answers)}", *ttft, f"{rate:.1f}", f"{np.mean(compared):.1%}"]
+    agree = [it.tokens == expected[it.version, it.prompt] for it in answers if it.version]
+    first, every = (
+        [it.ttft_s for it in answers if it.is_first or not only] for only in (True, False)
+    )
+    return {
+        "way": way,
+        "answers": len(answers),
+        "first": len(first),
+        **{f"first_p{q}_s": float(np.percentile(first, q)) for q in (50, 95)},
+        **{f"all_p{q}_s": float(np.percentile(every, q)) for q in (50, 95)},
+        "tokens_per_s": sum(len(it.tokens) for it in answers) / took_s,
+        "agree": float(np.mean(agree)),
+        "outcomes": Counter(it.label["outcome"] for it in answers if it.label),
+    }
+
+
+def printed(row: Mapping[str, Any]) -> str:
+    keys = ("first_p50_s", "first_p95_s", "all_p50_s", "all_p95_s")
+    times = [f"{row[it]:.2f} s" for it in keys]
+    cells = [row["way"], row["answers"], *times]
+    cells += [f"{row['tokens_per_s']:.1f}", f"{row['agree']:.1%}"]
+    return " ".join(f"{it:>14}" for it in cells)
 
 
 def prompts(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -146,14 +170,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=int, default=12)
     made.add_argument("--max-new", type=int, default=8)
     made.add_argument("--clients", type=int, default=2)
+    made.add_argument("--json", type=Path, metavar="FILE", help="where the table goes, too")
     made.add_argument("--every", type=float, default=3.0, help="least seconds between updates")
     return made
 
 
 def main() -> None:
     args = parser().parse_args()
+    environment = read_environment(PACKAGES)
     asked = [*prompts(args)]
     answers: dict[str, list[Answer]] = {}
+    rows: list[dict[str, Any]] = []
     print(" ".join(f"{it:>14}" for it in HEAD))
     for way, url in (("flush", args.sglang), ("stale", args.sglang), ("ours", args.server)):
         loop = Loop(
@@ -168,15 +195,18 @@ def main() -> None:
             begun_s = time.monotonic()
             answers[way] = [*loop.run(pool, flush=way != "stale")]
             took_s = time.monotonic() - begun_s
-        line = row(way, answers[way], answers["flush"], took_s)
-        print(" ".join(f"{it:>14}" for it in line), flush=True)
+        rows.append(measured(way, answers[way], answers["flush"], took_s))
+        print(printed(rows[-1]), flush=True)
+    for outcome, count in rows[-1]["outcomes"].items():
+        print(f"ours: {count} answers {outcome}")
     models = [read_model_identity(it).model_id for it in args.checkpoints]
-    labels = [it.label["outcome"] for it in answers["ours"] if it.label]
-    for outcome in dict.fromkeys(labels):
-        print(f"ours: {labels.count(outcome)} answers {outcome}")
-    if wrong := wrong_labels(answers["ours"], models):
+    wrong = wrong_labels(answers["ours"], models)
+    if args.json:
+        result = {"wrong_labels": len(wrong), "rows": rows, "environment": environment}
+        args.json.write_bytes(msgspec.json.encode({"question": "rl_loop", **result}) + b"\n")
+    if wrong:
         sys.exit(f"{len(wrong)} labels are wrong, the first: {wrong[0]}")
-    print(f"ours: all {len(labels)} labels are right")
+    print(f"ours: all {rows[-1]['outcomes'].total()} labels are right")
 
 
 if __name__ == "__main__":

@@ -52,23 +52,30 @@ class Fake:
         return 200, f"data: {json.dumps(reply)}\n\n"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, labels: Mapping[str, Mapping[str, Any]]) -> None:
+def run(
+    monkeypatch: pytest.MonkeyPatch, labels: Mapping[str, Mapping[str, Any]], *more: str
+) -> None:
     ours, alone = Fake(labels), Fake({}, keeps=True)
     with answering(ours.answer) as url, answering(alone.answer) as sglang:
         words = ["--server", url, "--sglang", sglang, "--every", "0", "--prompts", "3"]
-        monkeypatch.setattr(sys, "argv", ["rl_loop.py", *words])
+        monkeypatch.setattr(sys, "argv", ["rl_loop.py", *words, *more])
         LOOP["main"]()
 
 
 def test_stale_answers_disagree_and_right_labels_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run(monkeypatch, {"0": OWN, "1": REUSED})
+    run(monkeypatch, {"0": OWN, "1": REUSED}, "--json", str(tmp_path / "loop.json"))
     head, flush, stale, ours, *rest = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["way", "answers"]
     assert [it.split()[0] for it in (flush, stale, ours)] == ["flush", "stale", "ours"]
     agree = [float(it.split()[-1].rstrip("%")) for it in (stale, ours)]
     assert agree[0] < agree[1]
+    written = json.loads((tmp_path / "loop.json").read_bytes())
+    _, of_stale, of_ours = written["rows"]
+    assert (of_stale["agree"], of_ours["agree"]) == (0, 1)
+    assert of_ours["outcomes"]["reused"] == of_ours["answers"] - of_ours["outcomes"]["own"]
+    assert written["wrong_labels"] == 0
     assert any(it.endswith(" reused") for it in rest) and rest[-1].endswith("labels are right")
 
 
