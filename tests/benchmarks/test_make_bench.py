@@ -16,9 +16,7 @@ PAGE = Path(bench.__file__).with_name("README.md").read_text()
 RESULTS = sorted(Path(bench.__file__).parent.glob("results/**/*.json"))
 
 
-def test_one_that_fails_does_not_stop_the_others_and_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_fails_does_not_stop_the_others_and_is_told(monkeypatch, capsys):
     ran = []
 
     def run(module: str, *args: str) -> bool:
@@ -35,9 +33,7 @@ def test_one_that_fails_does_not_stop_the_others_and_is_told(
     assert ran[-2:] == ["benchmarks.disk", "tools.reference"]
 
 
-def test_a_process_that_fails_or_takes_too_long_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_fails_or_takes_too_long_is_no_success(monkeypatch, capfd):
     assert bench.run("platform")
     assert not bench.run("benchmarks.no_such_script")
     monkeypatch.setattr(bench, "MOST_S", 0.0)

@@ -339,9 +339,7 @@ def test_a_family_that_cannot_be_is_refused(changed: dict[str, object], said: st
         (["pin", "--pages", "00" * 16, "--ttl", "-1"], "above 0"),
     ],
 )
-def test_bad_words_are_one_clear_line(
-    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_words_are_one_clear_line(argv, named, capsys):
     with cache_of(worker=OBEYS) as cache:
         assert cache.address
         assert main([argv[0], cache.address, *argv[1:]]) == 1
@@ -349,9 +347,7 @@ def test_bad_words_are_one_clear_line(
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "0", "-1"])
-def test_a_number_that_means_nothing_is_refused_by_name(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_that_means_nothing_is_refused_by_name(number, capsys):
     """A deadline that is not a number (NaN) never ends, and a wait for it never pauses."""
     with pytest.raises(SystemExit):
         main(["ping", "tcp://127.0.0.1:1", f"--timeout={number}"])

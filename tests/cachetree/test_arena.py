@@ -178,9 +178,7 @@ def test_no_memory_is_allocated_after_the_start() -> None:
     st.sampled_from([256, 1000, 4096]),
     st.permutations(range(12)),
 )
-def test_a_slab_gives_back_every_dropped_page_once(
-    num_pages: int, num_steps: int, step_bytes: int, order: list[int]
-) -> None:
+def test_a_slab_gives_back_every_dropped_page_once(num_pages, num_steps, step_bytes, order):
     layout = Layout(num_pages=num_pages, num_steps=num_steps, step_bytes=step_bytes)
     arena = Arena(1 << 20)
     slab = Slab(layout, arena)

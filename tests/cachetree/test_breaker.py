@@ -254,9 +254,7 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
         assert worker.num_hellos == 2
 
 
-def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(caplog):
     """The cooldown and the other waits are longer than a poll can take."""
     patient = msgspec.structs.replace(
         STRICT, cooldown_s=1e8, connect_s=1e8, heartbeat_s=1e8, silence_s=1e9
@@ -272,9 +270,7 @@ def test_a_worker_is_left_alone_for_years_where_the_settings_say_so(
 
 
 @pytest.mark.parametrize(("answer", "error"), [("stale", StaleEntry), ("failed", FetchError)])
-def test_missing_pages_and_busy_workers_do_not_count_as_errors(
-    answer: str, error: type[FetchError]
-) -> None:
+def test_missing_pages_and_busy_workers_do_not_count_as_errors(answer, error):
     with MoodyWorker() as worker, peer_of(worker.address, new_tree(), STRICT) as peer:
         worker.error = answer
         for _ in range(10):

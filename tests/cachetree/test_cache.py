@@ -388,9 +388,7 @@ def test_a_cache_that_could_not_start_frees_its_address() -> None:
             Cache(FAMILY, config)
 
 
-def test_the_command_line_serves_and_asks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_serves_and_asks(tmp_path, capsys):
     with serving(tmp_path) as process:
         address = process.stdout.readline().split()[-1]
         assert main(["status", address, "--json"]) == 0
@@ -423,9 +421,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_told_twice_to_end_closes_what_it_serves(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_command_that_is_told_twice_to_end_closes_what_it_serves(tmp_path, number):
     """Whichever of its threads hears it."""
     with serving(tmp_path, ("-c", SLOW_TO_CLOSE)) as process:
         for line in ("serving at", "closing"):
@@ -448,9 +444,7 @@ FAMILY_YAML = f"family: {json.dumps(msgspec.to_builtins(FAMILY))}"
         ("{", "cache.yaml"),
     ],
 )
-def test_a_bad_file_is_one_clear_line(
-    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_file_is_one_clear_line(text, named, tmp_path, capsys):
     config = tmp_path / "cache.yaml"
     config.write_text(text)
     assert main(["serve", "--config", str(config)]) == 1

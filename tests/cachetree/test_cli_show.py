@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -26,9 +25,7 @@ def test_characters_missing_in_the_encoding_are_escaped_and_an_error_is_one_line
 
 
 @pytest.mark.parametrize("main", [cache.main, server.main])
-def test_both_commands_escape_what_they_print(
-    main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_commands_escape_what_they_print(main, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])

@@ -152,9 +152,7 @@ def test_other_tensors_in_the_file_are_not_read(made: tuple[PairProfile, Path]) 
 
 
 @pytest.mark.parametrize("raw", [b"", b"no safetensors", b"\x08\0\0\0\0\0\0\0notjson!"])
-def test_file_that_is_not_safetensors_is_refused(
-    made: tuple[PairProfile, Path], raw: bytes
-) -> None:
+def test_file_that_is_not_safetensors_is_refused(made, raw):
     maps_path(made[1]).write_bytes(raw)
     assert "format is " in refusal(made)
 

@@ -119,9 +119,7 @@ def passed(sender: Channel, receiver: Channel, sink: Memory, num: int) -> list[m
 
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
-def test_frames_of_all_sizes_come_whole_in_both_directions(
-    connected: Callable[[SealsOf], Pair], seals_of: SealsOf
-) -> None:
+def test_frames_of_all_sizes_come_whole_in_both_directions(connected, seals_of):
     ends = connected(seals_of)
     for sender, receiver in (ends, ends[::-1]):
         sink = Memory()
@@ -139,9 +137,7 @@ def test_frames_of_all_sizes_come_whole_in_both_directions(
 
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
-def test_a_place_is_let_go_once_its_frame_is_there(
-    connected: Callable[[SealsOf], Pair], seals_of: SealsOf
-) -> None:
+def test_a_place_is_let_go_once_its_frame_is_there(connected, seals_of):
     """Memory that a fetch has filled can be lent again, even if no other frame ever comes."""
 
     class Room(bytearray):
@@ -159,9 +155,7 @@ def test_a_place_is_let_go_once_its_frame_is_there(
 
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
-def test_a_place_that_is_given_up_is_written_no_more(
-    connected: Callable[[SealsOf], Pair], seals_of: SealsOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_is_given_up_is_written_no_more(connected, seals_of, monkeypatch):
     """The rest of its frame goes nowhere, and what follows comes as if nothing was."""
     monkeypatch.setattr(channel, "_MAX_READS", 1)
     sender, receiver = connected(seals_of)
@@ -204,9 +198,7 @@ def test_a_message_that_comes_in_parts_is_heard(seals_of: SealsOf) -> None:
         assert list(receiver.receive(sink.receiver_of)) == [message]
 
 
-def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
-    connected: Callable[[SealsOf], Pair],
-) -> None:
+def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(connected):
     sender, receiver = connected(unsealed)
     sender.put(frame_of(b"right"), [memoryview(b"wrong")])
     sink = Memory()
@@ -221,9 +213,7 @@ def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
     ("id", "size"),
     [(1, 0), (1, MAX_FRAME_BYTES + 1), (MESSAGE, MAX_MESSAGE_BYTES + 1), (1, (1 << 32) - 1)],
 )
-def test_a_size_above_the_cap_takes_no_memory(
-    connected: Callable[[SealsOf], Pair], id: int, size: int
-) -> None:
+def test_a_size_above_the_cap_takes_no_memory(connected, id, size):
     sender, receiver = connected(unsealed)
     sink = Memory()
     sender.put(frame_of(b"", id=id, size=size), [memoryview(b"")])
@@ -232,9 +222,7 @@ def test_a_size_above_the_cap_takes_no_memory(
     assert not sink.rooms
 
 
-def test_a_receiver_that_does_not_read_is_waited_for(
-    connected: Callable[[SealsOf], Pair],
-) -> None:
+def test_a_receiver_that_does_not_read_is_waited_for(connected):
     """No more is put than a batch, and no byte of it is copied."""
     sender, receiver = connected(unsealed)
     payload = payload_of(1 << 20)[: 1 << 20]
@@ -252,9 +240,7 @@ def test_a_receiver_that_does_not_read_is_waited_for(
     eventually(lambda: sender.has_room)
 
 
-def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
-    connected: Callable[[SealsOf], Pair],
-) -> None:
+def test_a_connection_closed_while_nobody_reads_lets_go_at_once(connected):
     """The kernel takes only a part of what was put, and no byte of it is read any more."""
 
     class Page(bytearray):
@@ -277,9 +263,7 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
     assert not any(it.name == "cachetree-send" for it in {*threading.enumerate()} - others)
 
 
-def test_a_fault_of_the_sending_thread_ends_the_connection(
-    connected: Callable[[SealsOf], Pair], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_of_the_sending_thread_ends_the_connection(connected, caplog):
     """Otherwise its reader would wait for ever. A new session begins with new seals."""
     sender, receiver = connected(sealed)
     sender.put(frame_of(b"what cannot be sealed"), [None])  # type: ignore[list-item]
@@ -356,9 +340,7 @@ def test_bytes_left_after_a_turn_are_read_in_the_next_without_new_ones() -> None
         assert sink.frames == [frame_of(large), *[frame_of(small)] * 50]
 
 
-def test_an_end_is_noticed_by_whoever_reads_or_writes(
-    connected: Callable[[SealsOf], Pair],
-) -> None:
+def test_an_end_is_noticed_by_whoever_reads_or_writes(connected):
     one, other = connected(unsealed)
     other.close()
     assert not list(one.receive(nobody))

@@ -110,9 +110,7 @@ def test_equal_adapters_differ_nowhere(tmp_path: Path) -> None:
         ("lm_head", NUM_LAYERS),
     ],
 )
-def test_an_adapter_differs_from_its_base_where_it_has_tensors(
-    tmp_path: Path, module: str, layer: int
-) -> None:
+def test_an_adapter_differs_from_its_base_where_it_has_tensors(tmp_path, module, layer):
     base = write(tmp_path / "m")
     names = [f"{module}.lora_A.weight", f"{module}.lora_B.weight", f"{module}.weight"]
     for index, name in enumerate(names):
@@ -144,9 +142,7 @@ def test_adapters_differ_at_the_first_unequal_tensor(tmp_path: Path) -> None:
         {"a_setting_of_later": 1},
     ],
 )
-def test_adapters_that_are_applied_differently_differ_wherever_they_are(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_adapters_that_are_applied_differently_differ_wherever_they_are(tmp_path, settings):
     assert two_adapters(tmp_path, factors(K1, UP2), factors(K1, UP2), **settings) == 1
 
 

@@ -232,18 +232,14 @@ def test_the_own_worker_is_nobodys_peer(listen: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "tcp://*:1", "tcp://h:0", "ipc:///tmp/x", "tcp://h:99999"])
-def test_invalid_address_of_a_directory_is_skipped(
-    address: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_address_of_a_directory_is_skipped(address, caplog):
     with peers_of() as (peers, _):
         look(peers, Location(address), Location("tcp://192.0.2.1:1"))
         assert list(peers.now) == ["tcp://192.0.2.1:1"]
     assert sum("is skipped: a directory is" in it for it in caplog.messages) == 1
 
 
-def test_a_directory_that_writes_one_worker_in_many_ways_takes_one_of_its_sessions(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_directory_that_writes_one_worker_in_many_ways_takes_one_of_its_sessions(caplog):
     with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, _):
         port = worker.address.rpartition(":")[2]
         ways = [f"tcp://u{it}@127.0.0.1:{port}" for it in range(4)]
@@ -313,9 +309,7 @@ def test_no_request_waits_for_a_directory() -> None:
             asking.join()
 
 
-def test_a_name_that_does_not_resolve_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_that_does_not_resolve_is_told_of(monkeypatch, caplog):
     def fails(*_: object, **__: object) -> list[object]:
         raise socket.gaierror("not now")
 

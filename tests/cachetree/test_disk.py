@@ -258,9 +258,7 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
         assert write(store, A, "new")
 
 
-def test_entry_larger_than_the_budget_evicts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_larger_than_the_budget_evicts_nothing(tmp_path, monkeypatch):
     with open_store(tmp_path) as store:
         write(store, A, "kept")
         monkeypatch.setattr(store, "_budget_bytes", 100)
@@ -341,9 +339,7 @@ def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "while it is read"])
-def test_entry_removed_during_a_read_is_right_or_a_miss_and_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_entry_removed_during_a_read_is_right_or_a_miss_and_no_damage(tmp_path, monkeypatch, when):
     with open_store(tmp_path) as store:
         assert write(store, A, "first")
         entry = only(store, "first")

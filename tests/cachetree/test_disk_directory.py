@@ -80,9 +80,7 @@ def test_entries_of_another_family_are_refused_by_their_names(tmp_path: Path) ->
 
 @pytest.mark.parametrize("has_lock", [True, False])
 @pytest.mark.parametrize("release", ["", "7-", "9-"])
-def test_entries_of_another_release_are_refused(
-    tmp_path: Path, release: str, has_lock: bool
-) -> None:
+def test_entries_of_another_release_are_refused(tmp_path, release, has_lock):
     if has_lock:
         open_store(tmp_path).close()
     theirs = tmp_path / f"entry-{release}{FAMILY.digest[:8]}-000000000001"
@@ -146,9 +144,7 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_there_emptied(tmp_pa
     assert other.read_text() == "kept"
 
 
-def test_a_directory_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
     """Also by root, who may write there: its owner could write, too."""
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -157,9 +153,7 @@ def test_a_directory_of_another_user_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_links_are_neither_written_nor_read_nor_closed_to_others(
-    tmp_path: Path,
-) -> None:
+def test_links_are_neither_written_nor_read_nor_closed_to_others(tmp_path):
     other, folder = tmp_path / "other", tmp_path / "disk"
     other.write_text("kept")
     other.chmod(0o644)
@@ -182,9 +176,7 @@ def test_links_are_neither_written_nor_read_nor_closed_to_others(
     assert stat.S_IMODE(other.stat().st_mode) == 0o644
 
 
-def test_a_link_that_comes_at_the_last_moment_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_comes_at_the_last_moment_is_not_followed(tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.write_text("kept")
     unlink = Path.unlink

@@ -291,9 +291,7 @@ def test_the_head_of_the_largest_file_is_not_too_large_to_be_read() -> None:
 
 
 @pytest.mark.parametrize("fault", ["vanished", "is a directory", "empty"])
-def test_a_file_that_goes_is_a_miss_and_the_store_goes_on(
-    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_goes_is_a_miss_and_the_store_goes_on(tmp_path, fault, caplog):
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
         assert write(store, B, "other")

@@ -61,9 +61,7 @@ def test_a_write_that_fails_at_any_byte_leaves_nothing_behind(tmp_path: Path) ->
         assert store.status().counts.num_damaged_entries == 0
 
 
-def test_a_new_file_that_cannot_be_begun_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_file_that_cannot_be_begun_is_tried_again(tmp_path, caplog):
     with open_store(tmp_path) as store:
         with limited(resource.RLIMIT_FSIZE, 10), caplog.at_level(logging.INFO):
             assert not write(store, A, "abc")
@@ -104,9 +102,7 @@ def test_too_many_open_files_do_not_count_as_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_entry_that_cannot_be_read_at_start_is_not_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_entry_that_cannot_be_read_at_start_is_not_removed(tmp_path, monkeypatch, number):
     def fail(*args: object) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -134,9 +134,7 @@ def test_disk_is_left_alone_while_a_read_for_a_peer_hangs(tmp_path: Path) -> Non
         assert num_at(cache, prompt(2)) == 8
 
 
-def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_to_evict_gives_up_memory_while_files_cannot_be_deleted(tmp_path, monkeypatch):
     may_return: queue.SimpleQueue[None] = queue.SimpleQueue()
     with with_disk(tmp_path) as (cache, clock):
         freed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()

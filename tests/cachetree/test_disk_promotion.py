@@ -108,9 +108,7 @@ def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
         eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
 
-def test_fetch_without_room_in_memory_is_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetch_without_room_in_memory_is_stale(tmp_path, monkeypatch):
     monkeypatch.setattr("cachetree.disk.asker._MAX_ROOM_S", 0.1)
     with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
         other = pages_of(64, "held")
@@ -158,9 +156,7 @@ A_FETCH = wire.Fetch(
 )
 
 
-def test_the_worker_answers_while_its_disk_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_answers_while_its_disk_is_slow(tmp_path, monkeypatch):
     with on_disk_only(tmp_path) as (worker, _):
         goes_on = slow(worker, monkeypatch)
         spans: list[str] = []
@@ -238,9 +234,7 @@ def test_kv_in_memory_hides_from_nobody_the_e_on_disk(tmp_path: Path) -> None:
         assert worker._disk.status().counts.num_written_entries == num_written
 
 
-def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("cachetree.disk.tier._MAX_PROMOTIONS", 0)
     with on_disk_only(tmp_path) as (worker, address), RawPeer(address) as peer:
         ended = peer.ask(A_FETCH)
@@ -250,9 +244,7 @@ def test_a_fetch_for_which_no_promotion_is_left_is_stale_at_once(
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-def test_greedy_peer_leaves_promotions_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives_up: bool
-) -> None:
+def test_greedy_peer_leaves_promotions_for_others(tmp_path, monkeypatch, gives_up):
     with on_disk_only(tmp_path) as (worker, address):
         goes_on = slow(worker, monkeypatch)
         with RawPeer(address) as greedy, RawPeer(address) as modest:
@@ -268,9 +260,7 @@ def test_greedy_peer_leaves_promotions_for_others(
             assert modest.fetched(64 * PAGE_BYTES)
 
 
-def test_waiting_fetches_come_before_promotion_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_fetches_come_before_promotion_into_memory(tmp_path, monkeypatch):
     calls: list[str] = []
 
     def noted(disk: DiskTier, name: str) -> None:

@@ -76,9 +76,7 @@ def test_line_that_cannot_fit_beside_a_pin_evicts_nothing(tmp_path: Path) -> Non
         fetched(cache, address, FIRST)
 
 
-def test_line_that_cannot_fit_beside_readers_evicts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_that_cannot_fit_beside_readers_evicts_nothing(tmp_path, monkeypatch):
     """Its first pages are in memory: they have to stay too."""
     monkeypatch.setattr("cachetree.disk.asker._MAX_ROOM_S", 0.1)
     with worker_of(tmp_path) as (worker, address), reader_of(address) as cache:

@@ -98,9 +98,7 @@ def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
-) -> None:
+def test_a_disk_that_never_ends_in_time_is_known_to_be_slow(tmp_path, monkeypatch, is_given_up):
     read = DiskStore.read
 
     def slow(*args: object) -> None:
@@ -181,9 +179,7 @@ def test_a_killed_process_leaves_what_it_had_written(tmp_path: Path) -> None:
             fetch(cache, prompt(number), Span(0, 8))
 
 
-def test_damage_is_a_stale_entry_and_no_longer_matches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_a_stale_entry_and_no_longer_matches(tmp_path, caplog):
     with open_cache(tmp_path, host_bytes=PROMPT_BYTES) as cache:
         for number in range(3):
             store_and_wait(cache, prompt(number))
@@ -241,9 +237,7 @@ def test_use_in_memory_keeps_an_entry_on_disk(tmp_path: Path) -> None:
         assert status.counts.num_evicted_entries > 0
 
 
-def test_failed_write_is_repeated_with_the_next_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_is_repeated_with_the_next_pages(tmp_path, monkeypatch):
     """Otherwise no prompt that begins with such an entry would reach the disk while the entry is in
     memory."""
 
@@ -332,9 +326,7 @@ def evict(cache: Cache, pages: Sequence[PageHash] = ()) -> queue.SimpleQueue[tup
     return freed
 
 
-def test_eviction_from_disk_during_a_read_leaves_nothing_in_memory(
-    tmp_path: Path,
-) -> None:
+def test_eviction_from_disk_during_a_read_leaves_nothing_in_memory(tmp_path):
     pages = pages_of(16)
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, pages[:8])
@@ -371,9 +363,7 @@ def test_eviction_during_a_write_leaves_nothing_in_memory_or_on_disk(tmp_path: P
         assert not cache.match(prompt(0))
 
 
-def test_an_order_to_evict_waits_for_one_file_of_what_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_to_evict_waits_for_one_file_of_what_is_written(tmp_path, monkeypatch):
     begun, may_write = threading.Event(), threading.Semaphore(0)
     write_record = entry_file.write_record
 
@@ -403,9 +393,7 @@ def test_an_order_to_evict_waits_for_one_file_of_what_is_written(
         assert cache._disk.status().num_late_entries == 0
 
 
-def test_an_order_to_evict_waits_for_no_disk_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_to_evict_waits_for_no_disk_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr("cachetree.disk.tier._MAX_STOP_S", 0.1)
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
@@ -464,9 +452,7 @@ def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
     assert not {name for name in names if name.startswith("cachetree")}
 
 
-def test_a_disk_that_hangs_hinders_no_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_hangs_hinders_no_close(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("cachetree.disk.tier._MAX_CLOSE_S", 0.1)
     monkeypatch.setattr("cachetree.tier.GRACE_S", 0.1)
     cache = open_cache(tmp_path)

@@ -193,9 +193,7 @@ def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool | None =
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", Fault)
-def test_every_fault_at_every_frame(
-    fault: Fault, frames: list[tuple[Towards, int, Via]], nothing_stays: None
-) -> None:
+def test_every_fault_at_every_frame(fault, frames, nothing_stays):
     strike_all([Strike(fault, *frame) for frame in frames], first_seed=0)
 
 
@@ -203,9 +201,7 @@ def test_every_fault_at_every_frame(
 @pytest.mark.parametrize(
     "fault", [Fault.FLIP_BODY, Fault.DROP_MESSAGE, Fault.REORDER_MESSAGE, Fault.STALL, Fault.RESET]
 )
-def test_every_fault_at_every_frame_while_pages_are_read_in_place(
-    fault: Fault, nothing_stays: None
-) -> None:
+def test_every_fault_at_every_frame_while_pages_are_read_in_place(fault, nothing_stays):
     with closing(Arena(HOST_BYTES)) as memory:
         frames = frames_of(new_tree(PAGES, memory=memory))
     with closing(Arena(HOST_BYTES)) as memory:
@@ -214,9 +210,7 @@ def test_every_fault_at_every_frame_while_pages_are_read_in_place(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.FLIP_FRAMING, Fault.FLIP_BODY, Fault.TRUNCATE])
-def test_many_bits_of_every_frame(
-    fault: Fault, frames: list[tuple[Towards, int, Via]], nothing_stays: None
-) -> None:
+def test_many_bits_of_every_frame(fault, frames, nothing_stays):
     for number in range(NUM_ROUNDS):
         strikes = [Strike(fault, *frame) for frame in frames]
         strike_all(strikes, first_seed=1000 * (number + 1))

@@ -302,9 +302,7 @@ def refused(engine: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
     engine.send(identity, wire.Ended(id=fetch.id, error="failed", reason="too busy"))
 
 
-def test_entries_that_cannot_be_fetched_are_left_out_and_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_entries_that_cannot_be_fetched_are_left_out_and_said_once(monkeypatch, caplog):
     monkeypatch.setattr("cachetree.transport.pulls._PAUSE_S", 0.01)
     with Engine(2, refused) as engine, keep(engine) as worker:
         eventually(lambda: pulls(worker).num_failed == 2)
@@ -322,9 +320,7 @@ def test_a_fetch_that_hangs_is_given_up_alone(monkeypatch: pytest.MonkeyPatch) -
         assert worker.tree.num_bytes == 0
 
 
-def test_a_peer_that_advertises_endlessly_costs_a_bounded_list(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_advertises_endlessly_costs_a_bounded_list(monkeypatch, caplog):
     monkeypatch.setattr("cachetree.transport.pulls._MAX_WAITING", 4)
     with Engine(50, lambda *_: None) as engine, keep(engine) as worker:
         eventually(lambda: pulls(worker).num_failed >= 45)

@@ -70,9 +70,7 @@ def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
         (SECRET_TEXT + "\n" * (1 << 20), 0o600, ["larger than"]),
     ],
 )
-def test_a_bad_secret_file_is_one_line_without_the_secret(
-    tmp_path: Path, content: str, mode: int, words: list[str]
-) -> None:
+def test_a_bad_secret_file_is_one_line_without_the_secret(tmp_path, content, mode, words):
     file = tmp_path / "a.key"
     file.write_bytes(content.encode("latin-1"))
     file.chmod(mode)
@@ -138,9 +136,7 @@ def test_public_keys_come_singly_in_files_and_in_folders(tmp_path: Path) -> None
         ("folder", "holds no public key"),
     ],
 )
-def test_a_bad_allow_list_names_the_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, word: str
-) -> None:
+def test_a_bad_allow_list_names_the_place(tmp_path, monkeypatch, value, word):
     monkeypatch.chdir(tmp_path)
     Path("wrong").write_text(f"{OTHER}\nctpub-{'g' * 64}\n")
     Path("secret").write_text(SECRET_TEXT)
@@ -161,9 +157,7 @@ def test_a_pair_does_not_show_its_secret(tmp_path: Path) -> None:
         assert repr(pair.secret)[2:12] not in shown
 
 
-def test_keygen_prints_the_public_key_and_no_secret(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keygen_prints_the_public_key_and_no_secret(tmp_path, capsys):
     assert main(["keygen", "--out", str(tmp_path), "--name", "a", "--json"]) == 0
     out = capsys.readouterr().out
     made = json.loads(out)

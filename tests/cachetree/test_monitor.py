@@ -235,9 +235,7 @@ def test_the_page_is_there_without_ipv4_too(address: str) -> None:
             assert get(page.url.replace("[::]", "127.0.0.1") + "/health")[0] == 200
 
 
-def test_silent_or_lost_clients_leave_no_trace(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_or_lost_clients_leave_no_trace(capfd, monkeypatch):
     monkeypatch.setattr(http._Handler, "timeout", 0.1)
     with cache_of() as cache, page_of(cache) as page:
         at = urlsplit(page.url)
@@ -266,9 +264,7 @@ def test_dripping_strangers_hold_few_threads_and_keep_no_monitor_out() -> None:
         eventually(lambda: num_threads_of_page() <= MOST_THREADS, 2)
 
 
-def test_request_that_drips_ends_though_each_byte_is_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_request_that_drips_ends_though_each_byte_is_in_time(monkeypatch):
     monkeypatch.setattr(http, "_MOST_S", 0.3, raising=False)
     with cache_of() as cache, page_of(cache) as page:
         at = urlsplit(page.url)

@@ -54,9 +54,7 @@ def test_the_more_has_come_the_longer_it_waits_up_to_what_its_wait_may_cost(
 
 
 @given(st.lists(st.integers(1, 2000), max_size=4), st.integers(0, 500), st.integers(1, 999))
-def test_at_a_steady_rate_the_rest_is_told_exactly(
-    backlog: list[int], ahead: int, num_landed: int
-) -> None:
+def test_at_a_steady_rate_the_rest_is_told_exactly(backlog, ahead, num_landed):
     """Whatever the rate is: here a third of what was known."""
     link = replace(LINK, backlog=backlog, ahead=ahead)
     elapsed_s, all_s = (3 * link.seconds(it) for it in (num_landed, 1000))

@@ -46,9 +46,7 @@ def test_steps_name_e_first_and_then_kv_in_layer_order() -> None:
         (Span(0, 6), (), True),
     ],
 )
-def test_plan_says_where_it_needs_e_and_whether_it_is_exact(
-    block: Span, transition_layers: tuple[int, ...], is_exact: bool
-) -> None:
+def test_plan_says_where_it_needs_e_and_whether_it_is_exact(block, transition_layers, is_exact):
     assert plan(block).transition_layers == transition_layers
     assert plan(block).is_exact is is_exact
     assert plan(block, sender=R).is_exact
@@ -66,17 +64,13 @@ def test_plan_says_where_it_needs_e_and_whether_it_is_exact(
         (Span(0, 0), 0, False),
     ],
 )
-def test_exact_from_the_first_layer_that_differs(
-    block: Span, first_difference: int, is_exact: bool
-) -> None:
+def test_exact_from_the_first_layer_that_differs(block, first_difference, is_exact):
     assert plan(block, first_difference=first_difference).is_exact is is_exact
     assert not plan(block, first_difference=first_difference, is_lossy=True).is_exact
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40))
-def test_every_layer_is_loaded_or_recomputed_exactly_once(
-    num_layers: int, one: int, two: int
-) -> None:
+def test_every_layer_is_loaded_or_recomputed_exactly_once(num_layers, one, two):
     start, stop = sorted((min(one, num_layers), min(two, num_layers)))
     made = plan(Span(start, stop), num_layers)
     assert sorted([*made.loaded_layers, *made.block]) == list(range(num_layers))

@@ -408,9 +408,7 @@ def test_an_approximate_plan_goes_on_from_approximate_kv() -> None:
 
 
 @pytest.mark.parametrize("costs", [UNKNOWN, MEASURED])
-def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(
-    costs: Costs,
-) -> None:
+def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(costs):
     """A block of three layers costs two of ten, or three where nothing is measured: as much as two
     or three of the ten pages in full."""
     demand = replace(DEMAND, first_approximate=0)

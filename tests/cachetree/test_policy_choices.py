@@ -162,9 +162,7 @@ def measured_on(num_tokens: int) -> Profiles:
         ),
     ],
 )
-def test_why_nothing_is_reused_is_told_to_a_person(
-    demand: Demand, matches: list, profiles: dict, reason: Reason, detail: str
-) -> None:
+def test_why_nothing_is_reused_is_told_to_a_person(demand, matches, profiles, reason, detail):
     slow = replace(MEASURED, links={FAR: Link(byte_s=1e-3)})
     assert choose(demand, matches, profiles, slow) == NoReuse(reason=reason, detail=detail)
 

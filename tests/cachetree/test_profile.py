@@ -96,9 +96,7 @@ def test_invalid_profile_is_refused_with_its_fault(tmp_path: Path) -> None:
         ({"recommended": {"start": -1, "stop": 2, "quality": 0.8}}, r"span \[-1, 2\) is not"),
     ],
 )
-def test_a_profile_names_no_layers_that_there_are_not(
-    tmp_path: Path, wrong: dict[str, object], named: str
-) -> None:
+def test_a_profile_names_no_layers_that_there_are_not(tmp_path, wrong, named):
     file = tmp_path / "pair.json"
     good = msgspec.to_builtins(profile(BLOCK))
     file.write_bytes(msgspec.json.encode({**good, **wrong}))

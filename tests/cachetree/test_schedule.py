@@ -85,9 +85,7 @@ def test_a_request_alone_takes_what_its_parts_take(requests: list[Request]) -> N
 
 @settings(deadline=None)
 @given(some_requests(), st.sampled_from(Strategy))
-def test_link_and_device_do_one_thing_at_a_time(
-    requests: list[Request], strategy: Strategy
-) -> None:
+def test_link_and_device_do_one_thing_at_a_time(requests, strategy):
     """Link and device have had time for all work of all requests when the last request ends."""
     predicted = ttfts(requests, strategy)
     for request, ttft in zip(requests, predicted, strict=True):

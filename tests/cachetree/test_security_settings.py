@@ -59,12 +59,8 @@ PAGES = pages_of(256)
     ],
 )
 def test_a_worker_that_would_be_open_or_closed_to_all_does_not_start(
-    us: Party,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    config: dict[str, object],
-    words: list[str],
-) -> None:
+    us, tmp_path, monkeypatch, config, words
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError) as caught:
@@ -103,9 +99,7 @@ def test_all_addresses_of_a_machine_are_those_of_both_kinds() -> None:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_an_operator_finds_a_worker_by_its_name_as_a_server_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operator_finds_a_worker_by_its_name_as_a_server_does(monkeypatch):
     def look_up(name: str, port: int, *_: object) -> list[tuple[object, ...]]:
         if name != "six.test":
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -119,17 +113,13 @@ def test_an_operator_finds_a_worker_by_its_name_as_a_server_does(
                 ask_status(f"tcp://{name}:7788", timeout_s=5)
 
 
-def test_a_peer_on_another_machine_without_a_key_is_remarked_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_peer_on_another_machine_without_a_key_is_remarked_on(caplog):
     for host, num in (("127.0.0.1", 0), ("192.0.2.1", 1)):
         Peer(new_tree(), Location(f"tcp://{host}:1"), FAST).close()
         assert len([line for line in caplog.messages if "another machine" in line]) == num
 
 
-def test_a_cache_speaks_to_each_peer_with_its_own_key(
-    us: Party, friend: Party, stranger: Party
-) -> None:
+def test_a_cache_speaks_to_each_peer_with_its_own_key(us, friend, stranger):
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as first,
         worker_of(new_tree(PAGES), **stranger.serving(friend)) as second,
@@ -166,9 +156,7 @@ def test_keys_of_peers_are_checked(config: dict[str, object], word: str) -> None
         Cache(FAMILY, msgspec.convert(config, CacheConfig))
 
 
-def test_status_and_ping_prove_themselves(
-    us: Party, friend: Party, stranger: Party, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_and_ping_prove_themselves(us, friend, stranger, capsys):
     flags = ["--key-file", friend.key_file, "--server-key", us.public_file]
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         assert main(["status", worker.address, "--json", *flags]) == 0
@@ -213,9 +201,7 @@ def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: P
         assert status == sender.status().worker
 
 
-def test_a_worker_alone_serves_a_wide_address_with_keys(
-    us: Party, friend: Party, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_alone_serves_a_wide_address_with_keys(us, friend, tmp_path, capsys):
     config = tmp_path / "cache.yaml"
     worker = {
         "listen": "tcp://0.0.0.0:0",

@@ -100,9 +100,7 @@ class StalledStaging(RecordingStaging):
     ],
     ids=str,
 )
-def test_memory_of_another_process_than_the_worker_is_not_read(
-    arena: Arena, wrong: dict[str, object]
-) -> None:
+def test_memory_of_another_process_than_the_worker_is_not_read(arena, wrong):
     source, inode = new_tree(PAGES, memory=arena), inode_of(arena)
     arena.file = msgspec.structs.replace(arena.file, **wrong)  # type: ignore[misc]
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
@@ -213,9 +211,7 @@ SOUND = wire.Located(frame=Frame(id=1, offset=0, size=SIZE, checksum=0), places=
     ],
     ids=str,
 )
-def test_places_that_are_wrong_cost_that_fetch_only(
-    arena: Arena, changed: dict[str, object]
-) -> None:
+def test_places_that_are_wrong_cost_that_fetch_only(arena, changed):
     loan = arena.take([Blocks(1, SIZE)])
     ((run,),) = loan.runs
     place, content = run.start, loan.memory[run.start : run.stop]

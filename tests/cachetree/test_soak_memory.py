@@ -84,9 +84,7 @@ def test_growing_mapped_memory_and_fluctuating_own_memory_pass() -> None:
 
 
 @pytest.mark.parametrize(("own_mib_per_hour", "is_too_much"), [(5.0, False), (7.0, True)])
-def test_own_memory_may_grow_by_a_hundredth_of_all_that_is_resident(
-    own_mib_per_hour: float, is_too_much: bool
-) -> None:
+def test_own_memory_may_grow_by_a_hundredth_of_all_that_is_resident(own_mib_per_hour, is_too_much):
     growth = growth_per_hour(samples(own_mib_per_hour, mapped_mib_per_hour=0))
     assert growth["own"] == pytest.approx(own_mib_per_hour / 590, rel=0.1)
     assert (growth["own"] >= LIMIT_PER_HOUR) is is_too_much

@@ -66,9 +66,7 @@ def descriptors() -> list[str]:
         (threading.Thread, "start", without_thread("cachetree-disk-read", 1)),
     ],
 )
-def test_start_that_fails_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, fault: object
-) -> None:
+def test_start_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, owner, name, fault):
     open_and_close(tmp_path)
     threads, files = set(threading.enumerate()), descriptors()
     with monkeypatch.context() as patch:

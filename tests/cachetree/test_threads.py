@@ -74,9 +74,7 @@ def test_a_connection_whose_sender_ends_is_over(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("part", ["_view.forget", "_pulls.interrupt", "_breaker.failed"])
-def test_a_peer_whose_thread_ends_fails_its_fetches(
-    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_whose_thread_ends_fails_its_fetches(part, monkeypatch, caplog):
     reader = new_tree()
     with (
         worker_of(new_tree()) as worker,
@@ -92,9 +90,7 @@ def test_a_peer_whose_thread_ends_fails_its_fetches(
     assert any(f"peer {worker.address}: its thread has ended" in it for it in caplog.messages)
 
 
-def test_a_worker_whose_thread_ends_cuts_its_peers_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_whose_thread_ends_cuts_its_peers_off(monkeypatch, caplog):
     tree, reader = new_tree(), new_tree()
     store(tree, PAGES)
     with worker_of(tree) as worker, peer_of(worker.address, reader) as peer:

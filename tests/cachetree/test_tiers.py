@@ -149,9 +149,7 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
     ("num_readers", "num_ahead", "beside"),
     [(1, 14, []), (2, 12, [2]), (3, 6, [2, 6]), (9, 0, [2, 4, 8])],
 )
-def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(
-    num_readers: int, num_ahead: int, beside: Sequence[int]
-) -> None:
+def test_a_fetch_is_not_late_while_a_tier_reads_those_before_it(num_readers, num_ahead, beside):
     """It is not late either while the tier reads its single part, which is seen only at its end.
     With several readers, the longest fetches continue beside those that are ahead."""
 
@@ -241,9 +239,7 @@ def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
     assert (answers, behind.num_late) == ([False, True], 0)
 
 
-def test_late_entries_stay_counted_while_another_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_late_entries_stay_counted_while_another_is_written(monkeypatch):
     monkeypatch.setattr("cachetree.tier.MAX_WAITING", 1)
     begun, may_end = threading.Event(), threading.Event()
 

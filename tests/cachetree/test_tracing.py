@@ -121,9 +121,7 @@ def serving_with(tmp_path: Path, **settings: object) -> Iterator[Location]:
         assert process.stdout.read().split()[-1] == str("traces" in settings)
 
 
-def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_names(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_of_its_own_sends_its_spans_to_the_collector_that_its_file_names(tmp_path):
     with collecting() as collector:
         with kept_by(tmp_path, traces=collector.endpoint) as address:
             fetch(address, CONTEXT)

@@ -45,7 +45,6 @@ from cachetree import (
     Kind,
     Location,
     Part,
-    PeerConfig,
     PeerState,
     ProtocolError,
     Step,
@@ -132,9 +131,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fetch_that_is_struck_brings_the_right_bytes(
-    us: Party, friend: Party, fault: Fault
-) -> None:
+def test_a_fetch_that_is_struck_brings_the_right_bytes(us, friend, fault):
     """The reader asks for missing bytes again."""
     with behind_proxies(new_tree(PAGES), us, friend) as (address, proxy):
         for index in (3, 40):
@@ -150,9 +147,7 @@ def test_a_fetch_that_is_struck_brings_the_right_bytes(
 
 @pytest.mark.parametrize("index", [2, 4, 30])
 @pytest.mark.parametrize("fault", [Fault.FLIP_BODY, Fault.DROP, Fault.RESET])
-def test_a_copy_that_is_struck_is_made_again(
-    us: Party, friend: Party, index: int, fault: Fault
-) -> None:
+def test_a_copy_that_is_struck_is_made_again(us, friend, index, fault):
     copies, source = new_tree(), new_tree()
     with behind_proxies(source, us, friend) as (address, proxy):
         keeper = new_keeper(copies)
@@ -172,9 +167,7 @@ PING = wire.encode(wire.Ping())
 FRAME = Frame(id=frames.MESSAGE, offset=0, size=len(PING), checksum=checksum(PING))
 
 
-def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
-    us: Party, friend: Party
-) -> None:
+def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(us, friend):
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         with greeted(worker.address, friend.asking(us)) as ticket, TicketUser(ticket) as peer:
             assert peer.is_let_in()
@@ -267,9 +260,7 @@ def test_a_peer_that_cannot_reach_the_bulk_port_is_told_which(us: Party, friend:
         (WorkerConfig, {"bulk_port": -1, "key_file": "k"}, ["bulk_port is -1"]),
     ],
 )
-def test_a_setting_without_effect_is_refused(
-    kind: type[WorkerConfig | PeerConfig], settings: dict[str, object], words: list[str]
-) -> None:
+def test_a_setting_without_effect_is_refused(kind, settings, words):
     more = {"allowed_peers": ("ctpub-" + "0" * 64,)} if "key_file" in settings else {}
     with pytest.raises(ConfigError) as caught:
         kind(**settings, **more)  # type: ignore[arg-type]

@@ -205,9 +205,7 @@ class RudeWorker(ScriptedWorker):
         ((bytes(wire.MAX_MESSAGE_BYTES + 1),), "closed the connection"),
     ],
 )
-def test_another_answer_than_a_hello_ends_the_attempt(
-    answer: tuple[bytes, ...], named: str
-) -> None:
+def test_another_answer_than_a_hello_ends_the_attempt(answer, named):
     patient = msgspec.structs.replace(FAST, connect_s=20.0)
     with RudeWorker(*answer) as worker, peer_of(worker.address, new_tree(), patient) as peer:
         assert named in str(peer.error)

@@ -76,9 +76,7 @@ def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
 
 
 @pytest.mark.parametrize("frame_bytes", [1 << 20, 4 << 20])
-def test_frames_of_the_largest_size_come_through(
-    us: Party, friend: Party, frame_bytes: int
-) -> None:
+def test_frames_of_the_largest_size_come_through(us, friend, frame_bytes):
     """Encryption makes a message longer, and its cap does not cut it off."""
     pages = pages_of(4096)
     config = PeerConfig(
@@ -120,9 +118,7 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
         assert telling not in seen["curve"]
 
 
-def test_an_unknown_key_is_told_which_key_to_add(
-    us: Party, friend: Party, stranger: Party, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_key_is_told_which_key_to_add(us, friend, stranger, caplog):
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), stranger.asking(us), is_ready=False) as peer,
@@ -136,9 +132,7 @@ def test_an_unknown_key_is_told_which_key_to_add(
     assert stranger.pair.public in lines[0]
 
 
-def test_a_peer_without_a_key_is_told_to_get_one(
-    us: Party, friend: Party, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_without_a_key_is_told_to_get_one(us, friend, caplog):
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), is_ready=False) as peer,
@@ -155,9 +149,7 @@ def test_a_peer_with_a_key_does_not_talk_in_clear(us: Party, friend: Party) -> N
         assert "has another one or none" in refused(peer, worker)
 
 
-def test_a_worker_with_another_key_is_not_believed(
-    us: Party, friend: Party, stranger: Party
-) -> None:
+def test_a_worker_with_another_key_is_not_believed(us, friend, stranger):
     tree = new_tree()
     with (
         worker_of(new_tree(PAGES), **stranger.serving(friend)) as worker,
@@ -168,9 +160,7 @@ def test_a_worker_with_another_key_is_not_believed(
         assert not tree.match(PAGES)
 
 
-def test_a_peer_recovers_when_the_worker_comes_back_with_its_key(
-    us: Party, friend: Party, stranger: Party
-) -> None:
+def test_a_peer_recovers_when_the_worker_comes_back_with_its_key(us, friend, stranger):
     with worker_of(new_tree(PAGES), **us.serving(stranger)) as worker:
         address = worker.address
         peer = Peer(new_tree(), address, friend.asking(us))
@@ -192,9 +182,7 @@ ZMTP_3_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
 
 
 @pytest.mark.parametrize("greeting", [ZMTP_1, ZMTP_2, ZMTP_3_NULL, b"GET / HTTP/1.1\r\n\r\n"])
-def test_nothing_is_decoded_before_a_peer_has_proved_itself(
-    us: Party, friend: Party, greeting: bytes
-) -> None:
+def test_nothing_is_decoded_before_a_peer_has_proved_itself(us, friend, greeting):
     """Garbage of someone unknown is never looked at; the same of a friend is counted."""
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         for _ in range(5):
@@ -211,9 +199,7 @@ def test_nothing_is_decoded_before_a_peer_has_proved_itself(
         eventually(lambda: worker.status().num_protocol_errors == 1)
 
 
-def test_garbage_of_an_unknown_key_is_not_decoded(
-    us: Party, friend: Party, stranger: Party
-) -> None:
+def test_garbage_of_an_unknown_key_is_not_decoded(us, friend, stranger):
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
         send_garbage(worker.address, stranger.asking(us))
         eventually(lambda: worker.status().num_failed_handshakes)
@@ -244,9 +230,7 @@ def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend:
         context.destroy(linger=0)
 
 
-def test_two_workers_in_a_process_have_lists_of_their_own(
-    us: Party, friend: Party, stranger: Party
-) -> None:
+def test_two_workers_in_a_process_have_lists_of_their_own(us, friend, stranger):
     with (
         worker_of(new_tree(PAGES), **us.serving(friend)) as first,
         worker_of(new_tree(PAGES), **stranger.serving(us)) as second,
@@ -324,9 +308,7 @@ def test_silent_strangers_hold_few_connections(us: Party, friend: Party, has_key
         assert num_open(first) == 1
 
 
-def test_end_of_a_connection_that_could_speak_hides_no_failed_handshake(
-    us: Party, friend: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_of_a_connection_that_could_speak_hides_no_failed_handshake(us, friend, monkeypatch):
     monkeypatch.setattr("cachetree.transport.handshake._MAX_CONNECTIONS", 4)
     with worker_of(new_tree(), **us.serving(friend)) as worker, ExitStack() as stack:
         for _ in range(8):  # Each ends its handshake and says nothing.
@@ -347,9 +329,7 @@ def test_worker_that_closes_ends_silent_connections() -> None:
         assert worker.address, "nothing depends on when the worker is collected"
 
 
-def test_peer_holds_few_connections_over_which_it_spoke(
-    us: Party, friend: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_holds_few_connections_over_which_it_spoke(us, friend, monkeypatch):
     monkeypatch.setattr("cachetree.transport.handshake._MAX_CONNECTIONS", 4, raising=False)
     hello = wire.encode(wire.hello(FAMILY, "", 0))
     with worker_of(new_tree(), **us.serving(friend)) as worker, ExitStack() as stack:

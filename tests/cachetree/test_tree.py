@@ -30,7 +30,7 @@ from tree_parts import (
 )
 
 from cachetree.clock import Deadline
-from cachetree.ids import DISK, LOCAL, Kind, Location, ModelId, PageHash, Part, Span, Step
+from cachetree.ids import DISK, LOCAL, Kind, ModelId, PageHash, Part, Span, Step
 from cachetree.memory import Arena, Blocks, Loan
 from cachetree.planning.plan import Match
 from cachetree.tree.entries import Change, Node
@@ -61,9 +61,7 @@ def test_e_is_kept_only_without_a_gap_from_the_first_page() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 40])
-def test_known_pages_of_a_new_prompt_are_found_by_halving(
-    num_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_pages_of_a_new_prompt_are_found_by_halving(num_before, monkeypatch):
     tree = make_tree(num_pages=200)
     prompt = [PageHash(bytes([it]) * 16) for it in range(200)]
     for stop in range(1, 101):  # A node each.
@@ -342,9 +340,7 @@ def test_no_advert_keeps_a_page_out_that_is_here() -> None:
         [*path("a"), *path("x"), *path("abcd")[2:]],
     ],
 )
-def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(
-    lie: list[PageHash], order: tuple[Location, ...]
-) -> None:
+def test_wrong_advert_hides_nothing_of_other_peers_or_of_the_disk(lie, order):
     tree = make_tree()
     for place in order:
         model, pages = (B, lie) if place == FAR else (A, path("abcd"))

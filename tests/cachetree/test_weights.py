@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -66,9 +65,7 @@ def test_config_and_tokenizer_stay_those_of_the_start(tmp_path: Path) -> None:
         (Q, ("F32", (128, 64)), r"has F32 of shape \[64, 128\]"),
     ],
 )
-def test_another_layout_is_not_the_checkpoints(
-    tmp_path: Path, name: str, layout: Any, why: str
-) -> None:
+def test_another_layout_is_not_the_checkpoints(tmp_path, name, layout, why):
     served = read_weights(write(tmp_path / "m"))
     assert served.takes(Q, ("F32", (64, 128)))
     with pytest.raises(ConfigError, match=why):

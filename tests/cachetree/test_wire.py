@@ -240,9 +240,7 @@ def test_good_addresses() -> None:
     ("hosts", "first"),
     [(["fd00::3"], "fd00::3"), (["fd00::3", "10.0.0.3", "10.0.0.2"], "10.0.0.3")],
 )
-def test_a_name_may_have_an_ipv6_address_alone(
-    hosts: list[str], first: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_may_have_an_ipv6_address_alone(hosts, first, monkeypatch):
     """One that has both may listen at the other alone."""
 
     def look_up(name: str, port: int, family: int, kind: int) -> list[tuple[object, ...]]:

@@ -85,9 +85,7 @@ def a_fetch(**changed: object) -> wire.Fetch:
     return msgspec.structs.replace(sound, **changed)
 
 
-def test_a_worker_survives_noise_and_keeps_serving(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_a_worker_survives_noise_and_keeps_serving(raw):
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
         stranger = raw(worker.address)
         for noise in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "teleport"})):
@@ -120,9 +118,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
         {"id": 0},
     ],
 )
-def test_a_fetch_that_makes_no_sense_is_answered(
-    changed: dict[str, object],
-) -> None:
+def test_a_fetch_that_makes_no_sense_is_answered(changed):
     source = new_tree(PAGES)
     with worker_of(source) as worker, RawPeer(worker.address) as peer:
         answer = peer.ask(a_fetch(**changed))
@@ -174,9 +170,7 @@ def test_a_question_about_pages_that_are_no_prompt_is_answered_truly() -> None:
 
 
 @pytest.mark.parametrize("attribute", ["lease", "match"])
-def test_failure_for_one_peer_ends_only_its_session(
-    attribute: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failure_for_one_peer_ends_only_its_session(attribute, caplog):
     source = new_tree(PAGES)
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -199,9 +193,7 @@ def test_failure_for_one_peer_ends_only_its_session(
     assert "RuntimeError: broken here" in caplog.text
 
 
-def test_large_eviction_does_not_keep_others_waiting(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_large_eviction_does_not_keep_others_waiting(raw):
     tree = new_tree()
     for number in range(1000):
         store(tree, pages_of(1, f"{number}"))
@@ -281,9 +273,7 @@ def test_a_worker_keeps_the_deadline_by_itself() -> None:
         assert len(peer.frames) < 4
 
 
-def test_too_many_fetches_and_peers_are_turned_away(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_too_many_fetches_and_peers_are_turned_away(raw):
     with worker_of(new_tree(PAGES), max_bytes_per_s=1e5, max_streams=1, max_peers=1) as worker:
         with peer_of(worker.address, new_tree()) as peer:
             first, *others = (new_staging(16) for _ in range(4))

@@ -43,9 +43,7 @@ def test_shared_part_is_written_once(tmp_path: Path) -> None:
     assert read_yaml(file, "fleet") == {"base": base, "one": base, "two": {"a": 3, "b": [2]}}
 
 
-def test_a_relative_path_says_relative_to_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_says_relative_to_what(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = re.escape(f"a.yaml (relative to {tmp_path})")
     with pytest.raises(ConfigError, match=rf"^config {here} cannot be read: No such file"):
@@ -89,9 +87,7 @@ class Outer(msgspec.Struct, forbid_unknown_fields=True):
         (["x"], "Expected `object`, got `array`"),
     ],
 )
-def test_a_key_that_nobody_knows_is_held_against_those_there_are(
-    content: object, said: str
-) -> None:
+def test_a_key_that_nobody_knows_is_held_against_those_there_are(content, said):
     with pytest.raises(ConfigError, match=f"^config a.yaml: {re.escape(said)}"):
         settings_of(content, Outer, "config a.yaml")
 

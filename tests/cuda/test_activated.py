@@ -67,9 +67,7 @@ def test_the_scheduler_waits_for_no_search_through_a_long_prompt(filled_with: in
 
 
 @pytest.mark.parametrize("num_answered", [0, 10])
-def test_what_never_invokes_it_is_the_bases_and_so_is_the_guards_exact_run(
-    activated: ActivatedAdapters, num_answered: int
-) -> None:
+def test_what_never_invokes_it_is_the_bases_and_so_is_the_guards_exact_run(activated, num_answered):
     """The guard's exact run has the answer in its input, with tokens that would have invoked the
     adapter, and makes none."""
     req = unsent([5] * NUM_TOKENS + [7] * num_answered, "judge", "tenant", None)
@@ -114,9 +112,7 @@ def test_the_host_does_not_wait_to_tell_of_it(cuda: VirtualCuda, activated) -> N
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
-    cuda: VirtualCuda, activated, num_slots: int
-) -> None:
+def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(cuda, activated, num_slots):
     fits, batch, refreshed = LoRAManager.can_use_prefill_cuda_graph, prefill(), []
 
     def prepare(of: Any, split: Any) -> None:
@@ -127,9 +123,7 @@ def test_a_graph_is_replayed_only_where_what_it_reads_was_refreshed(
     assert refreshed == [is_replayed] == [num_slots == 2]
 
 
-def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(
-    cuda: VirtualCuda, activated
-) -> None:
+def test_a_question_about_a_prompt_that_was_not_sent_changes_no_request(cuda, activated):
     """Such a question changes nothing, even with the id of a running request."""
     user, batch = request(), prefill()
     batch.rids = [user.rid]
@@ -144,9 +138,7 @@ def test_to_ask_whether_a_graph_fits_copies_nothing(cuda: VirtualCuda, activated
     assert activated.fits_graph(LoRAManager.can_use_prefill_cuda_graph, manager(2), batch)
 
 
-def test_another_adapters_request_of_the_same_id_is_not_touched(
-    cuda: VirtualCuda, activated
-) -> None:
+def test_another_adapters_request_of_the_same_id_is_not_touched(cuda, activated):
     """The first one has answered, and is in the batch under way yet."""
     other, batch = request("plain"), prefill()
     other.rid = RID

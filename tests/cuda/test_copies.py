@@ -68,9 +68,7 @@ def test_it_never_leaves_its_stream_for_the_first_device(cuda: VirtualCuda) -> N
     assert left == []
 
 
-def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(
-    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_is_asked_for_before_its_stream_waits_for_forwards(cuda, monkeypatch):
     loader, told = Loader(NUM_LAYERS, Copies(None, "cuda")), []
     monkeypatch.setattr(Copies, "begin", lambda *_: told.append("waits"))
     monkeypatch.setattr(loader._thread, "put", lambda _: told.append("asks"))
@@ -87,9 +85,7 @@ def test_what_is_copied_beside_a_load_that_breaks_is_waited_for_too(cuda: Virtua
     assert not cuda.races, cuda.races[0]
 
 
-def test_no_copy_runs_on_a_stream_that_computes(
-    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_runs_on_a_stream_that_computes(cuda, monkeypatch):
     """torch hands out a few streams in turn, and SGLang has one of them."""
     pool = [torch.cuda.Stream() for _ in range(4)]
     in_turn = iter([*pool[:3], *pool[2:]])

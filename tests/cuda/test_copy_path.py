@@ -74,9 +74,7 @@ def test_load_of_one_run_is_one_kernel_and_allocates_nothing(cuda: VirtualCuda) 
     assert not kv_of(kv, 0, slots).equal(STORED)
 
 
-def test_load_in_parts_or_from_pageable_memory_fills_its_slots(
-    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_in_parts_or_from_pageable_memory_fills_its_slots(cuda, monkeypatch):
     """A fetch without room in the staging uses pageable memory, which no kernel can read."""
     monkeypatch.setattr(KernelRows, "most_tokens", 5)
     kv, pool = a_pool()
@@ -100,9 +98,7 @@ def test_kernel_that_reads_pageable_memory_fails(cuda: VirtualCuda) -> None:
 
 @pytest.mark.parametrize("edges", [(12,), (4, 12)])
 @pytest.mark.parametrize("is_kernel", [True, False])
-def test_offload_is_one_kernel_for_each_run_of_all_layers(
-    cuda: VirtualCuda, edges: tuple[int, ...], is_kernel: bool
-) -> None:
+def test_offload_is_one_kernel_for_each_run_of_all_layers(cuda, edges, is_kernel):
     kv, pool = a_pool()
     if not is_kernel:
         pool = ServerPool(DeviceRows(kv, pool.coding), None, pool.coding, 4)  # type: ignore[arg-type]
@@ -126,9 +122,7 @@ def test_offload_is_one_kernel_for_each_run_of_all_layers(
 
 
 @pytest.mark.parametrize(("dim", "codec"), [(24, Codec.NONE), (DIM, Codec.INT8)])
-def test_odd_rows_and_encoded_rows_are_copied_without_kernels(
-    cuda: VirtualCuda, dim: int, codec: Codec
-) -> None:
+def test_odd_rows_and_encoded_rows_are_copied_without_kernels(cuda, dim, codec):
     """The lanes of a kernel cannot share a row of 24 values a head."""
     kv, pool = a_pool(dim, codec)
     assert type(pool.rows) is DeviceRows
@@ -193,9 +187,7 @@ def test_batch_has_one_event_a_layer_and_is_timed_if_no_byte_is_missing(
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
-def test_memory_of_codecs_is_what_was_counted(
-    cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch, codec: Codec
-) -> None:
+def test_memory_of_codecs_is_what_was_counted(cuda, monkeypatch, codec):
     codecs._hadamard.cache_clear()
     for name in ("_LOADED_TOKENS", "_PIECE_TOKENS"):
         monkeypatch.setattr(rows_module, name, 16)

@@ -237,9 +237,7 @@ LONG = "import time; print('{\"found\": 1}', flush=True); time.sleep(600)"
         (LONG, 2, {"found": 1, "cut": "it was given 2 s"}),
     ],
 )
-def test_a_part_that_takes_too_long_is_cut_and_says_so(
-    script: str, most_s: float, expected: Found
-) -> None:
+def test_a_part_that_takes_too_long_is_cut_and_says_so(script, most_s, expected):
     assert within([sys.executable, "-S", "-c", script], most_s) == expected
 
 
@@ -445,9 +443,7 @@ def test_rate_stops_rising_after_a_minute() -> None:
     assert results["gain"] > 2
 
 
-def test_seeded_checkpoints_are_models_that_differ_from_the_shared_layers_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seeded_checkpoints_are_models_that_differ_from_the_shared_layers_on(tmp_path, monkeypatch):
     monkeypatch.setattr(random_weights, "user_cache", lambda: tmp_path / "digests")
     config = shape("llama", layers=4, hidden=256, heads=4, kv_heads=2)
     a, b = random_weights.write_seeded(tmp_path, config, ("a", "b"), 3)

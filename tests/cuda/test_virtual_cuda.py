@@ -45,9 +45,7 @@ def test_tensors_of_two_devices_do_not_mix(cuda: VirtualCuda) -> None:
         torch.cat([torch.zeros(1, 2, device="cuda"), torch.zeros(1, 2)])
 
 
-def test_a_row_that_two_streams_write_is_a_race_and_its_neighbours_are_not(
-    cuda: VirtualCuda,
-) -> None:
+def test_a_row_that_two_streams_write_is_a_race_and_its_neighbours_are_not(cuda):
     rows, low, high = pool(), slots(0, 1), slots(2, 3)
     value = torch.ones(2, WIDTH, device="cuda")
     one, other = stream_after_this(), stream_after_this()
@@ -74,9 +72,7 @@ def test_an_event_orders_what_came_before_it(cuda: VirtualCuda) -> None:
     assert not cuda.races
 
 
-def test_page_locked_memory_that_is_written_while_it_is_copied_is_a_race(
-    cuda: VirtualCuda,
-) -> None:
+def test_page_locked_memory_that_is_written_while_it_is_copied_is_a_race(cuda):
     memory = cuda.page_locked(64)
     torch.frombuffer(memory, dtype=torch.uint8).to("cuda", non_blocking=True)
     assert not cuda.stalls
@@ -125,9 +121,7 @@ def test_what_one_thread_waited_for_another_knows_only_if_it_is_told(cuda: Virtu
         lambda marks, rows: torch.cuda.current_stream().synchronize(),
     ],
 )
-def test_what_makes_the_host_wait_is_noted_and_cannot_be_captured(
-    cuda: VirtualCuda, operation
-) -> None:
+def test_what_makes_the_host_wait_is_noted_and_cannot_be_captured(cuda, operation):
     marks, rows = torch.zeros(16, dtype=torch.bool, device="cuda"), pool()
     cuda.stalls.clear()
     operation(marks, rows)

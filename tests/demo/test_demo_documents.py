@@ -83,17 +83,13 @@ def test_data_may_be_a_folder_of_several_sets_with_metrics_of_their_own(tmp_path
 
 
 @pytest.mark.parametrize("flag", ["--num-questions", "--num-documents"])
-def test_nothing_to_ask_is_refused_before_a_server_starts(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_to_ask_is_refused_before_a_server_starts(flag, capsys):
     assert main(["demo", flag, "0"]) == 1
     assert f"{flag} is 0; it has to be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("correction", [True, False])
-def test_the_plan_is_shown_with_e_as_it_is_where_that_is_asked(
-    correction: bool, tmp_path: Path
-) -> None:
+def test_the_plan_is_shown_with_e_as_it_is_where_that_is_asked(correction, tmp_path):
     content = json.loads(SMALL.profile.read_text())
     layer = content["recommended"]["start"]
     e_map = {"layer": layer, "rank": None, "dtype": "float32", "sha256": "0" * 64}

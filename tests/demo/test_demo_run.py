@@ -101,9 +101,7 @@ def test_own_pair_is_answered_and_timed(tmp_path: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("number", "num_servers"), [(signal.SIGTERM, 2), (signal.SIGINT, 2), (signal.SIGINT, 1)]
 )
-def test_a_signal_ends_the_servers(
-    tmp_path: Path, number: signal.Signals, num_servers: int
-) -> None:
+def test_a_signal_ends_the_servers(tmp_path, number, num_servers):
     """Also one that comes in the middle of starting them."""
     with demo(tmp_path) as (process, mark):
         deadline_s = time.monotonic() + 240
@@ -117,9 +115,7 @@ def test_a_signal_ends_the_servers(
         assert_nothing_is_left(mark)
 
 
-def test_a_server_that_fails_shows_the_end_of_its_log(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path, capfd):
     options = tmp_path / "options.yaml"
     options.write_text("no-such-option: 1\n")
     assert run("--out", str(tmp_path / "out"), *OWN_PAIR, "--options", str(options)) == 1

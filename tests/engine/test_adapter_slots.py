@@ -98,9 +98,7 @@ def test_the_base_waits_while_other_adapters_have_all_slots(is_overlapped: bool)
 
 @pytest.mark.parametrize("pinned", [(), ("a", "b", "c"), (LATE, "a", "b", "c")], ids=len)
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_no_batch_has_more_than_it_can_hold_and_nobody_waits_for_ever(
-    is_overlapped: bool, pinned: tuple[str, ...]
-) -> None:
+def test_no_batch_has_more_than_it_can_hold_and_nobody_waits_for_ever(is_overlapped, pinned):
     rng = random.Random(len(pinned))
     slots = Slots(rng, *pinned)
     scheduler = scheduler_of(slots, is_overlapped=is_overlapped)
@@ -207,9 +205,7 @@ class OtherRank(Ranks):
 
 @pytest.mark.parametrize("is_well", [False, True])
 @pytest.mark.parametrize("broken", [None, "folder", "invocation", "load"])
-def test_all_ranks_have_a_new_adapter_or_none_has(
-    adapter: Path, tmp_path: Path, broken: str | None, is_well: bool
-) -> None:
+def test_all_ranks_have_a_new_adapter_or_none_has(adapter, tmp_path, broken, is_well):
     """All ranks read the same adapters, whichever rank failed, and at whichever step."""
     hooks = hooks_of(OtherRank(is_well=is_well))
     models = hooks.models

@@ -81,9 +81,7 @@ def test_files_of_a_server_are_read_by_the_next_one_and_by_itself_after_a_restar
     assert again.ids == first.ids
 
 
-def test_servers_share_a_directory_of_hicache(
-    models: Checkpoints, profile: str, tmp_path: Path
-) -> None:
+def test_servers_share_a_directory_of_hicache(models, profile, tmp_path):
     store = tmp_path / "store"
     settings = {
         "profiles": [profile],
@@ -164,9 +162,7 @@ def test_adapter_that_read_its_base_exactly_hands_it_on(adapters: Team) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "a tenant"])
-def test_approximate_kv_of_an_adapter_has_a_namespace_of_its_own(
-    adapters: Team, key: str | None
-) -> None:
+def test_approximate_kv_of_an_adapter_has_a_namespace_of_its_own(adapters, key):
     tokens = prompt(200, seed=30)
     adapters.ask(BASE, tokens, max_new_tokens=1, extra_key=key)
     read = adapters.ask("first", tokens, extra_key=key)

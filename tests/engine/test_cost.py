@@ -177,9 +177,7 @@ def test_a_meter_knows_what_it_has_seen() -> None:
         ([Span(7, 8)], False),
     ],
 )
-def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
-    blocks: list[Span], is_measured: bool
-) -> None:
+def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(blocks, is_measured):
     """Refreshed layers beside it would count as the block's."""
     ran = []
     meter = Meter("cpu", 4, 96, SHAPE)
@@ -232,9 +230,7 @@ def test_a_fetch_costs_until_its_end_is_seen() -> None:
         pytest.param("new", 2.3, id="an unknown model as all that ran, without what warmed up"),
     ],
 )
-def test_a_mean_prefill_is_what_the_models_passes_took_together(
-    model: str | None, full_s: float
-) -> None:
+def test_a_mean_prefill_is_what_the_models_passes_took_together(model, full_s):
     now_s = [0.0]
     meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
     assert meter.mean_prefill_s(Span(0, 96), model) is None

@@ -74,9 +74,7 @@ def test_this_installation_is_well(capsys: Any) -> None:
     ]
 
 
-def test_what_is_wrong_is_told_with_its_remedy(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_told_with_its_remedy(capsys, monkeypatch):
     monkeypatch.setattr(probe, "compare", lambda _root: ([], ["a.b has another source"]))
     monkeypatch.setattr(checks, "version", lambda name: "0.5.22")
     monkeypatch.setattr(checks, "entry_points", lambda group: [])
@@ -132,9 +130,7 @@ def test_a_configuration_that_would_work(tmp_path: Path, capsys: Any) -> None:
         ({"profiles": ["no.json"]}, "settings", "no.json"),
     ],
 )
-def test_a_configuration_that_would_not(
-    tmp_path: Path, settings: dict[str, Any], name: str, words: str
-) -> None:
+def test_a_configuration_that_would_not(tmp_path, settings, name, words):
     results = checked(tmp_path, **settings)
     assert not results[name].ok and words in results[name].found and results[name].remedy
     assert [it.ok for it in results.values()].count(False) == 1
@@ -143,9 +139,7 @@ def test_a_configuration_that_would_not(
 @pytest.mark.parametrize(
     ("flag", "is_well"), [("tp-size", False), ("tensor-parallel-size", False), ("port", True)]
 )
-def test_each_rank_takes_as_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, is_well: bool
-) -> None:
+def test_each_rank_takes_as_much(tmp_path, monkeypatch, flag, is_well):
     monkeypatch.setattr("profiles.environment.free_memory_bytes", lambda: 3 << 29)
     disk = {"disk_path": str(tmp_path / "disk"), "disk_gb": 1.0}
     monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
@@ -157,9 +151,7 @@ def test_each_rank_takes_as_much(
 
 
 @pytest.mark.parametrize("folder", [".", "rank0"])
-def test_what_is_on_disk_already_needs_no_more_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_what_is_on_disk_already_needs_no_more_room(tmp_path, monkeypatch, folder):
     monkeypatch.setattr(checks.psutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 29))
     disk = tmp_path / "disk"
     Directory(disk, None).close()
@@ -172,9 +164,7 @@ def test_what_is_on_disk_already_needs_no_more_room(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_disk_of_another_process_is_told_and_a_free_one_stays_as_it_was(tmp_path, ranks):
     disk, change = tmp_path / "a/disk", {"tp-size": ranks}
     folder = disk / "rank1" if ranks > 1 else disk
     with closing(Directory(folder, None)):
@@ -256,9 +246,7 @@ def test_pages_of_a_file(tmp_path: Path, page_size: Any, words: str) -> None:
         ("unified-cache-external-linker-backend", "mooncake", 'no unified-.*-backend: "dynamic"'),
     ],
 )
-def test_a_file_with_which_droidspeak_would_be_off(
-    tmp_path: Path, name: str, value: Any, words: str
-) -> None:
+def test_a_file_with_which_droidspeak_would_be_off(tmp_path, name, value, words):
     (results,) = checked(tmp_path, {name: value}).values()
     assert not results.ok and re.search(words, results.found) and results.remedy
 
@@ -274,9 +262,7 @@ def test_a_file_with_which_droidspeak_would_be_off(
         ("page-size", "page-sise", "page-sise, which SGLang does not know; did you mean page-size"),
     ],
 )
-def test_a_mistyped_name_is_told_with_the_right_one(
-    tmp_path: Path, old: str, new: str, words: str
-) -> None:
+def test_a_mistyped_name_is_told_with_the_right_one(tmp_path, old, new, words):
     path = configured(tmp_path)
     path.write_text(path.read_text().replace(old, new))
     (results,) = checks.configuration(path)
@@ -523,9 +509,7 @@ def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path, capsys: Any) -> No
         ({"peft_type": "IA3"}, "foundation", "peft_type = 'IA3'"),
     ],
 )
-def test_a_folder_that_is_no_adapter_of_a_base_is_one_line(
-    tmp_path: Path, capsys: Any, settings: dict[str, Any], base: str, words: str
-) -> None:
+def test_a_folder_that_is_no_adapter_of_a_base_is_one_line(tmp_path, capsys, settings, base, words):
     folder = str(changed_adapter(tmp_path, **settings))
     assert main(["doctor", "--adapter", folder, "--model", str(WEIGHTS / base)]) != 0
     output = capsys.readouterr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from engine_parts import CPU, PAGE, SLOW_DEVICE, Answer, Watcher, answer, prompt
@@ -62,9 +61,7 @@ def test_settings_of_blocks_are_refused(setting: dict[str, object]) -> None:
         for it in FAMILIES.values()
     ],
 )
-def test_a_model_reads_its_own_kv_and_an_activated_adapter_its_bases(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_model_reads_its_own_kv_and_an_activated_adapter_its_bases(family, tmp_path):
     """Both in one server after a flush of its device, and in another that has computed nothing."""
     config = shape(family, layers=4, hidden=256, heads=4, kv_heads=2)
     if getattr(config, "sliding_window", None) is not None:

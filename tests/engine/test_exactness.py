@@ -245,9 +245,7 @@ def test_approximate_kv_is_never_on_offer(trio: Team) -> None:
     assert trio.watcher.num_pages(longer, trio.models.whole[RECEIVER]) == 0
 
 
-def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(
-    trio: Team,
-) -> None:
+def test_a_head_that_prompts_share_is_computed_and_makes_no_answer_approximate(trio):
     """Two pages. The first prompt has loaded them, before anything was known of a head."""
     shared = prompt(40, seed=31)
     asked = [[*shared, *prompt(120, seed=32 + number)] for number in range(4)]

@@ -7,7 +7,6 @@ import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,9 +120,7 @@ def test_an_aborted_request_is_explained(labels: Labels) -> None:
         ({"controls": {"florp": 1}}, "bad_controls", None),
     ],
 )
-def test_what_a_request_was_chosen_from(
-    settings: Any, outcome: str, reasons: set[str] | None
-) -> None:
+def test_what_a_request_was_chosen_from(settings, outcome, reasons):
     _, decision = planned(**settings)
     assert getattr(decision, "outcome", "plan") == outcome
     seen = decision.considered
@@ -177,9 +174,7 @@ def test_a_pair_on_probation_is_named(labels: Labels) -> None:
         (OTHER.model_id, f"--sender PATH_OF_{OTHER.model_id}"),
     ],
 )
-def test_a_missing_profile_comes_with_the_command_that_makes_it(
-    labels: Labels, sender: ModelId, remedy: str
-) -> None:
+def test_a_missing_profile_comes_with_the_command_that_makes_it(labels, sender, remedy):
     asked = with_an_adapter(labels)
     asked._cache.names.call(S, "elsewhere")
     considered = Considered(DEMAND, [match(sender)], MEASURED)
@@ -282,9 +277,7 @@ def server() -> Iterator[SimpleNamespace]:
         yield state
 
 
-def test_the_command_asks_and_prints(
-    server: SimpleNamespace, labels: Labels, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_command_asks_and_prints(server, labels, tmp_path, capsys):
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
     page = explained(Label(measured, 161, seen, is_answered=True), PAGE, PROFILES)

@@ -247,9 +247,7 @@ def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("cause", ["stopped", "black hole", "killed"])
-def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
-    pair: Pair, cause: str
-) -> None:
+def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(pair, cause):
     """A full prefill at most, as it would save no more, and after some such fetches nothing."""
     tokens = pair.silent.tokens
     by_name = {"block": "none", "sender": read_model_identity(pair.models["receiver"]).model_id}

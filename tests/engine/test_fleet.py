@@ -365,9 +365,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, hos
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_server_is_asked_itself_whatever_proxy_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_a_server_is_asked_itself_whatever_proxy_there_is(tmp_path, monkeypatch, host):
     class Ready(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/ready" else 404)

@@ -138,9 +138,7 @@ def let_through(folder: Path, *bad: tuple[int, int]) -> Path:
     return folder / "profile.json"
 
 
-def test_a_plan_that_loses_more_than_allowed_is_taken_out_of_service(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_loses_more_than_allowed_is_taken_out_of_service(tmp_path, capsys):
     with served(tmp_path, let_through(tmp_path, (4, 5)), shadow_rate=1.0) as pair:
         asked = prompts(num=21)
         pair.read(asked)
@@ -200,9 +198,7 @@ def in_coordinates_of_its_own(weights: dict[str, Tensor], config: LlamaConfig) -
         pytest.param(in_coordinates_of_its_own, "biographies", id="checkpoint"),
     ],
 )
-def test_drift_is_found_within_200_reused_requests(
-    change: Change | None, task: str, tmp_path: Path
-) -> None:
+def test_drift_is_found_within_200_reused_requests(change, task, tmp_path):
     """By what the shipped profile allows; one in twenty is compared at first. Afterwards answers
     are full prefill's.
 

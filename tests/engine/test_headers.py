@@ -73,9 +73,7 @@ def client() -> TestClient:
         ("no_profile", "unsupported"),
     ],
 )
-def test_an_answer_says_its_outcome(
-    client: TestClient, path: str, outcome: str, status: str
-) -> None:
+def test_an_answer_says_its_outcome(client, path, outcome, status):
     label = {"outcome": outcome, "exact": outcome != "reused"}
     headers = client.post(path, json=label).headers
     assert (headers[OUTCOME], headers[EXACT]) == (outcome, str(label["exact"]).lower())

@@ -180,9 +180,7 @@ def test_a_step_counts_a_head_in_full_and_never_loads_a_head_only() -> None:
 
 
 @pytest.mark.parametrize(("num_approximate", "reads"), [(2, False), (3, True)])
-def test_a_request_for_which_the_device_has_a_head_only_computes_exact_kv(
-    num_approximate: int, reads: bool
-) -> None:
+def test_a_request_for_which_the_device_has_a_head_only_computes_exact_kv(num_approximate, reads):
     """Others may then read all of it."""
     cache, req = Asked(held=Held(0, num_approximate)), request()
     waiting, _ = waiting_with(cache)

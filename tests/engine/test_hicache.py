@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +188,7 @@ def remove(file: Path, _other: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("page", [0, 5])
-def test_what_is_wrong_is_a_miss(
-    tmp_path: Path, harm: Callable[[Path, Path], None], counted: str, page: int
-) -> None:
+def test_what_is_wrong_is_a_miss(tmp_path, harm, counted, page):
     pages = prompt(0)
     step = Step(Kind.KV, 1)
     with open_cache(tmp_path) as sender:
@@ -212,9 +209,7 @@ def test_what_is_wrong_is_a_miss(
         assert receiver.status().staging_bytes_in_use == 0
 
 
-def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_reads_is_told_before_all_that_is_lost_with_it_is_forgotten(tmp_path, monkeypatch):
     """The queue may be long, and its time is not the backend's."""
     pages, may_forget = prompt(0), threading.Event()
     forget = RemoteEntries.drop_in_slices
@@ -285,9 +280,7 @@ def test_what_is_loaded_without_e_hides_none_that_is_there(num_loaded: int, num_
 
 
 @pytest.mark.parametrize("lost_layer", [0, FAMILY.num_layers - 1])
-def test_pages_that_are_not_whole_are_not_found_and_are_written_again(
-    tmp_path: Path, lost_layer: int
-) -> None:
+def test_pages_that_are_not_whole_are_not_found_and_are_written_again(tmp_path, lost_layer):
     """The first written goes first from a backend that drops the oldest; the last, in a crash."""
     pages = prompt(0)
     with open_cache(tmp_path) as first:
@@ -390,16 +383,12 @@ def test_the_tree_shows_no_more_than_a_bound(monkeypatch: pytest.MonkeyPatch) ->
         ("aibrix", {}, "cannot be loaded"),
     ],
 )
-def test_a_backend_that_cannot_work_is_refused(
-    name: str, config: dict[str, str], named: str
-) -> None:
+def test_a_backend_that_cannot_work_is_refused(name, config, named):
     with pytest.raises(ConfigError, match=named):
         check_backend(name, config)
 
 
-def test_the_folder_of_the_file_backend_is_this_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_the_file_backend_is_this_users_alone(tmp_path, monkeypatch):
     """SGLang's own folder belongs to the user who made it first, and all users may read it."""
     with pytest.raises(ConfigError, match="file_storage_path is None; name a folder"):
         check_backend("file", {})
@@ -425,9 +414,7 @@ def test_the_folder_of_the_file_backend_is_this_users_alone(
 
 
 @pytest.mark.parametrize("config", [{}, {"plugin": {"gds": {"active": True}}}], ids=["auto", "gds"])
-def test_the_folders_of_nixl_are_this_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
-) -> None:
+def test_the_folders_of_nixl_are_this_users_alone(tmp_path, monkeypatch, config):
     """SGLang's default for files is a folder that all users may read."""
     monkeypatch.setitem(StorageBackendFactory._registry["nixl"], "loader", lambda: None)
     check_backend("nixl", {"plugin": {"obj": {"active": True}}})

@@ -128,9 +128,7 @@ def test_a_full_backend_is_read_and_soon_not_written() -> None:
         assert num_there(cache, prompt(1)) == 0
 
 
-def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(monkeypatch):
     monkeypatch.setattr("cachetree.tier._MAX_WRITE_S", 0.05)
 
     def slowly(call: str) -> None:
@@ -144,9 +142,7 @@ def test_a_backend_that_takes_longer_than_entries_are_kept_for_it_is_left_alone(
         eventually(lambda: tier_of(cache).status().is_writing_paused)
 
 
-def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_entry_that_takes_longer_than_its_lease_is_written_part_by_part(monkeypatch):
     monkeypatch.setattr(tier, "PART_BYTES", 8 * PAGE_TOTAL)
     now = [0.0]
 
@@ -219,9 +215,7 @@ def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("call_s", "is_paused"), [(0.09, False), (0.12, True)])
-def test_what_pauses_reading_is_late_answers_not_long_prompts(
-    call_s: float, is_paused: bool
-) -> None:
+def test_what_pauses_reading_is_late_answers_not_long_prompts(call_s, is_paused):
     now = [0.0]
 
     def slowly(_call: str) -> None:

@@ -309,9 +309,7 @@ def test_nobody_hears_of_tenants_and_of_what_is_one_requests_own(keeper: Keeper)
         assert about(req(**fields), 0, 2) is None, fields
 
 
-def test_while_nobody_takes_events_only_so_many_wait(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_nobody_takes_events_only_so_many_wait(keeper, monkeypatch):
     monkeypatch.setattr(store_events, "MAX_WAITING", 2)
     for seed in range(5):
         tokens = prompt(3 * PAGE, seed)

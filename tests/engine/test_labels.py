@@ -98,9 +98,7 @@ def test_an_answer_names_the_sender_where_the_server_knows_its_name(counts: Coun
 
 
 @pytest.mark.parametrize("is_approximate", [False, True])
-def test_it_is_exact_where_what_it_read_was(
-    labels: Labels, counts: Counts, is_approximate: bool
-) -> None:
+def test_it_is_exact_where_what_it_read_was(labels, counts, is_approximate):
     """Whatever became of its plan: where it reads there may be another's."""
     req = request()
     labels.note(req, RequestProvenance(outcome="no_match"))
@@ -111,9 +109,7 @@ def test_it_is_exact_where_what_it_read_was(
 
 
 @pytest.mark.parametrize("num_answered", [0, 2])
-def test_the_servers_own_requests_are_told_and_not_counted(
-    labels: Labels, counts: Counts, num_answered: int
-) -> None:
+def test_the_servers_own_requests_are_told_and_not_counted(labels, counts, num_answered):
     req = request()
     req.sampling_params.custom_params = {asking.ANSWERED: num_answered}
     labels.note(req, RequestProvenance(outcome="off"))
@@ -126,9 +122,7 @@ def test_the_servers_own_requests_are_told_and_not_counted(
     ("status", "has_http", "is_counted"),
     [("Starting", True, False), ("Up", True, True), ("Starting", False, True)],
 )
-def test_requests_of_sglangs_warm_up_are_not_counted(
-    labels: Labels, counts: Counts, status: str, has_http: bool, is_counted: bool
-) -> None:
+def test_requests_of_sglangs_warm_up_are_not_counted(labels, counts, status, has_http, is_counted):
     """SGLang marks them by nothing but its status; without HTTP that is never Up."""
     manager, sent = SimpleNamespace(server_status=ServerStatus[status]), object()
     alone = {"temperature": 0, "custom_params": {KEY: {"mode": "off"}}}
@@ -154,9 +148,7 @@ def test_a_request_that_never_invokes_its_adapter_says_so_and_is_counted() -> No
 
 
 @pytest.mark.parametrize("custom", [{"droidspeak_answered": 2}, 5, "x", [1], None], ids=str)
-def test_a_users_request_is_counted_whatever_its_custom_params(
-    labels: Labels, counts: Counts, custom: Any
-) -> None:
+def test_a_users_request_is_counted_whatever_its_custom_params(labels, counts, custom):
     req = request()
     req.sampling_params.custom_params = custom
     labels.note(req, RequestProvenance(outcome="off"))
@@ -165,9 +157,7 @@ def test_a_users_request_is_counted_whatever_its_custom_params(
     assert asking.num_answered(req) == 0
 
 
-def test_a_long_id_is_neither_kept_nor_logged(
-    labels: Labels, counts: Counts, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_id_is_neither_kept_nor_logged(labels, counts, caplog):
     caplog.set_level(logging.INFO, "droidspeak.request")
     for rid in ("r" * 256, "a\nb" * 9999):
         req = request(rid)
@@ -228,9 +218,7 @@ def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts:
     assert counts.outcomes == {"aborted": 3}
 
 
-def test_what_was_aborted_after_it_read_says_so_and_is_counted_as_aborted(
-    labels: Labels, counts: Counts
-) -> None:
+def test_what_was_aborted_after_it_read_says_so_and_is_counted_as_aborted(labels, counts):
     early, late = request(finished_reason=FINISH_ABORT()), request()
     labels.note(early, reused())
     labels.report([early, late])
@@ -251,9 +239,7 @@ def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labe
 
 
 @pytest.mark.parametrize(("extend_end", "is_exact"), [(None, True), (2, False)])
-def test_what_was_aborted_before_it_read_anything_is_exact(
-    labels: Labels, counts: Counts, extend_end: int | None, is_exact: bool
-) -> None:
+def test_what_was_aborted_before_it_read_anything_is_exact(labels, counts, extend_end, is_exact):
     """This holds in the queue. In the middle of its prefill it has read KV of SGLang's tree."""
     req = request(extend_end=extend_end)
     prefixes.move(req, approximate=True)
@@ -338,9 +324,7 @@ def ask(labels: Labels, mode: str, provenance: RequestProvenance, max_new_tokens
     return req
 
 
-def test_a_reuse_that_became_a_full_prefill_is_logged(
-    labels: Labels, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reuse_that_became_a_full_prefill_is_logged(labels, caplog):
     caplog.set_level(logging.INFO, "droidspeak.request")
     for outcome in ("reused", "no_match", "fallback: StaleEntry"):
         req = request()

@@ -99,9 +99,7 @@ def test_the_last_models_of_a_chain_are_remembered(step: Step) -> None:
     assert [*heirs] == names_of(*models[2:-1]) and len(heirs) == MAX_REMEMBERED
 
 
-def test_weights_that_are_served_in_another_type_than_they_are_stored_in_are_refused(
-    step: Step,
-) -> None:
+def test_weights_that_are_served_in_another_type_than_they_are_stored_in_are_refused(step):
     stored = step(0.0)
     refuse.check_stored_type(stored, "F32")
     with pytest.raises(ConfigError, match=r"weight is F32 in the checkpoint and BF16 when"):

@@ -267,9 +267,7 @@ def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("adopts", [False, True, torch.OutOfMemoryError("a test")], ids=repr)
-def test_what_is_loaded_without_e_is_the_requests_to_tell(
-    rig: Rig, adopts: bool | Exception, fails: bool
-) -> None:
+def test_what_is_loaded_without_e_is_the_requests_to_tell(rig, adopts, fails):
     """Tokens that a full prefill has computed instead have E."""
     request = rig.loading(num_landed=0 if fails else None)
     request.load.plan, source = replace(PLAN, sender=PLAN.receiver), request.load.source
@@ -285,9 +283,7 @@ def test_what_is_loaded_without_e_is_the_requests_to_tell(
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_recompute_that_starts_from_another_models_e_has_no_e_of_its_own(
-    rig: Rig, is_exact: bool
-) -> None:
+def test_recompute_that_starts_from_another_models_e_has_no_e_of_its_own(rig, is_exact):
     request = rig.loading()
     request.load.plan = replace(PLAN, sender=PLAN.receiver if is_exact else PLAN.sender)
     assert rig.end(rig.launch(request))
@@ -295,9 +291,7 @@ def test_recompute_that_starts_from_another_models_e_has_no_e_of_its_own(
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-def test_layers_are_told_whether_their_e_is_the_own_models(
-    monkeypatch: pytest.MonkeyPatch, is_exact: bool
-) -> None:
+def test_layers_are_told_whether_their_e_is_the_own_models(monkeypatch, is_exact):
     forward_batch = SimpleNamespace()
     monkeypatch.setattr(partial_prefill, "replay_of", lambda *_: forward_batch)
     monkeypatch.setattr(partial_prefill, "prepared", lambda *_: nullcontext())
@@ -354,9 +348,7 @@ def test_kv_of_another_model_is_told_as_such_and_takes_over_no_e(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("breaks_at", [0, 2])
-def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks_at: int
-) -> None:
+def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(rig, monkeypatch, caplog, breaks_at):
     """The forward waits for each layer, as SGLang's pool does; after the first layers it runs."""
 
     def record(self: Copies, index: int, layer: int) -> None:
@@ -384,9 +376,7 @@ def test_a_loader_that_dies_ends_no_forward_and_no_later_batch(
     assert "droidspeak-loader" in line and "CUDA error: a test" in line
 
 
-def test_a_loader_that_died_before_a_forward_costs_a_full_prefill(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_that_died_before_a_forward_costs_a_full_prefill(rig, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Copies, "record", lambda *_: 1 / 0)
         rig.end(rig.loader.start([rig.loading().load]))
@@ -409,9 +399,7 @@ def test_a_server_whose_loader_died_is_off_on_all_ranks(has_died_here: bool) -> 
 
 
 @pytest.mark.parametrize("failing", [0, 1, None])
-def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(
-    rig: Rig, failing: int | None
-) -> None:
+def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(rig, failing):
     """The order is that of SGLang's overlap schedule; memory runs out in one of the two."""
     requests, indices = [rig.loading(), rig.loading()], []
     for number, one in enumerate(requests):
@@ -488,9 +476,7 @@ def test_what_ends_a_fetch_while_its_forward_waits_is_the_cause(hasty: Rig) -> N
 
 
 @pytest.mark.parametrize(("num_landed", "share"), [(3, 0.0), (2, 0.525), (1, 1.0), (0, 1.0)])
-def test_a_forward_waits_at_most_as_long_as_the_fetch_took(
-    hasty: Rig, num_landed: int, share: float
-) -> None:
+def test_a_forward_waits_at_most_as_long_as_the_fetch_took(hasty, num_landed, share):
     """After one step in three, the rest would take twice as long."""
     request, waits_s = hasty.loading(num_landed), []
     source = request.source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,9 +56,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("num_loaded", [0, 1, 4])
-def test_pages_are_stored_with_e_unless_pages_before_them_were_loaded_without(
-    num_loaded: int,
-) -> None:
+def test_pages_are_stored_with_e_unless_pages_before_them_were_loaded_without(num_loaded):
     config = CacheConfig(host_bytes=1 << 20, staging_bytes=1 << 16, serves=False)
     with Cache(FAMILY, config) as cache:
         rig = Rig(cache)
@@ -79,9 +76,7 @@ def test_pages_that_follow_stored_ones_are_copied_from_their_own_slots() -> None
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_e_of_loaded_pages_is_brought_from_disk_for_what_follows(
-    tmp_path: Path, num_before: int
-) -> None:
+def test_e_of_loaded_pages_is_brought_from_disk_for_what_follows(tmp_path, num_before):
     disk = {"disk_path": str(tmp_path), "disk_bytes": 1 << 20}
     config = CacheConfig(host_bytes=1 << 20, staging_bytes=1 << 16, serves=False, **disk)
     with Cache(FAMILY, config) as cache:

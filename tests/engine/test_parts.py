@@ -253,9 +253,7 @@ def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None
     ("sender", "location", "outcome"),
     [("r", LOCAL, "own"), ("r", DISK, "own"), ("r", "tcp://far", "reused"), ("s", LOCAL, "reused")],
 )
-def test_what_a_model_reads_of_its_own_here_is_called_own(
-    sender: str, location: str, outcome: str
-) -> None:
+def test_what_a_model_reads_of_its_own_here_is_called_own(sender, location, outcome):
     request = loading_request()
     plan = replace(request.load.plan, sender=ModelId(sender), location=Location(location))
     assert outcome_of(plan) == outcome

@@ -33,9 +33,7 @@ def serving(address: str, family: Family = FAMILY) -> Cache:
     return Cache(family, CacheConfig(worker=WorkerConfig(listen=address), host_bytes=1 << 20))
 
 
-def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("cachetree.peer"), "filters", [])
     address = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     other = msgspec.structs.replace(FAMILY, page_size=2)
@@ -65,9 +63,7 @@ def info() -> Iterator[SimpleNamespace]:
         yield state
 
 
-def test_the_command_shows_states_and_errors(
-    info: SimpleNamespace, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_shows_states_and_errors(info, capsys, monkeypatch):
     """Whatever proxy the environment names."""
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)

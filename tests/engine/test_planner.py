@@ -95,9 +95,7 @@ def planned(
     ("min_tokens", "num_pages", "is_enough"),
     [(1, 1, True), (96, 6, True), (97, 6, False), (111, 6, False), (111, 7, True), (113, 7, False)],
 )
-def test_fewer_tokens_than_the_least_are_not_loaded(
-    min_tokens: int, num_pages: int, is_enough: bool
-) -> None:
+def test_fewer_tokens_than_the_least_are_not_loaded(min_tokens, num_pages, is_enough):
     """Also where the least is no whole number of pages."""
     decision = plan(num_pages, sender=R, min_tokens=min_tokens)
     assert hasattr(decision, "plan") == is_enough
@@ -160,9 +158,7 @@ def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
     ("exact", "approximate", "saves"),
     [(0, 0, True), (4, 0, True), (7, 0, True), (8, 0, False), (0, 9, True), (10, 0, False)],
 )
-def test_at_admission_counts_what_the_device_has_by_then(
-    exact: int, approximate: int, saves: bool
-) -> None:
+def test_at_admission_counts_what_the_device_has_by_then(exact, approximate, saves):
     """[3, 6) from page 0 on recomputes two layers of ten, as much as two pages take in full, and
     gives up what exact KV the device has."""
     planner, decision = planned()
@@ -194,9 +190,7 @@ def test_a_request_names_the_peer_to_look_at_first(peer: str | None) -> None:
 @pytest.mark.parametrize(
     ("location", "fixed_s", "saving_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
 )
-def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(
-    location: Location, fixed_s: float, saving_s: float
-) -> None:
+def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(location, fixed_s, saving_s):
     """Ten pages of this model take 1.6 s in full; what is read in place is there at once."""
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=fixed_s)})
     decision = plan(sender=R, location=location, costs=costs, notice_s=0.2)
@@ -216,9 +210,7 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
     ("location", "staging_gb", "is_taken"),
     [(FAR, 0.04, True), (FAR, 0.005, False), (LOCAL, 0.0, True)],
 )
-def test_what_no_staging_will_hold_is_not_waited_for(
-    location: Location, staging_gb: float, is_taken: bool
-) -> None:
+def test_what_no_staging_will_hold_is_not_waited_for(location, staging_gb, is_taken):
     """Four pages take 36 MB by the recommended block, and 8 at least; what is here is read in
     place."""
     decision = plan(location=location, staging_gb=staging_gb, min_tokens=4 * PAGE)
@@ -231,9 +223,7 @@ def test_what_no_staging_will_hold_is_not_waited_for(
 @pytest.mark.parametrize(
     ("num_there", "location", "num_taken"), [(0, FAR, 9), (6, FAR, 9), (10, LOCAL, 10)]
 )
-def test_what_fits_into_the_staging_competes_with_what_is_there(
-    num_there: int, location: Location, num_taken: int
-) -> None:
+def test_what_fits_into_the_staging_competes_with_what_is_there(num_there, location, num_taken):
     """[3, 6) of ten pages is 90 MB of 86."""
     planner, _ = planned(staging_gb=0.08)
     matches = [
@@ -271,9 +261,7 @@ def would_save_s(
     ("sender", "exactly", "saves"),
     [(R, True, True), (R, False, True), (S, False, True), (S, True, False), (O, False, False)],
 )
-def test_request_waits_for_pages_that_it_may_read(
-    sender: ModelId, exactly: bool, saves: bool
-) -> None:
+def test_request_waits_for_pages_that_it_may_read(sender, exactly, saves):
     """The own model's, or those of a model with a profile unless the request stays exact."""
     planner, _ = planned(10)
     assert (would_save_s(planner, 10, sender, exactly=exactly) > 0) == saves
@@ -281,9 +269,7 @@ def test_request_waits_for_pages_that_it_may_read(
 
 @pytest.mark.parametrize("lora_id", [None, "x"])
 @pytest.mark.parametrize("approximate", [False, True])
-def test_pages_on_the_device_in_the_own_namespace_are_no_match(
-    lora_id: str | None, approximate: bool
-) -> None:
+def test_pages_on_the_device_in_the_own_namespace_are_no_match(lora_id, approximate):
     """SGLang finds them itself, wherever the request reads now."""
     planner, _ = planned(10)
     planner.asked.lora_id = planner.asked.extra_key = lora_id
@@ -350,9 +336,7 @@ def test_nobody_waits_for_what_the_device_has(held: Held, saved_s: float) -> Non
     [(R, 0, 1.28), (R, 2, 0.96), (R, 9, None), (S, 2, 1.024), (S, 9, 0.128)],
 )
 @pytest.mark.parametrize("block", [None, "3:6"])
-def test_who_has_a_plan_waits_for_what_more_would_save(
-    block: str | None, sender: ModelId, num_there: int, waits_s: float | None
-) -> None:
+def test_who_has_a_plan_waits_for_what_more_would_save(block, sender, num_there, waits_s):
     """This model's own pages are loaded at once, at .16 s each, and the other's for .128."""
     planner, _ = planned(controls={"block": block})
     match_here = match(sender, num_there, LOCAL, dict.fromkeys(ALL_E, num_there))
@@ -406,9 +390,7 @@ def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
 
 
 @pytest.mark.parametrize("has_blocks", [True, False])
-def test_a_class_without_blocks_is_offered_no_sender_that_differs_at_a_layer(
-    has_blocks: bool,
-) -> None:
+def test_a_class_without_blocks_is_offered_no_sender_that_differs_at_a_layer(has_blocks):
     planner, _ = planned(10)
     planner._server.has_blocks = has_blocks
     planner._models.first_differences = lambda _lora_id: {"differs": 3, "is the same": 10}

@@ -303,9 +303,7 @@ def test_all_places_together_have_a_bound(shelf: Shelf) -> None:
     assert shelf.tree.match(pages_of(8, 900))
 
 
-def test_of_places_without_number_the_one_longest_unused_is_forgotten(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_places_without_number_the_one_longest_unused_is_forgotten(shelf, monkeypatch):
     """Activated adapters make such places: one for each token at which they are invoked."""
     monkeypatch.setattr(pool_module, "_MAX_PLACES", 3)
     pages = pages_of(2)
@@ -316,9 +314,7 @@ def test_of_places_without_number_the_one_longest_unused_is_forgotten(
     assert not shelf.tree.match(pages)
 
 
-def test_to_note_again_what_is_noted_costs_no_more_than_a_look(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_to_note_again_what_is_noted_costs_no_more_than_a_look(shelf, monkeypatch):
     """At each insertion of a long prompt, on the scheduler's thread."""
     pages = pages_of(6)
     shelf.insert(pages)
@@ -389,9 +385,7 @@ def load(models: Models, lora_id: str, folder: Path, meanwhile: Callable[[], obj
         models.settle(Ranks(None))
 
 
-def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
-    model: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(model, tmp_path):
     models = Models(Named(BASE), 4, lambda folder: ModelId(folder.name))
     folder = write_adapter(tmp_path / "a", model)
     load(models, "same", folder, lambda: None)
@@ -438,9 +432,7 @@ def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) ->
     assert (models.of("kept"), models.of("dropped")) == ("a", None)
 
 
-def test_an_adapter_that_cannot_be_read_is_unknown(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_that_cannot_be_read_is_unknown(model, tmp_path, caplog):
     def identify(_folder: Path) -> ModelId:
         return sorted(["q_proj", 1])[0]  # type: ignore[list-item, return-value]
 
@@ -517,9 +509,7 @@ def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd)
         crowd.leaders.clear()
 
 
-def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
-    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(crowd, monkeypatch):
     """Each step of the scheduler would be longer by all that wait."""
     pages, leader = pages_of(4), request("1")
     follow(crowd.leaders, leader, pages)
@@ -534,9 +524,7 @@ def test_whether_a_leader_has_left_its_pages_is_asked_for_its_followers_alone(
     assert follow(crowd.leaders, request("4", "x"), common) is None, "these are there"
 
 
-def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(
-    crowd: Crowd,
-) -> None:
+def test_of_the_leaders_of_one_model_only_the_one_with_most_in_common_is_weighed(crowd):
     """Each new request would take longer by all that lead."""
     weighed: list[Any] = []
     planner: Any = SimpleNamespace(
@@ -627,9 +615,7 @@ def test_no_extra_key_of_a_user_names_approximate_kv(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("is_activated", [False, True])
 @pytest.mark.parametrize("tenant", ["", "tenant"])
-def test_no_extra_key_of_a_user_names_an_adapters_kv(
-    model: Path, tmp_path: Path, core: str, is_activated: bool, tenant: str
-) -> None:
+def test_no_extra_key_of_a_user_names_an_adapters_kv(model, tmp_path, core, is_activated, tenant):
     """SGLang joins key and id, and who has read the adapter's name and path can tell the id."""
     lora_id, prompt = LoRARef.deterministic_id("sql", "/models/sql"), random_prompt(4 * PAGE, 1)
     models = Models(Named(BASE), 4, lambda _folder: ADAPTED)

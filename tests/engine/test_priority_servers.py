@@ -167,9 +167,7 @@ def same(first: Answer, second: Answer) -> bool:
 
 
 @pytest.mark.parametrize("tokens", [DOCUMENTS[0], PLAIN[0]], ids=["reused", "plain"])
-def test_who_is_held_displaces_another_once_fetched_and_no_sooner(
-    rig: Rig, tokens: list[int]
-) -> None:
+def test_who_is_held_displaces_another_once_fetched_and_no_sooner(rig, tokens):
     """A displaced request gets its KV by fetch or computation, and continues as before."""
     alone = rig.alone(tokens, max_new_tokens=300, top_logprobs_num=2)
     top = alone.meta["output_top_logprobs"]

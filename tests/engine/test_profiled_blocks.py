@@ -209,9 +209,7 @@ def assert_same_tokens(ids: Tokens, expected: Generated, name: object) -> None:
             return
 
 
-def test_decoded_answers_are_the_servers_and_the_oracles(
-    receiver: Server, profiled: list[Profiled]
-) -> None:
+def test_decoded_answers_are_the_servers_and_the_oracles(receiver, profiled):
     for case in profiled:
         expected, name = oracle_answer(case), (case.question.name, case.block)
         reply = reused(receiver, case, case.prompt, max_new_tokens=MAX_NEW)
@@ -222,9 +220,7 @@ def test_decoded_answers_are_the_servers_and_the_oracles(
         assert reply.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE), name
 
 
-def test_distances_from_full_prefill_are_the_servers_and_the_oracles(
-    pair: Pair, receiver: Server, profiled: list[Profiled]
-) -> None:
+def test_distances_from_full_prefill_are_the_servers_and_the_oracles(pair, receiver, profiled):
     for case in profiled:
         name = (case.question.name, case.block)
         tokens, start = [*case.prompt, *case.own], len(case.prompt)
@@ -262,9 +258,7 @@ def distance(full: Tensor, other: Tensor) -> float:
     return float((full.exp() * (full - other)).sum(-1).mean())
 
 
-def test_every_two_blocks_differ_by_more_than_the_tolerance(
-    drawn: Drawn, profiled: list[Profiled]
-) -> None:
+def test_every_two_blocks_differ_by_more_than_the_tolerance(drawn, profiled):
     """Without this the equalities above could hold for a server that ignores the block."""
     kl: dict[Span, list[float]] = {block: [] for block in drawn.blocks}
     for case in profiled:

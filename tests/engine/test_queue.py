@@ -125,9 +125,7 @@ def names(queue: list[Any]) -> str:
         ("a", "bcd", "xy", "bcd", "axy"),
     ],
 )
-def test_who_is_held_back_keeps_the_place(
-    held: str, admitted: str, retracted: str, seen: str, left: str
-) -> None:
+def test_who_is_held_back_keeps_the_place(held, admitted, retracted, seen, left):
     step = Round("abcd", held)
     assert step.run(admitted, retracted) == left
     assert step.seen == seen

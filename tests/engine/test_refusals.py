@@ -83,9 +83,7 @@ def inserted(
 
 
 @pytest.mark.parametrize(("num_owned", "stored"), [(None, Span(1, 3)), (2, Span(1, 2))])
-def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(
-    num_owned: int | None, stored: Span
-) -> None:
+def test_stored_pages_are_named_for_their_owner_by_its_part_of_the_prompt(num_owned, stored):
     """An adapter's pages have names of their own in SGLang's tree; its cache names all alike."""
     req, base = request(lora_id="a" * 32, extra_key="a" * 32), request()
     own = [page.hex() for page in prefixes.own_pages_of(req, NUM_TOKENS, PAGE)]
@@ -157,9 +155,7 @@ def test_where_nothing_is_stored_a_node_is_let_go_once_and_not_offered_again() -
     inserted(request(), is_stopped=True)[0].assert_called_once_with(None)
 
 
-def test_what_comes_after_a_node_that_is_let_go_is_stored(
-    offloader: Offloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_after_a_node_that_is_let_go_is_stored(offloader, monkeypatch):
     stored: list[Any] = []
     monkeypatch.setattr(Offloader, "_store", lambda _self, it: stored.append(it))
     node = MagicMock()

@@ -109,9 +109,7 @@ def test_adapters_are_read_too(capsys: Any) -> None:
         (["--", "--tp", "two"], "--tp: invalid int value: 'two'"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_starts(
-    started: list[str], capsys: Any, flags: list[str], says: str
-) -> None:
+def test_mistakes_are_one_line_before_anything_starts(started, capsys, flags, says):
     assert main([*MODEL, *flags]) == 1
     said = capsys.readouterr().err
     assert said.startswith("droidspeak: ") and said.count("\n") == 1

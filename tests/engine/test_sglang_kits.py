@@ -17,7 +17,6 @@ import unittest
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import openai
 import pytest
@@ -191,9 +190,7 @@ def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str
         ),
     ],
 )
-def test_sglangs_own_tests_come_out_as_without_the_extension(
-    model: Path, name: str, options: Mapping[str, Any], env: Mapping[str, str], tmp_path: Path
-) -> None:
+def test_sglangs_own_tests_come_out_as_without_the_extension(model, name, options, env, tmp_path):
     found = []
     settings = {"host_gb": 0.1, "capture_layers": [1]}
     for folder, droidspeak in (("without", None), ("with", settings)):

@@ -62,9 +62,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_moved_is_told_in_a_line_each(
-    other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_moved_is_told_in_a_line_each(other, monkeypatch, capsys):
     used = {it: told for it, told in probe.USED.items() if ".Req." in it or ".residual." in it}
     fields = {it: told for it, told in release.FIELDS.items() if it.endswith(".Req")}
     monkeypatch.setattr(probe, "USED", used)
@@ -92,9 +90,7 @@ def test_what_moved_is_told_in_a_line_each(
     ]
 
 
-def test_a_folder_without_sglang_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_sglang_is_refused(tmp_path, capsys):
     assert main(["doctor", "--sglang", str(tmp_path)]) == 1
     assert "has no folder `sglang`" in capsys.readouterr().err
 

@@ -350,9 +350,7 @@ def test_every_answer_by_a_new_pair_is_compared_where_pairs_may_inherit() -> Non
     assert len(manager.heard) == 3
 
 
-def test_a_run_makes_way_for_who_comes_and_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_makes_way_for_who_comes_and_is_tried_again(monkeypatch):
     monkeypatch.setattr(shadows, "_LOOK_S", 0.001)
     manager = Manager(REUSED, guard())
     manager.run_s = 60.0
@@ -442,9 +440,7 @@ def test_a_comparison_that_fails_is_counted_with_the_next(caplog: Any) -> None:
     ("lora_ids", "outcome"),
     [(["v1", "v2"], "off"), (["v1", "v1", "v2"], "off"), (["v1", "v1", "v1"], "updated")],
 )
-def test_an_answer_of_replaced_weights_is_not_compared(
-    lora_ids: list[str], outcome: str, caplog: Any
-) -> None:
+def test_an_answer_of_replaced_weights_is_not_compared(lora_ids, outcome, caplog):
     manager = Manager(REUSED, guard())
     manager.lora_ids, manager.outcome = [*lora_ids, "v3", "v3", "v3"], outcome
     served(manager, asked("r1", lora_path="x"))

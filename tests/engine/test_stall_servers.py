@@ -127,9 +127,7 @@ def beside_decoding(
     return gap_ms, provenance
 
 
-def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(
-    servers: dict[str, Server],
-) -> None:
+def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(servers):
     cases = {
         "alone": (servers["default"], {"mode": "off"}),
         "default": (servers["default"], {"block": BLOCK}),
@@ -152,9 +150,7 @@ def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(
     assert unlimited_ms > 3 * alone_ms, "there is nothing to limit"
 
 
-def test_a_load_that_fails_has_decoding_wait_no_longer_than_twice_that(
-    servers: dict[str, Server],
-) -> None:
+def test_a_load_that_fails_has_decoding_wait_no_longer_than_twice_that(servers):
     """All but its last layer comes at once, so that the rest should come within its recompute."""
     cases = {"alone": {"mode": "off"}, "fails": {"block": "1:3", "sender": STALLING}}
     tokens, server = random_prompt(NUM_SHARED + 1, LATE_SEED), servers["default"]

@@ -145,9 +145,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"gate": "ajar"}, ["gate", "ajar"]),
     ],
 )
-def test_bad_settings_are_refused_with_their_remedy(
-    model: Path, extra: dict[str, Any], words: list[str]
-) -> None:
+def test_bad_settings_are_refused_with_their_remedy(model, extra, words):
     line = refusal(model, extra)
     assert all(word in line for word in words), line
     assert "secret" not in line
@@ -157,9 +155,7 @@ def test_bad_settings_are_refused_with_their_remedy(
     ("device", "free", "is_well"),
     [("cuda", 6.0, False), ("cuda", 6.1, True), ("cpu", 0.1, True)],
 )
-def test_memory_that_all_ranks_page_lock_has_to_be_free(
-    model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free: float, is_well: bool
-) -> None:
+def test_memory_that_all_ranks_page_lock_has_to_be_free(model, monkeypatch, device, free, is_well):
     """Otherwise the system ends the server once its model is loaded."""
     resolved = engine.resolved
     monkeypatch.setattr(engine, "resolved", lambda it: Altered(resolved(it), "device", device))
@@ -200,9 +196,7 @@ def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
     assert bytes_per_token("--tp-size", "2") == 2 * 64 * 2
 
 
-def test_what_copies_and_recomputes_work_with_is_left_out_of_the_kv_pool(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_copies_and_recomputes_work_with_is_left_out_of_the_kv_pool(model, monkeypatch):
     monkeypatch.setattr(attention, "attention_bytes", lambda *_: 0)
     hf_config = SimpleNamespace(architectures=())
     pool: Any = SimpleNamespace(
@@ -234,13 +228,8 @@ def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
     ],
 )
 def test_page_size_is_raised_where_no_option_sets_it(
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    is_ours: bool,
-    page_size: int,
-) -> None:
+    model, monkeypatch, capsys, flags, is_ours, page_size
+):
     from sglang.srt.arg_groups import resolution_hooks
     from sglang.srt.server_args import prepare_server_args
 
@@ -288,9 +277,7 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         (["--kv-cache-dtype", "fp8_e4m3"], ["kv_cache_dtype is 'fp8_e4m3'", "scales"]),
     ],
 )
-def test_server_arguments_that_do_not_go_together(
-    model: Path, flags: list[str], words: list[str]
-) -> None:
+def test_server_arguments_that_do_not_go_together(model, flags, words):
     line = refusal(model, {}, *flags)
     assert all(word in line for word in words), line
 
@@ -372,9 +359,7 @@ def test_who_asks_for_no_quantisation_by_name_is_accepted(model: Path) -> None:
     assert load_this_server(args).identity == read_model_identity(model)
 
 
-def test_repositories_of_adapters_are_looked_for_once(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repositories_of_adapters_are_looked_for_once(model, tmp_path, monkeypatch):
     adapter = write_adapter(tmp_path / "a", model)
     asked: list[str] = []
     find = this_server.folder_of
@@ -450,9 +435,7 @@ def test_only_full_attention_has_a_tree_that_is_read() -> None:
 
 
 @pytest.mark.parametrize("name", refuse.VARIABLES)
-def test_what_the_environment_switches_on_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_the_environment_switches_on_is_refused(model, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert f"{name} is set: {refuse.VARIABLES[name]}" in refusal(model, {})
 
@@ -483,9 +466,7 @@ FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "quant_method": "model
         (None, "modelopt"),
     ],
 )
-def test_quantised_checkpoint_is_refused(
-    model: Path, tmp_path: Path, config: dict[str, Any] | None, name: str
-) -> None:
+def test_quantised_checkpoint_is_refused(model, tmp_path, config, name):
     """The checkpoint says this in its config, or in a file beside it."""
     quantised = quantised_as(config or {}, model, tmp_path)
     if config is None:
@@ -625,9 +606,7 @@ def test_no_choice_is_another_value_in_yaml(tmp_path: Path) -> None:
             assert getattr(parse_settings({"config": str(path)}), name) == value
 
 
-def test_of_a_repository_only_what_is_served_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_repository_only_what_is_served_is_loaded(tmp_path, monkeypatch):
     served = """
         config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model
         vocab.json merges.txt chat_template.jinja model.safetensors.index.json
@@ -714,9 +693,7 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         assert server.transition_layers == (), "no other server can read from this one"
 
 
-def test_senders_are_those_of_usable_profiles_and_the_model_itself(
-    model: Path, tmp_path: Path
-) -> None:
+def test_senders_are_those_of_usable_profiles_and_the_model_itself(model, tmp_path):
     own = read_model_identity(model)
     good, bad = (replace(own, weights=it) for it in ("good", "bad"))
     for sender, passed in ((good, True), (bad, False)):
@@ -742,9 +719,7 @@ def test_an_adapter_is_of_the_base_that_is_served(model: Path, tmp_path: Path) -
     assert models.of("a") == models.of("b") == served
 
 
-def test_adapters_that_cannot_be_served_are_refused_before_weights_are_loaded(
-    model: Path, tmp_path: Path
-) -> None:
+def test_adapters_that_cannot_be_served_are_refused_before_weights_are_loaded(model, tmp_path):
     adapter = write_adapter(tmp_path / "a", model)
     flags = ("--enable-lora", "--lora-paths", f"judge={adapter}", "--max-loras-per-batch", "1")
     check_front_end(server_args(model, {}, *flags))
@@ -866,9 +841,7 @@ def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("key", "words"), [("lisen", "no key lisen"), ("listen", "which cannot be bound")]
 )
-def test_launch_server_ends_with_one_line_before_it_reads_weights(
-    model: Path, tmp_path: Path, key: str, words: str
-) -> None:
+def test_launch_server_ends_with_one_line_before_it_reads_weights(model, tmp_path, key, words):
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) as taken:
         extra = {key: f"tcp://127.0.0.1:{taken.getsockname()[1]}"}

@@ -208,9 +208,7 @@ class OneStep:
         (None, [], True, 64),
     ],
 )
-def test_recomputed_layers_take_their_share_of_a_step(
-    room: int | None, others: list[Any], is_decoding: bool, charge: int
-) -> None:
+def test_recomputed_layers_take_their_share_of_a_step(room, others, is_decoding, charge):
     """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
     waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
     queue = Queue(waiting, waiting, waiting, waiting)
@@ -222,9 +220,7 @@ def test_recomputed_layers_take_their_share_of_a_step(
 
 @pytest.mark.parametrize(("max_stall_s", "share"), [(None, 0.5), (0.048, 1.0), (0.192, 0.25)])
 @pytest.mark.parametrize("copy_s", [0.0, 0.012])
-def test_a_steps_tokens_are_filled_by_layers_and_copies(
-    max_stall_s: float | None, share: float, copy_s: float
-) -> None:
+def test_a_steps_tokens_are_filled_by_layers_and_copies(max_stall_s, share, copy_s):
     """Block [1, 4) computes two layers of four whole. A step of 96 tokens takes 96 ms; the copies
     of as many tokens take an eighth of that, or nothing."""
     settings = SimpleNamespace(max_stall_s=max_stall_s)

@@ -251,9 +251,7 @@ def found_by(
 
 
 @pytest.mark.parametrize(("name", "seed"), [(LATE, 600), (NEVER, 601)])
-def test_where_one_rank_lacks_its_part_all_prefill_in_full(
-    team: Team, name: str, seed: int
-) -> None:
+def test_where_one_rank_lacks_its_part_all_prefill_in_full(team, name, seed):
     """While the request waits, and after all ranks have admitted it."""
     tokens = prompt(NUM_STALLED, seed)
     alone = team.ask(READER, tokens, droidspeak={"mode": "off"})

@@ -218,9 +218,7 @@ def test_a_fault_is_named_by_its_check(fault: str, name: str) -> None:
     ("pages", "gate", "wrong"),
     [((16, 16), "enforce", []), ((16, 32), "enforce", ["page size"]), ((16, 16), "none", ["gate"])],
 )
-def test_settings_that_do_not_fit_are_named(
-    pages: tuple[int, int], gate: str, wrong: list[str]
-) -> None:
+def test_settings_that_do_not_fit_are_named(pages, gate, wrong):
     linker = {"linker_extra_config": {"gate": gate}}
     states = [{"page_size": it, "unified_cache_external_linker_config": linker} for it in pages]
     results = [it for it in command.settings(states) if not it.ok]

@@ -76,9 +76,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 
 @pytest.mark.parametrize(("has_come", "left_s"), [(True, 1.0), (False, 0.25)])
-def test_plan_whose_first_pages_the_device_lost_is_made_anew(
-    now: Now, has_come: bool, left_s: float
-) -> None:
+def test_plan_whose_first_pages_the_device_lost_is_made_anew(now, has_come, left_s):
     """The new load begins behind the pages that are left. The request waits no longer in all,
     unless its wait was over and it has queued as all others do."""
     cache, req = Asked(now, held=Held(2, 0)), request()
@@ -218,9 +216,7 @@ def test_request_plans_without_a_store_that_raises() -> None:
 
 
 @pytest.mark.parametrize("full_s", [0.5, None])
-def test_request_waits_for_a_store_as_long_as_a_prefill_takes(
-    now: Now, full_s: float | None
-) -> None:
+def test_request_waits_for_a_store_as_long_as_a_prefill_takes(now, full_s):
     cache, req, asked = Asked(now, held=Held(1, 0)), request(), []
     prefill = SimpleNamespace(
         knows=lambda num_tokens: asked.append(num_tokens) or full_s is not None,
@@ -275,9 +271,7 @@ def test_request_without_its_peer_says_since_when_the_peer_is_gone(now: Now) -> 
 
 
 @pytest.mark.parametrize(("location", "is_fetched"), [(PLAN.location, True), (LOCAL, False)])
-def test_delay_until_a_fetch_is_seen_to_end_is_noted_once(
-    location: Location, is_fetched: bool
-) -> None:
+def test_delay_until_a_fetch_is_seen_to_end_is_noted_once(location, is_fetched):
     """Pages in this server's own memory do not count."""
     cache, req, delays_s = Asked(), request(), []
     meter: Any = SimpleNamespace(recompute=None, noticed=delays_s.append)
@@ -315,9 +309,7 @@ def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any,
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.7])
 @pytest.mark.parametrize(("most_s", "is_held"), [(0.91, True), (0.89, False)])
-def test_missing_bytes_are_expected_at_the_rate_so_far(
-    now: Now, most_s: float, is_held: bool, wait_s: float
-) -> None:
+def test_missing_bytes_are_expected_at_the_rate_so_far(now, most_s, is_held, wait_s):
     """60 of 120 bytes in 0.45 s: the rest takes as long, and all of it must come in time."""
     link = Link(byte_s=wait_s / 120)
     patience = Patience(saving_s=most_s - wait_s, wait_s=wait_s, link=link)
@@ -392,9 +384,7 @@ def test_fetch_that_stalls_is_given_up_once_it_saves_nothing(now: Now, share: fl
 @pytest.mark.parametrize("times", [1.0, 20.0])
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.99, 1.0])
 @pytest.mark.parametrize("slower", [0.5, 1.0, 1.1, 1.2, 1.4, 3.0, 50.0])
-def test_no_fetch_makes_an_answer_later_than_two_full_prefills(
-    now: Now, slower: float, share: float, times: float
-) -> None:
+def test_no_fetch_makes_an_answer_later_than_two_full_prefills(now, slower, share, times):
     """Reuse saves less than one full prefill without its wait: so long it waits, and then takes
     one."""
     waited_s, has_come = held_for(now, lambda it: min(it / WAIT_S / slower, share), MARGIN_S, times)
@@ -504,9 +494,7 @@ def test_taken_request_knows_how_long_its_planning_took(now: Now) -> None:
         (9, True, 0),
     ],
 )
-def test_load_beside_decoding_is_at_most_one_step(
-    share: float, is_decoding: bool, num_pages: int
-) -> None:
+def test_load_beside_decoding_is_at_most_one_step(share, is_decoding, num_pages):
     """A step has 56 tokens, three and a half pages: one of these is for the request's own."""
     cache, req = Asked(), request()
     planner = planner_of(**WANTED | {"step_share": share})

@@ -101,9 +101,7 @@ def checker_of(model: Weights) -> WeightChecker:
     return checker
 
 
-def test_every_way_to_write_weights_is_seen_before_it_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_way_to_write_weights_is_seen_before_it_writes(monkeypatch):
     model, seen = Weights(), []
 
     def note(*_args: object, **_kwargs: object) -> None:
@@ -206,9 +204,7 @@ def test_ranks_that_have_other_weights_have_no_name(served: Any) -> None:
     assert settled(updates, models) is not None
 
 
-def test_tensors_by_name_make_the_checkpoint_that_has_them(
-    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_by_name_make_the_checkpoint_that_has_them(served, tmp_path, monkeypatch):
     monkeypatch.setattr(
         weight_updater, "get_model", lambda: SimpleNamespace(weight_cache_mode="off")
     )
@@ -365,9 +361,7 @@ def test_an_heir_of_a_line_reuses_on_probation_and_every_answer_is_compared(upda
 
 @pytest.mark.server
 @pytest.mark.parametrize("way", ["from outside", "reset"])
-def test_what_is_written_without_names_is_unknown_until_all_is_written(
-    updated: Any, way: str
-) -> None:
+def test_what_is_written_without_names_is_unknown_until_all_is_written(updated, way):
     server, models, watcher = updated
     tokens = prompt(100, seed=len(way))
     if way == "reset":

@@ -330,9 +330,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_kv_has_the_name_of_other_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_no_kv_has_the_name_of_other_weights(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(weights_module, "user_cache", lambda: None)
     walk = Walk(tmp_path, seed)
     for _ in range(2000):

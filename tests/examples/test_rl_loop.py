@@ -62,9 +62,7 @@ def run(
         LOOP["main"]()
 
 
-def test_stale_answers_disagree_and_right_labels_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_stale_answers_disagree_and_right_labels_are_counted(monkeypatch, capsys, tmp_path):
     run(monkeypatch, {"0": OWN, "1": REUSED}, "--json", str(tmp_path / "loop.json"))
     head, flush, stale, ours, *rest = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["way", "answers"]
@@ -97,9 +95,7 @@ def test_a_wrong_label_fails_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         (REUSED | {"sender": "another"}, True),
     ],
 )
-def test_labels_are_judged_by_the_model_that_answered(
-    label: Mapping[str, Any], is_wrong: bool
-) -> None:
+def test_labels_are_judged_by_the_model_that_answered(label, is_wrong):
     times = {"prompt": 0, "is_first": True, "ttft_s": 1.0, "tokens": (1,)}
     answer = LOOP["Answer"](version=1, label=label, **times)
     assert bool(LOOP["wrong_labels"]([answer], [OLD, NEW, "another"])) is is_wrong

@@ -56,9 +56,7 @@ def ended() -> dict[str, tuple[int, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ASKED)
-def test_an_example_without_its_servers_ends_with_one_line(
-    name: str, ended: dict[str, tuple[int, str]]
-) -> None:
+def test_an_example_without_its_servers_ends_with_one_line(name, ended):
     status, said = ended[name]
     (line,) = said.splitlines()
     assert status != 0 and re.search(ASKED[name][1], line), line

@@ -174,9 +174,7 @@ def worst(tv: float = 1.0) -> Shadow:
     return Shadow(plan=plan(LEAST), tv=tv, hour=next(_hours))
 
 
-def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(tmp_path, caplog):
     path, planner = tmp_path / "made" / "guard.json", Planner()
     guard = guard_of(planner, path)
     while not planner.generation:
@@ -201,9 +199,7 @@ def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
     assert {it.num_left for it in read_record(path)} == {2, 3}, "and the other one is not forgotten"
 
 
-def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing(tmp_path):
     path, planner = tmp_path / "guard.json", Planner()
     guard = guard_of(planner, path)
     nothing = PlanId(SENDER, RECEIVER, None, False)
@@ -224,9 +220,7 @@ def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing
     assert not restarted.out_of_service
 
 
-def test_a_profile_that_allows_nothing_of_its_own_is_named_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_profile_that_allows_nothing_of_its_own_is_named_at_the_start(tmp_path, caplog):
     guard_of(Planner(), tmp_path / "guard.json")
     (line,) = [it.message for it in caplog.records]
     assert "how far layers [2, 6), layers [3, 5) may be" in line and "calibrate" in line
@@ -260,9 +254,7 @@ def test_an_operator_begins_anew(tmp_path: Path, reset: str) -> None:
     ],
     ids=str,
 )
-def test_impossible_question_is_answered_with_its_fault(
-    tmp_path: Path, question: dict[str, Any]
-) -> None:
+def test_impossible_question_is_answered_with_its_fault(tmp_path, question):
     guard = guard_of(Planner(), tmp_path / "guard.json")
     before = guard.answer("")
     cache = SimpleNamespace(names=ModelNames())
@@ -287,9 +279,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fails_does_not_end_the_guard(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_fails_does_not_end_the_guard(tmp_path, caplog):
     (tmp_path / "file").touch()
     planner = Planner()
     guard = guard_of(planner, tmp_path / "guard.json")
@@ -334,9 +324,7 @@ def test_a_record_is_one_servers_alone(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_last_record_of_the_former_server_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_record_of_the_former_server_is_kept(tmp_path, monkeypatch):
     """The former server writes as it ends and releases the record."""
     path, last = tmp_path / "guard.json", (watched(PAIR),)
     monkeypatch.setattr(service, "_lock", lambda _: write_record(path, last))
@@ -418,9 +406,7 @@ def states(planner: Inheriting) -> list[str]:
     return list(planner.heirs.values())
 
 
-def test_an_heir_is_compared_at_every_request_until_its_own_evidence_is_enough(
-    tmp_path: Path,
-) -> None:
+def test_an_heir_is_compared_at_every_request_until_its_own_evidence_is_enough(tmp_path):
     planner = Inheriting()
     guard = guard_of(planner, tmp_path / "guard.json")
     assert tell(guard).pairs == ()
@@ -440,9 +426,7 @@ def test_an_heir_is_compared_at_every_request_until_its_own_evidence_is_enough(
     assert states(planner) == ["in_service"], "an update that changes nothing"
 
 
-def test_the_first_alarm_takes_the_plan_from_the_line_until_an_operator_begins_anew(
-    tmp_path: Path,
-) -> None:
+def test_the_first_alarm_takes_the_plan_from_the_line_until_an_operator_begins_anew(tmp_path):
     planner, path = Inheriting(), tmp_path / "guard.json"
     guard = guard_of(planner, path)
     guard.inherit([heir(1, 2)])

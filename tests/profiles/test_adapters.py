@@ -183,9 +183,7 @@ def test_stacked_experts_are_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_adapter_that_sglang_would_apply_differently_is_refused(
-    plain, setting: Any, tmp_path: Path
-) -> None:
+def test_adapter_that_sglang_would_apply_differently_is_refused(plain, setting, tmp_path):
     adapter = write_adapter(plain[0], tmp_path / "adapter", target_modules=["q_proj"], **setting)
     ((key, value),) = setting.items()
     cause = f"{adapter}/adapter_config.json has {key} = {value!r}, and SGLang applies lora_alpha"
@@ -247,9 +245,7 @@ def test_a_setting_of_later_is_refused(adapter: Path) -> None:
         ({"lora_alpha": None}, "not a LoRA adapter's config"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
-    plain, adapter: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_config_that_does_not_fit_is_refused(plain, adapter, changes, message):
     base = load_file(plain[0] / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         with_adapter(base, edit_config(adapter, **changes))

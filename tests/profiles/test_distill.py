@@ -59,9 +59,7 @@ def flags(base: Path, data: Path, out: Path) -> list[object]:
     return ["--base", base, "--data", data, "--out", out, "--rank", 4, *asked]
 
 
-def test_an_adapter_comes_nearer_to_its_teacher(
-    base: Path, teacher: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_comes_nearer_to_its_teacher(base, teacher, prompts, tmp_path):
     out = tmp_path / "out"
     arguments = [*flags(base, prompts, out), "--adapter", teacher, "--chat"]
     status, said = run(*arguments, "--steps", 40, "--rate", "3e-3", "--held-out-share", "0.25")
@@ -77,9 +75,7 @@ def test_an_adapter_comes_nearer_to_its_teacher(
     assert not list(tmp_path.glob(".out.*")), "what is complete needs no state"
 
 
-def test_peft_computes_the_same_from_the_folder(
-    base: Path, teacher: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_peft_computes_the_same_from_the_folder(base, teacher, prompts, tmp_path):
     options = TaskOptions(template=TEMPLATE, metric=Metric.F1, max_new=4, chat=True)
     tokenizer, sources = AutoTokenizer.from_pretrained(base), load_prompts([prompts], options)
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -102,9 +98,7 @@ def test_peft_computes_the_same_from_the_folder(
             torch.testing.assert_close(row, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_checkpoint_can_be_the_teacher(
-    base: Path, teacher: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_can_be_the_teacher(base, teacher, prompts, tmp_path):
     merge_folder(base, teacher, tmp_path / "whole")
     kl = []
     for teaching in (["--adapter", teacher], ["--teacher", tmp_path / "whole"]):
@@ -116,9 +110,7 @@ def test_a_checkpoint_can_be_the_teacher(
 
 
 @pytest.mark.parametrize("labels", ["only", "both"])
-def test_answers_in_the_data_are_learned(
-    labels: str, base: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_answers_in_the_data_are_learned(labels, base, teacher, tmp_path):
     records = [record(i, answers=["oak"]) for i in range(36)]
     data, out = write_prompts(tmp_path / "data.jsonl", records), tmp_path / "out"
     arguments = [*flags(base, data, out), "--labels", labels, "--invocation", "question"]
@@ -207,14 +199,8 @@ BAD = [
 
 @pytest.mark.parametrize(("more", "change", "without", "expected"), BAD)
 def test_unsafe_distillation_is_refused_in_one_line(
-    more: list[str],
-    change: dict[str, object],
-    without: list[str],
-    expected: str,
-    base: Path,
-    teacher: Path,
-    tmp_path: Path,
-) -> None:
+    more, change, without, expected, base, teacher, tmp_path
+):
     records = [record(i) for i in range(36)]
     records[2] = {**records[2], **change}
     data = write_prompts(tmp_path / "data.jsonl", records)
@@ -228,9 +214,7 @@ def test_unsafe_distillation_is_refused_in_one_line(
     assert "Traceback" not in said
 
 
-def test_data_without_room_for_held_out_contexts_are_refused(
-    base: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_data_without_room_for_held_out_contexts_are_refused(base, teacher, tmp_path):
     data = write_prompts(tmp_path / "data.jsonl", [record(i) for i in range(3)])
     status, said = run(*flags(base, data, tmp_path / "out"), "--adapter", teacher)
     assert (status, "cannot be split" in said) == (1, True)

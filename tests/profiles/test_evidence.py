@@ -62,9 +62,7 @@ def test_plan_of_several_runs_loads_e_for_each() -> None:
 
 
 @pytest.mark.parametrize(("measured", "error"), [((10.0, 20.0, 5.0), 0.5), ((10.0, 5.0), 0.5)])
-def test_the_error_is_the_median_over_held_out_plans(
-    measured: tuple[float, ...], error: float
-) -> None:
+def test_the_error_is_the_median_over_held_out_plans(measured, error):
     held_out = tuple(
         HeldOutTime(num_tokens=1, num_suffix=1, start=0, stop=1, predicted_s=10.0, measured_s=it)
         for it in measured

@@ -60,9 +60,7 @@ def profiled(out: Path, few: list[str], *models: Path | str) -> tuple[int, str]:
     return run("--line", *map(str, models), *few, "--out", str(out))
 
 
-def test_a_line_of_small_steps_loads_everything(
-    line: list[Path], few: list[str], tmp_path: Path
-) -> None:
+def test_a_line_of_small_steps_loads_everything(line, few, tmp_path):
     out = tmp_path / "line.json"
     status, said = profiled(out, few, *line)
     assert status == 0, said
@@ -88,9 +86,7 @@ def test_a_line_of_small_steps_loads_everything(
     assert "make it again" in run_error("calibrate", str(out), *asked)
 
 
-def test_a_plan_has_to_be_good_at_every_pair(
-    line: list[Path], few: list[str], tmp_path: Path
-) -> None:
+def test_a_plan_has_to_be_good_at_every_pair(line, few, tmp_path):
     far = changed(tmp_path / "far", line[1], share=0.7, seed=3)
     out = tmp_path / "line.json"
     profiled(out, few, line[0], line[1], far)
@@ -119,15 +115,8 @@ def run_error(*args: str) -> str:
     ids=str,
 )
 def test_a_mistake_is_one_line_before_any_weights_are_read(
-    line: list[Path],
-    few: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    models: list[str],
-    flags: list[str],
-    says: str,
-) -> None:
+    line, few, tmp_path, capsys, monkeypatch, models, flags, says
+):
     monkeypatch.setattr("profiles.profiler.load_line", lambda *_, **__: pytest.fail("weights"))
     folders = {it.name: it for it in line} | {"none": tmp_path / "none"}
     folders["other"] = WEIGHTS / "other"

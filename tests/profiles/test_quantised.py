@@ -76,9 +76,7 @@ def test_gptq_is_what_servers_join_and_compute_in_bfloat16(base: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_is_known_by_its_tensors_and_by_its_config(
-    base: Path, tmp_path: Path, name: str
-) -> None:
+def test_it_is_known_by_its_tensors_and_by_its_config(base, tmp_path, name):
     quantised = write_quantised(base, tmp_path / name, name)
     identity = read_model_identity(quantised)
     assert identity != read_model_identity(base)
@@ -93,9 +91,7 @@ def test_it_is_known_by_its_tensors_and_by_its_config(
     assert read_model_identity(quantised).weights not in (identity.weights, other.weights)
 
 
-def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(base, tmp_path):
     sender, receiver = (write_quantised(base, tmp_path / it, "gptq") for it in ("one", "two"))
     weights = load_file(receiver / "model.safetensors")
     weights["model.layers.2.mlp.up_proj.scales"] *= 2
@@ -118,9 +114,7 @@ def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
         {"quant_algo": "FP8"},
     ],
 )
-def test_unknown_quantisation_is_refused_before_weights_are_read(
-    base: Path, tmp_path: Path, stated: dict[str, Any]
-) -> None:
+def test_unknown_quantisation_is_refused_before_weights_are_read(base, tmp_path, stated):
     quantised = write_quantised(base, tmp_path / "refused", "fp8")
     config = json.loads((base / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))

@@ -132,9 +132,7 @@ def test_a_file_with_another_digest_is_refused(base: Path) -> None:
         require_digest(base / "config.json", "00")
 
 
-def test_a_package_that_cannot_be_had_is_said_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_cannot_be_had_is_said_in_a_line(tmp_path, monkeypatch):
     for name, value in {
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_INDEX": "1",
@@ -173,9 +171,7 @@ def test_questions_that_share_a_document_do_not_see_one_another(base: Path) -> N
         torch.testing.assert_close(model(**together).loss, torch.cat(losses).mean())
 
 
-def test_the_recipe_trains_to_its_end_and_goes_on_where_it_was_stopped(
-    base: Path, tmp_path: Path
-) -> None:
+def test_the_recipe_trains_to_its_end_and_goes_on_where_it_was_stopped(base, tmp_path):
     recipe = replace(RECIPES["json"], num_steps=2, num_questions=2, lengths=(2,), rank=2)
     adapter = train("json", recipe, base, PACKAGES, tmp_path / "whole")
     weights = load_file(adapter / WEIGHTS)
@@ -273,9 +269,7 @@ def test_answers_are_in_the_document_but_summaries_are_not(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("skill", FLAGS)
-def test_lessons_are_mostly_long_and_share_nothing_with_what_judges(
-    skill: str, tmp_path: Path
-) -> None:
+def test_lessons_are_mostly_long_and_share_nothing_with_what_judges(skill, tmp_path):
     learned, judged = (read_records(it) for it in write_lessons(PACKAGES, tmp_path, skill))
     contexts = {it.context: it.context.count("Package: ") for it in learned}
     assert sum(number >= LONG[0] for number in contexts.values()) == NUM_LONG >= 200

@@ -61,9 +61,7 @@ def as_published(folder: Path, model_type: str, scaled: dict[str, Any] | None) -
 @pytest.mark.parametrize(
     ("model_type", "scaled"), [*((it, None) for it in TYPES), *SCALED.items()], ids=str
 )
-def test_a_model_that_was_saved_again_is_the_same(
-    model_type: str, scaled: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_a_model_that_was_saved_again_is_the_same(model_type, scaled, tmp_path):
     config = shape(model_type, layers=3, hidden=64, heads=4, kv_heads=2)
     (base,) = write_models(tmp_path, config, ["base"])
     as_published(base, model_type, scaled)
