@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from profiles.compute.measuring import NUM_SWEPT
 from profiles.data.records import read_records
 from profiles.stats.gate import loss_bound
+from tools.real.__main__ import arguments
 from tools.real.base import BaseError, base_model, convert, require_digest
 from tools.real.packages import PARTS, Package, read_packages
 from tools.real.questions import HARDER, SETS, SKILLS, document, shown, write_sets
@@ -266,6 +267,17 @@ def test_answers_are_in_the_document_but_summaries_are_not(tmp_path: Path) -> No
     for record in read_records(tmp_path / "json/held_out.jsonl"):
         for value in re.findall(r': "([^"]+)"', record.answers[0]):
             assert value in record.context, record
+
+
+@pytest.mark.parametrize(
+    "words", ["distill json --out there", "distill --out there json", "profile --lora base json"]
+)
+def test_what_follows_two_dashes_is_passed_on(words: str) -> None:
+    args = arguments([*words.split(), "--", "--steps", "3"])
+    assert (args.command, args.flags) == (words.split()[0], ["--steps", "3"])
+    assert arguments(words.split()).flags == []
+    with pytest.raises(SystemExit):
+        arguments(["judge", "json", "there", "--", "--steps", "3"])
 
 
 @pytest.mark.parametrize("skill", FLAGS)

@@ -16,6 +16,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -43,7 +44,7 @@ WEIGHTS: Final = "model.safetensors"
 
 
 def main() -> int:
-    args = parser().parse_args()
+    args = arguments(sys.argv[1:])
     try:
         base = base_model(args.work)
         files = write_sets(PACKAGES, args.work / "data")
@@ -121,8 +122,23 @@ def _model(role: str, name: str, work: Path, loras: bool) -> list[str]:
     return [f"--{role}", str(work / "merged" / name)]
 
 
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the words before `--`. What follows are flags of `droidspeak distill` or `profile`."""
+    end = words.index("--") if "--" in words else len(words)
+    made = parser()
+    args = made.parse_args(words[:end])
+    args.flags = words[end + 1 :]
+    if args.flags and args.command not in ("distill", "profile"):
+        made.error("only distill and profile take more flags after --")
+    return args
+
+
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.real", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.real",
+        description=__doc__,
+        epilog="distill and profile pass what follows -- to the command of droidspeak",
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--work", type=Path, default=Path("build/real"), help="where all goes")
     commands = parser.add_subparsers(dest="command")
@@ -132,7 +148,6 @@ def parser() -> argparse.ArgumentParser:
     of_distilling = commands.add_parser("distill", help="make a skill share exactly")
     of_distilling.add_argument("skill", choices=FLAGS)
     of_distilling.add_argument("--out", type=Path, required=True, help="the adapter's folder")
-    of_distilling.add_argument("flags", nargs="*", help="more of droidspeak distill, after --")
     of_judging = commands.add_parser("judge", help="its quality by length and kind of question")
     of_judging.add_argument("skill", choices=FLAGS)
     of_judging.add_argument("adapter", type=Path, help="the adapter's folder")
@@ -140,7 +155,6 @@ def parser() -> argparse.ArgumentParser:
     for role in ("sender", "receiver"):
         of_profile.add_argument(role, choices=[BASE, *SKILLS])
     of_profile.add_argument("--lora", action="store_true", help="as adapters in one server")
-    of_profile.add_argument("flags", nargs="*", help="more of droidspeak profile, after --")
     of_check = commands.add_parser("check", help="judge an adapter, or the base alone")
     of_check.add_argument("skill", choices=SKILLS)
     of_check.add_argument("--set", choices=[*SETS, LONG300], default="verify")
