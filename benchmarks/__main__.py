@@ -31,7 +31,7 @@ NAMES = {
 }
 """Benchmarks and their arguments, chosen so that all of them take 35 minutes on two cores."""
 MOST_S = 900.0
-"""Seconds after which a benchmark is ended."""
+"""Seconds after which a benchmark is stopped."""
 
 
 def run(module: str, *args: str) -> bool:

@@ -209,7 +209,7 @@ def reuse(receiver: Server, prompt: Prompt, block: str, temperature: float) -> N
 
 
 def compared(receiver: Server) -> tuple[int, float]:
-    """Number of comparisons so far, and the sum of their distances."""
+    """Return the number of comparisons so far, and the sum of their distances."""
     (pair,) = receiver.post("/droidspeak/guard")["pairs"]
     total = sum(it["num_shadows"] * it["mean_tv"] for it in pair["plans"])
     return sum(it["num_shadows"] for it in pair["plans"]), total

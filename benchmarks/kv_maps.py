@@ -69,16 +69,16 @@ from tools.real.check import options
 
 MAPPED: Final = (Span(18, 24), Span(20, 24), Span(22, 24), EMPTY_SPAN)
 LOADED: Final = (Span(6, 24), Span(10, 24), Span(12, 24), Span(18, 24), EMPTY_SPAN)
-"""Blocks beside which the other layers load KV as it is, from most to least work."""
+"""Blocks from most to least work. Beside each block, the other layers load KV as it is."""
 FOREIGN: Final = "foreign"
 NUM_FOREIGN: Final = 16
 FOREIGN_CHARACTERS: Final = 1_600
 LLAMA_8B: Final = (218_112_000, 4096, 2048)
-"""Weights, hidden size, and columns of K and V of a layer of Llama 3.1 8B."""
+"""Number of weights, hidden size, and columns of K and V, of one layer of Llama 3.1 8B."""
 
 
 class MappedSender(LayeredModel):
-    """A sender of which the KV is brought closer to the receiver's by a map for each layer."""
+    """A sender with mapped KV: a map for each layer brings it closer to the receiver's."""
 
     def __init__(
         self, sender: LayeredModel, receiver: LayeredModel, maps: Sequence[Correction]
@@ -87,7 +87,8 @@ class MappedSender(LayeredModel):
         self._receiver, self._maps = receiver, maps
 
     def prefix(self, ids: Sequence[int], e_layers: Collection[int]) -> Prefix:
-        """Map the sender's KV, and take the first token's from the receiver."""
+        """Return the sender's KV of a prefix after its map. The first token's KV is the receiver's
+        own."""
         theirs, own = super().prefix(ids, e_layers), self._receiver.prefix(ids[:1], ()).kv
         return Prefix(tuple(mapped_kv(self, self._maps, theirs.kv, own)), theirs.e)
 
@@ -95,7 +96,7 @@ class MappedSender(LayeredModel):
 def mapped_kv(
     model: LayeredModel, maps: Sequence[Correction], theirs: Sequence[KV], own: Sequence[KV]
 ) -> Iterator[KV]:
-    """Map the sender's KV of a prefix; the first token's is the receiver's own."""
+    """Map the sender's KV of a prefix. The first token's KV is the receiver's own."""
     cos, sin = _rotation(model, theirs[0][0].shape[2])
     for rows, first, correction in zip(_rows(model, theirs), own, maps, strict=True):
         keys, values = (
@@ -175,7 +176,8 @@ class InService:
 def work(
     plan: Candidate, num_maps: int, tokens: int, num_layers: int, size: tuple[int, int, int]
 ) -> float:
-    """Share of a full prefill's products. A block's last layer computes only K and V."""
+    """Return the share of a full prefill's multiplications that a plan takes. A block's last layer
+    computes only K and V."""
     weights, hidden, columns = size
     layer, block = weights + tokens * hidden, len(plan)
     products = (block - 1) * layer + hidden * columns if block else 0
@@ -191,7 +193,8 @@ def row(
     tolerance: float,
     num_runs: int = NUM_RUNS,
 ) -> dict[str, Any]:
-    """Sum up a plan: the gate's verdict, distances, and the guard's delay on foreign text."""
+    """Summarise a plan in a row: the gate's verdict, distances, and how soon the guard stops the
+    plan on text of another kind."""
     plan = qualities_of(scores)
     full = full[: len(plan)]
     lost = [[a - b for a, b in zip(*it, strict=True)] for it in zip(full, plan, strict=True)]

@@ -70,7 +70,7 @@ FRAME_BYTES = PeerConfig().frame_bytes
 NUM_LOOKS = 32
 """Number of frames of a fetch at which we check its progress. A server checks at each frame."""
 RATE_S = 0.2
-"""Seconds after which a fetch's rate counts, as in `sglang_droidspeak.request.arrivals`."""
+"""Seconds that a fetch runs before its rate counts, as in `sglang_droidspeak.request.arrivals`."""
 FAR = Location("tcp://far:1")
 
 

@@ -53,7 +53,8 @@ class Generated:
 
     @property
     def sure(self) -> list[int]:
-        """Tokens before the first near tie. Any float32 implementation must choose them too."""
+        """Tokens before the first position with two nearly equal candidates. Any float32
+        implementation must choose these tokens, too."""
         return self.ids[: next((i for i, it in enumerate(self.margins) if it < TIE), None)]
 
 

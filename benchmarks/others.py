@@ -48,7 +48,7 @@ MAX_NEW = 16
 NUM_TOKENS = 330
 """Tokens of a document, about. With question and template, a prompt has to stay below 400."""
 CONTROLS = {"questions": {"block": "6:24"}, "questions_alora": {}, "json_alora": {}}
-"""Controls of a request by its adapter."""
+"""Controls of a request, by the adapter that it names."""
 Score = Callable[[Sequence[str], Sequence[Sequence[str]]], float]
 
 
@@ -60,7 +60,7 @@ class Case:
     question: str
     answers: Sequence[str] = ()
     read: str | None = None
-    """Document that the base has read, if it is another one."""
+    """Document that the base has read, if it is not the document of the question."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Sample:
     text: str
     ttft_ms: float
     reused: float
-    """Share of the prompt's tokens."""
+    """Share of the prompt's tokens that were reused."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Bench:
     servers: dict[str, Server]
     tokenizer: Any
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    """Answers, and what was expected: material for scorers."""
+    """Pairs of an answer and the expected answer, to compare scorers on."""
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {ALONE: [], EXTENDED: []})
 
     def prompt(self, document: str, question: str) -> list[int]:
@@ -140,8 +140,8 @@ def named(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
 
 
 def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Judge by the axes that compare answers. A prompt of the package follows a document.
-    Its fourth axis needs a prompt's log-probabilities, for which SGLang prefills in full."""
+    """Judge by REFRACT's axes that compare answers. Each of its prompts follows a document. Its
+    fourth axis needs a prompt's log-probabilities, for which SGLang prefills in full."""
     from hard_needle.distractors import BuiltinDistractorPool
     from refract import runner
     from refract.axes import plad, rniah, trajectory

@@ -70,7 +70,7 @@ class Setup:
     dtype: str = "float32"
     codec: str = "none"
     sends: Mapping[str, Any] = field(default_factory=dict)
-    """More settings of the sender; `reads` has those of the receiver."""
+    """Further settings of the sender; `reads` has those of the receiver."""
     reads: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -223,9 +223,9 @@ def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> It
 def asked(
     testbed: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
 ) -> dict[str, list[Sample]]:
-    """Ask about every document under every arm (its controls by name), with another arm first each
-    time. Results of the first `num_learning` documents are left out: the server learns its speeds
-    from them."""
+    """Ask about every document under every arm. `arms` has the controls of each arm by name.
+    Another arm is first each time. Results of the first `num_learning` documents are left out: the
+    server learns its speeds from them."""
     samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for document in range(len(testbed.documents)):
         for name in rotated(list(arms), document):

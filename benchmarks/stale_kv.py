@@ -47,7 +47,7 @@ from tools.real.questions import SKILLS, document
 
 PACKAGES: Final = ROOT / "examples/real/packages.jsonl"
 READ: Final = {350: (25, 22, 16, 0), 1000: (22, 16)}
-"""Ancestors by the approximate length of contexts in tokens."""
+"""Ancestors that send KV, by the approximate length of contexts in tokens."""
 NUM_RECORDS: Final = {350: 4, 1000: 12}
 """Records in a context."""
 NUM_CONTEXTS: Final = 120
@@ -118,7 +118,7 @@ class Reader:
 
     @torch.inference_mode()
     def _predicted(self, streams: Sequence[Tensor], first: int) -> list[Tensor]:
-        """Return log-probabilities of the tokens behind the place `first`."""
+        """Return the log-probabilities of the tokens behind the place `first`."""
         return [self.answerer.model.logits(it[0, first:]).log_softmax(-1) for it in streams]
 
 

@@ -63,8 +63,8 @@ KEYED, FRAMES, CURVE = "transport, keys", "ZMQ frames", "ZMQ, CURVE"
 MOST_QUEUED = 16
 """Messages queued by a ZMQ socket on either side, so that ZMQ and the network work at once."""
 REST_S = 0.05
-"""Pause in seconds, in which a peer's thread releases the last fetch. Without it, the next fetch
-would get new memory."""
+"""Most messages that a ZMQ socket queues on either side. With a queue, ZMQ and the network work at
+once."""
 
 Runs = dict[str, Callable[[], list[memoryview]]]
 """Every contender as a function that returns the bytes it received."""
@@ -143,7 +143,7 @@ class Sender:
 
     process: psutil.Process
     workers: Sequence[str]
-    """Address of the worker without keys, then of the worker with keys."""
+    """Addresses of two workers: one without keys, one with keys."""
     address: tuple[str, int]
     """Address of raw TCP."""
     queues: Sequence[tuple[str, bytes]]

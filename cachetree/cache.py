@@ -31,8 +31,8 @@ from cachetree.tree import CacheTree
 T = TypeVar("T", bound=Tier)
 
 _UNSEEN_BYTES: Final = 1 << 40
-"""Frame size in the link of a tier, too large for a fetch to reach. A tier reads whole steps, so a
-running fetch shows no rate before its end."""
+"""Frame size in a tier's link, larger than any fetch. A tier reads whole steps, so a running fetch
+shows no rate before its end."""
 
 
 class Cache:
@@ -185,7 +185,7 @@ class Cache:
         return False
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that returns True once all readers know the entries of this moment."""
+        """Return a check: it is true once all readers know the entries that are stored now."""
         worker = self._worker  # `stop_serving` removes the worker.
         return worker.knowing() if worker is not None else lambda: True
 
@@ -281,8 +281,8 @@ class Cache:
             return sum(it.num_bytes for it in self._under_way if not it.is_released)
 
     def link(self, location: Location) -> Link | None:
-        """Return the speed of a location, with the fetches that a new one would have to share it
-        with or wait for. None if unknown."""
+        """Return the link to a location: its speed, and the running fetches with which a new fetch
+        shares it, or for which it waits. None if unknown."""
         source = self._speeds.get(location) or self._peers.now.get(location)
         link = source.link if source else None
         if link is None:

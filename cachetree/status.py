@@ -47,7 +47,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes_in_use: int
     staging_bytes: int
     fetches: tuple[FetchCounts, ...]
-    """Fetches of this process from its own memory, its tiers and its peers."""
+    """Counts of this process's fetches: from its own memory, its tiers and its peers."""
     peers: tuple[PeerStatus, ...]
     worker: Status | None
     """State of the worker; None if this cache does not serve."""
@@ -84,7 +84,8 @@ class FetchLog:
             log.info("%s", printable(self._line(plan, staging, outcome)))
 
     def counts(self, present: Collection[Location]) -> tuple[FetchCounts, ...]:
-        """Return the counts of the locations in `present`. Delete the counts of others."""
+        """Return the counts of each location in `present`, and delete the counts of all other
+        locations."""
         with self._lock:
             for gone in self._outcomes.keys() - present:
                 del self._outcomes[gone], self._num_bytes[gone]

@@ -112,7 +112,8 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
-    """The change if one layer's KV is the sender's and all others are the receiver's own (§3)."""
+    """Effect on the answers if one layer's KV is the sender's and all other layers' KV is the
+    receiver's own (§3)."""
 
     layer: int
     fidelity: Fidelity
@@ -148,7 +149,8 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out contexts for alternatives, and for plans that the gate does not judge."""
+    """Held-out contexts on which alternatives were measured, and plans that the gate does not
+    judge."""
 
     num_contexts: int
     full_prefill: float
@@ -156,8 +158,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
-    """A plan on the frontier: no block of at most its size has more quality on the training split,
-    or none stays as close to full prefill there."""
+    """A plan on the training split's frontier. No block of at most its size has more quality there,
+    or none stays as close to full prefill."""
 
     e_map: EMap | None = None
     """The map that corrects E at the block's start; fitted on contexts of the training split or of
@@ -169,7 +171,7 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     """Results by task, in the order of the held-out split; empty if the gate did not judge the
     plan."""
     shown: Shown | None = None
-    """The contexts that measured a plan that the gate did not judge; None in old profiles."""
+    """Contexts on which a plan was measured that the gate did not judge. None in old profiles."""
     fidelity: Fidelity
     """Distance from full prefill on the held-out split."""
     ttft_s: float
@@ -212,7 +214,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: BaselineKind
     recomputed_layers: float
-    """Compute in layers of the receiver: a share of tokens counts as that share of all layers."""
+    """Compute, as a number of the receiver's layers. A share of the tokens counts as that share of
+    all layers."""
     runs: tuple[tuple[int, int], ...]
     """Recomputed layers, a span per transition; empty for baselines that do not choose layers."""
     quality: Interval
@@ -220,8 +223,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Distance from full prefill; None for another model, which follows another distribution."""
     ttft_s: float
     shown: Shown | None = None
-    """The contexts that measured it. None for a smaller model, which answers all questions, and in
-    old profiles."""
+    """Contexts on which the alternative was measured. None in old profiles, and for a smaller
+    model, which answers all questions."""
 
 
 class CostModel(LayerTimes, frozen=True, kw_only=True):

@@ -62,8 +62,8 @@ def models_by_task(
 
 
 def with_line(profile: MeasuredProfile, findings: Findings, line: Line) -> MeasuredProfile:
-    """Return a profile with its line. What the drift guard allows a plan is measured at the pair
-    where the plan is farthest from full prefill."""
+    """Return a profile with its line. The distance that the drift guard allows a plan is measured
+    at one pair: the pair where the plan is farthest from full prefill."""
 
     def bounded(plan: BlockQuality) -> BlockQuality:
         if plan.tv_bound is None:

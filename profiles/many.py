@@ -70,7 +70,7 @@ class Planned:
 class Outcome:
     wanted: Wanted
     profile: MeasuredProfile | None
-    """None if the pair could not be measured."""
+    """Profile of the pair. None if the pair could not be measured."""
     problem: str = ""
 
 
@@ -250,7 +250,7 @@ def planned_table(planned: Sequence[Planned]) -> Table:
 
 
 def others_table(pairs: Iterable[Wanted]) -> Table:
-    """List the other pairs by reason, because most of them share a few reasons."""
+    """List the pairs that are not profiled, grouped by reason: most of them share a few reasons."""
     reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         if pair.why_not:

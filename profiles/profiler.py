@@ -81,7 +81,7 @@ class Shared:
     """Results that pairs of one receiver measure once."""
 
     costs: CostModel | None = None
-    """None until it is timed."""
+    """Cost model of the receiver. None until it is timed."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
     """The receiver's own answers, by document."""
 

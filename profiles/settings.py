@@ -140,7 +140,8 @@ class Settings:
         None, "grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …", "N"
     )
     plans: int = _choice(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
-    """Up to half as many further blocks are tried if they may still save work."""
+    """Most plans that are decoded and tried at first. Up to half as many further plans are tried if
+    they may still save work."""
     most_contexts: int = _choice(
         MOST_CONTEXTS,
         "held-out contexts of each task that judge, at most; plans end earlier once proven",

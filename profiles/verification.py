@@ -198,7 +198,8 @@ def _require_same(role: str, expected: ModelIdentity, actual: ModelIdentity) -> 
 
 
 def _begun(profile: MeasuredProfile, loaded: Sequence[Document]) -> list[Document]:
-    """Return the documents that chose no plan. Of their answers only the beginning is needed."""
+    """Return the documents that chose no plan, with short answers: only the beginning of each
+    answer is needed."""
     chosen_on = {*profile.train.contexts, *profile.made.fitted}
     held_out = {*profile.held_out.contexts}
     documents = [

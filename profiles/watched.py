@@ -65,9 +65,9 @@ class Watched:
         tolerance: float,
         most: int,
     ) -> Measured:
-        """Judge plans in the gate's order, on one document after another. Every plan runs on the
-        first document, then until it is proven or hopeless. Full prefill and full reuse run as long
-        as any plan does."""
+        """Judge plans in the gate's order, on one document after another. All plans run on the
+        first document. After that, a plan runs until it is proven or hopeless. Full prefill and
+        full reuse run as long as any plan does."""
         tasks = [*by_task(documents)]
         places = [tasks.index(it.task) for it in documents]
         entries: list[Entry] = []
@@ -110,8 +110,8 @@ def correct(
     blocks: Sequence[Span],
     settings: Settings,
 ) -> tuple[Watched, list[Candidate]]:
-    """Fit maps of E on the documents `fitted_on`. Return a bench with them, and the blocks that
-    stay closest to full prefill if the maps correct their E."""
+    """Fit maps of E on the documents `fitted_on`. Return a bench with these maps, and the blocks
+    that stay closest to full prefill if the maps correct their E."""
     models = watched.bench.sender.model, watched.bench.receiver.model
     layers = sorted({it.start for it in blocks})
     fitting = watched.forecast.fitting(fitted_on)

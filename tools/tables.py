@@ -23,7 +23,7 @@ class Template(NamedTuple):
     """Keys of lists in the result, or the name of a function in ROWS."""
     by: Sequence[str]
     head: str
-    """Empty for a sentence without a table."""
+    """Head of the table. Empty for a sentence without a table."""
     lines: Sequence[str]
     """Lines of the table; each is filled with every row."""
     after: str
@@ -58,7 +58,7 @@ def shown(result: str, results: Any) -> Iterator[str]:
 
 
 def read(name: str) -> Any:
-    """`results/NAME.json`, or the lines of a log, `results/NAME.jsonl`."""
+    """Read `results/NAME.json`, or the lines of the log `results/NAME.jsonl`."""
     log = RESULTS / f"{name}.jsonl"
     if log.exists():
         return [json.loads(line) for line in log.read_text().splitlines()]
@@ -176,7 +176,7 @@ def parts_on_a_gpu(results: Any) -> Iterator[Row]:
 
 
 def sizes_of_frames(results: Any) -> Iterator[Row]:
-    """Yield one row: the results by the size of a frame."""
+    """Yield one row, which has the result for each size of a frame."""
     yield {f"{it['frame_mib']} MiB": it for it in results["rows"]}
 
 

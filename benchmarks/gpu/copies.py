@@ -18,7 +18,8 @@ from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.rows import Coding, DeviceRows, ServerPool
 
 HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 3
-"""Sizes of an 8B model, whose KV in bfloat16 has 4 KiB per token and layer, and loaded layers."""
+"""Sizes of an 8B model, and the number of loaded layers. The model's KV in bfloat16 has 4 KiB per
+token and layer."""
 PAGE = 64
 REPEATS = 20
 

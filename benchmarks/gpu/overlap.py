@@ -94,7 +94,8 @@ def _attention(
 
 
 class Arriving:
-    """Source for the product's loader. All its bytes count as arrived once `arrive` is called."""
+    """Source of pages for the product's loader. All its bytes count as arrived once `arrive` is
+    called."""
 
     def __init__(self, way: Way, num_bytes: int) -> None:
         self.staging = SimpleNamespace(num_bytes=num_bytes, is_complete=False)
@@ -131,7 +132,7 @@ def loaded(loader: Loader, loads: Loads, way: Way, compute: Callable[[], object]
 
 
 def ways_of(loads: Loads) -> dict[str, Way]:
-    """Ways that this machine has, by name."""
+    """Return the ways of copying that this machine has, by name."""
     from sglang_droidspeak.store.rows import DeviceRows, KernelRows, rows_of
 
     ways: dict[str, Way] = {"scatter": loads.by(DeviceRows(loads.pool, loads.coding))}
@@ -153,8 +154,8 @@ def ways_of(loads: Loads) -> dict[str, Way]:
 
 
 def overlap(num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Measure all ways in turns, at a quarter of the tokens, at these, and at four times as
-    many."""
+    """Measure all ways in turns, with three numbers of tokens: a quarter of `num_tokens`,
+    `num_tokens`, and four times as many."""
     results: dict[str, Any] = {}
     loader = Loader(copies.LAYERS, Copies(None, "cuda"))
     for length in (num_tokens // 4, num_tokens, 4 * num_tokens):

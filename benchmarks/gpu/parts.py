@@ -35,7 +35,7 @@ class NotHere(RuntimeError):
 @dataclass(frozen=True)
 class Part:
     run: Callable[[int], Iterator[Found]]
-    """Function that measures with this number of tokens and yields its results so far."""
+    """Function that measures with a number of tokens, and yields its results so far."""
     most_s: float
 
 

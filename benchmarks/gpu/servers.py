@@ -118,7 +118,8 @@ def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def running_pair(at: Scale, **more: Any) -> Iterator[Sequence[Server]]:
-    """Run a sender and a receiver that share this device; `more` are options of the receiver."""
+    """Run a sender and a receiver that share this device. `more` has further options of the
+    receiver."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = ("sender", "receiver")
@@ -133,7 +134,7 @@ def env(folder: Path) -> dict[str, str]:
 
 
 def pair(paths: Sequence[Path], at: Scale, **more: Any) -> list[ServerSpec]:
-    """Specify a server of each model; `more` are options of the receiver."""
+    """Specify a server of each model. `more` has further options of the receiver."""
     options = {"page-size": PAGE, "max-running-requests": 8, **at.options}
     options["max-total-tokens"] = 2 * max(at.lengths) + 64 * PAGE
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -206,7 +207,7 @@ def control_of(block: Span) -> dict[str, str]:
 
 
 def reused(server: Server, tokens: Sequence[int], block: Span) -> FirstToken:
-    """Ask until the sender offers all pages that it has read. Returns the last answer."""
+    """Ask until the sender offers all pages that it has read. Return the last answer."""
     num_reusable = (len(tokens) - 1) // PAGE * PAGE
     deadline = time.monotonic() + 20
     while True:

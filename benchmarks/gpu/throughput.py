@@ -24,7 +24,8 @@ from profiles.random_models import random_prompt
 TARGET = 2.0
 IN_TIME = 0.9
 FIRST_LOAD, STEP = 0.6, 1.25
-"""First rate as a share of what one request after the other allows, and the factor to the next."""
+"""First rate, and the factor from each rate to the next. The first rate is a share of the rate at
+which requests can be answered one after the other."""
 MOST_S = 60.0
 NEW_TOKENS = 8
 SEED = 7
@@ -59,7 +60,8 @@ class Requests:
         self._url, self._documents, self._flush, self._send = url, documents, flush, send
 
     def ask(self, times_s: Sequence[float], controls: Mapping[str, str]) -> list[Answer]:
-        """Ask for the documents in turns, from an empty cache, each when its time has come."""
+        """Ask about the documents in turns, from an empty cache. Each request is sent when its time
+        has come."""
         self._flush()
         documents = shuffled_rounds(len(times_s), len(self._documents), SEED)
         return self._send(

@@ -58,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lag_s(self) -> float:
-        """Delay of this client, which sent the request after it was due."""
+        """Seconds by which this client sent the request too late."""
         return self.sent_s - self.due_s
 
 

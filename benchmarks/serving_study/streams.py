@@ -100,7 +100,8 @@ def prompt_of(line: Request) -> list[int]:
 
 
 def _found(idle: Idle, streams: Mapping[float, Sequence[float]], asks: Any, say: Say) -> Found:
-    """Measure S15's contenders at each load; `streams` have a mean rate of one request a second."""
+    """Measure the contenders of S15 at each load. `streams` has the requests' times, at a mean rate
+    of one request a second."""
     at = {load: at_rate(of, load * idle.capacity_per_s) for load, of in streams.items()}
     rows, requests = measure(idle, at, SERVED, asks, _apart, say)
     return Found({**idle.summary(), "rows": rows}, requests)

@@ -200,7 +200,8 @@ def _answers_when_idle(rig: Rig, controls: Mapping[str, Any] | None, say: Say) -
 
 
 def _share_alike(answers: Sequence[Answer], idle: Idle) -> float:
-    """Share of answers that equal the idle server's answer with the same layers recomputed."""
+    """Return the share of answers that equal an idle server's answer with the same layers
+    recomputed."""
     right = {_what_was_done(it): it.output_ids for of in idle.answers.values() for it in of}
     return sum(it.output_ids == right[_what_was_done(it)] for it in answers) / len(answers)
 

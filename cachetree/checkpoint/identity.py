@@ -165,7 +165,8 @@ def _number(config: Config, key: str, path: Path) -> int:
 
 
 def _computing(config: Config) -> dict[str, Any]:
-    """Fields that change the computation; equal for two configs that state it differently."""
+    """Return the config fields that change the computation. Two configs that state these fields
+    differently give equal results."""
     keys = {*COMPUTING_KEYS.split()} - (set() if _has_window(config) else _WINDOW_KEYS)
     return {key: plain(config[key]) for key in sorted(keys) if config.get(key) not in (None, [])}
 

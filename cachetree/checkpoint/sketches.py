@@ -24,15 +24,16 @@ from cachetree.checkpoint.safetensors_files import layer_of, own_layer, read_pie
 from cachetree.errors import ConfigError
 
 _WIDTH: Final = 1021
-"""Sums of a sketch. A prime, so that a column of a matrix is spread over all of them."""
+"""Number of sums in a sketch. It is prime, so that the values of a matrix column are spread over
+all sums."""
 _ROWS: Final = 256
 _PIECE: Final = _ROWS * _WIDTH
-"""Values that are added up at once."""
+"""Number of values that are summed at once."""
 _BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 
 Sketch = NDArray[np.float32]
 Sketches = Mapping[str, Sketch]
-"""Sketches by tensor."""
+"""Sketches of a model's tensors, by tensor name."""
 EMPTY: Final[Sketches] = {}
 
 
@@ -59,11 +60,12 @@ def folder_sketches(files: Sequence[Path]) -> dict[str, Sketch]:
 
 @np.errstate(all="ignore")
 def distances(sender: Sketches, receiver: Sketches, num_layers: int) -> tuple[float, ...]:
-    """Relative changes of the weights: the length of the difference by the length of the sender's.
+    """Return relative changes of the weights: the length of the difference, divided by the length
+    of the sender's weights.
 
-    The first one is of the tensors before the layers, the others are of each layer. Both models
-    have the same tensors. Tensors behind the layers leave no trace in KV. A change that is no
-    number is infinite.
+    The first value is for the tensors before the layers, each other value is for one layer. Both
+    models have the same tensors. Tensors behind the layers do not change KV. A change that is no
+    number counts as infinite.
     """
     changes, lengths = np.zeros(num_layers + 1), np.zeros(num_layers + 1)
     for name, theirs in sender.items():
@@ -94,12 +96,13 @@ def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
 
 @cache
 def _signs_of_all() -> NDArray[np.float32]:
-    """Signs within every piece of every tensor. Each piece has signs of its own sums, too."""
+    """Return the signs of a piece's values, the same for every piece. The piece's sums then get
+    signs of their own."""
     return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
 
 
 def _signs(seed: str, number: int) -> NDArray[np.float32]:
-    """Random signs, equal on every machine."""
+    """Return random signs, equal on every machine."""
     drawn = np.frombuffer(blake3(seed.encode()).digest(length=-(-number // 8)), np.uint8)
     return np.unpackbits(drawn)[:number].astype(np.float32) * 2 - 1
 

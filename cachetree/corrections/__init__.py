@@ -58,15 +58,16 @@ class Correction:
 
 
 def maps_path(profile: Path) -> Path:
-    """Return the file of the maps for a profile's path."""
+    """Return the path of the file with the maps of the profile at `profile`."""
     return profile.with_name(profile.name.removesuffix(".json") + ".maps.safetensors")
 
 
 def write_corrections(
     profile: PairProfile, corrections: Mapping[str, Correction], path: Path
 ) -> None:
-    """Write the maps that the profile names, taken from these by digest, into the file beside its
-    `path`. Replaces the file, or removes it if the profile names no map."""
+    """Write the maps that the profile names into the file beside the profile's `path`.
+    `corrections` has the maps by digest. Replaces the file, or removes it if the profile names no
+    map."""
     file = maps_path(path)
     if not profile.e_maps:
         file.unlink(missing_ok=True)

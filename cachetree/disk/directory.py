@@ -30,7 +30,7 @@ MEND: Final = "mend that, or name another directory"
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 64 << 10
-"""Bytes of the buffer of a file that is written. Larger pieces bypass the buffer."""
+"""Size in bytes of the buffer that writes a file. Larger pieces bypass the buffer."""
 _LOCK: Final = "cachetree.lock"
 _KEY: Final = "[0-9a-f]{32}"
 _ENTRY: Final = "entry-.+-[0-9a-f]{12,32}"

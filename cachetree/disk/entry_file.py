@@ -109,9 +109,9 @@ def read_record(path: str, family: Family) -> tuple[Record, os.stat_result] | No
 
 
 def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
-    """Read the entry of a file of `num_bytes` that begins with `head`, its prefix and its header.
+    """Read the record in `head`: the prefix and header of a file of `num_bytes`.
 
-    None if they do not belong together.
+    Returns None if the head is damaged, or does not fit the file's size or the family.
     """
     if len(head) < _PREFIX.size or len(head) != _head_bytes(head, num_bytes):
         return None

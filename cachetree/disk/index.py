@@ -92,7 +92,8 @@ class DiskFiles:
             return True
 
     def take(self, file: DiskFile) -> list[DiskFile]:
-        """Remove a file, if it is here, after all that depend on it. Return them in this order."""
+        """Remove all files that depend on `file`, then `file` itself, if it is here. Return the
+        removed files in this order."""
         with self._lock:
             return self._taken(file)
 

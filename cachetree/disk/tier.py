@@ -75,7 +75,7 @@ class DiskTier:
             undo.callback(self._store.close)
             self._reads = _threads("cachetree-disk-read", self.num_readers, undo)
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
-            """One thread, because memory may not have room for two lines at a time."""
+            """One thread, because memory may lack room for the entries of two prompts at a time."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
             """Two threads: one may hang in the deletion of a file."""
             self._behind = WriteBehind(

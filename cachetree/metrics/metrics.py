@@ -25,8 +25,8 @@ class Metric:
     kind: Literal["counter", "gauge"]
     text: str
     paths: Mapping[str, str]
-    """Paths of attributes of the status (`_values`), by the value of the last label. The key is
-    empty if one path has all values."""
+    """Paths of attributes in the status, as `_values` reads them, by the value of the last label.
+    If one path has all values, its key is empty."""
     labels: tuple[str, ...]
 
     @property

@@ -164,8 +164,8 @@ class Demand:
     first_page: int = 0
     """Number of pages that the device has already."""
     first_approximate: int | None = None
-    """Number of leading pages that the device has for approximate plans, which start behind these
-    pages. None: all plans start behind `first_page`."""
+    """Number of first pages on the device that an approximate plan may continue from. None: all
+    plans start behind `first_page`."""
     num_head: int = 0
     """Number of first pages that the receiver has to compute itself in approximate plans."""
     num_new_tokens: int = 0

@@ -137,16 +137,16 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(maps.values())
 
     def uncorrected(self) -> PairProfile:
-        """Return the profile without plans that correct E. It did not pass if only the plan of all
-        layers is left."""
+        """Return the profile without plans that correct E. If only the plan of all layers is left,
+        the returned profile counts as not passed."""
         plain = tuple(it for it in self.blocks if it.e_map is None)
         if len(plain) == len(self.blocks):
             return self
         return self.limited_to(plain, "all of its plans correct E; set e_correction to profile")
 
     def limited_to(self, blocks: tuple[BlockQuality, ...], reason: str) -> Self:
-        """Return the profile with only these plans. It did not pass, for that reason, if only the
-        plan of all layers is left."""
+        """Return the profile with only these plans. If only the plan of all layers is left, the
+        returned profile counts as not passed, for `reason`."""
         left = [it for it in blocks if len(it.block) < self.receiver.num_layers]
         return msgspec.structs.replace(
             self,
@@ -215,7 +215,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _farthest(change: Sequence[float], proven: Sequence[float]) -> tuple[float, float, int]:
-    """Return the change, the proven change and the index, at the place where they differ most."""
+    """Return the change, the proven change and the index of the layer that exceeds its proven
+    change most."""
     places = zip(change, proven, range(len(change)), strict=True)
     return max(places, key=lambda it: it[0] - it[1])
 

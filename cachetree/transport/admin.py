@@ -72,8 +72,8 @@ class AdminService:
     _clock: Clock
     _evictions: deque[Iterator[int]] = field(default_factory=deque, init=False)
     _told: verbs.Status | None = field(default=None, init=False)
-    """State of the worker, computed once for all questions of one turn. Anyone may ask, without
-    limit."""
+    """State of the worker, computed once for all questions of one turn, because anyone may ask
+    without limit."""
 
     @property
     def has_work(self) -> bool:

@@ -50,7 +50,8 @@ class Channel:
         self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self.served_bytes = 0
-        """Turn of the channel, as in `Stream`: the scheduler serves the channel with the lowest."""
+        """Bytes served so far, as in `Stream`. The scheduler serves the channel with the lowest
+        value."""
         self._error: FetchError | None = None
         self._frame: Frame | None = None
         """Frame that is being received. None if a header is next."""
@@ -65,8 +66,8 @@ class Channel:
         self._sealed = np.empty(frames.PIECE_BYTES + seals.piece_tag_bytes, np.uint8).data
         """Memory for one sealed piece. The kernel provides it once a sealed piece arrives."""
         self._unit = self._piece = self._header
-        """Memory that is filled next as a whole from the socket, and memory for its content after
-        opening the seal (the same without seals)."""
+        """Two memories. `_unit` is filled next from the socket, as a whole. `_piece` gets its
+        content once the seal is open; without seals both are the same."""
         self._unit_at = 0
         self._wake_bytes = 1
 

@@ -67,8 +67,8 @@ class Bandwidth:
     _TRIP_S = 0.0005
     """Seconds of a round trip in one rack, assumed until a short fetch was measured."""
     _LONG = 4.0
-    """Least time of a fetch's bytes, as a multiple of the fixed time, if the fetch is to show how
-    good predictions are."""
+    """Least ratio of the time of a fetch's bytes to the fixed time. A fetch below this ratio does
+    not show how good predictions are."""
     _ROUNDS = 4
     _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1

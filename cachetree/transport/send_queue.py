@@ -39,7 +39,7 @@ _MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
 
 class _Part(NamedTuple):
     frame: Frame | None
-    """None: the payload is sent without a header and in clear."""
+    """Header of the payload. None: the payload is sent without a header and in clear."""
     payload: Sequence[memoryview]
     """Parts of the payload, as bytes."""
     size: int
@@ -76,7 +76,8 @@ class SendQueue:
         self._is_over = False
         """True once the queue sends nothing more."""
         self._dropped: dict[int, int] = {}
-        """Value of `queued_bytes` when a request was dropped, by request with frames to discard."""
+        """Value of `queued_bytes` when a request was dropped, by the request's id. Only for
+        requests with frames that still have to be discarded."""
         self._batch_bytes = _FIRST_BATCH_BYTES
         self._parts: SimpleQueue[_Part | None] = SimpleQueue()
         self._thread: threading.Thread | None = None

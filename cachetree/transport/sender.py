@@ -25,7 +25,7 @@ _JOIN_BYTES: Final = 64 << 10
 LOCATED_BYTES: Final = 4 << 20
 """Most bytes in one `Located` message."""
 _REMEMBERED_BYTES: Final = 128 << 10
-"""Bytes of a slab for each checksum that it may remember. A checksum takes about 250 bytes."""
+"""Bytes of a slab for which it may remember one checksum. A checksum takes about 250 bytes."""
 _LEAST_REMEMBERED: Final = 256
 
 

@@ -46,7 +46,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def slices(self, num_pages: int) -> Iterator[Change]:
-        """Yield the change in parts of `num_pages` pages; the last part has the remaining ones."""
+        """Cut the change into parts of `num_pages` pages, and yield them in order. The last part
+        may have fewer pages."""
         for start in range(0, len(self.pages), num_pages):
             yield self.slice(Span(start, min(start + num_pages, len(self.pages))))
 

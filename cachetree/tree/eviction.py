@@ -81,8 +81,8 @@ class Eviction:
             entry.used_at_s = now_s
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        """Pass the last use of `head`, which was cut in two, to `tail`, which is new and has its
-        children.
+        """Pass on the last use of `head`, which was cut in two. `tail` is the new second part, and
+        now has the children.
 
         If `tail` may be evicted, the caller calls `free` next.
         """

@@ -28,7 +28,7 @@ from profiles.stats.measured import Score
 
 DIGITS: Final = 4
 FIRST_TOKENS: Final = 8
-"""Number of first tokens of an answer that total variation is measured on, as in the drift
+"""Number of an answer's first tokens on which total variation is measured, as in the drift
 guard."""
 
 
@@ -42,7 +42,7 @@ class Answerer:
     room: Room
 
     def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
-        """Greedy answers to all questions over one source."""
+        """Return greedy answers to all questions of the document, over the KV of one source."""
         mixture = (0,) * self.model.num_layers
         asked = [Asked(mixture, it.suffix, it.draft) for it in document.questions]
         return self.answer_all(document, [kv], asked)
@@ -99,7 +99,7 @@ class Examination:
         before = torch.tensor([len(it) - 1 for it in suffixes])
         self._place_of = before[self._question_of] + self._place_in
         self.qualities = [answerer.quality(self.document, i, it) for i, it in enumerate(answers)]
-        """Qualities of the receiver's own answers, by question."""
+        """Quality of the receiver's own answer to each question."""
         self._own = self._streams([own], [(0,) * answerer.model.num_layers])[0]
 
     def examine(

@@ -26,7 +26,7 @@ PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 NUM_FITTED: Final = 36
 """Contexts of each task on which maps are fitted."""
 TRYING: Final = 4
-"""One context of this many chooses the penalty; the others fit."""
+"""One context in each group of this many chooses the penalty; the others fit the map."""
 
 
 class Moments:
@@ -34,7 +34,7 @@ class Moments:
 
     def __init__(self, hidden: int, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros(hidden + 1, 2 * hidden + 1, device=device)
-        """Sum of (x, 1)ᵀ (x, 1, d)."""
+        """Sum of (x, 1)ᵀ (x, 1, d) over the tokens. The module's docstring defines x and d."""
         self._squares = 0.0
 
     def add(self, theirs: Tensor, ours: Tensor) -> None:
@@ -52,7 +52,8 @@ class Moments:
 
     @property
     def distance(self) -> float:
-        """Mean square of d, divided by that of x."""
+        """Mean square of the difference between the two E, divided by the mean square of the
+        sender's E."""
         hidden = self._sums.shape[0] - 1
         norm = float(self._sums[:hidden, :hidden].diagonal().sum())
         return self._squares / norm

@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
-    """The cost model; a run begins with it."""
+    """The timed cost model, which is the first entry of a run."""
 
     costs: CostModel
 

@@ -85,7 +85,8 @@ class Placement:
 
     positions: Tensor
     columns: Tensor
-    """Columns of their keys and values. Padding is in the last columns; no token reads those."""
+    """Columns of the new tokens' keys and values. Padding is in the last columns; no token reads
+    these."""
     rotary: tuple[Tensor, Tensor]
     mask: Tensor
 
@@ -116,7 +117,7 @@ class LayeredModel:
         """Bytes of E of one token."""
         of_layer = sum(it.numel() for it in self.layers[0].parameters())
         self.head_layers = model.get_input_embeddings().weight.numel() / of_layer
-        """Compute of the head for one token, in layers."""
+        """Compute of the output head for one token, as a number of layers."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed `[rows, tokens]` as `[rows, tokens, hidden]`."""

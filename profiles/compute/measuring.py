@@ -31,8 +31,8 @@ best block of a size on 12 of them had 0.1 % and 2 % more KL over all 24 than th
 def sweep_steps(
     documents: Sequence[Document], blocks: Iterable[Span], num_layers: int, *, pruned: bool
 ) -> list[Step]:
-    """Return the steps for each layer reused alone and for every block; by the metric, too, unless
-    `pruned`."""
+    """Return the steps that measure, by KL, each layer reused alone and every block. Unless
+    `pruned`, they also measure by the metric."""
     alone = [Candidate(alone=layer) for layer in range(num_layers)]
     return screening_steps(
         documents,
@@ -102,8 +102,8 @@ def measure(
 
 
 def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
-    """Places of the documents on which every block is measured: the first of each task; all unless
-    `pruned`."""
+    """Return the places of the documents on which every block is measured: the first ones of each
+    task if `pruned`, else all."""
     return first_of_each_task(documents, NUM_SWEPT if pruned else len(documents))
 
 

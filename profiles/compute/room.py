@@ -36,7 +36,8 @@ FREE_SHARE: Final = 0.8
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
-"""Bytes of sixteen blocks just too small to be unmapped; a layer never has more at a time."""
+"""Most bytes in holes: sixteen blocks just too small to be unmapped. A layer never has more of them
+at a time."""
 SOLVING: Final = 4
 """Memory for solving one map in float64, as a multiple of its sums."""
 
@@ -116,8 +117,8 @@ class Sizes:
 
 
 def _mlp(config: PretrainedConfig) -> int:
-    """Count the numbers per token: gate, up and their product; with experts, for each active
-    expert."""
+    """Return how many numbers a token takes in the MLP: gate, up and their product. With experts,
+    each active expert counts."""
     num_experts = getattr(config, "num_experts_per_tok", None)
     if num_experts is None:
         return 3 * config.intermediate_size
@@ -146,14 +147,15 @@ def row_bytes(sizes: Sizes, document: Document) -> int:
 
 
 def longest_suffix(document: Document) -> int:
-    """Tokens of the longest question with its answer."""
+    """Number of tokens of the longest question with its answer."""
     return max(len(it.suffix) for it in document.questions) + document.task.max_new
 
 
 def make_room(
     sizes: Sizes, documents: Iterable[Document], num_mixtures: int, bounds: Bounds
 ) -> Room:
-    """Return batch sizes for the largest document; ConfigError if not even one row fits."""
+    """Return the largest batch sizes at which the work on every document fits. Raises ConfigError
+    if not even one row fits."""
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
         on_host = _kept_bytes(sizes, document)
@@ -172,13 +174,13 @@ def most_needed(sizes: Sizes, documents: Iterable[Document]) -> int:
 
 
 def _kept_bytes(sizes: Sizes, document: Document) -> int:
-    """Bytes on the host. Four times KV: the sender's, the receiver's and, during judging, those of
-    a recompute and of a CacheBlend."""
+    """Bytes that a document takes on the host: E once, KV four times. These are KV of the sender,
+    of the receiver and, during judging, of a recompute and of a CacheBlend."""
     return sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
 
 
 def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
-    """Bytes on the device if rows and distributions go one by one."""
+    """Bytes that a document takes on the device if rows and distributions go one by one."""
     most = max(row_bytes(sizes, document), sizes.distribution)
     return held_bytes(sizes, document, num_mixtures) + _with_holes(most)
 

@@ -26,7 +26,7 @@ from profiles.stats.measured import FULL_REUSE, Candidate
 
 TRAIN: Final = "train"
 HELD_OUT: Final = "held_out"
-"""Splits, as journals name them."""
+"""Names of the two splits in journals."""
 
 THEIRS: Final = 0
 """Index of the sender's KV in every mixture."""
@@ -37,8 +37,8 @@ FIRST_NEW: Final = 2
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
-"""Share by which the first filter of a blend keeps more tokens than the mean, and the last
-fewer."""
+"""The first filter of a blend keeps this share of tokens more than the mean; the last filter keeps
+as many fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,8 +69,8 @@ PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
 """Settings that change the trained adapter, beside models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
-"""Parts of the training after which the first held-out contexts are scored: the number of steps
-divided by each of these. They are also scored before the first step."""
+"""Divisors of the number of training steps. The first held-out contexts are scored after each such
+part of the training, and before the first step."""
 _LEARNED: Final[Mapping[str | None, str]] = {
     None: "the teacher's answers",
     "only": "the data's answers",
@@ -215,8 +215,8 @@ class Distiller:
         return [read_answers(file) for _, file, _ in judging]
 
     def _asked(self, place: int) -> tuple[Lesson, Path, bool]:
-        """Training lesson, file of the teacher's answers, and whether the answers are the
-        data's."""
+        """Return a training lesson, the file of its answers, and whether these are the data's
+        answers."""
         file = self.state / f"train/{place}.safetensors"
         return self.prompts.train[place], file, self._settings.labels is not None
 

@@ -14,14 +14,15 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     place: int
     quality: tuple[float, ...]
     same: tuple[float, ...] = ()
-    """1 if the answer is the teacher's, else 0; empty without a teacher."""
+    """Values by question: 1 if the student's answer equals the teacher's, else 0. Empty without a
+    teacher."""
     kl: tuple[float, ...] = ()
     """KL divergence of the teacher's next tokens from the student's along the teacher's answer,
     nats per token."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the first held-out contexts after `step` steps."""
+    """Mean scores of the first held-out contexts after `step` training steps."""
 
     step: int
     quality: float
@@ -30,7 +31,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of one data set of the held-out contexts."""
+    """Scores of those held-out contexts that are from one data set."""
 
     name: str
     metric: str
@@ -39,7 +40,7 @@ class JudgedTask(msgspec.Struct, frozen=True, kw_only=True):
     student: Interval
     teacher: Interval | None
     loss: TaskLoss | None
-    """Loss of the teacher's quality in the student; None without a teacher."""
+    """Quality that the student loses against the teacher. None without a teacher."""
     agreement: float | None
     kl: float | None
 

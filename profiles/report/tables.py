@@ -26,10 +26,11 @@ NO_CONTROLS: Final = "not measured: whether the questions need their documents i
 class Table:
     title: str
     headers: tuple[str, ...]
-    """The first column names the row; the others are numbers unless `is_prose`."""
+    """Headers of the columns. The first column names the row; the others are numbers unless
+    `is_prose`."""
     rows: tuple[tuple[str, ...], ...]
     marked: frozenset[int] = frozenset()
-    """Places of the rows that are pointed out."""
+    """Places of the rows that the table marks."""
     caption: str = ""
     is_prose: bool = False
 
@@ -124,8 +125,8 @@ def frontier(profile: MeasuredProfile) -> Table:
 
 
 def tasks(profile: MeasuredProfile) -> Table:
-    """Say what is known at each task about the recommended plan, or about the one that came
-    closest."""
+    """Show the result of the recommended plan at each task. Without a recommended plan, show the
+    plan that came closest."""
     plan = derived.judged(profile)
     named = words.plan(plan) if plan else "none was judged"
     columns: Columns[tuple[TaskScores, TaskLoss | None]] = {

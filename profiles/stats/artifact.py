@@ -167,8 +167,8 @@ def data_digest(train: Data, held_out: Data) -> str:
 
 
 def longest_used(documents: Sequence[Document], page_size: int) -> int:
-    """Prompt length in tokens, in whole pages, that `NUM_REACHING` contexts reach; if there are
-    fewer contexts, that all of them reach."""
+    """Return the longest prompt length, in tokens of whole pages, that at least `NUM_REACHING`
+    contexts reach. With fewer contexts, all of them have to reach it."""
     lengths: dict[str, int] = {}
     for document in documents:
         longest = len(document.prefix) + max(
@@ -362,7 +362,8 @@ def _shown(findings: Findings) -> Shown:
 
 
 def _few(findings: Findings) -> list[Document]:
-    """Documents on which the baselines are measured, and other plans that the gate does not try."""
+    """Return the documents on which baselines are measured, and plans that the gate does not
+    try."""
     documents = findings.held_out.documents
     return [documents[it] for it in first_of_each_task(documents, NUM_SHOWN)]
 

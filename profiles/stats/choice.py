@@ -70,10 +70,9 @@ class Choice:
     """Plans by size. No other plan of at most the same size is better by the metric, or none is
     closer to full prefill."""
     order: tuple[Candidate, ...]
-    """Plans that the gate will try, from most work to least. The first part is expected to pass; in
-    it no plan is farther from full prefill than one with as little work. Smaller plans follow, in
-    case their bad result was luck. In each part, a plan is closer to full prefill than all after
-    it."""
+    """Plans that the gate will try, from most work to least. First come plans that are expected to
+    pass. Smaller plans follow, in case their bad result was luck. In each of the two parts, a plan
+    is closer to full prefill than all plans after it."""
     expected: Candidate | None
     """Plan that the gate will recommend if held-out data are like the training data."""
 

@@ -23,7 +23,8 @@ _PATIENCE_S: Final = 10
 
 
 class NoAnswer(CacheTreeError):
-    """A server does not answer, is not SGLang's, runs without this extension, or cannot tell."""
+    """A server gives no usable answer: it does not respond, is not SGLang, runs without this
+    extension, or does not know."""
 
 
 def add_parsers(commands: Any) -> None:
@@ -187,7 +188,7 @@ def _question(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def explanation_lines(answer: dict[str, Any]) -> Iterator[str]:
-    """An explanation as lines for a person."""
+    """Return an explanation as lines of text for a person."""
     detail = f": {answer['detail']}" if answer["detail"] else ""
     yield f"outcome  {answer['outcome']}{detail}"
     yield f"cause    {answer['cause']}"
@@ -261,7 +262,7 @@ def _guard(args: argparse.Namespace) -> int:
 
 
 def guard_lines(state: GuardState) -> Iterator[str]:
-    """The drift guard's state as lines for a person."""
+    """Return the drift guard's state as lines of text for a person."""
     if state.off:
         yield f"off: {state.off}"
         return

@@ -176,8 +176,9 @@ def installation() -> Iterator[Check]:
 
 
 def adapter(path: Path, base: Path | None) -> Iterator[Check]:
-    """Check the adapter in a PEFT folder: what it shares with its base, `base` or the one that its
-    config names. Raises ConfigError if the folder has no adapter, or one of another base."""
+    """Check the adapter in a PEFT folder, and what it shares with its base. The base is `base`, or
+    else the one that the adapter's config names. Raises ConfigError if the folder has no adapter,
+    or one of another base."""
     where, ignored = acting(path)
     base = base or base_of(path)
     if base is not None:
@@ -262,7 +263,8 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
-    """Check that memory and disk have room for all ranks. Each rank takes what the settings say."""
+    """Check that memory and disk have room for all ranks. Every rank takes the full sizes of the
+    settings."""
     from profiles.environment import free_memory_bytes
 
     wanted, free = settings.taken_gb(ranks), free_memory_bytes() / GIB
@@ -356,7 +358,8 @@ def _of_state(url: str, state: Mapping[str, Any], off_s: float) -> Iterator[Chec
 
 
 def room(report: Mapping[str, Any]) -> Check:
-    """Check memory and disk by what a server says about its cache. Each peer has another line."""
+    """Check memory and disk from a server's report about its cache. Problems of peers are left out:
+    each peer has its own line."""
     peers, is_up = [it["address"] for it in report["peers"]], report["health"]["live"]
     degraded = [it for it in report["health"]["degraded"] if not any(at in it for at in peers)]
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])

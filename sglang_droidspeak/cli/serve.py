@@ -111,7 +111,7 @@ def _named(setting: str) -> tuple[str, Any]:
 
 
 def own_of(flags: Sequence[str]) -> argparse.Namespace:
-    """SGLang's flags that the settings depend on. Raises ConfigError."""
+    """Return the values of SGLang's flags on which the settings depend. Raises ConfigError."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     own.add_argument("--page-size", type=int, default=MIN_PAGE_SIZE)
     own.add_argument("--tensor-parallel-size", "--tp-size", "--tp", dest="tp", type=int, default=1)
@@ -125,7 +125,7 @@ def own_of(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def as_flags(options: Mapping[str, Any]) -> Iterator[str]:
-    """Options of a configuration file as flags, as SGLang converts them."""
+    """Return the options of a configuration file as flags, as SGLang converts them."""
     for name, value in options.items():
         if value is False:
             continue

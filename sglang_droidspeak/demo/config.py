@@ -196,7 +196,8 @@ class DemoConfig:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment of the servers. SGLang has a CPU platform only if it sees no accelerator."""
+        """Environment variables of the servers. On a CPU they hide every accelerator: SGLang uses
+        its CPU platform only if it sees none."""
         return {"CUDA_VISIBLE_DEVICES": ""} if self.is_on_cpu else {}
 
     def documents(self, profile: MeasuredProfile) -> list[Document]:

@@ -39,12 +39,12 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 2
     pair: MeasuredPair
     ceiling: MeasuredPair | None
-    """Random weights: savings of the mechanism if a pair needs few layers. Says nothing about
-    quality. None for a user's own pair."""
+    """Measurements of random weights: the most that reuse can save if a pair needs few layers. They
+    say nothing about quality. None for a user's own pair."""
     failures: list[str]
     """Checks that did not hold; empty for a valid demo."""
     notes: list[str] = []
-    """What these data are too few to decide."""
+    """Questions that these data are too few to decide."""
     elapsed_s: float
     environment: Environment
 

@@ -79,8 +79,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_reused(self) -> bool:
-        """Whether most of the prompt was reused. The receiver computes first pages that all prompts
-        share."""
+        """Whether more than half of the reusable tokens were reused. Not all can be: the receiver
+        itself computes first pages that all prompts share."""
         provenance = self.provenance
         is_loaded = provenance.outcome in ("reused", "own")
         return is_loaded and 2 * provenance.reused_tokens > self.num_reusable
@@ -94,7 +94,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of one condition: means over its requests."""
 
     quality: float | None
-    """None for random weights."""
+    """Mean quality. None for random weights."""
     quality_95: tuple[float, float] | None = None
     """Confidence interval (95 %) by a bootstrap over documents."""
     ttft_p50_ms: float

@@ -199,8 +199,8 @@ def _samples(
     documents: Sequence[Document],
     advance: Callable[[], None],
 ) -> Samples:
-    """Answers of all questions under all conditions. Calls `advance` after each answer, except in
-    the warm-up."""
+    """Return the answers to all questions under all conditions. Calls `advance` after each answer,
+    except in the warm-up."""
 
     def answers(index: int, document: Document) -> Iterator[tuple[Condition, Sample]]:
         """Let the sender read the document, so that the receiver knows every page. Then ask the

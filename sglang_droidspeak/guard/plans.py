@@ -208,7 +208,7 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
     names: dict[str, str] = {}
     """Names of models by id."""
     off: str = ""
-    """Why the server reuses nothing, and what to do; empty if it reuses."""
+    """Reason why the server reuses nothing, with the remedy. Empty if it reuses."""
 
 
 def watched(profile: PairProfile) -> WatchedPair:

@@ -106,7 +106,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     receiver: ModelId
     usable: bool
     failed: bool
-    """The profile itself did not pass; the drift guard may also take a pair out of service."""
+    """Whether the profile itself did not pass. The drift guard may also take a pair of a passed
+    profile out of service."""
     reason: str
     block: tuple[int, int] | None
     """Recommended block; null if none is recommended."""
@@ -129,7 +130,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     savings: Sequence[Saving]
     health: Health
     off: str
-    """Why the server reuses nothing, and what to do; empty if it reuses."""
+    """Reason why the server reuses nothing, with the remedy. Empty if it reuses."""
 
 
 @dataclass(eq=False)

@@ -30,7 +30,8 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A request in full prefill. The pool will have these pages, as KV of `model`, at `place`."""
+    """A request in full prefill, which later requests may follow. It puts these pages into the
+    pool, as KV of `model`, at `place`."""
 
     req: Req
     model: ModelId

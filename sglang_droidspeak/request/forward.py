@@ -128,8 +128,8 @@ class BatchForward:
             self._labels.metrics.count_saving(request.plan, full_s - took_s)
 
     def _before(self, batch: ScheduleBatch, requests: Sequence[Request]) -> tuple[float, float]:
-        """Recompute every block, wait for the loads, and prefill in full what did not arrive.
-        Returns start and stop of the recompute, on monotonic time."""
+        """Complete the prefixes of a batch: recompute every block, wait for the loads, and prefill
+        in full what did not arrive. Returns start and stop of the recompute, on monotonic time."""
         rows = {req.rid: row for row, req in enumerate(batch.reqs)}
         loads = {rows[it.req.rid]: it.load for it in requests}
         for load in loads.values():

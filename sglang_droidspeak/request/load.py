@@ -29,7 +29,8 @@ READS: Final = -1
 """Key of an event, used like a layer's number: the forward has read all it needs of the staging."""
 _BEGUN: Final = -2
 _DONE: Final = -3
-"""Keys of events, used like a layer's number: before a batch's first copy, and after its last."""
+"""Keys of two events, used like a layer's number: one before a batch's first copy, one after its
+last."""
 _ABOVE_FORWARDS: Final = -1
 """Priority of the copy stream, above SGLang's streams (0). Otherwise a copy kernel, which needs few
 multiprocessors, would wait until a matrix product leaves some free."""
@@ -87,8 +88,8 @@ class Copies:
             event.record()
 
     def forward_waits(self, index: int, layer: int) -> None:
-        """Let the current stream wait for a layer's copies. The KV pool calls this before a forward
-        reads `layer`, even if the layer failed and no event was recorded."""
+        """Let the current stream wait for a layer's copies, if any were recorded. The KV pool calls
+        this before a forward reads `layer`, even if the layer's load has failed."""
         if event := self._events[index].get(layer):
             self._device.current_stream().wait_event(event)
 
@@ -96,7 +97,7 @@ class Copies:
         self._device.current_stream().wait_stream(self._stream)
 
     def stop(self) -> None:
-        """Block until no copy runs. A lost device runs none."""
+        """Block until no copy runs. After the loss of the device no copy runs."""
         with contextlib.suppress(Exception):
             self._device.synchronize()
 

@@ -66,7 +66,8 @@ class Planned:
 
     plan: Plan
     is_experiment: bool
-    """The request named the block, and `gate: none` allows any. Only this request uses the KV."""
+    """Whether the request named the block and `gate: none` allowed it without a check. Only this
+    request uses the KV."""
     patience: Patience
     """How long the request waits for its fetch. Infinite if the request named the block."""
     step_share: float

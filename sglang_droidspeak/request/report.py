@@ -48,7 +48,7 @@ MAX_MATCHES: Final = 32_000
 
 @dataclass(slots=True, eq=False)
 class Label:
-    """Knowledge of one request, kept after its answer. It contains no token of the request."""
+    """Facts about one request, kept after its answer. They contain no token of the request."""
 
     provenance: RequestProvenance
     num_tokens: int = 0

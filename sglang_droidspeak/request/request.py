@@ -67,7 +67,7 @@ class Request:
     def __init__(self, req: Req) -> None:
         self.req: Final = req
         self.phase = Phase.SEEN
-        """Only `reach` changes it."""
+        """Phase of the request. Only `reach` changes it."""
         self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
         """Monotonic time in seconds at which the scheduler first passed the request over in a step
@@ -95,9 +95,10 @@ class Request:
         """Outcome of the request if this rank cannot follow the plan; empty otherwise."""
 
         self.source: Source | None = None
-        """Set from `FETCHING` on, until the request is settled or planned again."""
+        """Source of the plan's pages. Set from `FETCHING` on, until the request is settled or
+        planned again."""
         self.load: Load | None = None
-        """Set from `LOADING` on."""
+        """Load into KV slots. Set from `LOADING` on."""
         self.queued_s = 0.0
         """Seconds from `seen_s` until SGLang admits the request."""
 

@@ -85,7 +85,7 @@ class Attachment:
 
     runner: ModelRunner
     stack: LayerStack | None
-    """None if layers of this class cannot be recomputed."""
+    """Decoder layers of the model. None if layers of this class cannot be recomputed."""
     e_pool: EPool
     server: ThisServer
     corrections: Mapping[str, Correction]

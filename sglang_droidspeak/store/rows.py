@@ -152,7 +152,7 @@ class DeviceRows:
     """Rows of a pool on an accelerator, which gathers, encodes, decodes and scatters them."""
 
     most_tokens = _LOADED_TOKENS
-    """Tokens of one call of `write_from`."""
+    """Most tokens in one call of `write_from`."""
 
     def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
         self._pool = pool

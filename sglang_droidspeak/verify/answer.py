@@ -28,7 +28,8 @@ class Answer:
     ttft_s: float
     tokens: tuple[int, ...]
     likely: tuple[LogProbs, ...]
-    """Most likely tokens of each position, and the answer's own."""
+    """The most likely tokens of each position and their log-probabilities, with the answer's own
+    token."""
     id: str
     prompt_tokens: int
     cached_tokens: int

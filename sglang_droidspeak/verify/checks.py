@@ -101,8 +101,8 @@ def _of(
 
 
 def tokenizers(run: Run) -> Iterator[Check]:
-    """Check that both servers make the same tokens of many scripts, and read the prompts' tokens
-    as the same text."""
+    """Check that both servers make the same tokens of texts in many scripts. Check also that they
+    read the prompts' tokens as the same text."""
     ours, theirs = (tokenize(it, _CORPUS) for it in (run.sender, run.receiver))
     asked = [it.prefix for it in run.prompts]
     text, other = (detokenize(it, asked) for it in (run.sender, run.receiver))

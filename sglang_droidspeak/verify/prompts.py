@@ -43,7 +43,7 @@ def made(client: Client, num: int, num_tokens: int, page: int, seed: str) -> Ite
 
 
 def of_data(settings: Settings, tokenizer: str, num: int, longest: int | None) -> list[Prompt]:
-    """First prompts of a user's data, as the profiler makes them. Raises ConfigError."""
+    """Return the first prompts of a user's data, as the profiler makes them. Raises ConfigError."""
     from pathlib import Path
 
     from profiles.compute.models import ModelSource, load_tokenizer
@@ -75,12 +75,12 @@ def of_data(settings: Settings, tokenizer: str, num: int, longest: int | None) -
 
 
 def tokenize(client: Client, text: str) -> tuple[int, ...]:
-    """Token ids of a text by the server's tokenizer, without special tokens."""
+    """Return the token ids of a text by the server's tokenizer, without special tokens."""
     return tuple(client.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"])
 
 
 def detokenize(client: Client, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of token ids by the server's tokenizer."""
+    """Return the texts of token ids by the server's tokenizer."""
     return list(client.post("/detokenize", tokens=[list(it) for it in prompts])["text"])
 
 

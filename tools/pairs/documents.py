@@ -38,7 +38,7 @@ class Document:
 
 
 Writer = Callable[[Random, int], Document]
-"""Function from `(rng, num_tokens)` to a document of roughly that length."""
+"""Function that takes `(rng, num_tokens)` and writes a document of roughly that length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

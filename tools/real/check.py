@@ -26,11 +26,11 @@ METRICS: Final[Mapping[str, Metric]] = {
     "json": Metric.JSON_VALUES,
 }
 MAX_NEW: Final[Mapping[str, int]] = {"questions": 16, "summaries": 24, "json": 56}
-"""Longest answers in tokens."""
+"""Longest answer of each skill, in tokens."""
 
 
 def options(skill: str) -> TaskOptions:
-    """Prompt and judgement of a skill."""
+    """Return the prompt of a skill, and how its answers are judged."""
     return TaskOptions(template=TEMPLATE, metric=METRICS[skill], max_new=MAX_NEW[skill], chat=True)
 
 

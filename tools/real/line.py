@@ -28,14 +28,15 @@ from tools.real.train import Chat, packed
 
 TAUGHT: Final = ("questions", "json")
 LEARNING: Final = (4, 5, 4, 12, 5, 4, 6, 5)
-"""Records in a training document, step by step and from the start again."""
+"""Number of records in a training document. The steps take these numbers in turn."""
 NUM_TAUGHT: Final = 3
 """Questions of each skill about a training document."""
 RATES: Final = ((16, 2e-4), (6, 1e-5), (4, 1e-6))
-"""Numbers of steps, and the rate of each. The last is usual in reinforcement learning."""
+"""Stages of the training: number of steps, and learning rate. The last rate is usual in
+reinforcement learning."""
 NUM_WARMUP: Final = 5
 KEPT: Final = (0, 12, 16, *range(22, 27))
-"""Steps after which a checkpoint is written. The last one reads."""
+"""Steps after which a checkpoint is written. The last checkpoint is the receiver."""
 WEIGHTS: Final = "model.safetensors"
 
 

@@ -37,20 +37,21 @@ class Set:
     document."""
 
     drawn: tuple[tuple[str, int], ...]
-    """Parts, each with the number of records at its start that belong to another set."""
+    """Parts from which the records are drawn. Each has the number of records at its start that
+    belong to another set."""
     lengths: tuple[int, ...]
-    """Records in a document, one after the other and from the start again; five are about 400
-    tokens."""
+    """Number of records in a document. The documents take these numbers in turn. Five records are
+    about 400 tokens."""
     num_documents: int
     num_questions: int
     """Questions about each document."""
     num_own: int | None = None
-    """Number of a document's own records: questions are about these only. Its other records are
-    drawn from all. None: all are its own."""
+    """Number of records that belong to one document only. Its questions are about these; its other
+    records are drawn from all. None: all of its records belong to it only."""
 
 
 _CHOSEN_ON: Final = 204
-"""Number of records in 36 documents."""
+"""Number of records in the 36 documents of the set `choose`."""
 SETS: Final[Mapping[str, Set]] = {
     # Some documents are long: a profile holds up to the length that 20 of them reach.
     "choose": Set(
@@ -146,8 +147,9 @@ TRAINED: Final = {**SKILLS, "questions": about_harder}
 
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
-    """Choose the packages that a skill asks about: all, except for summaries. There it is the half
-    with summaries nearest to the text, because the others cannot be written from it."""
+    """Choose the packages about which a skill asks. The skill `summaries` asks about half of them:
+    those with summaries nearest to the text, because the others cannot be written from the text.
+    All other skills ask about all packages."""
     if skill != "summaries":
         return chosen
     nearest = sorted(chosen, key=lambda it: share_said(it.summary, it.text), reverse=True)

@@ -52,7 +52,7 @@ class Recipe:
     rank: int = 8
     rate: float = 1e-3
     lengths: tuple[int, ...] = (4, 20, 6, 15, 5, 24, 8, 18, 4, 22, 10, 16, 5, 25, 7, 19)
-    """Records in a document, step by step and from the start again."""
+    """Number of records in a document. The steps take these numbers in turn."""
 
 
 RECIPES: Final = {

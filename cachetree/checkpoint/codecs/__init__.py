@@ -31,15 +31,16 @@ from cachetree.checkpoint.family import SCALE_BYTES, Codec, vector_bytes
 __all__ = ["DEVICE_BYTES", "decode", "encode", "prepare"]
 
 DEVICE_BYTES: Final = {Codec.NONE: (0.0, 0.0), Codec.INT8: (12.0, 1.1), Codec.INT4: (12.0, 8.6)}
-"""Bytes per value that `encode` and `decode` take on a device at most, beside values and result."""
+"""Most bytes per value that `encode` and `decode` need on a device, besides their input and
+result."""
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0
 
 
 def prepare(codec: Codec, length: int, device: torch.device) -> None:
-    """Make the tensors that vectors of this length need; otherwise the first vectors make the host
-    wait."""
+    """Make the tensors that vectors of this length need. Without this call, the first vectors make
+    them, and the host waits."""
     if codec is Codec.INT4:
         _hadamard(length, device)
 
