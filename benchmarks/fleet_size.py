@@ -48,7 +48,8 @@ MAX_EXPONENT = 1.25
 NOT_JUDGED = frozenset(
     {"workers", "pages", "cpu_share", "one_p99_us", "all_p99_us", "nobody_p99_us"}
 )
-"""Figures that may grow faster: sizes of the fleet, and figures that other work disturbs."""
+"""Figures that may grow faster than linearly: sizes of the fleet, and figures that other work
+disturbs."""
 
 
 class SimulatedWorker:

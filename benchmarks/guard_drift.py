@@ -54,10 +54,10 @@ NUM_HEALTHY = 20_000
 PER_DAY = 300
 NUM_DAYS = 30
 NUM_CLUSTERED = 200
-"""Runs of `NUM_DAYS` days."""
+"""Number of simulated runs of `NUM_DAYS` days."""
 NUM_RUNS = 500
 NUM_SMALL = 300
-"""Questions, each about another document."""
+"""Number of questions, each about another document."""
 REAL_SET = "verify"
 """Set of `tools.real`, with three questions about each document."""
 GOAL = 200
@@ -79,7 +79,7 @@ class Pair:
     receiver: Path
     profile: Path
     tasks: Sequence[str]
-    """Tasks, the pair's own first."""
+    """Tasks; the pair's own task is first."""
     prompts: Callable[[str], list[Prompt]]
 
     @property

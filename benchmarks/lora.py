@@ -92,7 +92,7 @@ class Bench:
     servers: Mapping[str, Server]
     names: Sequence[str]
     num_tokens: int
-    """Length of the document."""
+    """Number of tokens in the document."""
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Prompts about one document: an invocation, and a different question for each adapter."""
@@ -282,7 +282,8 @@ def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
 
 
 def require_plan(samples: Sequence[Sample]) -> None:
-    """Check that one adapter computed the document, and that the others read it by the profile."""
+    """Check that one adapter computed the document, and that the other adapters read it by the
+    profile."""
     outcomes = sorted(sample.provenance["outcome"] for sample in samples)
     assert outcomes == ["no_match"] + ["reused"] * (len(samples) - 1), outcomes
     readers = [sample.provenance for sample in samples if sample.provenance["outcome"] == "reused"]

@@ -148,7 +148,8 @@ class Server:
         self.meter.loaded(num_bytes, copy_s + COPY_LAUNCHES_S)
 
     def serve(self, num_requests: int) -> None:
-        """Serve prompts of all lengths, every second one with a block, and fetch beside them."""
+        """Serve prompts of all lengths, every second prompt with a block, and fetch at the same
+        time."""
         for number in range(num_requests):
             num_tokens = int(math.exp(self._random.uniform(math.log(32), math.log(40_000))))
             if number % 2:

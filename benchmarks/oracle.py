@@ -32,8 +32,8 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """KV of each layer, and the residual stream entering the layer (`[1, tokens, hidden]`), as one
-    model computed them for a prompt."""
+    """Result of one model's prefill of a prompt: KV of each layer, and the residual stream that
+    enters each layer, `[1, tokens, hidden]`."""
 
     kv: tuple[KV, ...]
     e: tuple[Tensor, ...]
@@ -71,8 +71,8 @@ def recompute(
 ) -> dict[int, KV]:
     """Run the layers of `block` on the residual stream that enters the first of them.
 
-    `past` is the KV of all tokens before those of `entering`, at all layers. The result has the KV
-    of the earlier and the new tokens, for the layers of the block.
+    `past` is the KV of all tokens before the tokens of `entering`, at all layers. The result has
+    the KV of the earlier and the new tokens, for the layers of the block.
     """
     _refuse_sliding_window(model)
     num_past, num_new = past[0][0].shape[2], entering.shape[1]

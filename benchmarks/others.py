@@ -46,7 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ALONE, EXTENDED = "SGLang", "extension"
 MAX_NEW = 16
 NUM_TOKENS = 330
-"""Tokens of a document, about. With question and template, a prompt has to stay below 400."""
+"""Approximate number of tokens of a document. With question and template, a prompt has to stay
+below 400 tokens."""
 CONTROLS = {"questions": {"block": "6:24"}, "questions_alora": {}, "json_alora": {}}
 """Controls of a request, by the adapter that it names."""
 Score = Callable[[Sequence[str], Sequence[Sequence[str]]], float]

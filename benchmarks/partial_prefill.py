@@ -123,7 +123,7 @@ def throttled(testbed: Bench, bytes_per_s: float) -> dict[str, Any]:
 
 
 def predict(fetch_ms: float, recompute_ms: float) -> float:
-    """Predict the TTFT of one such request by the pipelined schedule, from the measured parts."""
+    """Predict the TTFT of a request with the pipelined schedule, from the measured parts."""
     row_ms = fetch_ms / (2 * (NUM_LAYERS - len(BLOCK)) + 1)  # K and V of each loaded layer, and E.
     request = Request(
         block=BLOCK,

@@ -105,8 +105,8 @@ class SGLangRadix:
 
 
 class FlatDict:
-    """One ordered dict of page hashes per model; the oldest pages go first. A match does not record
-    the use, so its time is the least that a lookup per page can cost."""
+    """An ordered dict of page hashes for each model; the oldest pages are evicted first. A match
+    does not record the use. So its time is the least that a lookup per page can cost."""
 
     def __init__(self, num_models: int) -> None:
         self._pages: list[OrderedDict[PageHash, None]] = [OrderedDict() for _ in range(num_models)]
@@ -201,5 +201,5 @@ NAMES = (
     "cachetree",
 )
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
-"""Estimated bytes per page and model (others: 250). A contender with too high an estimate is left
-out."""
+"""Estimated bytes per page and model; 250 for all other contenders. A contender is left out if its
+estimate is too high."""

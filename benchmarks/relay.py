@@ -63,7 +63,7 @@ class Setup:
     """Settings of two servers with randomly initialised models."""
 
     num_shared: int
-    """Tokens of a document."""
+    """Number of tokens in a document."""
     num_documents: int
     is_one_model: bool = False
     """True if both servers run the same weights."""
@@ -205,7 +205,7 @@ def fetched(
 
 @contextmanager
 def paced(testbed: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterator[None]:
-    """Serve the relay's entries at this rate; ask with `controls` until the receiver has found
+    """Serve the relay's entries at this rate. Ask with `controls` until the receiver has found
     them."""
     config = WorkerConfig(listen=testbed.relay_address, max_bytes_per_s=bytes_per_s)
     worker = Worker(testbed.relay.tree, config)
@@ -245,7 +245,7 @@ def in_turns(testbed: Bench) -> dict[str, list[Sample]]:
 def paired_ratio(
     samples: Mapping[str, Sequence[Sample]], one: str = "auto", of: str = "off"
 ) -> float:
-    """Median ratio of TTFTs about the same document: arm `one` to arm `of`."""
+    """Median ratio of the TTFT of arm `one` to the TTFT of arm `of`, about the same document."""
     pairs = zip(samples[one], samples[of], strict=True)
     return statistics.median(a.ttft_ms / b.ttft_ms for a, b in pairs)
 
@@ -256,7 +256,8 @@ def counts(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def median(samples: Sequence[Sample], of: str | Callable[[Sample], float]) -> float:
-    """Median of a function of each sample, or of the provenance's value under this name."""
+    """Return the median over the samples. `of` is a function of a sample, or the name of a value in
+    its provenance."""
     read = of if callable(of) else lambda it: it.provenance[of]
     return statistics.median(map(read, samples))
 

@@ -38,8 +38,8 @@ def here() -> Environment:
 def with_others(
     rows: Sequence[Mapping[str, Any]], key: str, environment: Environment, file: Path | None
 ) -> list[dict[str, Any]]:
-    """Add the environment to the new rows. Append those rows of the file that have other values of
-    `key`, so that a row stays if its contender is not installed today."""
+    """Add the environment to the new rows. Keep the file's rows with other values of `key`: a row
+    stays if its contender is not installed today."""
     where = msgspec.to_builtins(environment)
     new = [{**row, "environment": where} for row in rows]
     known = json.loads(file.read_bytes())["rows"] if file is not None and file.exists() else []

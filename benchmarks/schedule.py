@@ -93,8 +93,8 @@ def _alone(requests: Sequence[Request], strategy: Strategy) -> Iterator[float]:
 
 
 def _pipelined(requests: Sequence[Request]) -> list[float]:
-    """Ends of all requests. The link serves them in their order. The device takes the block that
-    can start first; in a tie, the block of the earlier request."""
+    """Return the ends of all requests. The link serves requests in order. The device takes the
+    block that can start first; if several can, the block of the earlier request."""
     link_at = device_at = 0.0
     ready_at, ends = [], []
     for request in requests:

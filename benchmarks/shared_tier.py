@@ -49,7 +49,7 @@ Settings = Mapping[str, Any]
 
 @contextlib.contextmanager
 def storage(name: str, folder: Path) -> Iterator[Settings]:
-    """Settings of both servers for this storage; its processes run inside the block."""
+    """Yield the settings of both servers for this storage. Its processes run inside the block."""
     if name == TRANSPORT:
         yield {"shared_memory": False}
     elif name == "file":

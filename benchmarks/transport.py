@@ -74,8 +74,8 @@ Runs = dict[str, Callable[[], list[memoryview]]]
 
 
 def serve(pages: list[PageHash], directory: Path, teller: Connection) -> None:
-    """Run a worker without keys, one with keys, and plain servers of the same bytes, until `teller`
-    closes."""
+    """Run a worker without keys, a worker with keys, and plain servers of the same bytes, until
+    `teller` closes."""
     num_bytes = sum(sizes_of(len(pages)).values())
     tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=Arena(num_bytes))
     words = np.random.default_rng(0).integers(0, 1 << 63, num_bytes // 8, dtype=np.uint64)
@@ -145,7 +145,7 @@ class Sender:
     workers: Sequence[str]
     """Addresses of two workers: one without keys, one with keys."""
     address: tuple[str, int]
-    """Address of raw TCP."""
+    """Address of the raw TCP server."""
     queues: Sequence[tuple[str, bytes]]
     """ZMQ addresses, each with its public key: without keys, then with CURVE."""
     directory: Path

@@ -70,7 +70,8 @@ class Cache:
         self._fetch_log = FetchLog(family.page_size, self.tree.names)
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: WeakKeyDictionary[Staging, Location] = WeakKeyDictionary()
-        """Location that each fetch reads from. Fetches that are over may still be in it."""
+        """Location from which each fetch reads, by its staging. Fetches that have ended may still
+        be listed."""
         self._under_way_lock = threading.RLock()
         self._is_closed = False
         self._worker: Worker | None = None
@@ -201,7 +202,7 @@ class Cache:
 
     def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
         """Ask each tier that does not list all its entries in the tree. Return the searches that
-        are not over yet; when they are, `match` includes the entries that they found."""
+        still run. When they end, `match` includes the entries that they have found."""
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
@@ -212,7 +213,8 @@ class Cache:
 
         `pages` has all pages of the prompt, of which the plan takes `plan.pages`. Returns None if
         the staging budget is used up: the request then does a full prefill. Any other problem fails
-        the staging. Pages in this memory are read in place: their staging is complete at once.
+        the staging. Pages in this cache's own memory are not copied: their staging is complete at
+        once.
         """
         wanted = pages[plan.pages.start : plan.pages.stop]
         parts = {it: Blocks(len(plan.pages), self.family.page_bytes(it.kind)) for it in plan.steps}
@@ -307,8 +309,8 @@ class Cache:
         return self._peers.wait_ready(Deadline.after(timeout_s, self._clock))
 
     def run(self, model: ModelId) -> None:
-        """Announce that this server now runs `model`; empty: no model. A peer learns it at its next
-        handshake."""
+        """Announce that this server now runs `model`; an empty id means that it runs none. A peer
+        learns of it at its next handshake."""
         if self._worker is not None:
             self._worker.run(model)
 
@@ -322,8 +324,8 @@ class Cache:
             worker.close()
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """Return the peers and directories, each with its state in a few words. Any thread; does
-        not wait."""
+        """Return the peers and directories, each with its state in a few words. Does not wait. Any
+        thread."""
         return self._peers.sources()
 
     def status(self) -> CacheStatus:

@@ -32,9 +32,9 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Most bytes of fetches that run or that are not yet released."""
     disk_path: str = ""
     """Directory that keeps entries after they leave memory or this process ends; empty for none. It
-    serves one family and one process at a time; each rank of a tensor-parallel server makes its own
-    inside. A killed process loses entries that were not yet written. A power cut may lose about the
-    last 30 s. Checksums find damaged entries, which are dropped."""
+    serves one family and one process at a time. Each rank of a tensor-parallel server makes a
+    directory of its own in it. A killed process loses entries that were not yet written. A power
+    cut may lose about the last 30 s. Checksums find damaged entries, which are dropped."""
     disk_bytes: int = 0
     """Most bytes of all files in `disk_path`. Set it above `host_bytes`, because the disk also has
     all entries of the memory."""
@@ -43,8 +43,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     addresses of a name. This cache trusts what they serve, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
     """Public key of each peer, or the file that has it, by the peer's address. Traffic with these
-    peers is encrypted, with `peer.key_file` as own key; other traffic is not. All workers behind a
-    `dns://` address have to prove the key of that address."""
+    peers is encrypted; this cache's own key is `peer.key_file`. Traffic with other peers is not
+    encrypted. All workers behind a `dns://` address have to prove the key of that address."""
     keeps: tuple[str, ...] = ()
     """Addresses of servers to copy from, in the form of `peers`. A cache has either `keeps` or
     `peers`. This cache fetches every entry that these servers advertise in their memory, and keeps

@@ -90,5 +90,6 @@ def printable(text: str) -> str:
 
 
 def written(path: Path) -> str:
-    """Return a path for messages: as the user wrote it, and the folder if it is relative."""
+    """Return a path as messages show it: as the user wrote it. For a relative path, also name the
+    folder that it starts from."""
     return str(path) if path.is_absolute() else f"{path} (relative to {Path.cwd()})"

@@ -25,7 +25,8 @@ OK: Final = "ok"
 
 
 class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetches from one location since it was added. A fetch counts when its reader releases it."""
+    """Counts of the fetches from one location since it was added. A fetch counts when its reader
+    releases it."""
 
     location: Location
     num_bytes: int

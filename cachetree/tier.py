@@ -52,7 +52,7 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether the search needs no more waiting."""
+        """Whether no request has to wait for the search any more."""
         return self._answered.is_set() or self.deadline.has_passed
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class Tier(Protocol):
         """Read pages into `staging`, in a thread of the tier. A problem fails `staging`."""
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """Count these pages, which were read from memory, as used in the tier, too."""
+        """Note in the tier, too, that these pages were used. They were read from memory."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Find the pages of a prompt that the tier has, and list them in the tree. The search is
@@ -338,8 +338,8 @@ class WriteBehind:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
-        """Write an entry, and first those of its parents that the tier lacks: an entry is found
-        only behind its parents. Return whether all were written."""
+        """Write an entry. First write those of its parents that the tier lacks, because an entry is
+        found only behind its parents. Return whether all were written."""
         tree, model, part, parent = self._tree, change.model, change.part, change.parent
         line = [change]
         if parent is not None and not tree.remote.has(self._location, model, parent, part):

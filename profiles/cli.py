@@ -238,7 +238,7 @@ def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
 
 
 def is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
-    """Say which of the required arguments is missing; return whether one is."""
+    """Say which of the required arguments is missing. Return whether one is missing."""
     missing = [f"--{name}" for name in names if not getattr(args, name)]
     if missing:
         complain("droidspeak", f"{command} needs {', '.join(missing)}")

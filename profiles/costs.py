@@ -80,8 +80,8 @@ def choose_lengths(
     """Return prefix lengths to fit on, and held-out lengths between them; both ascending.
 
     The lengths are the longest prefix of the data and its halves, in whole pages if these are fine
-    enough. `max_positions` is the model's positions minus those for questions. Raises ConfigError
-    naming the model by its role if `max_positions` is too small to be timed.
+    enough. `max_positions` is the number of the model's positions that are left beside questions.
+    Raises ConfigError naming the model by its role if `max_positions` is too small to be timed.
     """
     top = max(0, min(max(max_prefix_tokens, LEAST_TOP), max_positions))
     unit = page_size

@@ -39,7 +39,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     load_before: float
     """Mean of runnable processes in the minute before; near 0 on an idle machine."""
     commit: str
-    """Commit, with `+` if there are uncommitted changes; empty outside of a git checkout."""
+    """Hash of the commit, with `+` if there are uncommitted changes. Empty outside of a git
+    checkout."""
 
 
 def read_environment(packages: Iterable[str]) -> Environment:
@@ -62,12 +63,14 @@ def read_environment(packages: Iterable[str]) -> Environment:
 
 
 def memory_bytes() -> int:
-    """Return the memory of the host, or of the container if that may use less; in use or not."""
+    """Return the size of the host's memory, in use or not. In a container that may use less, return
+    the container's limit."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
 
 
 def free_memory_bytes() -> int:
-    """Return the free memory of the host, or of the container if that may use less."""
+    """Return the size of the host's free memory. In a container that may use less, return what the
+    container may still use."""
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())])
 
 

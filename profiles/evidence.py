@@ -187,7 +187,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     full_prefill: tuple[tuple[float, ...], ...]
     """Qualities by context, then by question."""
     plans: tuple[tuple[tuple[float, ...], ...], ...]
-    """Qualities of every plan that the gate tried, in its order; each on the first contexts."""
+    """Qualities of every plan that the gate tried, in the gate's order. Each plan has the qualities
+    of the first contexts, on which it was tried."""
 
 
 class BaselineKind(StrEnum):
@@ -202,9 +203,9 @@ class BaselineKind(StrEnum):
     CRITICAL_LAYERS = "critical_layers"
     """Recompute the layers of the largest single-layer loss, each run of them from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
-    """Recompute the layers of a plan in several runs, with E loaded at the start of each. The plan
-    is the recommended one, or the expected one if none is recommended. In old profiles it is always
-    the expected one."""
+    """Recompute the layers of a plan in several runs, with E loaded at the start of each run. The
+    plan is the recommended plan, or the expected plan if none is recommended. In old profiles it is
+    always the expected plan."""
     SMALL_MODEL = "small_model"
     """Answer with a smaller model, by full prefill."""
 
@@ -228,7 +229,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostModel(LayerTimes, frozen=True, kw_only=True):
-    """Times of this receiver on this device, fitted; n and m are prefix and suffix tokens.
+    """Fitted times of this receiver on this device. n and m are the numbers of prefix and suffix
+    tokens.
 
     one layer over n tokens       layer_s + n * layer_token_s + n * n * layer_token2_s
     K and V alone of one layer    kv_s + n * kv_token_s
@@ -369,7 +371,7 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     measured: tuple[MeasuredBlock, ...]
     """Every block of the grid, by start, then by stop."""
     frontier: tuple[FrontierPoint, ...]
-    """Plans by size."""
+    """Plans on the frontier, by size."""
     order: tuple[int, ...]
     """Places in the frontier, in the order in which the gate tries them."""
     baselines: tuple[Baseline, ...]

@@ -19,14 +19,14 @@ from profiles.stats.choice import baselines
 from profiles.stats.measured import FULL_REUSE, Candidate, spread
 
 DECODED_SHARE: Final = 0.3
-"""Expected share of answers over promising plans that differ from the receiver's own. Also the
-share of a draft that is not in the own answer."""
+"""Expected share of answers over promising plans that differ from the receiver's own answers. The
+same share of a draft is expected to differ from the own answer."""
 SAID_TWICE: Final = 1.2
 """If answers that do not stop take this many times longer, both forecasts are shown."""
 STEPS: Final = 5
-"""Steps to decode an answer if its draft is mostly right. Without a draft, an answer takes one step
-per token if it is full prefill's. If it is a plan's, it takes one per token after the first
-difference: about half as many."""
+"""Steps to decode an answer with a mostly right draft. Without a draft, full prefill's answer takes
+one step per token. A plan's answer then takes one step per token behind its first difference: about
+half as many."""
 FOLLOWED: Final = 2.0
 """Cost of comparing one distribution with another, as a multiple of making it."""
 
@@ -151,7 +151,7 @@ class Forecast:
     def _decoded_s(self, document: Document, num_answers: float) -> float:
         """Forecast the seconds to decode `num_answers` answers to each question, with drafts.
 
-        The answers of a few plans are one batch. Each of its steps reads all weights.
+        The answers of a few plans are one batch. Each step of a batch reads all weights.
         """
         rows = num_answers * len(document.questions)
         tokens = rows * (_longest_suffix(document) + 2 * _longest(document))
@@ -174,7 +174,8 @@ def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Can
 
 
 def endless(documents: Sequence[Document]) -> list[Document]:
-    """Return the same documents without drafts, as if no accepted answer said where one ends."""
+    """Return the same documents without drafts. The forecast then assumes that no answer ends
+    before the limit."""
 
     def undrafted(whole: Document) -> Document:
         return replace(whole, questions=tuple(replace(of, draft=()) for of in whole.questions))

@@ -26,7 +26,8 @@ from profiles.stats.measured import Candidate
 
 def line_of(sources: Sequence[ModelSource]) -> Line:
     """Return the line with its distances, from the models' files. Raises ConfigError like
-    `look_at_pair`, and if two models are the same or consecutive ones have no distance."""
+    `look_at_pair`. Also raises it if two models are the same, or if no distance between consecutive
+    models can be computed."""
     looked = [look_at_pair(*it) for it in pairwise(sources)]
     models = (looked[0][0].identity, *(ours.identity for _, ours in looked))
     by_model: dict[ModelIdentity, ModelSource] = {}
@@ -44,7 +45,8 @@ def line_of(sources: Sequence[ModelSource]) -> Line:
 
 
 def asked_of_each(data: Data, line: Line) -> Data:
-    """Return the questions once for each pair of the line; those about a context stay together."""
+    """Return the questions once for each pair of the line. Questions about one context stay
+    together."""
     pairs = [*pairwise(line.names)]
     documents = [
         replace(it, task=_of_pair(it.task, pair)) for it in data.documents for pair in pairs

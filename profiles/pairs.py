@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """One directed pair, by names."""
+    """A directed pair: the names of its sender and receiver."""
 
     sender: str
     receiver: str

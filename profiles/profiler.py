@@ -260,8 +260,9 @@ def chosen(
 def in_judged_order(
     documents: Sequence[Document], journal: Journal, settings: Settings
 ) -> list[Document]:
-    """Order the judging documents, at most `settings.most_contexts` of each task. Documents that an
-    earlier run has judged come first, in its order, so that results do not influence the order."""
+    """Order the documents that judge, at most `settings.most_contexts` of each task. Documents that
+    an earlier run has judged come first, in that run's order. So results do not influence the
+    order."""
     known = {key: place for place, key in enumerate(journal.documents(HELD_OUT))}
     ordered = sorted(documents, key=lambda it: known.get(key_of(it), len(known)))
     return [ordered[it] for it in first_of_each_task(ordered, settings.most_contexts)]

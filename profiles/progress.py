@@ -23,8 +23,8 @@ this weight, the expected length of each long stage was wrong by at most 14 % at
 def shown(
     console: Console, title: str, total_s: float, found_s: float = 0.0
 ) -> Iterator[Callable[[float], None]]:
-    """Yield a function that takes a step's forecast in seconds when the step is done. The forecasts
-    add up to `total_s`; an earlier run did `found_s` of them."""
+    """Yield a function to call when a step is done, with the step's forecast in seconds. The
+    forecasts add up to `total_s`. An earlier run did `found_s` of these seconds."""
     begun_s = said_s = time.monotonic()
     columns = (
         *(TextColumn("{task.description:<10}"), BarColumn(40), TaskProgressColumn()),

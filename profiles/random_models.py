@@ -17,7 +17,7 @@ VOCAB_SIZE = 512
 def shape(architecture: str, *, layers: int, hidden: int, heads: int, kv_heads: int) -> Any:
     """Return a config of one family; `architecture` is transformers' model type: llama, qwen3, …
 
-    If a layer has experts, a token takes two of eight.
+    If a layer has experts, there are eight, and each token takes two.
     """
     config = AutoConfig.for_model(
         architecture,

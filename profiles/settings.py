@@ -227,7 +227,8 @@ class Settings:
 
     @property
     def pair(self) -> tuple[ModelSource, ModelSource]:
-        """Return sender and receiver; of a line, those of the last pair."""
+        """Return sender and receiver. For a line, return the sender and receiver of its last
+        pair."""
         return self.sources[-2], self.sources[-1]
 
     def devices(self) -> tuple[torch.device, torch.device]:
@@ -272,8 +273,8 @@ def require(holds: bool, flag: str, value: object, need: str) -> None:
 
 
 def choose_device(name: str, flag: str = "device") -> torch.device:
-    """Return the device; `auto` is an accelerator if there is one. ConfigError if the device does
-    not exist."""
+    """Return the device. `auto` is an accelerator if the machine has one. Raises ConfigError if the
+    device does not exist."""
     import torch
 
     if name == "auto":

@@ -136,9 +136,9 @@ class Again:
         """Measure the `tv_bound` of the profile's plans and write the profile with it to
         `settings.out`.
 
-        It measures as the profiler does, on the profile's own held-out contexts and on contexts new
-        to it. The same call continues after a stop. Raises ProfileError if the profile has no plan,
-        and if the data lack one of its held-out contexts.
+        It measures as the profiler does, on the profile's held-out contexts and on contexts that
+        the profile does not know. The same call continues after a stop. Raises ProfileError if the
+        profile has no plan, or if the data lack one of its held-out contexts.
         """
         profile, settings = self._profile, self._settings
         num_layers = profile.receiver.num_layers

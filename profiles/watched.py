@@ -143,9 +143,10 @@ def refine(
     known: Sequence[Candidate],
     settings: Settings,
 ) -> list[Candidate]:
-    """Try plans with a block that begins or ends one layer beside a block of `choice.best`.
+    """Try plans with a block that begins or ends one layer earlier or later than a block of
+    `choice.best`.
 
-    Return at most `MOST_REFINED` plans: the new ones that stay closest to full prefill.
+    Return the new plans that stay closest to full prefill, at most `MOST_REFINED`.
     """
     near = neighbours(choice.best, watched.bench.num_layers)
     new = [it for it in near if it not in known]

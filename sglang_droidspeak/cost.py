@@ -35,13 +35,13 @@ from cachetree.planning import Margin, PrefillCost, full_prefill_s, most_of, wei
 _PER_LENGTH: Final = 8
 """Most passes kept for each length. Lengths between two powers of two count as one length."""
 _LEAST_PER_LENGTH: Final = 3
-"""Fewest passes that correct the fit at their length. One of fewer may be an outlier."""
+"""Fewest passes that correct the fit at their length. With fewer, one outlier could decide."""
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
 """Weight of each prior length in the fit. A measured pass has weight 1."""
 _ABOVE_LEAST: Final = 1.25
-"""Multiple of the fastest length's time. Lengths that take more are fitted; the time of the others
-counts as kernel launches."""
+"""Multiple of the fastest length's time. Lengths that take longer than this are fitted. The time of
+all other lengths counts as kernel launches."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
@@ -228,7 +228,8 @@ class Meter:
         """Passes on the device with times that are not yet read, the oldest first."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
-        """Time at which the scheduler noticed the end of each fetch, and its delay in seconds."""
+        """Time at which the scheduler noticed the end of a fetch, and its delay in seconds, for
+        each of the latest fetches."""
 
     @property
     def prefill(self) -> PrefillCost | None:
@@ -279,7 +280,8 @@ class Meter:
     @property
     def notice_s(self) -> float:
         """Seconds from the end of a fetch until the scheduler notices it. Two of three notices of
-        the last minute took at most this time; one of `_NOTICE_S` is always among them.
+        the last minute took at most this time. A notice of `_NOTICE_S` is always counted among
+        them.
 
         Older notices do not count. Else slow notices would make plans avoid fetches, and no fetch
         would show that notices are fast again.

@@ -42,7 +42,7 @@ class Saving(msgspec.Struct, kw_only=True):
 class Metrics:
     """Metrics of one scheduler process. Create after SGLang has set PROMETHEUS_MULTIPROC_DIR.
 
-    A server without `--enable-metrics` counts too, but registers nothing.
+    Without `--enable-metrics` the server counts all the same, but registers no metric.
     """
 
     def __init__(self, *, enabled: bool) -> None:

@@ -97,7 +97,8 @@ class Ranks:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Turn an error of the body into RanksApart, which ends the server. Use it around sums over
-        all ranks, in which the others wait for this one. A server of one rank keeps its error.
+        all ranks, in which the other ranks wait for this one. On a server of one rank, the error
+        stays as it is.
         """
         try:
             yield

@@ -50,10 +50,10 @@ class WeightUpdates:
     _models: Models
     _ranks: Ranks
     _changed: Callable[[], object]
-    """Called when an update begins, before its first write."""
+    """Function that is called when an update begins, before its first write."""
     _known: Callable[[ModelIdentity, Weights, str], object]
-    """Called once an update is settled, with the present model, its weights, and the name of its
-    folder (empty if no folder was loaded)."""
+    """Function that is called once an update is settled, with the present model, its weights, and
+    the name of its folder (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
     """Weights after the last update, while a thread reads them. None on all ranks, or on none."""
     _folder: str = field(default="", init=False)

@@ -155,8 +155,8 @@ def _option(action: argparse.Action) -> str:
 
 
 def proof() -> str:
-    """Show the recorded run of `make demo`: quality and time of one pair, then of the random
-    one."""
+    """Show the recorded run of `make demo`: quality and time of its pair, then of a pair of random
+    weights."""
     run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
     pair, ceiling = run.pair, run.ceiling
     ways = {

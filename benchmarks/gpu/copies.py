@@ -121,8 +121,8 @@ def plain(run: Callable[[], object]) -> Work:
 
 
 def turns_ms(*works: Work) -> list[list[float]]:
-    """Milliseconds of each work in each turn, by CUDA events. The works take turns, because a
-    device's clock drifts; the first turn is not counted."""
+    """Milliseconds that each work takes in each turn, by CUDA events. The works take turns, because
+    a device's clock drifts. The first turn is not counted."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS + 1):
         for work, taken in zip(works, times, strict=True):

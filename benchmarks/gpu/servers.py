@@ -101,7 +101,7 @@ def scale() -> Scale:
 
 
 class SizedServer(ServerSpec):
-    """A server that is given the size of its KV pool, so that it can start while others take
+    """A server that is told the size of its KV pool, so that it can start while other servers take
     memory."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
@@ -150,8 +150,8 @@ def pair(paths: Sequence[Path], at: Scale, **more: Any) -> list[ServerSpec]:
 
 
 def measured(sender: Server, receiver: Server, at: Scale) -> Iterator[dict[str, Any]]:
-    """Measure all ways in turns; the first request of each length warms up. Raises RuntimeError if
-    a reuse answers otherwise than the full prefill before it."""
+    """Measure all ways in turns. The first request of each length warms up. Raises RuntimeError if
+    an answer with reuse differs from the full prefill's answer before it."""
     results: dict[str, Any] = {"layers": at.layers, "recomputed": len(at.block)}
     for length in at.lengths:
         times: dict[str, list[float]] = {"full": [], "radix": [], "reused": []}

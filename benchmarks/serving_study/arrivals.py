@@ -41,7 +41,7 @@ def stepped(times_s: Sequence[float], per_s: float, factor: float) -> list[float
 def shuffled_rounds(num: int, num_documents: int, seed: int) -> list[int]:
     """Draw the document of each request: all documents in one random order, again and again.
 
-    So a cache with room for fewer documents, which drops the oldest, never has the next one.
+    So a cache that has room for fewer documents and drops the oldest never has the next document.
     """
     order = np.random.default_rng(seed).permutation(num_documents)
     return np.resize(order, num).tolist()

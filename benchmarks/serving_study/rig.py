@@ -116,7 +116,7 @@ class Rig:
     """Replicas of SGLang without the extension."""
     reusing: Sequence[Server]
     documents: Sequence[Sequence[int]]
-    """Prompts: a document and its question."""
+    """Prompts, each with a document and its question."""
     family: Family
 
     def ask(
@@ -227,8 +227,8 @@ def _worker(model: Path, size: Size, listen: str, senders: str) -> dict[str, Any
 
 
 def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
-    """Write a made-up profile beside the receiver: two blocks, the wider one answers a little
-    better."""
+    """Write a made-up profile beside the receiver. It has two blocks; the wider block answers a
+    little better."""
     blocks = tuple(
         BlockQuality(start=start, stop=stop, quality=quality)
         for (start, stop), quality in ((size.wide_block, 0.9), (size.block, 0.88))

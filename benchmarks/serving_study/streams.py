@@ -45,8 +45,8 @@ def read_trace() -> list[Request]:
 
 
 def conversations(idle: Idle, say: Say) -> Found:
-    """S15b: the sender gets a request about a new document, and a receiver gets one later. The
-    delay is the target for the time to first token.
+    """S15b: the sender gets a request about a new document. A receiver gets a request about it
+    later, after the target for the time to first token.
 
     A receiver that does not find the document came too early: the sender had requests waiting, or
     its pages were not on offer yet. These requests are counted separately.
@@ -70,7 +70,7 @@ def conversations(idle: Idle, say: Say) -> Found:
 def replayed(idle: Idle, say: Say) -> Found:
     """Replay a trace, in less time and with shorter prompts; the sender has read all of them.
 
-    Prompts that begin alike find the beginning in a replica's own cache too, as in SGLang alone.
+    A replica's own cache may also have the beginning of a prompt, as in SGLang alone.
     """
     rig, size = idle.rig, idle.rig.size
     lines = read_trace()[: size.num_requests]

@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 Controls = Mapping[str, Any] | None
 """Settings of the extension; None is SGLang alone."""
 Rows = dict[str, list[dict[str, Any]]]
-"""Rows by contender."""
+"""Rows of a study's table, by contender."""
 
 
 @dataclass(frozen=True)

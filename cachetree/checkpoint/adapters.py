@@ -43,10 +43,10 @@ _EMBEDS: Final = {"embed_tokens", "vocab_emb", "embeddings", "word_embeddings", 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one adapter on a base.
 
-    Every tensor counts at its own layer, also in q_proj, o_proj or the MLP: then the KV of that
-    layer is still the base's, but that of later layers is not. The config's list of targets does
-    not count. A head does not count either, even if the base ties it to its embeddings: SGLang
-    gives the adapter a separate head.
+    Every tensor counts at its own layer. This is cautious for q_proj, o_proj and the MLP: such a
+    tensor changes the KV of later layers only. The config's list of targets does not count. A head
+    does not count either, even if the base ties it to its embeddings: SGLang gives the adapter a
+    separate head.
     """
 
     applied: str

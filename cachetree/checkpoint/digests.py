@@ -34,8 +34,8 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def tensor_digests(files: Sequence[Path], cache_dir: Path | None = None) -> Digests:
-    """Return the BLAKE3 of dtype, shape and every byte of each tensor, by the tensor's name; see
-    `kept`.
+    """Return a BLAKE3 digest of each tensor, by its name. It covers dtype, shape and every byte.
+    `kept` says when an earlier digest is used again.
 
     Raises ConfigError naming a file that is broken. The digests do not depend on how the tensors
     are spread over files.

@@ -29,7 +29,7 @@ class Codec(StrEnum):
     """
 
     NONE = "none"
-    """Unchanged bytes."""
+    """No encoding: bytes are unchanged."""
     INT8 = "int8"
     INT4 = "int4"
 

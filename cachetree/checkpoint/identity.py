@@ -75,8 +75,8 @@ def first_difference(
     adapter_b: Path | None = None,
     cache_dir: Path | None = None,
 ) -> int:
-    """Return the first layer at which two models differ in any byte; the number of layers if in
-    none.
+    """Return the first layer at which two models differ in any byte; the number of layers if there
+    is no difference.
 
     Below this layer their KV is bit-identical, and so is the residual stream that enters it. So a
     block from this layer to the last one is lossless. Therefore a difference in q_proj, o_proj or
@@ -85,7 +85,8 @@ def first_difference(
     Returns 0 also if embeddings differ, or config fields that change the computation. Modules after
     the layers (final norm, output head) do not count, except a head tied to the embeddings.
 
-    With adapters it is the lower of two layers: the bases' and the adapters' (see `Adapter`).
+    With adapters, return the lower of two layers: the first at which the bases differ, and the
+    first at which the adapters differ (see `Adapter`).
 
     Raises ConfigError if the models have different numbers of layers, or an adapter is not a LoRA
     on the base's own layers.

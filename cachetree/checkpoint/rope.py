@@ -10,10 +10,11 @@ import msgspec
 _DEFAULT_THETA = 10000.0
 _ALIASES = {"su": "longrope", "mrope": "default"}
 _USES_ORIGINAL_LENGTH = frozenset({"dynamic", "llama3", "longrope", "yarn"})
-"""Types with frequencies that depend on the context length of the model's first training."""
+"""Types of rotary embeddings with frequencies that depend on the model's original context
+length."""
 _USES_LENGTH = frozenset({"dynamic", "longrope"})
-"""Types that rotate a token not only by its position, but also by how long prompts are, or may
-be."""
+"""Types of rotary embeddings that rotate a token by more than its position: also by how long
+prompts are, or may be."""
 
 
 def canonical_rope(config: Mapping[str, Any]) -> str:
@@ -34,9 +35,8 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
 
 
 def varying_rope(rope: str) -> str:
-    """Return the type of a `canonical_rope` that rotates a token by more than its position; empty
-    if there is none. It is also empty if the model takes no longer prompts than in its first
-    training."""
+    """Return the type of a `canonical_rope` that rotates a token by more than its position. Empty
+    if the type does not, or if the model takes no longer prompts than in its first training."""
     canonical = msgspec.json.decode(rope)
     for embedding in (canonical, *canonical.values()):
         name = embedding.get("rope_type") if isinstance(embedding, dict) else None

@@ -17,7 +17,7 @@ import msgspec
 from cachetree.errors import UNREADABLE, ConfigError
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format itself."""
+"""Largest header in bytes that the format allows."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _AFTER_THE_LAYERS = re.compile(r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f)\.")
 
@@ -54,7 +54,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the model's safetensors files: one, or the shards of an index; raises ConfigError."""
+    """Return the model's safetensors files: a single one, or all shards of an index. Raises
+    ConfigError."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         if not single.is_file():
@@ -149,8 +150,8 @@ def own_layer(name: str) -> int | None:
 
 
 def layer_of(name: str, num_layers: int) -> int:
-    """Return the first layer with KV that depends on a tensor. That is its own layer, `num_layers`
-    for tensors behind the layers, and 0 for embeddings and everything unknown."""
+    """Return the first layer with KV that depends on a tensor: the tensor's own layer, `num_layers`
+    for a tensor behind the layers, or 0 for embeddings and unknown tensors."""
     own = own_layer(name)
     if own is not None:
         return own

@@ -96,8 +96,8 @@ def _values(dtype: str, piece: Any) -> NDArray[np.float32]:
 
 @cache
 def _signs_of_all() -> NDArray[np.float32]:
-    """Return the signs of a piece's values, the same for every piece. The piece's sums then get
-    signs of their own."""
+    """Return the signs of the values of a piece. They are the same for every piece: `_sketch` gives
+    each piece's sums further signs of their own."""
     return _signs("", _PIECE).reshape(_ROWS, _WIDTH)
 
 

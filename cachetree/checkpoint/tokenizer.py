@@ -41,7 +41,8 @@ _TEXTS: Final = (
     "你好,世界。こんにちは世界 カタカナ 안녕하세요 한국어 Xin chào thế giới",
     "👍 \U0001f469\u200d\U0001f469\u200d\U0001f467 🏳\ufe0f\u200d🌈 🇩🇪 ☕\ufe0f ♥ ∑∫√ ≤≥ ← → ░▒ 𝔘𝔫𝔦",
 )
-"""Characters that Unicode had by 2016, so that the release of `tokenizers` does not matter."""
+"""Texts to tokenise. Unicode had their characters by 2016, so that the release of `tokenizers` does
+not matter."""
 _WRITTEN: Final = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"})
 _TOKENS_PER_TEXT: Final = 32
 _SPACES_OF_2023: Final = {

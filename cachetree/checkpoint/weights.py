@@ -18,7 +18,7 @@ from cachetree.errors import ConfigError
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _ROTATIONS: Final = ".rotary_emb."
-"""Names of tables in old checkpoints; servers do not load them."""
+"""Part of the names of tables in old checkpoints. Servers do not load these tables."""
 
 Layout = tuple[str, tuple[int, ...]]
 """Type, as a safetensors header writes it, and shape."""
@@ -49,8 +49,8 @@ class Weights:
         return msgspec.structs.replace(self.started_as, weights=weights)
 
     def takes(self, name: str, layout: Layout) -> bool:
-        """Return whether a tensor of an update counts. Servers skip the others. Raises ConfigError
-        if it is unclear which tensor of the model it replaces."""
+        """Return whether a tensor of an update replaces one of the model's tensors. Servers skip
+        all other tensors. Raises ConfigError if the tensor does not fit the model."""
         if "quantization_config" in self.computing:
             raise ConfigError("the checkpoint is quantised, and its weights are packed when loaded")
         known = self.layouts.get(name)

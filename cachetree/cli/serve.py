@@ -29,10 +29,11 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A family, described by one of its models and the way engines run it."""
 
     model: str
-    """Folder of a checkpoint; its weights need not be there."""
+    """Folder of a checkpoint. It need not contain weights."""
     kv_dtype: DType
     model_dtype: DType | None = None
-    """Dtype of the engines; None: same as `kv_dtype`, which is how engines keep KV by default."""
+    """Dtype in which the engines compute. None: the same as `kv_dtype`, because engines by default
+    keep KV in their own dtype."""
     page_size: int
     codec: Codec = Codec.NONE
     tp_size: int = 1
@@ -63,7 +64,7 @@ class ServedCache(CacheConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file given to `cachetree serve`."""
+    """Content of the file that `cachetree serve` reads."""
 
     family: Family
     """Family of models that share the cache; all servers that it talks to must agree. The file may
@@ -94,7 +95,8 @@ def read_config(path: Path) -> ServeConfig:
 
 
 def parse_config(content: Any, where: str) -> ServeConfig:
-    """Convert the content of such a file; raises ConfigError naming `where` and the field."""
+    """Convert the content of a configuration file; raises ConfigError naming `where` and the
+    field."""
     config = settings_of(_with_family(content, where), ServeConfig, where)
     if not config.cache.serves:
         raise ConfigError(f"{where}: cache.serves is false; remove it to serve")

@@ -31,9 +31,9 @@ class Correction:
     """One map's tensors, all of one dtype and on one device."""
 
     bias: Tensor
-    """`[hidden]`."""
+    """Bias that is added to E, `[hidden]`."""
     matrix: Tensor
-    """`[hidden, hidden]`."""
+    """Matrix that E is multiplied with, `[hidden, hidden]`."""
 
     def __call__(self, e: Tensor, into: Tensor | None = None) -> Tensor:
         """Correct E, `[tokens, hidden]`, of the map's dtype and device; products are added up in
@@ -45,8 +45,8 @@ class Correction:
         return self.bias, self.matrix
 
     def named(self, layer: int) -> EMap:
-        """Return the map's name in a profile, as a map of E at `layer`. The tensors have to be on
-        the host."""
+        """Return the entry that names this map in a profile, as a map of E at `layer`. The tensors
+        have to be on the host."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -12,7 +12,7 @@ from cachetree.ids import ModelId, PageHash, Part
 from cachetree.tree import CacheTree, Lease
 
 _MAX_ROOM_S: Final = 1.0
-"""Seconds that a line waits for readers that still use memory it needs."""
+"""Most seconds that a line waits for room, while readers still use the memory that it needs."""
 _LOOK_S: Final = 0.01
 
 LetGo = Callable[[], object]
@@ -20,7 +20,7 @@ LetGo = Callable[[], object]
 
 
 class Asker:
-    """Caller within the tier itself: it does not wait for room, and leases nothing."""
+    """A caller inside the tier. It does not wait for room, and leases no pages."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` says if the line is no longer wanted; any thread may call it."""

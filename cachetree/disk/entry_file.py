@@ -3,7 +3,7 @@
     prefix     magic, size and checksum of the header
     header     msgpack: a `Record`
     checksums  XXH3-64 of each page of each step, in the order of the payload
-    payload    the steps of its part, one after the other; of each all pages in order
+    payload    the steps of its part, one after the other, each with all pages in order
 
 The layout gives the place of each layer, counted from the end. Each page of a layer has a checksum,
 so any pages can be read alone.
@@ -39,7 +39,8 @@ bytes are no longer in memory; the written file is then removed.
 MAX_FILE_BYTES: Final = 64 << 20
 """Most bytes of a file. Larger entries are cut into several files."""
 _PIECE_BYTES: Final = 256 << 10
-"""Bytes checked at a time. They fit the second-level cache, where the copy left them."""
+"""Bytes that are checked at a time. They fit the second-level cache, where the copy has left
+them."""
 
 _MAGIC: Final = b"ctree-e%d" % FORMAT
 _PREFIX: Final = struct.Struct("<8sQQ")
@@ -149,7 +150,7 @@ def read_pages(path: Path, layout: Layout, step: Step, pages: Span, into: memory
 
 
 def write_record(file: BinaryIO, record: Record, layout: Layout, views: Views, pages: Span) -> None:
-    """Write an entry; `pages` are its pages within the views.
+    """Write the entry of `record`. `pages` is the span of its pages in the views.
 
     Raises OSError, and whatever `views` raises.
     """
@@ -201,8 +202,8 @@ def head_of(record: Record) -> bytes:
 
 
 def _head_bytes(head: bytes, num_bytes: int) -> int:
-    """Return the size of prefix and header. 0 if the prefix is no entry's, or states an impossible
-    size."""
+    """Return the size of prefix and header. Returns 0 if this is not the prefix of an entry, or if
+    it states an impossible size."""
     if len(head) < _PREFIX.size:
         return 0
     magic, header_bytes, _ = _PREFIX.unpack_from(head)

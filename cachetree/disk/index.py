@@ -54,11 +54,12 @@ class DiskFile:
 
 
 class DiskFiles:
-    """All files, from the least to the most recently used. Thread-safe; it touches no file."""
+    """All files, from the least to the most recently used. Thread-safe. The methods neither read
+    nor write a file."""
 
     def __init__(self) -> None:
         self.num_pages = 0
-        """Number of pages with KV."""
+        """Number of pages with KV in all files."""
         self._lock = threading.Lock()
         # A use moves the whole line to the end, so that a file precedes those it depends on.
         self._order: OrderedDict[DiskFile, None] = OrderedDict()
@@ -98,7 +99,8 @@ class DiskFiles:
             return self._taken(file)
 
     def take_coldest(self) -> list[DiskFile]:
-        """Remove the least recently used file, with its E if it is KV."""
+        """Remove the least recently used file. If it has KV, also remove the files with E of its
+        pages."""
         with self._lock:
             coldest = next(iter(self._order), None)
             return self._taken(coldest) if coldest else []

@@ -30,7 +30,7 @@ _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, e
 
 
 class DiskCounts(msgspec.Struct, kw_only=True):
-    """Events since a store was opened; guarded by its lock."""
+    """Counts of events since a store was opened. The store's lock guards them."""
 
     num_written_entries: int = 0
     num_written_bytes: int = 0
@@ -38,7 +38,7 @@ class DiskCounts(msgspec.Struct, kw_only=True):
     """Writes that failed because the disk was full or failed, or because the budget had no room."""
     num_read_bytes: int = 0
     num_damaged_entries: int = 0
-    """Entries that were damaged or unreadable, with those that depend on them."""
+    """Entries that were damaged or unreadable, with the entries that depend on them."""
     num_torn_writes: int = 0
     """Incomplete files of processes that died while they wrote them."""
     num_evicted_entries: int = 0
@@ -67,10 +67,10 @@ class DiskStore:
     """Entries on disk. They stay until they are evicted or turn out damaged.
 
     The tree lists them at `DISK`, and knows which file has which page. Thread-safe: reads run
-    beside each other and beside one write. Writes, which also evict, wait for each other and block
-    on the disk. All files together, with the running write, never exceed the budget. Opening reads
-    every file's header, not its payload. Eviction deletes the least recently used file that no
-    other file depends on. A read that has opened its file still gets the right bytes.
+    beside each other and beside one write. Writes wait for each other, block on the disk, and evict
+    if they need room. All files together, with the running write, never exceed the budget. Opening
+    reads every file's header, not its payload. Eviction deletes the least recently used file that
+    no other file depends on. A read that has opened its file still gets the right bytes.
     """
 
     def __init__(self, tree: CacheTree, path: Path, budget_bytes: int) -> None:
@@ -127,7 +127,8 @@ class DiskStore:
         return [it for it in line if it.record.part == part][::-1]
 
     def read(self, file: DiskFile, step: Step, pages: Span, into: memoryview) -> None:
-        """Fill `into` with these pages of a file, counted from its first; blocks on the disk.
+        """Fill `into` with pages of a file. `pages` counts from the file's first page. Blocks on
+        the disk.
 
         Raises StaleEntry if the file is gone or damaged. Damage drops it and all files that depend
         on it. After an error `into` must not be used.
@@ -158,7 +159,8 @@ class DiskStore:
         return max(1, self._max_file_bytes // page_bytes)
 
     def write(self, change: Change, views: Views) -> bool:
-        """Write pages that were added to a tree; `views` returns their bytes. Blocks on the disk.
+        """Write pages that were added to a tree. `views` returns the pages' bytes. Blocks on the
+        disk.
 
         Pages that are on disk already are skipped. Returns False if the pages before them are not
         on disk (they could never match), if the budget has no room, or if the disk is full or
@@ -208,8 +210,7 @@ class DiskStore:
     # Everything below except `_drop_damaged` and its callees is called with `_writing` held.
 
     def _recover(self) -> None:
-        """Add the files in the directory; delete damaged files, and those that were not
-        completed."""
+        """Add the directory's files to the store. Delete damaged and incomplete files."""
         self._counts.num_torn_writes = self._directory.sweep()
         readable = [it for path in self._directory.entries() if (it := self._recovered(path))]
         self._num_bytes += sum(stat.st_size for _, stat in readable)

@@ -48,8 +48,8 @@ class DiskTier:
     Entries are written when they are added, not when they are evicted, for three reasons. Eviction
     takes the last pages of a prompt first; these alone would never match after a restart. An entry
     on its way to the disk would be in no budget. And a process that is killed loses only unwritten
-    entries. In the long run both ways write as much. An entry evicted before its turn is not
-    written.
+    entries. In the long run, writing at eviction would write as many bytes. An entry evicted before
+    its turn is not written.
 
     In the tree the entries are at location `DISK`. After opening, a thread fills the tree's free
     memory with the most recently used entries, so that peers find them again, too.
@@ -118,9 +118,10 @@ class DiskTier:
         """Read these parts of `page` and of all pages before it into memory, for a peer. A thread
         does it and then calls `done`, at once if too many calls wait or the disk hangs.
 
-        Pages that are still missing in memory then could not be read, had no room, or were late.
-        The others stay until the function that `done` gets is called, or until `deadline`. The
-        thread waits a little for room while `is_wanted` returns True (any thread may call it).
+        If a page is still missing in memory then, the disk could not read it, there was no room, or
+        it was late. The pages in memory stay until `deadline`, or until the caller calls the
+        function that `done` gets. The thread waits a little for room while `is_wanted` returns True
+        (any thread may call it).
         """
         asker = AskingPeer(self._tree, model, deadline, is_wanted)
         read = partial(self._promote_and_keep, model, page, sorted(parts), asker, done)
@@ -128,7 +129,7 @@ class DiskTier:
             done(lambda: None)
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash], parts: Collection[Part]) -> None:
-        """Count these pages, which were read from memory, as used on disk, too."""
+        """Note on disk, too, that these pages were used. They were read from memory."""
         if self._reads.num_waiting < MAX_WAITING:
             for part in parts:
                 self._reads.put(partial(self._store.find, model, pages, part))
@@ -173,7 +174,8 @@ class DiskTier:
     # Called in the writer's thread.
 
     def _write(self, change: Change, lease: Lease, _is_over: IsOver) -> bool:
-        """Write pages to disk. A file that was begun is completed, even if time is over."""
+        """Write pages to disk. A file that was begun is completed, even if the time to write is
+        over."""
         with self._writes:
             return self._store.write(change, lease.views)
 
@@ -325,9 +327,9 @@ class DiskTier:
     def _evict(
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int, int], None]
     ) -> None:
-        """Evict from memory first, without waiting for the disk. Then evict from both while no
-        entry moves between them: an entry on its way would be leased in one place, and come back in
-        the other."""
+        """Evict from memory first, without waiting for the disk. Then evict from both, while no
+        entry moves between them. A moving entry would be leased in one place, and come back in the
+        other."""
         num_bytes = num_disk_bytes = 0
         try:
             num_bytes = self._tree.evict(model, pages)

@@ -40,11 +40,11 @@ NONCE_BYTES: Final = 16
 _CHUNK_BYTES: Final = 1 << 20
 """Bytes of a chunk. A reader remembers which chunks it has touched."""
 _POPULATE_READ: Final = 22
-"""MADV_POPULATE_READ, of Linux 5.14."""
+"""Value of MADV_POPULATE_READ, which Linux has from 5.14 on."""
 
 Block = NDArray[np.uint8]
 Run = tuple[int, int]
-"""Start and end of bytes, half-open."""
+"""Start and end of a run of bytes, half-open."""
 
 Register = Callable[[memoryview], Callable[[], None]]
 """Function that makes memory known to a device, and returns a function that ends this. The memory
@@ -89,13 +89,14 @@ class Arena:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes lent, or given back and still viewed."""
+        """Number of bytes that are lent, or that were given back and still have a view."""
         with self._lock:
             self._collect()
             return self._num_bytes - _num_bytes(self._free)
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
-        """Lend bytes. Bytes given back but still viewed do not count as room."""
+        """Lend bytes for each part. Bytes that were given back, but are still viewed, cannot be
+        lent."""
         with self._lock:
             self._collect()
             if not self._ends[0].alive:
@@ -201,8 +202,8 @@ def _num_bytes(runs: Sequence[Run]) -> int:
 
 
 def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[Span]], list[Run]]:
-    """Return runs for each part, and the runs that stay free. Takes the shortest free run that fits
-    all parts, otherwise the longest ones; raises NoRoom, or Torn."""
+    """Return runs for each part, and the runs that stay free. All parts come from the shortest free
+    run that fits them, or else from the longest runs. Raises NoRoom, or Torn."""
     num_bytes = sum(part.num * part.size for part in parts)
     if num_bytes > _num_bytes(free):
         raise NoRoom(f"{num_bytes} bytes where {_num_bytes(free)} are free")
@@ -233,8 +234,8 @@ def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[S
 
 
 def mapped(fd: int, num_bytes: int, access: int) -> Block:
-    """Map the whole file as long as anything refers to it. `mmap.mmap` would keep a descriptor,
-    too."""
+    """Map the whole file into memory. The mapping lasts as long as anything refers to the result.
+    Unlike `mmap.mmap`, this keeps no second descriptor of the file."""
     start = libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if start == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of address space cannot be had")

@@ -22,7 +22,7 @@ class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     fd: int
     num_bytes: int
     nonce: bytes
-    """The first bytes of the file."""
+    """Random bytes at the beginning of the file, which identify it."""
 
 
 class NoRoom(MemoryError):

@@ -24,8 +24,8 @@ from cachetree.transport import Address, open_port
 log = logging.getLogger(__name__)
 
 _STUCK_S: Final = 5.0
-"""Seconds without a turn after which a worker's thread counts as stuck; it turns four times a
-second even if nothing happens."""
+"""Seconds without a turn of its loop after which a worker's thread counts as stuck. The loop turns
+four times a second even if nothing happens."""
 _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """Seconds to wait for the next bytes of a request."""
@@ -41,7 +41,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `/health`."""
 
     live: bool
-    """True if the worker's thread turns; otherwise only a restart helps."""
+    """True if the worker's thread still runs its loop. Otherwise only a restart helps."""
     ready: bool
     """True if the worker listens, and has filled its memory from its disk."""
     degraded: tuple[str, ...]
@@ -81,7 +81,7 @@ class StatusPage(ThreadingHTTPServer):
     """
 
     request_queue_size = 128
-    """Connections that wait in the kernel; beyond them a monitor waits a second."""
+    """Most connections that wait in the kernel. A monitor beyond them waits a second."""
 
     def __init__(self, address: Address, status: Callable[[], CacheStatus]) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
@@ -123,8 +123,8 @@ class StatusPage(ThreadingHTTPServer):
         self._hang_up([it for it, until in tuple(self._open.items()) if until.has_passed])
 
     def _hang_up(self, connections: Iterable[socket.socket]) -> None:
-        """Wake the threads that read from these connections or write to them; each closes its
-        own."""
+        """Wake the threads that read from these connections or write to them. Each of these threads
+        then closes its connection."""
         for connection in connections:
             with contextlib.suppress(OSError):  # Its thread has closed it.
                 connection.shutdown(socket.SHUT_RDWR)

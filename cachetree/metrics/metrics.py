@@ -35,8 +35,8 @@ class Metric:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
-        """Return the metric's values by the values of its labels; empty for a part that the cache
-        lacks."""
+        """Return the metric's values by the values of its labels. Empty if the cache lacks the part
+        that they are about."""
         return {
             (*found, label) if label else found: value
             for label, path in self.paths.items()

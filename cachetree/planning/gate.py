@@ -22,8 +22,8 @@ Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
-    """Index profiles once at start-up: a model id is a digest of its identity, too slow for each
-    request."""
+    """Index profiles by their models' ids, once at start-up: ids are digests, which take too long
+    for each request."""
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 

@@ -43,8 +43,8 @@ from cachetree.planning.profile import BlockQuality
 from cachetree.planning.speeds import FREE_LINK
 
 NEARLY: Final = 1.05
-"""Largest factor between the predicted TTFTs of a plan and of the fastest; such plans count as
-equally fast."""
+"""Plans count as equally fast as the fastest plan if their predicted TTFT is at most this many
+times as long."""
 _GIB: Final = 1 << 30
 _TAKEN: Final = "taken"
 _TOO_LONG: Final = "one step may recompute fewer pages than are worth a fetch"
@@ -55,8 +55,8 @@ class _Option:
     """One block that the gate allows with one match."""
 
     plan: Plan
-    """Plan for as many pages as E and the device's time allow. If those are too few, plan for all
-    pages."""
+    """Plan for as many pages as E and the device's time allow. If too few pages are left, the plan
+    for all pages."""
     quality: float
     miss: NoReuse | None = None
     """Reason why the option cannot be taken, independent of other options; None if it can."""
@@ -104,8 +104,8 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     e_corrected: bool = False
     """True if a map corrects the sender's E before the recompute."""
     ttft_s: float | None = None
-    """TTFT predicted for the whole prompt, like `Considered.full_prefill_s`. None while unknown,
-    and if there are too few pages."""
+    """TTFT predicted for the whole prompt, like `Considered.full_prefill_s`. None if the device's
+    speed is unknown, or if there are too few pages."""
     saving_s: float | None = None
 
 
@@ -188,7 +188,8 @@ def choose(
 
 
 def _rank(option: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
-    """Return a key that ranks options: by saving, then exact, near and high-quality ones first."""
+    """Return a key that ranks options by saving. Among equal savings, exact, near and high-quality
+    options come first."""
     meets = _meets(option, demand)
     return (
         meets,
@@ -251,8 +252,8 @@ def _whole_plan(demand: Demand, match: Match, quality: BlockQuality, first_diffe
 def _fitted(
     option: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
 ) -> _Option:
-    """Cut the plan to the allowed pages, and price it. The plan of each option begins at one of
-    `starts`."""
+    """Cut the plan to the allowed pages, and price it. `starts` has the layers at which options
+    begin."""
     plan, start, stop = option.plan, option.plan.pages.start, option.plan.pages.stop
     with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
     staged = min(with_e, start + _most_staged_pages(demand, plan, costs))

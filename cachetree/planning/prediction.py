@@ -17,7 +17,7 @@ class Costs:
     kv_page_bytes: int
     e_page_bytes: int
     prefill: PrefillCost | None = None
-    """Cost of all layers."""
+    """Cost of a prefill through all layers."""
     recompute: PrefillCost | None = None
     """Cost of one layer of a block."""
     links: Mapping[Location, Link] = field(default_factory=dict)
@@ -61,8 +61,8 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     """Predict the plan's times. None while the device's speed is unknown.
 
     E is transferred first, then the transfer of KV overlaps the block. The block's last layer
-    counts as no work, because only its K and V are computed. Copies to the device count; those of
-    KV overlap the block. The forward over new tokens is not included.
+    counts as no work, because only its K and V are computed. Copies to the device count, and copies
+    of KV overlap the block. The forward over new tokens is not included.
     """
     compute_s = recompute_s(plan, page_size, costs.recompute)
     if compute_s is None or costs.recompute is None:

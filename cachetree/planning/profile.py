@@ -52,9 +52,9 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     e_map: EMap | None = None
     """Map that corrects E at the block's start; None leaves E as the sender's."""
     tv_bound: float | None = None
-    """Largest mean distance from full prefill, with 99 % confidence, along the first tokens of full
-    prefill's greedy answers. The drift guard measures the distance along served answers. None if
-    not measured."""
+    """Upper bound, with 99 % confidence, on the mean distance from full prefill. It is measured
+    along the first tokens of full prefill's greedy answers. The drift guard measures the same
+    distance along served answers. None if not measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +100,9 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     Below it their KV is bit-identical. 0 promises nothing."""
 
     measured_tokens: int | None = None
-    """Length in tokens, in whole pages, of the longest prompts that servers use the profile for. At
-    least 20 held-out contexts reach it, or all of them if there are fewer. The loss of reuse grows
-    with the length. None if a profile does not say."""
+    """Longest prompts for which servers use the profile: their length in tokens, in whole pages. At
+    least 20 held-out contexts reach this length, or all contexts if there are fewer. The loss of
+    reuse grows with the length. None if a profile does not say."""
 
     controls: str = ""
     """One sentence for people: the quality of full prefill without the documents, and with other
@@ -188,7 +188,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Models that were each made from the one before, and the measured distances between them."""
+    """Models, each made from the one before it, and the measured distances between them."""
 
     models: tuple[ModelIdentity, ...]
     names: tuple[str, ...]

@@ -11,8 +11,8 @@ from math import ceil, inf, log2
 from typing import Final
 
 SECONDS_PER_TOKEN: Final = 1e-4
-"""Assumed seconds per token before measurements, as of an 8B model on one GPU. Only ratios count
-then."""
+"""Seconds per token of an 8B model on one GPU. They are assumed until the device is measured; until
+then, only ratios matter."""
 _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 
@@ -40,8 +40,8 @@ class PrefillCost:
     known_tokens: float = inf
     """Tokens of the longest pass that was measured."""
     curve: tuple[tuple[float, float], ...] = ()
-    """Points (log2 of tokens, observed / predicted), ascending; between them linear, beyond them
-    flat."""
+    """Points (log2 of tokens, observed / predicted), ascending. The curve is linear between two
+    points, and flat beyond the last."""
 
     @classmethod
     def of_sizes(cls, hidden_size: int) -> PrefillCost:
@@ -79,8 +79,8 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The current state of a link, which running fetches share evenly: until a fetch ends, each
-    other one gets equally many bytes, or all of its own.
+    """The current state of a link, which running fetches share evenly. Until a fetch ends, each
+    other fetch gets as many bytes as it, or all of its own bytes.
 
     A fetch of B bytes, with A bytes ahead of it and a backlog of r1, r2, ..., takes
     (B + A + min(r1, B) + min(r2, B) + ...) × byte_s.
@@ -94,8 +94,8 @@ class Link:
     backlog: Sequence[int] = ()
     """Bytes that each running fetch still has to transfer."""
     ahead: int = 0
-    """Most bytes that are transferred before a new fetch: of fetches with an earlier turn, and of
-    abandoned fetches that cannot be stopped any more."""
+    """Most bytes that the link transfers before a new fetch. They belong to fetches with an earlier
+    turn, and to abandoned fetches that cannot be stopped any more."""
     frame_bytes: int = 0
     """Most bytes of a frame. Arrived bytes count frame by frame."""
     copy_byte_s: float = 0.0

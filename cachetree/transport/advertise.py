@@ -70,13 +70,13 @@ ENTRY_PAGES: Final = 2048
 """Most pages in one `Entries` message: 32 KiB of hashes, which delay a frame only briefly."""
 
 _ENTRY_WEIGHT: Final = 8
-"""Size of an entry without its pages, in page hashes."""
+"""Size of an entry without its pages, as a number of page hashes."""
 
 
 def entries_of(change: Change) -> Iterator[Entry]:
     """Cut one change into entries of at most `ENTRY_PAGES` pages, each the parent of the next.
 
-    Removals come last pages first, so that the peer never has a page without its parent.
+    Removals begin with the last pages, so that the peer never has a page without its parent.
     """
     starts = range(0, len(change.pages), ENTRY_PAGES)
     for start in starts if change.added else reversed(starts):
@@ -108,7 +108,7 @@ def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
 Advert = Reset | Entries | Synced
 
 _NOTHING: Final = -1
-"""Number of changes that is below all others: the peer has confirmed nothing."""
+"""Number of confirmed changes of a peer that has confirmed nothing: below all real numbers."""
 MAX_UNANSWERED: Final = 256
 """Most `Entries` that one peer may leave unanswered. Further ones wait."""
 MUTE_S: Final = 5.0
@@ -200,8 +200,8 @@ class Advertiser:
 
 
 _MOST_PAGES: Final = 1_000_000
-"""Most pages noted of one worker; a page counts once for each model. They take some 130 MB, or 1 GB
-if each page has a tree node of its own."""
+"""Most pages of one worker that are noted. A page counts once for each model. All of them take some
+130 MB, or 1 GB if each page has a tree node of its own."""
 
 _MOST_MODELS: Final = 512
 """Most models noted of one worker. With so many models, a match holds the tree's lock for some

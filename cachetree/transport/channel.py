@@ -165,8 +165,8 @@ class Channel:
         self._piece = scrap
 
     def _read(self) -> bool:
-        """Read bytes from the socket. Return False if none had arrived; the poller then reports the
-        next ones."""
+        """Read bytes from the socket. Return False if no bytes had arrived; the poller then reports
+        the next bytes."""
         if self.error is not None:
             return False
         try:

@@ -83,7 +83,8 @@ class Connection:
     def __init__(
         self, to: Address, credentials: Credentials, ticket: Ticket, wakeup: Wakeup, clock: Clock
     ) -> None:
-        """Connect to `to`, the IP address that gave the ticket. A name could have several."""
+        """Connect to `to`, the IP address that gave the ticket. A name could have several
+        addresses."""
         self._who: Final = f"worker {to.url}"
         self._bulk_url: Final = f"bulk_port {ticket.port} of {to.host}"
         self._wakeup = wakeup

@@ -22,10 +22,11 @@ _WANTED_DESCRIPTORS: Final = 65_536
 
 
 def crowding(sources: Mapping[int, str]) -> int:
-    """Choose a connection to end, to make room: the oldest one of the source with the most.
+    """Choose a connection to end, to make room: the oldest connection of the source with the most
+    connections.
 
-    So many connections from one address keep no other address out. `sources` has the source of each
-    connection, by descriptor, oldest first.
+    In this way, many connections from one address do not keep another address out. `sources` has
+    the source of each connection, by descriptor, oldest first.
     """
     ((most, _),) = Counter(sources.values()).most_common(1)
     return next(descriptor for descriptor, source in sources.items() if source == most)
@@ -42,8 +43,8 @@ def source_of(host: str) -> str:
 class Connections:
     """The TCP connections of a listening ZMQ socket, as its monitor reports them.
 
-    libzmq does not bound their number. Here at most `most` connections may stay open that never
-    sent a message, and at most `most` that did.
+    libzmq does not bound their number. This object keeps at most `most` connections that never sent
+    a message, and at most `most` that did.
     """
 
     def __init__(self, most: int) -> None:

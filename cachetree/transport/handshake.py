@@ -73,12 +73,14 @@ class Refusal:
     """A handshake that failed at a worker."""
 
     who: str
-    """Name of the other side as far as known, to limit log lines: the same for all its attempts."""
+    """Name of the other side, as far as it is known. All attempts of one side have the same name,
+    so that their log lines can be limited."""
     why: str
 
 
 class AccessControl:
-    """Decide which connections a worker accepts: with a key those with listed keys, else all.
+    """Decide which connections a worker accepts. A worker with a key accepts only listed keys; a
+    worker without a key accepts all connections.
 
     libzmq asks for each connection over ZAP, at an address that exists once per context. So each
     worker has its own context, and answers in its own thread. Without an answer libzmq accepts no
@@ -104,8 +106,8 @@ class AccessControl:
     def guard(
         self, context: Context, socket: Socket, poller: zmq.Poller, max_message_bytes: int
     ) -> None:
-        """Prepare a socket before it is bound, and register with the poller: it wakes the worker
-        for `refusals`. A message above the cap closes its connection."""
+        """Prepare a socket before it is bound. From then on, the poller also wakes the worker for
+        `refusals`. A message above the cap closes its connection."""
         _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)

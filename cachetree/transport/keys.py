@@ -99,8 +99,8 @@ def _write_new(file: Path, text: str, mode: int) -> None:
 def read_key_pair(path: str) -> KeyPair:
     """Read the pair of a secret key file. Raises ConfigError.
 
-    The file's mode must let only its owner read it. If root owns the file, its group may read it,
-    too: this is how secrets are mounted into containers.
+    Only the file's owner may be able to read it. If root owns the file, its group may read it, too,
+    because secrets are mounted into containers in this way.
     """
     lines = tuple(_lines(Path(path), field="key_file", is_secret=True))
     if len(lines) != 1 or not _SECRET_PATTERN.fullmatch(lines[0][1]):

@@ -62,8 +62,8 @@ class Bandwidth:
     _CHANGED = 1.5
     """Factor between measured and predicted time, either way, that shows a change of the link."""
     _SHORT_S = 0.01
-    """Most seconds for the bytes of a short fetch. The rest of its time measures the fixed time; in
-    longer fetches the rest is noise."""
+    """Most seconds that the bytes of a short fetch take. The rest of a short fetch's time measures
+    the fixed time. In longer fetches the rest is noise."""
     _TRIP_S = 0.0005
     """Seconds of a round trip in one rack, assumed until a short fetch was measured."""
     _LONG = 4.0

@@ -45,7 +45,7 @@ log = logging.getLogger("cachetree.peer")
 NO_WORKER: Final = 0
 """Epoch of a server without a worker."""
 _REFUSED_S: Final = 60.0
-"""Seconds until a refused worker is tried again: another worker may have its address by then."""
+"""Seconds until a refused worker is tried again: by then, another worker may have the address."""
 
 
 class Peer:

@@ -46,8 +46,8 @@ _MAX_WAITING: Final = 1 << 16
 _MAX_GIVEN_UP: Final = 1 << 13
 """Most evicted entries that are remembered."""
 _PART_BYTES: Final = 64 << 20
-"""Most bytes of one fetch. A larger entry takes several fetches; the pages of each can be read once
-it is complete."""
+"""Most bytes of one fetch. A larger entry takes several fetches. After each fetch, its pages can be
+read."""
 _PART_S: Final = 0.25
 """Most seconds of one fetch under a limit of the rate, unless one page takes longer."""
 _MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2

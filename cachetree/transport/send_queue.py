@@ -49,9 +49,9 @@ class _Part(NamedTuple):
 class SendQueue:
     """Queue of frames for one connection. One thread queues and closes; another one sends.
 
-    The sending thread gives the kernel a whole batch in one blocking call. Each call takes the
-    interpreter's lock afterwards and so delays computing threads; batches keep calls few. Payloads
-    must not change until `has_written` is true for everything queued so far.
+    The sending thread gives the kernel a whole batch in one blocking call. After each call, the
+    thread takes the interpreter's lock and so delays computing threads; batches keep calls few.
+    Payloads must not change until `has_written` is true for everything queued so far.
     """
 
     def __init__(

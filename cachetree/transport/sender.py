@@ -35,7 +35,7 @@ class Payload(NamedTuple):
     offset: int
     """Position in the fetch, in bytes over all steps."""
     slab: Slab
-    """Slab of the first part."""
+    """Slab of the payload's first part."""
     parts: list[memoryview]
 
 
@@ -244,8 +244,8 @@ class SendScheduler:
         self._streams[stream] = on_drained
 
     def send(self) -> None:
-        """Send up to `BURST` frames. Each one is from the ready channel with the fewest sent bytes,
-        and there from the ready stream with the fewest."""
+        """Send up to `BURST` frames. Each frame comes from the ready channel with the fewest sent
+        bytes. In this channel, it comes from the ready stream with the fewest."""
         ready = [stream for stream in self._sending if stream.can_send]
         for _ in range(BURST):
             if not ready or self._cap.delay_s():

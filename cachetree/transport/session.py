@@ -66,7 +66,8 @@ class Session:
         """Fetches that the disk has answered. For each, the function that continues the fetch, and
         the function that releases its pages. Any thread appends."""
         self._num_promotions = 0
-        """Questions to the disk without an answer, with those of cancelled fetches."""
+        """Number of questions to the disk that are not answered yet. Questions of cancelled fetches
+        count, too."""
         self._wake = wake
         self._last_id = 0
 
@@ -260,7 +261,8 @@ class Session:
 
 
 def _has_share(num_own: int, num_free: int) -> bool:
-    """Return whether a peer with `num_own` places may take one more of the `num_free` free ones.
+    """Return whether a peer with `num_own` places may take another one, while `num_free` places are
+    free.
 
     A peer may have at most three times as many places as stay free. One greedy peer gets 3/4 of
     all places, each of n greedy peers 3/(3n + 1). So one place stays free for a peer without any.

@@ -128,7 +128,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     model: Model
     pages: bytes
     steps: Steps
-    """Steps (kind, layer), the one needed first in front."""
+    """Steps (kind, layer), in the order in which they are needed."""
     first_byte: int = 0
     """First byte to send, counted over all steps in order. Earlier bytes have landed already."""
     frame_bytes: int
@@ -167,7 +167,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
     id: int
     error: str
-    """A value of `Why`."""
+    """Reason as a value of `Why`."""
     reason: ReasonText = ""
 
 

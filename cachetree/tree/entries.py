@@ -20,10 +20,10 @@ RemoteKey = tuple[Location, ModelId, Part]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Local pages that were added or removed; a worker advertises it.
+    """Local pages that were added or removed. A worker advertises each change.
 
-    Additions name the parent before its children do, removals children before their parent. So a
-    reader that applies them in order always sees whole prefixes.
+    Additions come parents first, and removals children first. So a reader that applies changes in
+    order always sees whole prefixes.
     """
 
     added: bool
@@ -57,7 +57,8 @@ class Hold:
     each have one.
 
     `stop` is the number of pages from the root to the end of the run. If a held node is split
-    there, its tail is no longer held. Pages before the run stay, too: eviction is leaf first.
+    there, its tail is no longer held. Pages before the run stay as well, because eviction begins
+    with the leaves.
     """
 
     __slots__ = ("entries", "stop", "until_s")
@@ -144,7 +145,7 @@ class LocalEntry:
 
     @property
     def parents(self) -> list[LocalEntry]:
-        """Entries that are evicted after this one. KV of the same node is first."""
+        """Entries that must not be evicted before this one. KV of the same node is first."""
         model, part = self.key
         above = self.node.parent
         parents = [] if part == KV else [self.node.local[model, KV]]

@@ -44,9 +44,9 @@ class Eviction:
     """Local entries that may be evicted, least recently used first. The tree calls it with its lock
     held.
 
-    A walk is noted only at the entry where it ended, and counts for all entries above that one,
-    too. Eviction is leaf first: an entry's turn comes after the last one below it, which passes its
-    last use on.
+    A walk is noted only at the entry where it ended, and also counts for all entries above.
+    Eviction begins with the leaves: an entry's turn comes after the last entry below it, which
+    passes its last use on.
 
     A use only raises a number. An entry that reaches the front with an outdated number is queued
     again with its present one. An entry that reaches the front while it has children or is held is
@@ -62,13 +62,14 @@ class Eviction:
         self._clock = clock
         self._num_uses = 0
         self._queued: dict[LocalEntry, int] = {}
-        """Last use with which each entry is queued. Its items with another use are invalid."""
+        """Last use with which each entry is queued. Items of the same entry with another use are
+        outdated."""
         self._line: deque[_Item] = deque()
         self._heap: list[_Item] = []
         self._num_put = 0
 
     def add(self, last: LocalEntry) -> None:
-        """Add the last of the new entries of one path, and count it as used now."""
+        """Add the deepest of the new entries of a path, and count it as used now."""
         self.use((last,))
         self.free(last)
 
@@ -140,7 +141,8 @@ class Eviction:
     def expired(self) -> Iterator[LocalEntry]:
         """Yield entries like `victims`, but only those that were unused for the time to live.
 
-        Entries are in the order of their last use, so the first younger one ends the search.
+        Entries are in the order of their last use, so the first entry that is too young ends the
+        search.
         """
         assert self.ttl_s is not None
         before_s = self._clock() - self.ttl_s

@@ -17,9 +17,9 @@ _TOKEN_BYTES = 4
 def page_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
     """Return one SHA-256 digest per whole page of `tokens`; an incomplete last page has none.
 
-    Each covers the previous page's digest (`seed` before the first) and the page's token ids as
-    32-bit little-endian integers. So it covers every token before it. `seed` is the tenant's: 32
-    bytes, or empty without a tenant.
+    A page's digest covers the previous page's digest (`seed` for the first page) and the page's
+    token ids as 32-bit little-endian integers. So it also covers every earlier token. `seed` is the
+    tenant's: 32 bytes, or empty without a tenant.
     """
     ids = _little_endian(tokens)
     page_bytes = page_size * _TOKEN_BYTES

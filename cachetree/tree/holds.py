@@ -102,10 +102,10 @@ class Reservation(Hold):
     ) -> None:
         super().__init__(stop)
         self.change: Final = change
-        """Change that a commit publishes; other reservations may publish some of its pages
-        first."""
+        """Change that a commit publishes. Other reservations may have published some of its pages
+        before."""
         self.pages: Final = change.pages
-        """Pages that are really new; empty if the model has all of them."""
+        """Pages that are new. Empty if the model has all of them already."""
         self.skipped: Final = skipped
         """Number of leading pages that the model had already."""
         self.slab: Final = slab
@@ -248,7 +248,7 @@ class Holds:
 
 
 def _joined(parts: Sequence[PagesOfSlab]) -> list[PagesOfSlab]:
-    """Return the same pages in as few parts as possible; parts of a split node are joined again."""
+    """Return the same pages in as few parts as possible. Parts of a split node are joined again."""
     joined: list[PagesOfSlab] = []
     for slab, pages in parts:
         if joined and joined[-1][0] is slab and joined[-1][1].stop == pages.start:

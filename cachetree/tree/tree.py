@@ -33,8 +33,8 @@ _MOST_SWEPT: Final = 512
 class CacheTree:
     """The prefix tree of one family, with the entries of all models in its nodes.
 
-    Thread-safe. The package's docstring states what always holds. Eviction takes the least recently
-    used first, whole nodes of one key, E before its KV.
+    Thread-safe. The package's docstring states what always holds. Eviction takes whole nodes of one
+    key, the least recently used first, and E before its KV.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class CacheTree:
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
     ) -> dict[ModelId, int]:
-        """Keep the local pages of the prefix `pages` in memory: those of `model`, or of all models.
+        """Keep the local pages of the prefix `pages` in memory, for `model` or for all models.
 
         The pin lasts until `unpin` or `deadline`; a second pin of the same prefix replaces the
         first. Returns how many pages of each model are pinned; pages added later are not. Raises
@@ -238,7 +238,7 @@ class CacheTree:
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop all prompts that begin with `pages`, of `model` or all models. Return freed bytes.
 
-        Pages that another prompt shares stay, and so do leased and pinned entries, and those that
+        Pages that another prompt shares stay. Leased and pinned entries stay, too, and entries that
         an open reservation continues. Empty `pages`: drop everything. Works in slices, so entries
         added meanwhile may stay.
         """
@@ -265,8 +265,8 @@ class CacheTree:
     def match(self, pages: Sequence[PageHash], is_use: bool = True) -> list[Match]:
         """Return the longest prefix of `pages` per (model, location), found in one walk.
 
-        A page hash covers all pages before it, so a page that matches proves those. It counts as a
-        use of the matched entries, unless `is_use` is False.
+        A page hash covers all pages before it, so a page that matches proves all earlier pages. A
+        match counts as a use of the entries, unless `is_use` is False.
         """
         if not pages or pages[0] not in self._first:
             return []  # A miss needs no lock; one look into a dict is atomic.
@@ -292,9 +292,9 @@ class CacheTree:
 
         A caller that applies the additions first, then the changes in their order, has the tree's
         content. Present entries are looked up in slices, as the caller asks, so that no thread
-        waits for long. So an entry added meanwhile may appear in both, and one removed meanwhile
-        only as a removal. `listener` is called with the tree's lock held, in the thread that made
-        the change: it must not block, raise or call the tree.
+        waits for long. So an entry that is added meanwhile may appear in both, and an entry that is
+        removed meanwhile may appear only as a removal. `listener` is called with the tree's lock
+        held, in the thread that made the change: it must not block, raise or call the tree.
         """
         return self._subscribed(listener, self._listeners.of_memory, self._listeners.in_memory)
 

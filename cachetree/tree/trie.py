@@ -107,8 +107,8 @@ class PageIndex:
                 self._more[page] = ids[1:]
 
     def num_free(self, pages: Sequence[PageHash], node: Node | None, is_own: Has) -> int:
-        """Return how many leading `pages` are in no other node for which `is_own` is true. Each
-        page is one of `node`, or new."""
+        """Return how many leading `pages` may be put into `node`. The count ends before a page of
+        another node for which `is_own` is true. Each page is in `node` already, or new."""
         known = self._ids if node is None else self._more
         if not known.keys().isdisjoint(pages):
             for at, page in enumerate(pages):

@@ -66,8 +66,8 @@ class Answerer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def judged_by(self, answers: Sequence[Tokens], document: Document) -> Document:
-        """Return the document with these answers as the accepted ones, if its metric compares with
-        full prefill's answers. Otherwise return it unchanged."""
+        """Return the document with these answers as its accepted answers, if its metric compares
+        with full prefill's answers. Otherwise return the document unchanged."""
         if document.task.metric is not Metric.SAME:
             return document
         texts = [judged_part(document.task, self.text(it)) for it in answers]
@@ -105,7 +105,7 @@ class Examination:
     def examine(
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> list[tuple[Score, ...]]:
-        """Return scores by mixture, then by question; with qualities if `is_decoded`.
+        """Return scores by mixture, then by question. They include qualities if `is_decoded`.
 
         Raises ConfigError if logits are not finite.
         """

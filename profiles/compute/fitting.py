@@ -95,8 +95,8 @@ def fit_maps(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[EMap, Correction]:
-    """Return a map for each layer at which both E are kept. A layer has none if its map explains
-    nothing or if there were too few contexts. Contexts are taken one by one."""
+    """Return a map for each layer at which the E of both models is kept. A layer has none if its
+    map explains nothing, or if there were too few contexts. Contexts are taken one by one."""
     parts: dict[int, tuple[Moments, Moments]] = {}
     num_contexts = 0
     for passes in contexts:

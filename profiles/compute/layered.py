@@ -80,8 +80,8 @@ class GrowingKV:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Positions of new tokens and the tokens they attend to; the same in every layer of a
-    forward."""
+    """Positions of new tokens, and the tokens to which they attend. They are the same in every
+    layer of a forward."""
 
     positions: Tensor
     columns: Tensor
@@ -181,9 +181,9 @@ class LayeredModel:
         """Compute KV of a prefix of which layer i recomputes `counts[i]` tokens, never more than
         layer i - 1 did (CacheBlend, EuroSys '25, §4.3).
 
-        A layer continues with the tokens that differed most from `past` at the layer before; with
-        all of them if none differed. Each attends to the recomputed tokens and, for all others, to
-        `past`.
+        A layer continues with the tokens that differed most from `past` at the layer before. If no
+        token differed, it continues with all of them. A token attends to the recomputed tokens and,
+        in place of all other tokens, to `past`.
         """
         hidden = self.embed(torch.tensor([list(ids)]))
         chosen = torch.arange(len(ids), device=self.device)

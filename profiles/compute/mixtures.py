@@ -104,7 +104,7 @@ class _Row:
         self.mixture, self.answer = asked.mixture, list[int]()
         self.given = [*asked.suffix, *asked.draft[: max_new - 1]]
         self.num_known = len(asked.suffix)
-        """Number of tokens in `given` that are known; the others are guesses."""
+        """Number of tokens in `given` that are known. The other tokens are guesses."""
         self.num_kept = 0
         """Number of tokens that have gone through the layers and are right."""
         self.most = len(asked.suffix) + max_new

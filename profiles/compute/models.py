@@ -50,7 +50,7 @@ ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
         *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"),
     )
 }
-"""Classes of models that a server can reuse caches of."""
+"""Model classes with caches that a server can reuse."""
 _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
@@ -121,7 +121,8 @@ def load_pair(
     both share is read once.
 
     On the CPU the models may share tensors that no adapter touches: write to neither. Raises
-    ConfigError with field, values and remedy if one model is not supported or they are no pair.
+    ConfigError with field, values and remedy if one model is not supported, or if the two are no
+    pair.
     """
     theirs, ours = look_at_pair(sender, receiver)
     differs_at = first_difference(
@@ -184,7 +185,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported, Supported]:
-    """Check all that `load_pair` checks before it reads weights; raise the same errors."""
+    """Check everything that `load_pair` checks before it reads weights. Raises the same errors."""
     both = look_at(sender), look_at(receiver)
     _require_one_family(*both)
     return both
@@ -219,8 +220,8 @@ def look_at(source: ModelSource) -> Supported:
 
 
 def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
-    """Mend a tokenizer as SGLang's `get_tokenizer` does. From some folders transformers 5 makes
-    another class than they state, ignores `add_bos_token`, or adds parts that tokenizer.json
+    """Mend a tokenizer as SGLang's `get_tokenizer` does. For some folders, transformers 5 makes
+    another class than the folder states, ignores `add_bos_token`, or adds parts that tokenizer.json
     lacks."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     file = path / "tokenizer_config.json"
@@ -244,7 +245,8 @@ def _tokenizer_of_server(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _require_plain_folder(path: Path) -> None:
-    """Refuse whole weights with an adapter beside them: with peft, transformers would apply it."""
+    """Refuse a folder of whole weights that also has an adapter. If peft is installed, transformers
+    would apply the adapter."""
     if not (path / ADAPTER_CONFIG).is_file():
         return
     if (path / "config.json").is_file():

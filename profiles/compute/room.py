@@ -188,8 +188,8 @@ def _least_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
 def require_fitting(
     sizes: Sizes, documents: Iterable[Document], num_maps: int, bounds: Bounds
 ) -> None:
-    """Raise ConfigError if the data for fitting maps of E from so many layers do not fit. They need
-    KV and E of both models for the longest document, and the sums."""
+    """Raise ConfigError if memory has no room for fitting maps of E at `num_maps` layers. The fit
+    needs its sums, and KV and E of both models for the longest document."""
     document = max(documents, key=lambda it: len(it.prefix))
     on_host = 2 * len(document.prefix) * (sizes.num_layers * sizes.kv + num_maps * sizes.e)
     held = num_maps * sizes.sums + _with_holes(SOLVING * sizes.sums)

@@ -33,7 +33,8 @@ THEIRS: Final = 0
 OWN: Final = 1
 """Index of the receiver's own KV."""
 FIRST_NEW: Final = 2
-"""Index of the first source that plans add."""
+"""Index of the first source beyond the sender's and the receiver's own KV. Plans add these
+sources."""
 
 REFERENCES: Final = "references"
 FILTERED: Final = 0.25
@@ -51,7 +52,7 @@ class Bench:
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     """Maps of E by digest, for plans that name one."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
-    """The receiver's own answers, by document; another pair of the same receiver may have made
+    """The receiver's own answers, by document. Another pair with the same receiver may have made
     them."""
     pairs: Mapping[Task, tuple[Answerer, Answerer]] = field(default_factory=dict)
     """Sender and receiver by task, for the pairs of a line. Other tasks have the bench's own."""
@@ -230,8 +231,8 @@ class Study:
 
 
 def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
-    """Return the runs to recompute, each with the digest of the map of its E, if any. If runs begin
-    with the same E, only the longest is returned: the others are parts of it."""
+    """Return the runs to recompute, each with the digest of the map of its E, if any. If several
+    runs begin with the same E, only the longest is returned: the other runs are parts of it."""
     stops: dict[tuple[int, str], int] = {}
     for plan in plans:
         for run in plan.runs:
@@ -241,8 +242,9 @@ def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
 
 
 def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
-    """Return the mixture of each plan: a source's index for every layer. `THEIRS` and `OWN` come
-    first; from `FIRST_NEW` on the sources are the `longest_runs`, then every blend."""
+    """Return the mixture of each plan: a source's index for every layer. The first indices are
+    `THEIRS` and `OWN`. From `FIRST_NEW` on, the sources are the `longest_runs`, then every
+    blend."""
     runs = [(run.start, e_map) for run, e_map in longest_runs(plans)]
     places = count(FIRST_NEW + len(runs))
     mixtures: list[Mixture] = []

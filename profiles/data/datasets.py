@@ -35,7 +35,7 @@ class SourcedRecord:
     place: str
     """Place of the record for messages: `file:line`."""
     name: str
-    """The record's `_id`; its place if it has no `_id` or shares it."""
+    """The record's `_id`. If it has none, or another record has the same, its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ _GSM8K: Final = _Form(
 def load_sources(
     specs: Sequence[str], options: TaskOptions, *, data_dir: Path | None = None
 ) -> list[Source]:
-    """Load everything that the specs name, in their order; a directory gives one source per file.
+    """Load everything that the specs name, in their order. A directory has one source per file.
 
     `data_dir` is the user's folder of data sets. Raises ConfigError for a spec that names nothing
     or repeats another, and RecordError for data that cannot be used.

@@ -40,11 +40,11 @@ _BAR_DELAY_S: Final = 2.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     suffix: Tokens
-    """Tokens after the reused prefix, up to the answer; at least one."""
+    """Tokens after the reused prefix, up to the answer. There is at least one."""
     draft: Tokens
-    """The first accepted answer if any, then EOS if the tokenizer has one; at most the task's
-    `max_new`. The part of a model's own answer that agrees with the draft is decoded in one
-    step."""
+    """Guess of an answer: the first accepted answer, if there is one, then EOS, if the tokenizer
+    has it. At most the task's `max_new` tokens. The part of a model's own answer that agrees with
+    the draft is decoded in one step."""
     answers: tuple[str, ...]
     classes: tuple[str, ...] = ()
     """Classes that the data set knows, if it is about classes."""
@@ -81,7 +81,7 @@ def make_documents(
     max_prompt_tokens: int | None,
 ) -> list[Document]:
     """Make one document per context and task, in the order of their first records. Contexts that
-    differ only in white space are one, in the first one's form.
+    differ only in white space count as one context; it has the form of the first.
 
     If a prompt is longer than `max_prompt_tokens` (without the answer), its middle is cut out as
     LongBench does it: as many tokens stay at the start as at the end. The cut is in tokens, is

@@ -42,7 +42,7 @@ _AS_TEXT: Final = "is logged in SGLang's text format"
 _NO_TEXT: Final = "has no text at this --log-requests-level"
 _IS_CUT: Final = "is cut in the middle at this --log-requests-level"
 _BESIDE: Final = ("tools", "chat_template_kwargs", "image_data")
-"""Fields of a request that change the prompt beside its messages."""
+"""Fields of a request, apart from its messages, that change the prompt."""
 _NO_PROMPT: Final = "is no prompt of text alone"
 SLACK: Final = 8
 """Divisor of a context's length. Prompts of one context may share this part beyond the context, or
@@ -86,7 +86,8 @@ class Context:
 
 
 def read_log(path: Path, tokenizer: PreTrainedTokenizerBase) -> Log:
-    """Read all prompts of a log; raises RecordError with the reason if there is none."""
+    """Read all prompts of a log. Raises RecordError with the reason if the log has no usable
+    prompt."""
     prompts, unusable = list[Asked](), Counter[str]()
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -129,8 +130,8 @@ def contexts_of(asked: Iterable[Asked], page_size: int) -> list[Context]:
 
 
 def _num_shared(one: Asked, other: Asked) -> int:
-    """Number of tokens at the start of both prompts; the last token of each does not count, because
-    a request needs a new token."""
+    """Number of tokens at the start of both prompts that are equal. The last token of each prompt
+    does not count, because a request needs a new token."""
     return min(len(common_start([one.ids, other.ids])), len(one.ids) - 1, len(other.ids) - 1)
 
 

@@ -81,8 +81,8 @@ def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
 def quality(
     metric: Metric, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()
 ) -> float:
-    """Best score over the accepted answers, among all `classes`. Raises ValueError if no answer is
-    accepted."""
+    """Return the best score of a prediction over the accepted answers. `classes` are all classes of
+    the data set. Raises ValueError if no answer is accepted."""
     if not answers:
         raise ValueError(f"{metric.value} needs at least one accepted answer")
     if metric is Metric.CLASSIFICATION:
@@ -123,9 +123,10 @@ def rouge_l(prediction: str, answer: str) -> float:
     Precision and recall are over the sets of words.
 
     There are three differences to the package. If a word is repeated within a sentence of the
-    answer, there can be several longest subsequences. Then rapidfuzz and `rouge` need not choose
-    the same one; without repetition the numbers are equal. `rouge` adds 1e-8 to a denominator. Its
-    recursion fails at sentences of about a thousand words, for which LongBench counts 0.
+    answer, there can be several longest subsequences. Then rapidfuzz and `rouge` may choose
+    different subsequences; without repetition the numbers are equal. `rouge` adds 1e-8 to a
+    denominator. Its recursion fails at sentences of about a thousand words, for which LongBench
+    counts 0.
     """
     predicted, expected = _sentences(prediction), _sentences(answer)
     if not predicted or not expected:
@@ -178,10 +179,10 @@ def retrieval(prediction: str, answer: str) -> float:
 
 
 def json_values(prediction: str, answer: str) -> float:
-    """Share of keys with the same value, among the keys of both objects.
+    """Share of keys with equal values, among all keys of the two objects.
 
-    Keys alone score nothing, because questions often name them. The first brace of a text begins
-    its object; the text around the object is ignored. A text without an object scores 0.
+    Keys without values score nothing, because questions often name them. The first brace of a text
+    begins its object; the text around the object is ignored. A text without an object scores 0.
     """
     predicted, expected = _object_in(prediction), _object_in(answer)
     keys = predicted.keys() | expected.keys()
@@ -193,13 +194,15 @@ def same(prediction: str, answer: str) -> float:
     """Return 1 if two answers of one model have the same text apart from white space, else 0.
 
     Case, articles and punctuation count: one model has one style, and "1.5" is not "15". Partial
-    agreement counts nothing: a long answer with one wrong number has nearly all words of the right.
+    agreement counts nothing: a long answer with one wrong number has nearly all words of the right
+    answer.
     """
     return float(prediction.split() == answer.split())
 
 
 def final_number(text: str) -> Decimal | None:
-    """Number after the first `####`, or else the last number; None if there is none.
+    """Return the number after the first `####`, or else the last number. None if the text has no
+    number.
 
     Dollar signs and the commas between thousands do not count.
     """

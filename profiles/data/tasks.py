@@ -33,8 +33,8 @@ class AnswerPart(StrEnum):
 
     WHOLE = "whole"
     CODE_LINE = "code_line"
-    """First line without a comment or code fence, as in LongBench's `code_sim_score`; empty if
-    there is none."""
+    """First line that is neither a comment nor a code fence, as in LongBench's `code_sim_score`.
+    Empty if there is none."""
     FIRST_LINE = "first_line"
     """First line that is not empty. Behind few-shot examples, a model often writes more of them."""
     BEFORE_NEXT_QUESTION = "before_next_question"

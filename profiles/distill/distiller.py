@@ -227,7 +227,7 @@ class Distiller:
         return read_answers(self._asked(place)[1])
 
     def _train(self, trainer: Trainer, steps: Sequence[Step], show: Callable[[int], None]) -> None:
-        """Take the remaining steps; the first of them predicts their time."""
+        """Take the remaining steps. The first of them shows how long the others will take."""
         sizes = [_size_of(self.prompts.train[it.place], it) for it in steps]
         first = trainer.num_done
         show(first)

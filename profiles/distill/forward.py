@@ -32,11 +32,13 @@ ATTENTION: Final = "droidspeak_frozen"
 """Name of the attention on a CPU. It takes half the time of SDPA, which also computes gradients of
 the document's KV."""
 _DOCUMENT: Final = -1
-"""Owner of a document's tokens; every question sees them."""
+"""Owner of a document's tokens, in place of a question's index. Every question sees these
+tokens."""
 
 
 LIKELIEST: Final = 128
-"""Number of likeliest next tokens that are kept of a distribution. All others count as one."""
+"""Number of likeliest next tokens that are stored for a distribution. All other tokens count as
+one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +243,7 @@ def write_tensors(
 
 
 class _Frozen(torch.autograd.Function):
-    """Attention of one row; its first keys and values take no gradient.
+    """Attention of one row. Its first keys and values get no gradient.
 
     Queries are `[kv_heads, group, queries, size]` and scaled; keys and values are `[kv_heads, keys,
     size]`. The additive mask covers the keys that are not frozen.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S: Final = 60.0
 WARM_UP: Final = 15
-"""Steps until the peak rate, at most a quarter of all steps."""
+"""Steps until the learning rate reaches its peak; at most a quarter of all steps."""
 AT_ONCE: Final = 32
 """Questions that are answered together."""
 _SMALL: Final = 1e-6
@@ -114,7 +114,7 @@ def _ask(teacher: Reader, lesson: Lesson, is_labelled: bool) -> Iterator[Said]:
 def kl_of(logits: Tensor, targets: Sequence[Said]) -> Tensor:
     """KL divergence of the teacher's distribution from the student's, at each token of the answers.
 
-    The teacher's likeliest tokens count one by one, and all others as one.
+    The teacher's likeliest tokens count one by one. All other tokens together count as one.
     """
     device = logits.device
     likeliest = torch.cat([it.likeliest for it in targets]).long().to(device)
@@ -150,8 +150,8 @@ class Trainer:
         self._saved_s = time.monotonic()
 
     def step(self, lesson: Lesson, questions: Sequence[int], targets: Sequence[Said]) -> float:
-        """Learn some questions of a lesson and return the loss; `targets` has the targets of all
-        its questions."""
+        """Learn some questions of a lesson, and return the loss. `targets` has the answers to learn
+        for all of its questions."""
         chosen = [targets[it] for it in questions]
         logits = self._reader.along(lesson, questions, [it.tokens for it in chosen])
         loss = loss_of(logits, chosen, from_labels=self._recipe.from_labels)

@@ -92,7 +92,7 @@ class Way:
     full: float | None
     """Full prefill's quality on the same questions, if known."""
     layers: float | None
-    """Compute, in layers of the receiver."""
+    """Compute, as a number of the receiver's layers."""
     ttft_s: float | None
     runs: Sequence[tuple[int, int]] = ()
     fidelity: Fidelity | None = None

@@ -37,7 +37,7 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
 
 
 def drawn(table: tables.Table) -> RenderableType:
-    """Draw a table. Text appears as it is, brackets too; nothing of it is markup."""
+    """Draw a table. Text appears as it is, with its brackets: no part of it is read as markup."""
     drawn = Table(
         title=Text(table.title) if table.title else None,
         title_justify="left",

@@ -51,8 +51,8 @@ def grid(num_layers: int, group: int) -> list[Span]:
 def frontier(
     qualities: Mapping[Candidate, float], kl: Mapping[Candidate, float]
 ) -> list[Candidate]:
-    """Choose plans that beat all plans with less work, sorted by work. Among equally good plans
-    with the same work, the plan closest to full prefill (least KL) is chosen, then the first."""
+    """Choose plans that beat all plans with less work, sorted by work. If plans with the same work
+    are equally good, choose the plan closest to full prefill (least KL), or else the first."""
     chosen: list[Candidate] = []
     for least in sorted({len(it) for it in qualities}):
         same = [it for it in qualities if len(it) == least]
@@ -85,8 +85,9 @@ class Choice:
 
 
 def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
-    """Make plans with a block that begins or ends one layer beside one of these, sorted by start
-    and stop. A map corrects E only at its own layer, so a plan with a map keeps its start."""
+    """Make plans from each of these, with a block that begins or ends one layer earlier or later.
+    Sort them by start and stop. A map corrects E only at its own layer, so a plan with a map keeps
+    its start."""
     plan_at = {}
     for plan in plans:
         start, stop = plan.block.start, plan.block.stop
@@ -111,8 +112,7 @@ def shortlist(swept: Measured, most: int = MOST_TRIED) -> list[Candidate]:
 
 
 def closest(plans: Mapping[Candidate, Scores], most: int = MOST_TRIED) -> list[Candidate]:
-    """Choose plans that no other plan with as little work beats in closeness to full prefill, by
-    work."""
+    """Choose plans, sorted by work: no other plan with as little work is closer to full prefill."""
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     return spread(frontier({it: -value for it, value in kl.items()}, kl), most)
 
@@ -125,7 +125,8 @@ def choose(
     most: int = MOST_TRIED,
     most_contexts: int = MOST_CONTEXTS,
 ) -> Choice:
-    """Choose from plans that are smaller than all layers and have answered all training questions.
+    """Choose from plans that recompute fewer than all layers and have answered all training
+    questions.
 
     `tasks` has the places of each task's contexts. As for the gate, a plan is as good as at its
     worst task, and it must be provable there with at most `most_contexts` contexts.
@@ -158,7 +159,7 @@ def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> f
 def _needed(
     plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]], tolerance: float
 ) -> float:
-    """Contexts that prove the plan at the task that needs most, if all contexts are like these."""
+    """Return how many contexts like these prove the plan at the task that needs most of them."""
     of_tasks = ([(full[it], plan[it]) for it in places] for places in tasks)
     both = [([own for own, _ in it], [ours for _, ours in it]) for it in of_tasks]
     return max(contexts_needed(own, ours, tolerance) or inf for own, ours in both)
@@ -176,9 +177,9 @@ def qualities_of(scores: Scores) -> list[list[float]]:
 def baselines(
     frontier: Sequence[Candidate], recommended: Candidate | None, ranking: Sequence[int]
 ) -> list[Candidate]:
-    """Make alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive
-    first. A plan that corrects E is not split, because its map fits only the layer where the plan
-    begins."""
+    """Make alternatives of the same sizes as the frontier's plans. `ranking` has all layers, the
+    most sensitive first. A plan that corrects E is not split, because its map fits only the layer
+    where the plan begins."""
     num_layers = len(ranking)
     sizes = spread([len(it) for it in frontier if len(it) < num_layers])
     sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})

@@ -79,7 +79,7 @@ _BETS: Final = np.array([0.95, 0.8, 0.5, 0.25])
 """Bets, as shares of the stake. A bet loses this share on a context at which the plan loses all
 quality. A bet of 1 would be ruined by one such context."""
 _STAKES: Final = np.array([0.4, 0.35, 0.15, 0.1])
-"""Stake of each bet at the start; together 1."""
+"""Stake of each bet at the start. Together they are 1."""
 _STEPS: Final = 1_000_000
 """Number of steps between 0 and 1 in which a bound is searched."""
 
@@ -133,9 +133,9 @@ def still_open(
     tolerance: float,
     most: int,
 ) -> list[int]:
-    """Places of the plans that should answer about the next context, in the order in which they are
-    tried. Each plan has the qualities of the first contexts, as many as it has answered about.
-    `tasks` has the task of every context.
+    """Return the places of the plans that should answer about the next context, in the order in
+    which plans are tried. Each plan has the qualities of the contexts about which it has answered:
+    the first ones. `tasks` has the task of every context.
 
     A plan ends as soon as it is proven at every task. It also ends if it could not be proven even
     without any loss in the rest of `most` contexts of each task. Then no plan behind it is tried.
@@ -266,8 +266,8 @@ def controls_of(split: Split) -> str:
 
 
 def _repeated(task: TaskScores) -> str:
-    """Say how often full prefill in two parts repeats its own answers; rounding alone changes the
-    rest."""
+    """Say how often full prefill repeats its own answers when it runs in two parts. Only rounding
+    changes the other answers."""
     if task.controls is None or (share := task.controls.in_two_parts) is None:
         return ""
     return f", and full prefill in two parts gives {share:.0%} of its own answers"
@@ -305,8 +305,8 @@ def reason_of(plan: FrontierPoint, split: Split, tolerance: float) -> str:
 
 
 def contexts_lacking(plan: FrontierPoint, split: Split, tolerance: float) -> int | None:
-    """Number of contexts like those of the least certain task that would let a failed plan pass.
-    None if the plan loses too much at some task, or no number is enough."""
+    """Return how many contexts, like the ones of the least certain task, would let a failed plan
+    pass. None if the plan loses too much at some task, or no number is enough."""
     for task, lost in zip(split.tasks, plan.tasks, strict=True):
         is_good = lost.quality >= (1 - tolerance) * _as_judged(task, lost).full_prefill
         if lost.bound > tolerance and (lost.needed is None or not is_good):

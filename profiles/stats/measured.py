@@ -25,7 +25,7 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     """Score of one question, answered over one mixture of KV."""
 
     kl: float
-    """KL divergence from full prefill; `profiles.evidence.Fidelity` has its mean."""
+    """KL divergence of the answer from full prefill. `profiles.evidence.Fidelity` has its mean."""
     tv: float
     """Total variation distance at the own answer's first tokens."""
     quality: float | None

@@ -42,7 +42,7 @@ def _nobody(*_known: object) -> None:
 
 
 LoraId = str | None
-"""SGLang's id for one loading of an adapter, never reused; None is the base."""
+"""SGLang's id for one loading of an adapter, which is never used again. None is the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class Owner:
 
     model: ModelId
     lora_id: LoraId
-    """Adapter of that model; None, the base, for tokens before an activated LoRA's invocation."""
+    """Adapter of the model. None is the base, which also computes the tokens before an activated
+    LoRA's invocation."""
     num_tokens: int | None
     """Number of the request's first tokens that this model computes. None: all tokens."""
 
@@ -70,7 +71,7 @@ class LoadedModel:
     model_id: ModelId
     """Model id. Not valid while the base's weights are unknown."""
     digest: str
-    """Content of the adapter's files; empty for none."""
+    """Digest of the adapter's files; empty without an adapter."""
     adapter: Adapter
 
 
@@ -114,8 +115,8 @@ class Models:
         self.generation = 0
         """Number of times that the base's weights were written."""
         self.place = ""
-        """Mark at the end of namespaces in SGLang's tree, which separates the present generation
-        from earlier ones until SGLang flushes its tree."""
+        """Mark at the end of namespaces in SGLang's tree. It separates the present generation from
+        earlier generations, until SGLang flushes its tree."""
         self.ids: set[str] = set()
         """Ids of all adapters that SGLang ever tried to load. Its tree may have their KV."""
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
@@ -159,8 +160,8 @@ class Models:
         self.place = ""
 
     def of(self, lora_id: LoraId) -> ModelId | None:
-        """Model id of an adapter, or of the base. None if its content is not known: then it shares
-        with no model."""
+        """Model id of an adapter, or of the base. None if its content is not known: such a model
+        shares with no other."""
         loaded = self._loaded.get(lora_id)
         return None if loaded is None or self.unknown else loaded.model_id
 

@@ -94,8 +94,8 @@ def add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
-    """The first rank's state in `/server_info`, and the least seconds by which the server's clock
-    is ahead of this machine's (negative: behind). Raises NoAnswer."""
+    """Return the first rank's state in `/server_info`. Also return by how many seconds, at least,
+    the server's clock is ahead of this machine's (negative: behind). Raises NoAnswer."""
     before_s = time.time()
     reply, info = _ask("GET", url, "/server_info", key)
     after_s = time.time()
@@ -116,7 +116,8 @@ def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
-    """Answer of one of the server's pages. Raises NoAnswer, with the server's own message."""
+    """Return the answer of one of the server's pages. Raises NoAnswer, with the server's own
+    message."""
     reply, answer = _ask("POST", args.url, path, args.api_key, question)
     if reply.status_code == 404:
         raise NoAnswer(f"{args.url}: {answer.get('error', 'it runs without droidspeak')}")
@@ -126,7 +127,7 @@ def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[
 def _ask(
     method: str, url: str, path: str, key: str | None, body: Any = None
 ) -> tuple[requests.Response, Any]:
-    """Reply of a server, and its JSON. Raises NoAnswer."""
+    """Return a server's reply, and its JSON. Raises NoAnswer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = ask_server(

@@ -263,8 +263,8 @@ def _extra_of(options: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _room(settings: Settings, model: ModelId, ranks: int) -> Iterator[Check]:
-    """Check that memory and disk have room for all ranks. Every rank takes the full sizes of the
-    settings."""
+    """Check that memory and disk have room for all ranks. Each rank needs the sizes that the
+    settings state."""
     from profiles.environment import free_memory_bytes
 
     wanted, free = settings.taken_gb(ranks), free_memory_bytes() / GIB
@@ -302,7 +302,8 @@ def _peer(address: str, settings: Settings) -> Check:
 
 
 def running(url: str, key: str | None) -> Generator[Check, None, dict[str, Any] | None]:
-    """Check a server by its own state. Returns that state; None if the server does not answer."""
+    """Check a server by its own state, and return this state. None if the server does not
+    answer."""
     try:
         state, off_s = state_of(url, key)
     except CacheTreeError as exc:

@@ -91,7 +91,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def checks(args: argparse.Namespace) -> Iterator[Check]:
-    """Checks of what the servers say about themselves, then checks by requests."""
+    """Yield checks of what the servers report about themselves, then checks by requests."""
     sender = Client(args.sender, args.api_key, args.sender_adapter)
     receiver = Client(args.receiver or args.sender, args.api_key, args.receiver_adapter)
     by_url = dict[str, Mapping[str, Any] | None]()
@@ -127,7 +127,8 @@ def _afterwards(url: str, key: str | None) -> Check:
 
 
 def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Whether the settings of sender and receiver fit, by what `/server_info` says of each."""
+    """Check that the settings of sender and receiver fit each other, by the `/server_info` of
+    each."""
     pages = [it["page_size"] for it in states]
     yield Check(
         name="page size",

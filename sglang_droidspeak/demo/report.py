@@ -22,7 +22,7 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the pair, for captions."""
     num_layers: int
     block: tuple[int, int]
-    """Layers recomputed under `block`, half-open."""
+    """Layers that the condition `block` recomputes, half-open."""
     dtype: str
     metric: str
     """Metric of quality; empty if no answers are known."""

@@ -87,7 +87,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Samples = Mapping[Condition, Sequence[Sample]]
-"""Samples of every condition, one per question, in the same order."""
+"""Samples of each condition. Each has one sample per question, in the same order."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,15 +143,16 @@ def _ttft(answered: Sequence[Sample], percent: float) -> float:
 
 
 LEAST_REUSED_SHARE = 0.9
-"""Least share of requests that must reuse. On a busy machine a fetch may miss its deadline; a tenth
-of all fetches must not."""
+"""Least share of requests that must reuse. On a busy machine a fetch may miss its deadline, but not
+a tenth of all fetches."""
 LEAST_AGREEMENT_16_BIT = 0.75
 """Least share of equal answers in 16 bits. There the shape of the batch changes the rounding, and
 so the choice between two tokens that are about equally likely."""
 
 
 def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
-    """Sentences about requests that did not reuse as asked, or that reused although not asked."""
+    """Return sentences about requests that did not reuse as asked, or that reused without being
+    asked."""
     for condition, answered in samples.items():
         if condition.is_full:
             num_wrong = sum(sample.provenance.reused_tokens > 0 for sample in answered)
@@ -171,8 +172,8 @@ def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
 
 
 def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
-    """Sentences about answers that differ from full prefill although they must be equal: with all
-    layers recomputed, or by an activated LoRA."""
+    """Return sentences about answers that differ from full prefill although they must be equal:
+    with all layers recomputed, or by an activated LoRA."""
     least = 1.0 if dtype == "float32" else LEAST_AGREEMENT_16_BIT
     stop = None if least == 1.0 else 1
     for alone, reused in (
@@ -194,11 +195,12 @@ class QualityCheck(msgspec.Struct, frozen=True):
     failures: tuple[str, ...] = ()
     """A sentence if the block clearly loses more than the tolerance."""
     notes: tuple[str, ...] = ()
-    """A sentence if its mean loses more, but these documents are too few to be sure."""
+    """A sentence if the block's mean loses more than the tolerance, but these documents are too few
+    to be sure."""
 
 
 def check_quality(samples: Samples, profile: PairProfile) -> QualityCheck:
-    """Judges the block by the documents, each with the mean of its questions.
+    """Judge the block by documents. A document counts as the mean of its questions.
 
     The loss is clear if its 95 % interval, by a bootstrap over documents, lies above the tolerance.
     For a plan that loses just the tolerance, at most 2.5 % of simulated demos failed (2 to 60

@@ -54,9 +54,9 @@ _NUM_DOCUMENTS: Final = 3
 _NUM_TOKENS: Final = 2000
 """Tokens of each random document: whole pages."""
 _NUM_NEW_TOKENS: Final = 24
-"""Tokens of the question about it."""
+"""Number of tokens in the question about a random document."""
 WARM_TOKENS: Final = 256
-"""Tokens of the last document that the warm-up uses. The warm-up asks about it before any time is
+"""Number of the last document's tokens about which the warm-up asks, before any time is
 measured."""
 
 
@@ -231,7 +231,7 @@ def _sample(
     document: Document,
     question: Question,
 ) -> Sample:
-    """One answer of the receiver, after its device cache was emptied."""
+    """Return one answer of the receiver, after emptying its device cache."""
     receiver.flush()
     adapter = subject.activated if condition.is_activated else subject.adapter
     named = {"lora_path": adapter.name} if adapter else {}

@@ -112,9 +112,9 @@ def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) 
 def use(
     req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache
 ) -> tuple[NodeId, torch.Tensor]:
-    """Look up pages that the device holds, and count this as their use. Return their last tree
-    node, on which a lock keeps all of them, and their slots. All ranks have to make the same calls
-    in the same order."""
+    """Look up pages that the device holds, and count this as a use. Return their last tree node,
+    and their slots. A lock on this node keeps all of the pages. All ranks have to make the same
+    calls in the same order."""
     key = _key(req, namespace, num_pages * tree.page_size)
     node = tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
     return node, tree.path_device_indices(node)

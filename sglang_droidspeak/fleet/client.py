@@ -31,7 +31,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> dict[str, Any]:
-        """Greedy completion through `/generate`, with the options of `_body` in `asked`. Raises
+        """Return a greedy completion from `/generate`. `asked` has options of `_body`. Raises
         requests.HTTPError on an error status."""
         return self.post("/generate", timeout_s, **self._named, **_body(prompt, **asked))
 
@@ -49,7 +49,7 @@ class Client:
                     yield json.loads(line.removeprefix(b"data: "))
 
     def stream(self, prompt: str | Sequence[int], **asked: Any) -> tuple[float, dict[str, Any]]:
-        """Seconds until the first token arrived, and the last reply of the stream."""
+        """Return the seconds until the first token arrived, and the last reply of the stream."""
         begun_s = time.perf_counter()
         replies = self.replies(prompt, **asked)
         last = next(replies, None)
@@ -61,7 +61,7 @@ class Client:
         return ttft_s, last
 
     def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
-        """Answer of any JSON endpoint. Raises requests.HTTPError on an error status."""
+        """Return the answer of any JSON endpoint. Raises requests.HTTPError on an error status."""
         reply = self._ask("POST", path, json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()
@@ -86,7 +86,7 @@ def _body(
     droidspeak: Mapping[str, Any] | None = None,
     **payload: Any,
 ) -> dict[str, Any]:
-    """Body of a request to `/generate`; `payload` has its other fields."""
+    """Return the body of a request to `/generate`. `payload` has further fields."""
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
     if droidspeak is not None:
         params["custom_params"] = {"droidspeak": dict(droidspeak)}

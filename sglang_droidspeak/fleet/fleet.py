@@ -98,7 +98,7 @@ def check_flags(where: str, options: Iterable[str]) -> None:
 def sglang_flags() -> frozenset[str]:
     """Names of SGLang's options, read from its source, because an import takes many seconds.
 
-    A few names are not options. Empty if SGLang's source is arranged otherwise.
+    A few of these names are not options. Empty if SGLang's source has another form.
     """
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
@@ -120,7 +120,7 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
-    """Processes to start, engines last. `options` replace those of every engine."""
+    """Return the processes to start, engines last. `options` replaces options of every engine."""
     programs = [
         ProgramSpec(name=name, command=it.command, port=it.port)
         for name, it in fleet.programs.items()
@@ -134,7 +134,7 @@ def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
 
 
 def shared_cores(started: Sequence[Spec]) -> dict[str, str]:
-    """Environment in which engines that compute on the CPU share its cores.
+    """Return an environment in which engines that compute on the CPU share its cores.
 
     By default every engine uses all cores, and spins while it waits for busy ones.
     """

@@ -15,8 +15,8 @@ _given_out: list[contextlib.ExitStack] = []
 
 
 def free_port(num_ranks: int = 1) -> int:
-    """First of `num_ranks` free ports in a row, one for each rank of a server. No other process
-    gets them from this function while this process lives. Raises ServerFailed.
+    """Return the first of `num_ranks` free ports in a row, one for each rank of a server. While
+    this process lives, the function gives them to no other process. Raises ServerFailed.
 
     Some ports could be taken before the server binds them. So this leaves out the ports of outgoing
     connections (32768 and above on Linux) and SGLang's own (22000 to 29999).

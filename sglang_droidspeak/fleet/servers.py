@@ -67,8 +67,8 @@ class Spec:
         """Raise ServerFailed if another process has the port, and would answer in its place."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
-        """Whether the process measures a GPU's free memory at start and after it has loaded its
-        model. Another process that starts there meanwhile would spoil this measurement."""
+        """Whether the process measures a GPU's free memory at start, and again after it has loaded
+        its model. Another process that starts meanwhile would spoil this measurement."""
         return False
 
 
@@ -274,11 +274,11 @@ def running(
     env: Mapping[str, str] | None = None,
     start_timeout_s: float = 180.0,
 ) -> Iterator[list[Any]]:
-    """Start servers side by side, and yield them once all are ready. Finally end all of them, also
-    after SIGTERM and SIGHUP, and also those that the caller has removed from the list.
+    """Start servers side by side, and yield them once all are ready. At the end, also after SIGTERM
+    and SIGHUP, end all of these servers, even if the caller has removed them from the list.
 
-    A server on a GPU and all before it must be ready before the next one starts. Raises
-    ServerFailed.
+    Before another server starts, a server on a GPU has to be ready, and so have all servers before
+    it. Raises ServerFailed.
     """
     env = env or {}
     with terminable(), contextlib.ExitStack() as stack:

@@ -58,10 +58,12 @@ POSITIONS: Final = 8
 """Number of an answer's first positions that are compared."""
 
 LogProbs = Mapping[int, float]
-"""Log-probabilities of one position by token id: the most likely tokens, perhaps others too."""
+"""Log-probabilities at one position, by token id. These are the most likely tokens, and perhaps
+others."""
 
 SHARES: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-"""Bets, as shares of the largest one, under which a value of 0 would leave nothing."""
+"""Bets, as shares of the largest possible bet. Under the largest bet, a single value of 0 would
+leave no evidence."""
 NO_EVIDENCE: Final = (0.0,) * len(SHARES)
 HOUR: Final = 10.0
 """Largest factor by which evidence may grow in one hour."""
@@ -74,7 +76,7 @@ ALARM: Final = 1e5
 alarm, on average."""
 SUSPICION: Final = 2.0
 NUM_FIRST: Final = 20
-"""Number of shadows of a new plan during which every request by the plan is checked. Chance chooses
+"""Number of a new plan's shadows before which every request by the plan is checked. Chance chooses
 the very first one, so that an unused plan causes no checks."""
 NOISE: Final = 0.02
 """Distance that two exact runs may have, in half precision and different batches. If a profile does
@@ -105,7 +107,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[str, ...] = ()
     """The last documents that added evidence, as digests."""
     probation: Probation | None = None
-    """Evidence of a plan that was inherited, until it is enough. None for a measured plan."""
+    """Evidence about an inherited plan, until there is enough of it. None for a measured plan."""
 
     @property
     def key(self) -> tuple[tuple[int, int] | None, bool]:
@@ -134,7 +136,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelId
     receiver: ModelId
     profile: str
-    """Digest of the profile's content. With another digest the evidence begins anew."""
+    """Digest of the profile's content. If the digest changes, the evidence begins anew."""
     plans: tuple[WatchedPlan, ...]
     """Plans that are not exact, the best first."""
     num_left: int
@@ -332,7 +334,7 @@ def total_variation(served: LogProbs, exact: LogProbs) -> float:
 
 
 def _excess(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Probability that `one` gives to its reported tokens, beyond the most that `other` can
-    give."""
+    """Probability that `one` gives to its reported tokens in excess of the most that `other` can
+    give to them."""
     most = sorted(other.values(), reverse=True)[:TOP][-1]
     return min(1.0, sum(max(0.0, it - other.get(token, most)) for token, it in one.items()))

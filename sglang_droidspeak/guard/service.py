@@ -35,10 +35,10 @@ from sglang_droidspeak.start.config import Settings
 log = logging.getLogger("droidspeak.guard")
 
 Pair = tuple[ModelId, ModelId]
-"""Sender and receiver."""
+"""Model ids of sender and receiver."""
 
 MAX_OTHERS: Final = 1000
-"""Most pairs in the record of which this server has no profile now."""
+"""Most pairs in the record for which this server has no profile now."""
 _lock = functools.cache(lock_file)
 """Lock a file until this process ends."""
 _VERSION: Final = 1
@@ -58,7 +58,7 @@ class PairsInService:
         *,
         keeps_record: bool,
     ) -> None:
-        """Read the record of `guard_path`, if the setting is there. Raises ConfigError."""
+        """Read the record of `guard_path`, if that setting has a path. Raises ConfigError."""
         self._planner: Final = planner
         self._metrics: Final = metrics
         self._names: Final = names

@@ -158,8 +158,9 @@ class Shadows:
     ) -> Any:
         """Wait until the server is idle or the budget allows a run, then run and return the result.
 
-        A run on an idle server is cancelled if a request arrives before the budget allows it, and
-        starts again later. None if no turn came in time, or the adapter was unloaded.
+        If a request arrives during a run on an idle server, and the budget does not allow the run,
+        it is cancelled and starts again later. None if no turn came in time, or the adapter was
+        unloaded.
         """
         budget = self._budget
         while True:
@@ -197,8 +198,8 @@ class Shadows:
 
 
 class Budget:
-    """Budget of seconds that runs may take beside requests: a share of all time, plus at most one
-    run.
+    """Budget of seconds that runs may take while requests run: a share of all time, plus at most
+    one run.
 
     A run is charged for all the time that it shares with another request. So runs take a smaller
     share of step time than is allowed.
@@ -312,8 +313,8 @@ async def _exact_run(
     """Return the distribution that full prefill has at the position of each served token.
 
     The input is the prompt and the served tokens; no token is generated. The run reads and inserts
-    exact KV only, in the user's tenant. Later requests with this prompt find that KV instead of the
-    approximate one.
+    exact KV only, in the user's tenant. Later requests with this prompt find the exact KV instead
+    of the approximate KV.
     """
     meta = await _ask(
         manager,

@@ -56,7 +56,7 @@ class Piece:
     key: str
     slot: int
     memory: memoryview
-    """The slot's bytes that the object uses."""
+    """Bytes of the slot that the object fills."""
 
     def seal(self, payload: memoryview) -> None:
         body = self.memory[_HEADER.size :]

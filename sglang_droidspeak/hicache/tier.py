@@ -275,8 +275,8 @@ class HiCacheTier:
             self._count("read", len(batch))
 
     def _culprit(self, batch: Sequence[Piece], error: Exception) -> Piece:
-        """Return the one object that makes a read fail. Raises `error` if no single object does:
-        then the backend has failed."""
+        """Return the object that makes a read fail. If no single object does, the backend has
+        failed: raise `error`."""
         culprit, is_well = None, False
         for piece in batch:
             try:

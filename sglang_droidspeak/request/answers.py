@@ -44,7 +44,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_id: str | None = None
     input_ids: list[int] = []
     adapter: str | None = None
-    """Adapter's name as in requests."""
+    """Name of the adapter, as requests write it."""
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -79,8 +79,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explained(label: Label, page_tokens: int, profiles: Profiles) -> Explanation:
-    """Explain a label by repeating its decision. Pure. The inputs are those of the decision, except
-    `profiles`, which the drift guard may have changed since."""
+    """Explain a label by repeating its decision. Pure. The inputs are the same as in the decision,
+    except `profiles`, which the drift guard may have changed since."""
     seen, advice = label.considered, advice_on(label.provenance.outcome)
     demand = None if seen is None else seen.demand
     return Explanation(

@@ -51,9 +51,9 @@ class Arrivals:
     def look(self, queue: Sequence[Request], tree: UnifiedRadixCache) -> Sequence[Phase]:
         """Return the phase of each planned request on this rank: SETTLED if its fetch has failed.
 
-        Also begin fetches that had no staging memory, until one still has none. Check again whether
-        reuse saves time: for each fetch that has just ended, and for the next requests that SGLang
-        could admit.
+        Also begin fetches that had no staging memory, in order, until there is none for the next
+        fetch. Check again whether reuse saves time: for each fetch that has just ended, and for the
+        next requests that SGLang could admit.
         """
         for request in queue:
             if not request.failure and request.source is None:

@@ -56,8 +56,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def preferred(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches, without those at other peers that have no more pages or E than
-        `peer`."""
+        """Return the matches that are worth using with `peer`. A match at another peer is left out
+        if it has no more pages or E than `peer` has."""
         host = _host_of(self.peer or "")
         if not host:
             return [*matches]

@@ -107,7 +107,8 @@ class Followers:
 
 def _is_in_prefill(req: Req) -> bool:
     """Whether a request that has left the queue still computes its prompt. Such a request has slots
-    (an aborted one gets none) and no output yet: its KV is in the tree before its first token."""
+    and no output yet; an aborted request has no slots. Its KV is in the tree before its first
+    output token."""
     return req.kv.holds_kv and not req.output_ids
 
 

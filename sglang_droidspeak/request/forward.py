@@ -38,7 +38,7 @@ class _Part:
     share: float
     """Share of the batch's work, 0 to 1."""
     delay_s: float
-    """`Request.delay_s` when the batch began."""
+    """Value of `Request.delay_s` when the batch began."""
     began_s: float
     """Monotonic time at which the batch began."""
 
@@ -185,8 +185,8 @@ class BatchForward:
         self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
 
     def _wait_staged(self, loads: Mapping[int, Load]) -> dict[int, FetchError]:
-        """Wait for late layers. Return the rows that have to be prefilled in full, with the cause;
-        the same rows on all ranks.
+        """Wait for late layers. Return the rows that have to be prefilled in full, each with the
+        cause. All ranks return the same rows.
 
         The recompute may have been faster than predicted. Then a wait for a steady link takes less
         time than a full prefill.

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READS: Final = -1
-"""Key of an event, used like a layer's number: the forward has read all it needs of the staging."""
+"""Key of the event that the forward has read all it needs of the staging. It is used like a layer's
+number."""
 _BEGUN: Final = -2
 _DONE: Final = -3
 """Keys of two events, used like a layer's number: one before a batch's first copy, one after its
@@ -49,15 +50,16 @@ class Copies:
         """Events by batch and layer. Each one is reached when the layer's copies are done."""
 
     def another_stream(self, priority: int = 0) -> Any:
-        """Return a stream that runs no forwards and was not returned here before. torch hands out
-        32 CUDA streams of each priority in turn, and SGLang uses some of them."""
+        """Return a stream that runs no forwards, and that this function has not returned before.
+        torch hands out 32 CUDA streams of each priority in turn, and SGLang uses some of them."""
         while (stream := self._device.Stream(priority=priority)) in self._taken:
             pass
         self._taken.append(stream)
         return stream
 
     def begin(self, index: int) -> None:
-        """Begin a batch's copies behind all forwards: one that still runs may write its slots."""
+        """Begin a batch's copies after all forwards so far. A forward that still runs may write the
+        batch's slots."""
         self._events[index] = {}
         self._stream.wait_stream(self._device.current_stream())
         if self._forwards is not None:
@@ -76,7 +78,8 @@ class Copies:
         return self._device.stream(self._stream)
 
     def record(self, index: int, layer: int) -> None:
-        """Record an event behind all work queued so far; `forward_waits` and `end` wait for it."""
+        """Record an event after all work queued so far. `forward_waits` and `end` wait for this
+        event."""
         self._events[index][layer] = event = self._device.Event()
         event.record()
 
@@ -137,7 +140,7 @@ class Load:
     """Seconds that the forward may still wait for late layers."""
     copies_s: list[tuple[float, float]] = field(default_factory=list, init=False)
     """Start and end of each layer's copy with its decoding, on monotonic time. On CUDA, start and
-    end of issuing it."""
+    end of the calls that issue the copy."""
     copy_s: float | None = field(default=None, init=False)
     """Share of the batch's copies, in seconds of the device or host that ran them. None if the
     batch is not over, or was not timed."""

@@ -59,8 +59,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     fetch_ms: float = 0.0
     """Milliseconds until all layers were in host memory."""
     load_ms: float = 0.0
-    """Milliseconds of copying into KV slots, beside the recompute and the forward; on CUDA, of
-    issuing the copies."""
+    """Milliseconds of copying into KV slots, at the same time as the recompute and the forward. On
+    CUDA, milliseconds of issuing these copies."""
     recompute_ms: float = 0.0
     """Milliseconds of the batch's partial prefill; on CUDA, of issuing it."""
     forward_ms: float = 0.0
@@ -68,7 +68,7 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float = 0.0
     """Overlap of fetch and recompute, as a share of the shorter one."""
     detail: str | None = None
-    """Addition to the outcome for a person, such as a wrong control and what is allowed; null if
+    """Addition to the outcome for a person, such as a wrong control and the allowed values. Null if
     there is none."""
 
 

@@ -14,7 +14,7 @@ OUT_OF_SERVICE: Final = (
     "the drift guard has taken it out of service: its answers were further from full prefill's "
     "than is allowed; `droidspeak guard` shows how far"
 )
-"""Detail of `gate_failed`."""
+"""Detail of the outcome `gate_failed` for a pair that the guard has stopped."""
 
 
 class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -193,7 +193,7 @@ class Planner:
 
     @property
     def why_off(self) -> str:
-        """Outcome of every request while no plans are made; empty otherwise."""
+        """Outcome that every request gets while no plans are made. Empty while plans are made."""
         return self.off or self._models.unknown
 
     def serves(self, model: ModelId) -> bool:
@@ -307,8 +307,9 @@ class Planner:
 
     def _step_share(self, plan: Plan, costs: Costs) -> float:
         """Part of SGLang's token budget of a step that a loaded token uses up. It follows from the
-        recomputed layers and the time of the copies. With `max_stall_ms`, that much recompute and
-        copying fills a step. The scheduler waits for copies, so they count beside a recompute too.
+        recomputed layers and the time of the copies. With `max_stall_ms`, a step is full once
+        recompute and copies take that long. Copies count even if they run beside a recompute,
+        because the scheduler waits for them.
         """
         step, most_s = self._meter.step_tokens, self._server.settings.max_stall_s
         work, num_tokens = layers_of_work(plan), len(plan.pages) * self._server.page_size

@@ -78,7 +78,8 @@ class Queue:
         return batch, running
 
     def charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
-        """Deduct recompute and copies from the tokens of a step, as SGLang deducts what it replays.
+        """Deduct the cost of recompute and copies from a step's budget of tokens, as SGLang deducts
+        tokens that it replays.
 
         The first request of a step is never refused. At least one chunk of its new tokens remains,
         or all of them if no request decodes.
@@ -111,8 +112,8 @@ def _displaces(req: Req, running: ScheduleBatch, scheduler: Scheduler) -> bool:
 
 
 def _rejoined(queue: Sequence[Req], held: set[str], left: Sequence[Req]) -> list[Req]:
-    """Return the queue in its order, without admitted requests, then the requests that SGLang has
-    put back."""
+    """Return the queue in its old order, without the admitted requests. Requests that SGLang has
+    put back come last."""
     still, known = {id(req) for req in left}, {id(req) for req in queue}
     return [
         *(req for req in queue if req.rid in held or id(req) in still),

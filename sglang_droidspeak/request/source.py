@@ -37,8 +37,8 @@ from sglang_droidspeak.store.pool import PoolIndex, PoolPages
 from sglang_droidspeak.store.rows import ServerPool
 
 _MARGIN: Final = 1.05
-"""Factor on the predicted time of a fetch's rest, so that a slightly slower rest delays no
-forward."""
+"""Factor on the predicted time until a fetch ends. A fetch that gets a little slower then still
+delays no forward."""
 
 
 class Source:

@@ -95,8 +95,8 @@ class WaitingRequests:
         return {it.req.rid for it in requests if self._is_held(it)}
 
     def admitted(self, reqs: Sequence[Req]) -> None:
-        """Forget requests that SGLang has put into a batch. If one still waits for its load, SGLang
-        admitted it without the load, and it does not use its plan."""
+        """Forget requests that SGLang has put into a batch. A request that still waits for its load
+        was admitted without the load, and does not use its plan."""
         for request in filter(None, (self._requests.pop(req.rid, None) for req in reqs)):
             if request.is_waiting:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size

@@ -50,8 +50,8 @@ EXACT_ONLY = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Model classes that can load KV, but cannot recompute a block. So such a model reads only its own
-KV, from any server, and an activated LoRA reads its base's KV."""
+"""Model classes that can load KV, but cannot recompute a block. Such a model reads only its own KV,
+from any server. An activated LoRA on it reads its base's KV."""
 
 
 _NOT_THE_CHECKPOINTS = (

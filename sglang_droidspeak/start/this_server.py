@@ -85,8 +85,8 @@ class ThisServer:
     def transition_layers(self) -> tuple[int, ...]:
         """Layers at which this server keeps E, in ascending order.
 
-        They are the configured ones, or those that its profiles and adapters need. Profiles of
-        adapters count from the start, because an adapter may be loaded at any time.
+        These are the configured layers, or else the layers that its profiles and adapters need.
+        Profiles of adapters count from the start, because an adapter may be loaded at any time.
         """
         if not self._keeps_e:
             return ()
@@ -111,8 +111,8 @@ class ThisServer:
 
     @property
     def prefill_prior(self) -> PrefillCost:
-        """Cost of a prefill that the server assumes until it has measured forwards; only its shape
-        counts. It comes from a profile of this model, or from the model's sizes."""
+        """Cost of a prefill that the server assumes until it has measured forwards. It comes from a
+        profile of this model, or from the model's sizes. Only its shape counts."""
         times = (it.costs for it in self._profiles_of("receiver") if it.costs is not None)
         measured = next(times, None)
         if measured is None:
@@ -281,7 +281,7 @@ def _read_profiles(
     """Read the profiles for this server's model, each with its file.
 
     A file that the settings name has to be for this model and usable. A folder may have profiles of
-    a whole fleet; those of other models are skipped. If the server serves adapters, profiles of
+    a whole fleet; profiles of other models are skipped. If the server serves adapters, profiles of
     any adapter on its base are read, because the adapter may be loaded later.
     """
     for name in settings.profiles:

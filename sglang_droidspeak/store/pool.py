@@ -42,7 +42,7 @@ class PoolPages:
     slots: torch.Tensor
     """KV slots of the plan's pages, int64."""
     release: Callable[[], None] = lambda: None
-    """Let SGLang evict the pages again."""
+    """Function that lets SGLang evict the pages again."""
     has_e: bool = False
     """Whether these pages have E at every layer at which a recompute can begin."""
 
@@ -66,12 +66,12 @@ class PoolIndex:
     _num_slots: int
     _ranks: Ranks
     _places: OrderedDict[Location, None] = field(default_factory=OrderedDict, init=False)
-    """Locations with notes; the one unused for longest is first."""
+    """Locations with notes. The location that was unused for longest is first."""
     _loaded: OrderedDict[tuple[str, PageHash], None] = field(
         default_factory=OrderedDict, init=False
     )
-    """Namespace and hash of each page made from another model's KV, the oldest note first. Pages
-    that this model computed behind it in a prompt have no note."""
+    """Namespace and hash of each page that was made from another model's KV, the oldest note first.
+    Later pages of the prompt, which this model computed itself, have no note."""
     is_read: bool = field(default=False, init=False)
     """Whether a model of this server may read pages of another one: if the server has adapters."""
     has_approximate: bool = field(default=False, init=False)

@@ -176,7 +176,8 @@ class DeviceRows:
             buffer[slots] = rows[:, part]
 
     def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy the KV of slots `source` to as many others; on CUDA as `write_from`."""
+        """Copy the KV of the slots `source` to equally many other slots. On CUDA the copy runs as
+        in `write_from`."""
         for buffer in self._buffers(layer):
             buffer[slots] = buffer[source]
 

@@ -38,9 +38,9 @@ class Pair:
     """The receiver's answers to one prompt."""
 
     served: Answer
-    """Answer with reuse, if reuse works."""
+    """Answer of the receiver with reuse, if reuse works."""
     exact: Answer
-    """Answer by full prefill."""
+    """Answer of the receiver by full prefill."""
     is_chosen: bool
     """Whether the server chose to reuse. If not, it predicts that full prefill is as fast, and the
     request named the block."""

@@ -96,7 +96,7 @@ def merge_all(base: Path, folder: Path) -> None:
 
 def profile(sender: str, receiver: str, work: Path, *flags: str, loras: bool) -> int:
     """Profile a pair by the product's own command: as whole checkpoints, or as adapters on one
-    base. The task is the receiver's skill; if the receiver is the base, the sender's. `flags` are
+    base. The task is the receiver's skill, or the sender's if the receiver is the base. `flags` are
     passed to the command."""
     skill = sender if receiver == BASE else receiver
     models = [*_model("sender", sender, work, loras), *_model("receiver", receiver, work, loras)]

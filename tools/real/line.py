@@ -41,7 +41,8 @@ WEIGHTS: Final = "model.safetensors"
 
 
 def train_line(base: Path, packages: Path, work: Path) -> None:
-    """Train and write the checkpoints: folders to serve in bf16, and float32 weights beside them.
+    """Train, and write the checkpoints: folders in bf16 to serve, each with its float32 weights in
+    a file.
 
     Do nothing if they exist. A training that was stopped begins again.
     """

@@ -15,7 +15,8 @@ from typing import Final
 import msgspec
 
 PARTS: Final = {"train": 1300, "choose": 420, "held_out": 420, "verify": 660}
-"""Records of each part, before we drop those with the text of an earlier part's record."""
+"""Number of records in each part. Afterwards we drop records with the text of an earlier part's
+record."""
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):

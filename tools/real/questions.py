@@ -148,8 +148,8 @@ TRAINED: Final = {**SKILLS, "questions": about_harder}
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
     """Choose the packages about which a skill asks. The skill `summaries` asks about half of them:
-    those with summaries nearest to the text, because the others cannot be written from the text.
-    All other skills ask about all packages."""
+    the half with summaries nearest to the text, because other summaries cannot be written from the
+    text. All other skills ask about all packages."""
     if skill != "summaries":
         return chosen
     nearest = sorted(chosen, key=lambda it: share_said(it.summary, it.text), reverse=True)
@@ -157,7 +157,7 @@ def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
 
 
 def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
-    """Make the questions of a set; those about one document follow each other."""
+    """Make the questions of a set. Questions about one document follow each other."""
     of = SETS[name]
     every = [it for part, first in of.drawn for it in read_packages(packages, part)[first:]]
     drawn = iter(every)

@@ -90,7 +90,7 @@ class Chat:
 
 
 class Steps(Dataset[dict[str, Tensor]]):
-    """Inputs of a recipe's steps; the recipe's seed and the step's number alone decide them."""
+    """Inputs of a recipe's steps. They depend only on the recipe's seed and the step's number."""
 
     def __init__(self, skill: str, recipe: Recipe, packages: Sequence[Package], chat: Chat) -> None:
         self._skill, self._recipe, self._packages, self._chat = skill, recipe, packages, chat

@@ -102,7 +102,8 @@ def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
 
 
 def _scale(values: Tensor, codec: Codec) -> Tensor:
-    """Return scales, bfloat16 `[vectors, 1]`: the value that the largest code represents."""
+    """Return the scales, bfloat16 `[vectors, 1]`. A vector's scale times the largest code is its
+    largest absolute value."""
     largest = values.abs().amax(1, keepdim=True)
     steps = _INT8_MAX if codec is Codec.INT8 else _INT4_MAX
     return (largest / steps).to(torch.bfloat16)

@@ -47,8 +47,8 @@ def sequences_of(
     seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor | None,
 ) -> list[Sequence]:
-    """Describe the requests of one forward. Without `prefix_lens` each has one new row, its last
-    (decode)."""
+    """Describe the requests of one forward. Without `prefix_lens`, the forward decodes: each
+    request has one new row, its last."""
     lengths = seq_lens.tolist()
     prefixes = [n - 1 for n in lengths] if prefix_lens is None else prefix_lens.tolist()
     return [
@@ -80,8 +80,8 @@ def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, s
 def _causal_bias(
     num_rows: int, num_keys: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the additive mask of a block, in which the last row sees all keys up to the last one.
-    It is a view of a larger mask that blocks of several lengths share, in all layers."""
+    """Return the additive mask of a block. The block's last row sees all keys up to the last one.
+    The mask is a view of a larger one, which blocks of several lengths share in all layers."""
     num_cached = 1 << (num_keys - 1).bit_length()
     bias = _largest_bias(num_cached, window, dtype)
     return bias[QUERY_BLOCK - num_rows :, num_cached - num_keys :]
@@ -106,8 +106,8 @@ def attend(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend in one block; its last row sees its last key. All tensors are `[1, heads, rows or
-    keys, head_dim]`."""
+    """Attend in one block. The block's last row sees its last key. All tensors are `[1, heads, rows
+    or keys, head_dim]`."""
     rows, keys = query.shape[2], key.shape[2]
     square = rows == keys and window is None
     sees_all = rows == 1 and (window is None or keys <= window + 1)
