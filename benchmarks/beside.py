@@ -27,8 +27,8 @@ NOW = Path(__file__).resolve().parents[1]
 
 
 def numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield each number in a JSON value with its path. A row that has a `what` of its own is named
-    by it, any other row by its index."""
+    """Yield each number in a JSON value with its path. A row's name in the path is its `what`, or
+    else its index."""
     if isinstance(data, dict):
         for key, value in data.items():
             if key != "environment":

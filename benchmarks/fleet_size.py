@@ -66,7 +66,7 @@ class SimulatedWorker:
         self._advertiser: Advertiser | None = None
 
     def store(self, prompt: list[PageHash] | None = None) -> None:
-        """Store this prompt, or a new one if none is named, in place of the oldest."""
+        """Store this prompt in place of the oldest. If no prompt is named, store a new one."""
         prompt = prompt or prompt_of(self._random)
         for part in (KV, Part(1)):
             reservation = self.tree.reserve(MODEL, None, prompt, part)
@@ -163,8 +163,8 @@ def lookups(
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Exponent of each figure's growth with the number of workers, from the first row to the
-    last."""
+    """Return the exponent with which each figure grows with the number of workers, from the first
+    row to the last."""
     first, last = rows[0], rows[-1]
     growth = math.log(last["workers"] / first["workers"])
     return {

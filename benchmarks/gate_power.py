@@ -103,7 +103,7 @@ def _drawn(
 
 
 def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
-    """True if the previous gate passes the plan on the same contexts."""
+    """Whether the previous gate passes the plan on the same contexts."""
     bets = 0.5 ** np.arange(6)
     lost = np.array([fmean(it) for it in full]) - np.array([fmean(it) for it in plan]) / (
         1 - TOLERANCE
@@ -114,7 +114,8 @@ def passed_before(full: list[list[float]], plan: list[list[float]]) -> bool:
 
 
 def rate(world: str, size: tuple[int, int], loss: float, runs: int) -> dict[str, Any]:
-    """Share of runs that pass, and the median number of contexts that a passing run takes."""
+    """Return the share of runs that pass, and the median number of contexts that a passing run
+    takes."""
     rng, taken, before = np.random.default_rng(7), [], 0
     for _ in range(runs):
         sample = WORLDS[world](rng, np.full(size[0], size[1]), loss)

@@ -178,8 +178,8 @@ def measured(
 def distances(
     receiver: Server, prompts: Sequence[Prompt], block: str, temperature: float
 ) -> Iterator[float]:
-    """Ask all prompts and yield the distance of each answer. The block is named, because reuse is
-    no faster for the small models."""
+    """Ask all prompts, and yield the distance of each answer. Each request names the block: the
+    small models are no faster with reuse, so the server would not choose it."""
     num, total = compared(receiver)
     for prompt in prompts:
         reuse(receiver, prompt, block, temperature)
@@ -225,7 +225,7 @@ class Requests:
         self._random = random
 
     def ask(self, distances: Sequence[float]) -> bool:
-        """Make a request; False once the plan is out of service."""
+        """Make a request. Return False once the plan is out of service."""
         self.num_asked += 1
         if self._random.random() < RATE or self.plan in self.pair.suspects:
             hour = self.num_asked * 24 // PER_DAY
@@ -235,8 +235,8 @@ class Requests:
         return self.pair.num_left == self.num_left
 
     def ask_in_clusters(self, distances: Sequence[float]) -> bool:
-        """Make a day's requests, with all large distances together; False once the plan is out of
-        service."""
+        """Make a day's requests, with all large distances in a row. Return False once the plan is
+        out of service."""
         key = self.plan.block, self.plan.e_corrected
         allowed = next(it.allowed for it in self.pair.plans if it.key == key)
         day = self._random.choices(distances, k=PER_DAY)
@@ -248,8 +248,8 @@ class Requests:
 def requests_until_alarm(
     pair: Pair, before: Sequence[float], drifted: Sequence[float], seed: int
 ) -> int:
-    """Number of drifted requests until the alarm, at most ten times the goal. Healthy requests
-    `before` may precede them."""
+    """Return the number of drifted requests until the alarm, at most ten times the goal. Healthy
+    requests with the distances `before` may precede them."""
     requests = Requests(pair, Random(seed))
     for _ in range(NUM_BEFORE if before else 0):
         requests.ask(before)
@@ -279,7 +279,7 @@ def of_clusters(pair: Pair, healthy: Sequence[float]) -> dict[str, float]:
 
 
 def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
-    """Measure a pair and yield a row for each study, the healthy one first."""
+    """Measure a pair, and yield a row for each study. The healthy study is first."""
     own, *others = pair.tasks
     healthy: list[float] = []
     studies = [((own, *others), 0.0, {}), ((own,), 0.0, {"codec": "int4"})]

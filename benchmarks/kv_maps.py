@@ -110,7 +110,7 @@ def mapped_kv(
 def fit_kv(
     model: LayeredModel, pairs: Iterable[tuple[Sequence[KV], Sequence[KV]]]
 ) -> list[Correction]:
-    """Fit a map for each layer to the sender's and the receiver's KV of the same documents."""
+    """Fit a map for each layer, from the sender's KV to the receiver's KV of the same documents."""
     columns = model.kv_bytes // model.dtype.itemsize
     sums = [(Moments(columns), Moments(columns)) for _ in range(model.num_layers)]
     for number, pair in enumerate(pairs, start=1):

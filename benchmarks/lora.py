@@ -84,7 +84,7 @@ class Sample:
     ttft_ms: float
     ids: list[int]
     provenance: Mapping[str, Any]
-    """Provenance that the extension reports; empty without the extension."""
+    """Provenance that the extension reports. Empty without the extension."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class Bench:
         return Sample(1000 * ttft_s, reply["output_ids"], provenance)
 
     def sequence(self, who: str, prompts: Sequence[list[int]], max_new: int = 1) -> list[Sample]:
-        """Ask with one adapter after the other, from an empty cache."""
+        """Ask with all adapters, one after the other, from an empty cache."""
         self.servers[who].flush()
         pairs = zip(self.names, prompts, strict=True)
         return [self.ask(who, name, tokens, max_new) for name, tokens in pairs]
 
     def burst(self, who: str, prompts: Sequence[list[int]]) -> tuple[float, list[Sample]]:
-        """Ask with all adapters at once, from an empty cache; also returns the seconds until the
+        """Ask with all adapters at once, from an empty cache. Also return the seconds until the
         last answer."""
         self.servers[who].flush()
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -193,7 +193,8 @@ def settings_of(models: Models) -> dict[str, Any]:
 
 @contextmanager
 def activated_bench(models: Models, num_tokens: int) -> Iterator[Bench]:
-    """Run ordinary adapters, and activated copies of them with as many slots and with one more."""
+    """Run ordinary adapters, and activated copies of them: first with as many slots, then with one
+    more slot."""
     ordinary = {it.name: it for it in models.adapters}
     copies = {
         name: activate(Path(copytree(it, it.with_name(f"{name}-activated"))), INVOCATION)
@@ -257,7 +258,8 @@ def measure_activated(testbed: Bench, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure(testbed: Bench, rounds: int) -> dict[str, Any]:
-    """Measure the contenders in turns; the first round warms up. Medians of all rounds, in ms."""
+    """Measure the contenders in turns. The first round warms up. Return medians of all rounds, in
+    ms."""
     later: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     burst: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     for index in range(rounds + 1):

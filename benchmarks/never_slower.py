@@ -60,8 +60,7 @@ ROUND_TRIP_S, NOTICE_S = 0.0004, 0.0006
 OVERHEAD_S = ROUND_TRIP_S + NOTICE_S
 """Seconds that any reuse adds: a round trip, and the time until the scheduler sees its end."""
 COPY_LAUNCHES_S = 24 * 2 * 10e-6
-"""Seconds that a load adds: for each layer, the launch of a copy and of the kernel that scatters
-it."""
+"""Seconds that a load adds. Each layer launches a copy, and a kernel that scatters it."""
 BLOCKS = (Span(8, 16), Span(4, 20), Span(0, 28))
 GB_PER_S = tuple(0.05 * 1000 ** (i / 12) for i in range(13))
 TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
@@ -117,7 +116,7 @@ def chunks(tokens: Span) -> Iterator[Span]:
 
 
 class Server:
-    """Simulated server: it learns the speeds of one device and one link by the product's code."""
+    """A simulated server. It learns the speeds of one device and one link by the product's code."""
 
     def __init__(self, device: Device, bytes_per_s: float, seed: int) -> None:
         self.device, self.bytes_per_s = device, bytes_per_s
@@ -272,14 +271,14 @@ PROFILES = index_profiles([profile_of(SENDER, RECEIVER, *PROVEN[::-1])])
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One request at one device, link, length and number of other fetches."""
+    """One request, at one device, link and length, with a number of other fetches."""
 
     device: str
     gb_per_s: float
     num_tokens: int
     num_fetches: int
     block: tuple[int, int] | None
-    """Recomputed layers; None for a full prefill."""
+    """Recomputed layers. None for a full prefill."""
     of_full: float
     """Time of the chosen plan, relative to a full prefill."""
     of_best: float

@@ -41,10 +41,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Greedily decoded tokens, never stopped early, with the log-probability of each.
+    """Greedily decoded tokens, each with its log-probability. Decoding never stops early.
 
-    `margins` are the distances to the runner-up. If a margin is tiny, another implementation may
-    rightly choose the other token.
+    `margins` has each token's distance to the second most likely token. If a margin is tiny,
+    another implementation may rightly choose the other token.
     """
 
     ids: list[int]

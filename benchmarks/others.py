@@ -185,8 +185,8 @@ def refract(bench: Bench, model: str, num: int) -> Iterator[dict]:
 
 
 def needles(bench: Bench, model: str, num: int) -> Iterator[dict]:
-    """Ask for one of several similar facts in a document. Then ask again after the base has read
-    the same document with another value."""
+    """Ask for one of several similar facts in a document. Then ask again, after the base has read a
+    document in which this fact has another value."""
     from hard_needle.corruption import corrupt_example
     from hard_needle.generator import generate_hard_example
 
@@ -243,7 +243,8 @@ def tools(bench: Bench, model: str, num: int) -> Iterator[dict]:
 
 
 def load(server: Server, model: Path) -> dict:
-    """Run SGLang's own load: the base reads four documents, then adapters ask, drawn by Zipf."""
+    """Run SGLang's own load. The base reads four documents. Then adapters ask; a Zipf distribution
+    draws them."""
     command = f"""-m sglang.bench_serving --backend sglang --base-url {server.url} --model {model}
         --dataset-name generated-shared-prefix --gsp-num-groups 4 --gsp-prompts-per-group 5
         --gsp-system-prompt-len 256 --gsp-question-len 32 --gsp-output-len 4 --seed 3

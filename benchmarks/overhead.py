@@ -77,8 +77,8 @@ def answered_s(server: Server, load: Load, **asked: Any) -> tuple[float, list[li
 def compare(
     servers: Sequence[Server], rounds: int, **asked: Any
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each round by measurement and server. `asked` holds further arguments of the
-    requests."""
+    """Return the seconds of each round, by measurement and server. `asked` has further arguments of
+    the requests."""
     times: dict[str, dict[str, list[float]]] = {}
     for seed in range(rounds):
         for load in fresh(seed):
@@ -93,8 +93,8 @@ def compare(
 
 
 def ratios(times: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each server except the first: ratios of its times to the first server's, over
-    all rounds except the first."""
+    """Yield a row for each server except the first. It has the ratios of its times to the first
+    server's, over all rounds except the first."""
     _, *others = times["ttft"]
     for name in others:
         row: dict[str, Any] = {"server": name}

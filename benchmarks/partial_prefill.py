@@ -48,7 +48,7 @@ from cachetree.planning import Strategy
 
 NUM_SHARED = 2000
 NUM_PACED = 4
-"""Documents of the requests over each link; the first warms up."""
+"""Number of documents that are asked about over each link. The first one warms up."""
 NAMED = {"block": f"{BLOCK.start}:{BLOCK.stop}"}
 CONDITIONS: Mapping[str, Mapping[str, str]] = {
     "full prefill": {"mode": "off"},
@@ -91,8 +91,8 @@ def speed(testbed: Bench) -> dict[str, Any]:
 
 
 def share_computed() -> float:
-    """Share of all layers' multiplications that the block needs: its full layers, and K and V of
-    its last."""
+    """Return the share of all layers' multiplications that the block takes: its full layers, and K
+    and V of its last layer."""
     mlp = HIDDEN * 8 // 3 // 64 * 64
     kv = 2 * HIDDEN * HIDDEN
     layer = kv + 2 * HIDDEN * HIDDEN + 3 * HIDDEN * mlp + HIDDEN * NUM_SHARED

@@ -40,7 +40,7 @@ class PrefixIndex(Protocol):
     """An index that `tree.py` times. All lengths are in pages."""
 
     def match(self, prompt: Prompt) -> Any:
-        """Look the prompt up for every model; `lengths` reads the answer."""
+        """Look the prompt up for every model. `lengths` reads the result."""
 
     def lengths(self, answer: Any) -> list[int]:
         """Return the length of the longest prefix of each model, from the result of `match`."""

@@ -26,7 +26,7 @@ FAMILY = Family(
 )
 E_LAYER = 3
 STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, E_LAYER))
-"""Steps in the order of an entry, so that all contenders move the same bytes."""
+"""Steps in the order in which an entry has them, so that all contenders move the same bytes."""
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -44,14 +44,15 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of one contender, one per turn."""
+    """Speeds of one contender, one for each turn."""
 
     gb_per_s: list[float] = field(default_factory=list)
     cpu_s_per_gb: list[float] = field(default_factory=list)
-    """CPU seconds per GB: other work on the machine hardly disturbs them."""
+    """CPU seconds per GB. Other work on the machine hardly changes them."""
 
     def of(self, other: Speeds) -> float:
-        """Median ratio of this contender's GB/s to the other's in the same turn."""
+        """Return the median ratio of this contender's GB/s to the other contender's GB/s in the
+        same turn."""
         turns = zip(self.gb_per_s, other.gb_per_s, strict=True)
         return median(ours / theirs for ours, theirs in turns)
 

@@ -31,7 +31,7 @@ def write_random(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def options(**more: Any) -> dict[str, Any]:
-    """Options of an SGLang server; `_` in a name is written `-`."""
+    """Options of an SGLang server. In their names, `_` stands for `-`."""
     of_all = {
         "device": "cpu",
         "dtype": "float32",

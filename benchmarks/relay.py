@@ -132,7 +132,7 @@ def bench(folder: Path, setup: Setup) -> Iterator[Bench]:
 
 
 def publish(testbed: Bench) -> None:
-    """Have the sender read every document, and wait until all its pages are on offer."""
+    """Have the sender read every document. Wait until it advertises all of their pages."""
     for document in testbed.documents:
         testbed.sender.generate(document, max_new_tokens=1)
         pages = page_hashes(document, PAGE)
@@ -183,8 +183,8 @@ def mirror(testbed: Bench, block: Span) -> None:
 def fetched(
     cache: Cache, pages: Sequence[PageHash], block: Span = EMPTY_SPAN
 ) -> Iterator[tuple[Plan, Staging]]:
-    """Fetch these pages at all layers, and the E at the start of `block`, from the only model that
-    has them."""
+    """Fetch these pages at all layers, and E at the start of `block`. Only one model may have the
+    pages."""
     (match,) = cache.match(pages)
     plan = Plan(
         sender=match.model,

@@ -41,7 +41,7 @@ from cachetree.planning import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request's work, in any one unit of time.
+    """The work of one request. All times are in the same unit, whichever it is.
 
     layers [0, block.start)           loaded
     layers [block.start, block.stop)  recomputed, from E at block.start (from embeddings at 0)
@@ -55,7 +55,7 @@ class Request:
     recompute: float
     """Time to recompute the whole block."""
     e_load: float
-    """Time to load E at one layer; counts only if the block needs E."""
+    """Time to load E at one layer. It counts only if the block needs E."""
     arrival: float = 0.0
 
     @property

@@ -60,8 +60,8 @@ class Fetcher:
         assert is_ready.wait(120), "the document was not found"
 
     def at(self, rate: float) -> int:
-        """Set the rate in bytes a second (0: as fast as possible, -1: none); return the bytes
-        fetched so far."""
+        """Set the rate in bytes per second (0: as fast as possible, -1: no fetches). Return the
+        bytes fetched so far."""
         self._rate.value = rate
         return self._num_bytes.value
 

@@ -106,7 +106,8 @@ def gb_per_s(sample: Sample) -> float:
 
 
 def available() -> list[str]:
-    """Storages that run on this machine: Mooncake only if its wheel is installed."""
+    """Return the storages that run on this machine. Mooncake is among them only if its wheel is
+    installed."""
     has_mooncake = importlib.util.find_spec("mooncake") and shutil.which("mooncake_master")
     return [TRANSPORT, "file", *(["mooncake"] if has_mooncake else [])]
 

@@ -54,7 +54,7 @@ NUM_CONTEXTS: Final = 120
 
 
 def contexts(length: int, work: Path, tokenizer: Any) -> list[tuple[Document, ...]]:
-    """Make the contexts of a length, each as one document per skill with the same prefix."""
+    """Make the contexts of a length. Each has one document per skill, all with the same prefix."""
     parts = ("held_out", "choose", "verify")
     packages = [it for part in parts for it in read_packages(PACKAGES, part)]
     num = NUM_RECORDS[length]
@@ -152,7 +152,7 @@ def read(journal: Path) -> list[dict[str, Any]]:
 
 
 def rows(journal: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Sum up by ancestor, length and skill. A context is one draw."""
+    """Summarise results by ancestor, length and skill. A context is one draw."""
     groups: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for line in journal:
         for compared in line["compared"]:

@@ -67,7 +67,7 @@ REST_S = 0.05
 once."""
 
 Runs = dict[str, Callable[[], list[memoryview]]]
-"""Every contender as a function that returns the bytes it received."""
+"""Contenders by name. Each is a function that returns the bytes it received."""
 
 
 # The sending process.
@@ -115,7 +115,7 @@ def _queue(public: bytes, secret: bytes) -> zmq.Socket[bytes]:
 
 
 def _serve_frames(payload: memoryview, keys: tuple[bytes, bytes]) -> tuple[str, bytes]:
-    """Serve frames over ZMQ in a thread; return the address and the public key."""
+    """Serve frames over ZMQ, in a thread. Return the address and the public key."""
     queue = _queue(*keys)
     queue.curve_server = bool(keys[0])
     queue.bind("tcp://127.0.0.1:*")
@@ -157,7 +157,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving process's sockets and buffers; makes the contenders for a size of frames."""
+    """The receiving process's sockets and buffers. It makes the contenders for a size of frames."""
 
     def __init__(self, pages: list[PageHash], sender: Sender) -> None:
         self._pages, self._sizes, self._sender = pages, sizes_of(len(pages)), sender

@@ -54,7 +54,7 @@ EVICTED_PAGES = 256
 
 
 class Workload:
-    """Prompts from a fixed seed: the same number of pages gives the same prompts."""
+    """Prompts from a fixed seed. The same number of pages gives the same prompts."""
 
     def __init__(self, num_pages: int, num_samples: int) -> None:
         self._random = np.random.default_rng(0)
@@ -63,7 +63,7 @@ class Workload:
         while self.num_pages < num_pages:
             self._all.append(self._next())
         self.num_cached = len(self._all)
-        """Number of cached prompts; the later prompts in `_all` are for inserts."""
+        """Number of cached prompts. The later prompts in `_all` are for inserts."""
         pages_each = num_pages // self.num_cached
         self.num_inserts = min(num_samples, max(10, self.num_cached // 4))
         self.num_evictions = min(num_samples, max(10, num_pages // 4 // EVICTED_PAGES))
@@ -115,7 +115,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def bytes_per_page(name: str, num_models: int, num_pages: int, num_samples: int) -> float:
-    """Bytes per page of each model, in a process that counts every allocation."""
+    """Return the bytes per page of each model, from a process that counts every allocation."""
     workload = Workload(num_pages, num_samples)
     # Fill caches of code that runs for the first time.
     for prompt in workload.questions("miss", 3):
@@ -176,8 +176,8 @@ def measure(names: list[str], num_models: int, workload: Workload, num_samples: 
 def evict(
     indexes: dict[str, PrefixIndex], workload: Workload, times: Times, clock_us: float
 ) -> None:
-    """Time evictions. A call counts only if it evicted pages, because our tree first has to fill
-    its budget."""
+    """Time evictions. A call counts only if it evicted pages: our tree evicts only once its budget
+    is full."""
     for name, index in indexes.items():
         spent = times.setdefault("evict", {}).setdefault(name, [])
         for seed in range(100 * workload.num_evictions):

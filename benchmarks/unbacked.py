@@ -21,7 +21,7 @@ FAMILY = Family(
     kv_dtype="bfloat16",
     page_size=64,
 )
-"""Family with sizes that only scale the budget; nothing is allocated."""
+"""A family with sizes that only scale the budget. Nothing is allocated."""
 
 
 class Unbacked:

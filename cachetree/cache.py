@@ -163,8 +163,8 @@ class Cache:
     ) -> bool:
         """Copy E of a prompt's first pages from a tier or a peer into this memory. Blocks.
 
-        Return whether that succeeded. The pages' KV has to be stored here. Without E of these
-        pages, no E of later pages can be stored.
+        Return whether this succeeded. KV of the same pages has to be stored here already. Without E
+        of these pages, no E of later pages can be stored.
         """
         step = Step(Kind.E, layer)
         for match in self.match(pages):
@@ -329,7 +329,7 @@ class Cache:
         return self._peers.sources()
 
     def status(self) -> CacheStatus:
-        """Return the state of the cache in numbers. Any thread; waits only for the tree's lock."""
+        """Return the state of the cache in numbers. Waits only for the tree's lock. Any thread."""
         worker, peers = self._worker, self._peers.now
         of_worker = worker.status() if worker else None
         tiers = {location: tier.status() for location, tier in self._tiers.items()}
@@ -351,7 +351,7 @@ class Cache:
         )
 
     def close(self) -> None:
-        """Stop serving and fetching; fetches under way fail. Idempotent.
+        """Stop serving and fetching. Running fetches fail. Idempotent.
 
         Tiers still write their waiting entries, for a few seconds at most.
         """

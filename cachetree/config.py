@@ -24,12 +24,13 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one `Cache`. Inherited settings say which entries stay in memory."""
+    """The settings of one `Cache`. The settings of the base class say which entries stay in
+    memory."""
 
     host_bytes: int = 4 << 30
     """Most bytes of the entries in this process's memory."""
     staging_bytes: int = 1 << 30
-    """Most bytes of fetches that run or that are not yet released."""
+    """Most bytes of all fetches that still run, or that their readers have not released yet."""
     disk_path: str = ""
     """Directory that keeps entries after they leave memory or this process ends; empty for none. It
     serves one family and one process at a time. Each rank of a tensor-parallel server makes a
@@ -113,8 +114,8 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return the content of a YAML file; None if it is empty. Raises ConfigError that names the
-    file, and says `what` it is."""
+    """Return the content of a YAML file. None if it is empty. Raises ConfigError that names the
+    file, and says by `what` which kind of file it is."""
     import yaml  # Not at the top: a program that embeds a cache reads no YAML.
 
     try:
@@ -155,8 +156,8 @@ def _choices(kind: type[msgspec.Struct], problem: str) -> list[str]:
 
 
 def _meant(key: str, section: str | None, kind: type[msgspec.Struct]) -> str:
-    """Return the message about an unknown key. It suggests a similar key of the same section, else
-    the same key of another section."""
+    """Return the message about an unknown key. It suggests a similar key of the same section, or
+    else this key in another section."""
     known = dict(_sections(kind))
     here = known.get(section or "", [])
     names = {f"{at}.{name}" if at else name: name for at in known for name in known[at]}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 UNREADABLE: Final = (ValueError, RecursionError)
-"""Errors that decoders raise for a malformed file. The causes: wrong form (all errors of msgspec),
+"""Errors that decoders raise for a malformed file. Causes are a wrong form (all errors of msgspec),
 text that is not UTF-8, impossible dates, and nesting that is too deep."""
 
 
@@ -78,8 +78,8 @@ _Error = TypeVar("_Error", bound=CacheTreeError)
 
 
 def without_frames(error: _Error) -> _Error:
-    """Return the error without its traceback, for errors that are stored. The frames of a traceback
-    would keep the buffers alive that they use."""
+    """Return the error without its traceback. Use it before an error is stored: the frames of a
+    traceback would keep alive the buffers that they use."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

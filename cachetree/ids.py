@@ -9,8 +9,8 @@ from typing import Final, NewType
 import msgspec
 
 PageHash = NewType("PageHash", bytes)
-"""First 16 bytes of a page's SHA-256 hash. The hash covers the page's tokens, all tokens before
-them and the tenant's salt, never the model."""
+"""First 16 bytes of a page's SHA-256 hash. The hash covers the page's tokens, all earlier tokens,
+and the tenant's salt. It does not depend on the model."""
 
 ModelId = NewType("ModelId", str)
 """Hexadecimal digest of a model's content: config, weights, adapter and tokenizer. Not a name."""
@@ -39,8 +39,8 @@ def is_pool(location: Location) -> bool:
 
 
 def nearness(location: Location) -> int:
-    """Return a rank of a location: the engine's pool 2, this memory 1, all others 0. Until speeds
-    are measured, a higher rank counts as faster."""
+    """Return how near a location is: 2 for the engine's pool, 1 for this memory, 0 for all others.
+    Until speeds are measured, a nearer location counts as faster."""
     return 2 if is_pool(location) else int(location == LOCAL)
 
 
@@ -71,8 +71,8 @@ EMPTY_SPAN: Final = Span(0, 0)
 
 
 def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
-    """Lay blocks of these sizes side by side. Yield each block that `span` overlaps: its number,
-    and the overlap relative to its start.
+    """Lay blocks of these sizes side by side. For each block that `span` overlaps, yield its
+    number, and the overlap relative to the block's start.
 
     >>> list(parts_of([4, 4], Span(3, 5)))
     [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=1))]

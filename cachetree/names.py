@@ -10,7 +10,7 @@ from typing import Final
 from cachetree.ids import ModelId
 
 MAX_NAME: Final = 64
-"""Most characters of a name; the rest is cut."""
+"""Most characters of a name. The characters after them are cut off."""
 MAX_HEARD: Final = 1024
 """Most models that may take their name from a peer."""
 
@@ -35,7 +35,8 @@ class ModelNames:
             self.now = {**self.now, model: _tidy(name)}
 
     def suppose(self, names: Mapping[str, str]) -> None:
-        """Add provisional names (of profiles). A name from this server or a peer replaces them."""
+        """Add provisional names, which profiles state. A name from this server or from a peer
+        replaces them."""
         with self._lock:
             new = {it: _tidy(name) for it, name in names.items() if it not in self.now}
             self._supposed |= new.keys()

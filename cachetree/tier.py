@@ -38,8 +38,8 @@ STALL_S: Final = 2.0
 """Seconds after which a call that has not returned counts as hanging."""
 
 NoteSpeed = Callable[[int, float, FetchError | None], None]
-"""Called for each fetch that has ended, with the bytes read, the seconds taken, and the error that
-ended it early."""
+"""Function that is called for each fetch that has ended: with the bytes read, the seconds taken,
+and the error that ended the fetch early."""
 
 
 class Search:
@@ -150,7 +150,7 @@ class WorkerThread(Generic[T]):
         return self._waiting.qsize()
 
     def put(self, item: T) -> bool:
-        """Add an item; False if closed."""
+        """Add an item. Return False if the queue is closed."""
         with self._putting:
             if not self._is_closed:
                 self._waiting.put(item)
@@ -199,7 +199,7 @@ class Calls:
         self._stall_s: Final = stall_s
         self._lock = threading.Lock()
         self._begun_at_s: dict[int, float] = {}
-        """Start of each running call, by thread id."""
+        """Start of each running call, by the id of its thread."""
 
     def __enter__(self) -> None:
         with self._lock:
@@ -254,12 +254,12 @@ class MoveBarrier:
 
 
 IsOver = Callable[[], bool]
-"""Function that returns True once the time to write is over: start no further write then."""
+"""Function that returns True once the time to write is over. No further write may start then."""
 
 Write = Callable[[Change, Lease, IsOver], bool]
 """Function that writes pages of an entry, and returns whether all were written in time.
 
-The writer thread calls it, perhaps before the thread that made the entry continues. Raises
+The writer thread calls it, perhaps even before the thread that made the entry continues. Raises
 StaleEntry if the entry loses its memory meanwhile.
 """
 
@@ -280,8 +280,8 @@ class WriteBehind:
         clock: Clock,
         num_at_once: Callable[[Change], int],
     ) -> None:
-        """Start the thread. `write` stores pages at `location`; `num_at_once` says how many pages
-        of an entry it takes in a call. Exceptions of `write` are logged."""
+        """Start the thread. `write` stores pages at `location`. `num_at_once` says how many pages
+        of an entry one call of `write` takes. Exceptions of `write` are logged."""
         self.num_late = 0
         self.moves: Final = MoveBarrier()
         """Barrier around each call of `write`, with the lease of its pages."""
@@ -311,7 +311,8 @@ class WriteBehind:
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Do not write the entries that this thread adds inside the block: the tier has them."""
+        """Do not write the entries that this thread adds inside the block, because the tier has
+        them already."""
         self._unheard.add(threading.get_ident())
         try:
             yield

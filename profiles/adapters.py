@@ -166,7 +166,8 @@ def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -> None:
-    """Raise ConfigError unless the base has its own tensor of this name and shape."""
+    """Raise ConfigError unless the base has a tensor of this name and shape that is not tied to
+    another one."""
     if name in (_HEAD, _EMBEDDINGS) and (
         _HEAD not in base or (_EMBEDDINGS in base and torch.equal(base[_HEAD], base[_EMBEDDINGS]))
     ):

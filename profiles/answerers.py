@@ -60,8 +60,8 @@ def time_costs(
     settings: Settings,
     console: Console,
 ) -> CostModel:
-    """Return the cost model at the lengths of these documents; raises ConfigError if it is not good
-    enough. With a budget of 0 seconds any cost model is good enough."""
+    """Return a cost model that is valid for the lengths of these documents. Raises ConfigError if
+    it is not good enough. With a budget of 0 seconds any cost model is good enough."""
     positions = model.model.config.max_position_embeddings
     num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 FAILED_GATE: Final = 3
 """Exit status: everything worked, and the verdict is that the pair may not be reused."""
 UNDECIDED: Final = 4
-"""Exit status: everything worked, but the data are too few to show that a verdict holds."""
+"""Exit status: everything worked, but there are too few data to show that a verdict holds."""
 
 AnySettings = TypeVar("AnySettings", Settings, DistillSettings)
 
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """Pattern of the folders in an absolute path. They are cut from the command that a profile shows,
-because another machine does not have them."""
+because another machine does not have these folders."""
 
 _VERDICT: Final = (
     *("passed", "reason", "controls", "recommended", "blocks", "first_difference", "metric"),
@@ -263,7 +263,8 @@ def _say(verification: Verification) -> None:
 def settings_of(
     args: argparse.Namespace, defaults: Mapping[str, Any], of: type[AnySettings]
 ) -> AnySettings:
-    """Make settings of a class from the arguments; defaults stand in for the rest."""
+    """Make settings of a class from the arguments. Arguments that the user omits take their value
+    from `defaults`."""
     stated = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
@@ -274,8 +275,8 @@ def settings_of(
 
 
 def _made_as(profile: MeasuredProfile, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that made a profile. Settings of its template are left out if the
-    arguments name another template."""
+    """Return the settings that made a profile. If the arguments name another template, settings
+    that belong to the profile's template are left out."""
     made = profile.made
     names = "dtype", "page_size", "chat", "max_prompt_tokens"
     settings: dict[str, Any] = {it: getattr(made, it) for it in names}

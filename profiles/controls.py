@@ -36,8 +36,9 @@ def measure_controls(
     costs: CostModel,
     console: Console,
 ) -> dict[Task, Controls]:
-    """Measure controls on the first documents of each task that has at least two. If the metric
-    compares with full prefill's own answers, the bench has measured the documents before."""
+    """Measure controls on the first documents of each task that has at least two documents. If the
+    metric compares with full prefill's own answers, the bench has measured these documents
+    already."""
     tasks = {task: places for task, places in by_task(documents).items() if len(places) > 1}
     sampled = [it for places in tasks.values() for it in places[:NUM_CONTROLLED]]
     seconds = {it: costs.full_prefill_s(len(documents[it].prefix), 0) for it in sampled}
@@ -80,7 +81,8 @@ def with_context_of(other: Document, document: Document) -> Document:
 
 
 def in_two_parts(document: Document) -> Document:
-    """Return the first question, with the second half of the prefix in its suffix."""
+    """Return the document with its first question, and with the second half of the prefix moved
+    into the suffix."""
     half, first = len(document.prefix) // 2, document.questions[0]
     question = replace(first, suffix=document.prefix[half:] + first.suffix)
     return replace(document, prefix=document.prefix[:half], questions=(question,))

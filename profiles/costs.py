@@ -57,7 +57,7 @@ best fit's error is above `REFUSED`, the profiler makes no profile."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Number and time of turns; each turn times everything once."""
+    """Number and time of turns. Each turn times everything once."""
 
     least: int = 2
     most: int = 32
@@ -156,10 +156,11 @@ def measure_costs(
 
 
 def trusted(measure: Callable[[], CostModel], role: str) -> CostModel:
-    """Measure a cost model up to `MOST_FITS` times. Return the one with the least median error.
+    """Measure a cost model up to `MOST_FITS` times. Return the measured model with the least median
+    error.
 
-    No measurement follows one with an error of at most `RETIMED`. Raises ConfigError with the role
-    if the least error is above `REFUSED`.
+    The first model with an error of at most `RETIMED` ends the measurements. Raises ConfigError
+    with the role if the least error is above `REFUSED`.
     """
     fits = [measure()]
     while fits[-1].error > RETIMED and len(fits) < MOST_FITS:
@@ -254,8 +255,8 @@ class TimedReceiver:
             torch.cuda.synchronize(self._model.device)
 
     def layers(self, num_tokens: int) -> list[Part]:
-        """Return parts that run full layers, one after the other, so that the processor's caches
-        have the weights of another layer each time."""
+        """Return parts that run full layers one after the other. In this way each part's weights
+        are new to the processor's caches."""
         num_layers = self._model.num_layers
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]
@@ -284,7 +285,8 @@ class TimedReceiver:
         ]
 
     def first_token(self, num_tokens: int, block: Span) -> int:
-        """Run a plan for `num_tokens` prefix tokens and the suffix; return the first answer token.
+        """Run a plan for `num_tokens` prefix tokens and the suffix. Return the first token of the
+        answer.
 
         `block` has the layers to recompute. A block of all layers is a full prefill: prefix and
         suffix run in one pass.

@@ -37,15 +37,16 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str
     """Name of the accelerator; empty if there is none."""
     load_before: float
-    """Mean of runnable processes in the minute before; near 0 on an idle machine."""
+    """Mean number of runnable processes in the minute before the measurement. Near 0 on an idle
+    machine."""
     commit: str
     """Hash of the commit, with `+` if there are uncommitted changes. Empty outside of a git
     checkout."""
 
 
 def read_environment(packages: Iterable[str]) -> Environment:
-    """Read the environment. `packages` are the names of distributions; packages that are not
-    installed have no version."""
+    """Read the environment. `packages` are the names of distributions. A package that is not
+    installed has no version."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     versions = {}
     for name in packages:
@@ -75,8 +76,8 @@ def free_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group around this process. Cached pages of files count as
-    free."""
+    """Yield limit and use of each control group that contains this process. Cached pages of files
+    count as free."""
     for begins, mount, files in _VERSIONS:
         with contextlib.suppress(OSError):
             own = _GROUP.read_text().partition(begins)[2].partition("\n")[0]

@@ -93,7 +93,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: tuple[int, ...] = ()
     """Tokens of each context, in the contexts' order; empty in old profiles."""
     mean_suffix_tokens: float
-    """Mean tokens behind the context, without the answer."""
+    """Mean number of tokens behind the context, without the answer."""
     sender: Interval
     """Quality of the sender alone."""
     full_prefill: Interval
@@ -118,17 +118,18 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     fidelity: Fidelity
     kl_by_context: tuple[float, ...]
-    """Mean KL over the questions of each swept document of the training split, in order."""
+    """Mean KL over the questions of each swept document of the training split. The documents are in
+    order."""
 
 
 class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
     """One block on the training split."""
 
     fidelity: Fidelity
-    """Distance from full prefill, over as many questions as it was measured on."""
+    """Distance from full prefill on the questions on which the block was measured."""
     quality: float | None
-    """Quality; None if the block's answers were not decoded, because another block with no more
-    work stays closer to full prefill."""
+    """Quality of the block's answers. None if they were not decoded, because another block with no
+    more work stays closer to full prefill."""
 
 
 class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +140,7 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Upper bound on the share of full prefill's quality that the plan loses, with the gate's
     confidence."""
     needed: int | None
-    """Number of contexts like these that would prove the plan to be within the tolerance; None if
+    """Number of contexts like these that would prove that the plan is within the tolerance. None if
     no number would."""
     num_contexts: int | None = None
     """Number of contexts that judged the plan, until it was proven or hopeless. None in old
@@ -162,13 +163,13 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     or none stays as close to full prefill."""
 
     e_map: EMap | None = None
-    """The map that corrects E at the block's start; fitted on contexts of the training split or of
-    `--fit-data`."""
+    """The map that corrects E at the block's start. It was fitted on contexts of the training split
+    or of `--fit-data`."""
 
     train_quality: float
     held_out: Interval
     tasks: tuple[TaskLoss, ...]
-    """Results by task, in the order of the held-out split; empty if the gate did not judge the
+    """Results by task, in the order of the held-out split. Empty if the gate did not judge the
     plan."""
     shown: Shown | None = None
     """Contexts on which a plan was measured that the gate did not judge. None in old profiles."""
@@ -195,13 +196,14 @@ class BaselineKind(StrEnum):
     """Alternatives to plans. Values are in files and never change."""
 
     CACHEBLEND = "cacheblend"
-    """Recompute all tokens at the first layer, and fewer at each layer after it: those with the
-    largest difference of KV at the layer before (CacheBlend, EuroSys '25, §4.3)."""
+    """Recompute all tokens at the first layer, and fewer at each later layer. The chosen tokens are
+    those with the largest difference of KV at the layer before (CacheBlend, EuroSys '25, §4.3)."""
     TOKEN_SELECTION = "token_selection"
     """Recompute the tokens with the largest difference of first-layer KV, at all layers. In
     profiles from before CacheBlend was measured."""
     CRITICAL_LAYERS = "critical_layers"
-    """Recompute the layers of the largest single-layer loss, each run of them from E (fig. 10)."""
+    """Recompute those layers that alone lose the most. Each run of neighbouring layers starts from
+    E (fig. 10)."""
     SPLIT_BLOCK = "split_block"
     """Recompute the layers of a plan in several runs, with E loaded at the start of each run. The
     plan is the recommended plan, or the expected plan if none is recommended. In old profiles it is
@@ -218,10 +220,12 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Compute, as a number of the receiver's layers. A share of the tokens counts as that share of
     all layers."""
     runs: tuple[tuple[int, int], ...]
-    """Recomputed layers, a span per transition; empty for baselines that do not choose layers."""
+    """Recomputed layers, with a span for each run. Empty for baselines that do not choose
+    layers."""
     quality: Interval
     fidelity: Fidelity | None
-    """Distance from full prefill; None for another model, which follows another distribution."""
+    """Distance from full prefill. None for another model, because its answers follow another
+    distribution."""
     ttft_s: float
     shown: Shown | None = None
     """Contexts on which the alternative was measured. None in old profiles, and for a smaller
@@ -271,8 +275,8 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         return num_layers * per_layer
 
     def pass_s(self, num_tokens: int, num_layers: int) -> float:
-        """Seconds for a pass over a prefix through at least one layer; the last computes only K and
-        V."""
+        """Seconds for a pass over a prefix through at least one layer. The pass computes only K and
+        V in its last layer."""
         full_s = self.layers_s(num_tokens, num_layers - 1)
         return full_s + self.kv_s + num_tokens * self.kv_token_s
 
@@ -289,7 +293,8 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         return self.layers_s(num_tokens + num_suffix, self.num_layers)
 
     def ttft_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
-        """TTFT if the layers of `runs` are recomputed and the others loaded, one after the other.
+        """TTFT if the layers of `runs` are recomputed and all other layers are loaded, one after
+        the other.
 
         Each run ends in K and V alone. It starts from E, except a run that starts at layer 0.
         """
@@ -338,17 +343,17 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     max_new: int
     """Longest answer in tokens; 0 if each data set says its own."""
     max_prompt_tokens: int | None = None
-    """Number of tokens to which prompts were cut; None for as many as the model takes."""
+    """Number of tokens to which prompts were cut. None: as many as the model takes."""
     fitted: tuple[str, ...] = ()
     """Digests of the contexts of `--fit-data` on which maps were fitted."""
     pruned: bool
     """True if only plans on the frontier of the fast measure were decoded."""
     prefix_passes: int
-    """Number of passes over a context's prefix, in all: by the receiver over its layers from some
-    layer to the last, and by the sender. All splits, baselines, and repeats after an interruption
+    """Number of all passes over a context's prefix, by the sender and by the receiver. A receiver's
+    pass runs from some layer to the last. All splits, baselines, and repeats after an interruption
     count."""
     sweep_passes_per_context: int
-    """Number of these passes that all blocks of one training context took."""
+    """Number of these passes that measured all blocks of one training context."""
     elapsed_s: float
 
     @property
@@ -369,11 +374,11 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     held_out: Split
     layers: tuple[LayerSensitivity, ...]
     measured: tuple[MeasuredBlock, ...]
-    """Every block of the grid, by start, then by stop."""
+    """Every block of the grid. They are sorted by start, then by stop."""
     frontier: tuple[FrontierPoint, ...]
     """Plans on the frontier, by size."""
     order: tuple[int, ...]
-    """Places in the frontier, in the order in which the gate tries them."""
+    """Places of plans in the frontier, in the order in which the gate tries these plans."""
     baselines: tuple[Baseline, ...]
     costs: CostModel
     made: Making

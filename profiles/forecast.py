@@ -28,7 +28,7 @@ STEPS: Final = 5
 one step per token. A plan's answer then takes one step per token behind its first difference: about
 half as many."""
 FOLLOWED: Final = 2.0
-"""Cost of comparing one distribution with another, as a multiple of making it."""
+"""Factor between comparing one distribution with another and making it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Forecast:
     def both(
         self, train: Sequence[Document], held_out: Sequence[Document], *rest: Any
     ) -> tuple[float, float]:
-        """Forecast `whole` twice: for answers as long as the accepted ones, and for answers that
+        """Forecast `whole` twice: if answers are as long as the accepted answers, and if answers
         never stop."""
         most_s = self.whole(endless(train), endless(held_out), *rest)
         return self.whole(train, held_out, *rest), most_s
@@ -82,8 +82,8 @@ class Forecast:
         self, documents: Sequence[Document], steps: Sequence[Step], done: Collection[Step] = ()
     ) -> list[float]:
         """Return the forecast of each step, in order. If only some steps of a document are done,
-        both passes are made again: their time, and that of full prefill's answers, counts for the
-        first missing step."""
+        both passes have to be made again. Their time, and the time of full prefill's answers,
+        counts for the first missing step."""
         seconds, is_again = [], False
         for step in steps:
             document = documents[step.place]
@@ -165,8 +165,8 @@ class Forecast:
 
 
 def typical_plans(num_layers: int, most: int) -> tuple[list[Candidate], list[Candidate]]:
-    """Return plans that may be judged, and alternatives, as examples before the real ones are
-    known."""
+    """Return examples of plans that may be judged, and of alternatives. They stand in for the real
+    plans, which are not known yet."""
     sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
     plans = [Candidate(runs=(it,)) for it in blocks]
@@ -198,7 +198,8 @@ def _is_drafted(document: Document) -> bool:
 
 
 def _longest(document: Document) -> int:
-    """Tokens of the longest answer; without a draft, the longest allowed."""
+    """Number of tokens of the longest answer. Without a draft, this is the longest allowed
+    answer."""
     drafts = [len(it.draft) for it in document.questions]
     return max(drafts) if _is_drafted(document) else document.task.max_new
 

@@ -61,7 +61,8 @@ class Planned:
     wanted: Wanted
     settings: Settings
     seconds: tuple[float, float]
-    """Seconds if answers are as long as the accepted ones, and if none stops by itself."""
+    """Seconds of two cases: answers are as long as the accepted answers, or no answer stops by
+    itself."""
     num_bytes: int
     """Bytes of host and device together, including the weights of both models."""
 
@@ -88,7 +89,7 @@ class Many:
         self._splits: dict[str, tuple[Data, Data]] = {}
 
     def run(self) -> list[Outcome]:
-        """Profile all pairs; pairs that cannot be measured are among the outcomes."""
+        """Profile all pairs. The outcomes include pairs that cannot be measured."""
         out, console = self._settings.out, self._console
         wanted = [it for it in self.pairs if not it.why_not]
         if not wanted:
@@ -121,7 +122,8 @@ class Many:
             return Outcome(wanted=wanted, profile=None, problem=str(exc))
 
     def _made(self, planned: Planned) -> MeasuredProfile | None:
-        """Return a profile of an earlier run, if it has the same models, data and tolerance."""
+        """Return the profile of an earlier run. None unless it has the same models, data and
+        tolerance."""
         if not planned.settings.out.is_file():
             return None
         earlier, ends = read_measured(planned.settings.out), planned.settings.pair

@@ -38,9 +38,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str
     adapter: str = ""
     data: tuple[str, ...] = ()
-    """Data that ask the model as a receiver; empty for the command's own data."""
+    """Data with which the model is asked as a receiver. Empty: the command's own data."""
     senders: tuple[str, ...] | None = None
-    """Names of models that may send KV to it; None for all that can matter."""
+    """Names of models that may send KV to this model. None: all models for which it can matter."""
     template: str | None = None
     metric: str | None = None
     max_new: int | None = None
@@ -59,7 +59,8 @@ class Wanted:
     sender: str
     receiver: str
     why_not: str = ""
-    """Reason why the pair needs no profile, or can have none; empty if it is to be profiled."""
+    """Reason why the pair needs no profile, or can have none. Empty if the pair is to be
+    profiled."""
     about: str = ""
     """Names of other pairs that `why_not` is about."""
     num_prompts: int = 0
@@ -104,7 +105,7 @@ def _beside(folder: Path, name: str) -> tuple[str, ...]:
 
 
 def _from(folder: Path, entry: Entry) -> Entry:
-    """Return the entry with its paths changed from relative to `folder` to relative to the working
+    """Return the entry with other paths: from relative to `folder` to relative to the working
     directory. `data` may also name data sets that are no paths."""
     data = tuple(str(folder / of) if (folder / of).exists() else of for of in entry.data)
     adapter = entry.adapter and str(folder / entry.adapter)
@@ -164,7 +165,8 @@ def reads_of(contexts: Iterable[Context]) -> dict[tuple[str, str], tuple[int, in
 
 
 def _problem(entry: Entry) -> str:
-    """Return why no pair with a model is profiled; empty if it can be."""
+    """Return the reason why no pair with a model is profiled. Empty if pairs with it can be
+    profiled."""
     try:
         if entry.adapter and read_invocation(Path(entry.adapter)):
             return (

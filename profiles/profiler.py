@@ -72,13 +72,13 @@ from profiles.stats.measured import NO_BLOCK, Candidate, Measured
 from profiles.watched import Watched, correct, refine
 
 _DECISIVE: Final = ("dtype", "group", "pruned")
-"""Settings that change measurements, beside models, documents and devices."""
+"""Settings that change measurements, in addition to models, documents and devices."""
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
 @dataclass
 class Shared:
-    """Results that pairs of one receiver measure once."""
+    """Results that are measured once for all pairs with the same receiver."""
 
     costs: CostModel | None = None
     """Cost model of the receiver. None until it is timed."""

@@ -45,7 +45,7 @@ _models, _many, _data, _out, _choice = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of `droidspeak profile`; most fields are flags. Raises ConfigError for impossible
+    """Settings of `droidspeak profile`. Most fields are flags. Raises ConfigError for impossible
     values."""
 
     sender: Path | None = _models(None, "checkpoint whose cache is read", "PATH")
@@ -107,7 +107,7 @@ class Settings:
         dest="data",
         type=f"{LOG}{{}}".format,
     )
-    """A flag without a field: its values go to `data`."""
+    """Logs that `--from-log` names. This flag has no field of its own: its values go to `data`."""
     asked_of: str | None = _data(
         None, "of a log only prompts that this model was asked, as the log names it", "NAME"
     )
@@ -240,7 +240,8 @@ class Settings:
 
 
 def same(name: str, group: str) -> Any:
-    """Return a field like the field of `Settings` with this name, with the same flag in a group."""
+    """Return a field like the field of `Settings` with this name. Its flag is the same, but in
+    another group."""
     field_ = Settings.__dataclass_fields__[name]
     return field(default=field_.default, metadata={**field_.metadata, "group": group})
 

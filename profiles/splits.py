@@ -65,7 +65,7 @@ def load_fitted_on(
     tokenizer: PreTrainedTokenizerBase,
     positions: int,
 ) -> Sequence[Document]:
-    """Load the documents on which maps of E are fitted: the first ones of each task.
+    """Load the documents on which maps of E are fitted: the first documents of each task.
 
     The source is `fit_data`, or the training documents if the settings name no `fit_data`.
     """
@@ -91,8 +91,8 @@ def load_held_out_of_small(settings: Settings, held_out: Data) -> list[Document]
 
 
 def with_answers_of(judged: Sequence[Document], documents: Sequence[Document]) -> list[Document]:
-    """Return the documents with the accepted answers of `judged`: the same questions in other
-    tokens."""
+    """Return the documents with the accepted answers of `judged`. These are the same questions, in
+    other tokens."""
     answers = {question.name: question.answers for it in judged for question in it.questions}
     return [
         replace(it, questions=tuple(replace(of, answers=answers[of.name]) for of in it.questions))

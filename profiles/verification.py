@@ -48,8 +48,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     split: Split
     plans: tuple[FrontierPoint, ...]
-    """Plans that servers use, on these data; their values of the training split are the
-    profile's."""
+    """The plans that servers use, measured on these data. Their values for the training split are
+    the profile's."""
     holds: bool | None
     """True if the recommended plan passes the gate here, too. None if more such data could still
     show that it does."""

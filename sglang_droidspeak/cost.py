@@ -33,26 +33,27 @@ from cachetree import Span
 from cachetree.planning import Margin, PrefillCost, full_prefill_s, most_of, weighted_median
 
 _PER_LENGTH: Final = 8
-"""Most passes kept for each length. Lengths between two powers of two count as one length."""
+"""Most passes that are kept for each length. All lengths between two powers of two count as one
+length."""
 _LEAST_PER_LENGTH: Final = 3
 """Fewest passes that correct the fit at their length. With fewer, one outlier could decide."""
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
-"""Weight of each prior length in the fit. A measured pass has weight 1."""
+"""Weight in the fit of each length of the prior. A measured pass has weight 1."""
 _ABOVE_LEAST: Final = 1.25
 """Multiple of the fastest length's time. Lengths that take longer than this are fitted. The time of
 all other lengths counts as kernel launches."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
-"""Longest pass that is predicted, as a multiple of the longest measured pass."""
+"""Factor between the longest pass that is predicted and the longest measured pass."""
 _MIN_LOAD_BYTES: Final = 256 << 10
 _NUM_LOADS: Final = 16
 _PCIE_BYTE_S: Final = 1 / 12e9
 """Seconds per byte of page-locked copies over PCIe 3.0 x16, the slowest usual bus. Used until
 copies are measured."""
 _NOTICE_S: Final = 0.001
-"""Seconds of one turn of the scheduler: the least time in which it notices the end of a fetch."""
+"""Seconds of one turn of the scheduler. The end of a fetch is never noticed faster."""
 _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_MODELS: Final = 256
@@ -100,8 +101,8 @@ class _Latest:
         return self._by_length.values()
 
     def ratio(self, cost: PrefillCost) -> float:
-        """Return the measured seconds of all passes divided by the seconds that `cost` predicts.
-        The first pass warms up: it counts only while it is the only one."""
+        """Return the measured seconds of all passes, divided by the seconds that `cost` predicts.
+        The first pass warms up, and counts only while there is no other."""
         every = [it for each in self.by_length for it in each]
         passes = [it for it in every if it is not self._first] or every
         predicted_s = sum(cost.pass_s(it.num_tokens, it.context) for it in passes)
@@ -199,8 +200,8 @@ def _solve(passes: Sequence[_Pass], weights: Sequence[float]) -> tuple[float, fl
 class Meter:
     """Measure forwards, recomputes and copies while the server serves, and predict their costs.
 
-    On CUDA, events take the times without synchronising. The scheduler thread makes the meter and
-    measures. Any thread may read costs.
+    On CUDA, events measure the times, so the host need not wait. The scheduler thread makes the
+    meter and measures. Any thread may read costs.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Meter:
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(lambda: self._forwards.cost)
         self._by_model: Final[dict[object, _Latest]] = {}
-        """Latest forwards of each model. Forwards with requests of several models are left out."""
+        """Latest forwards of each model. A forward with requests of several models is left out."""
         self._lock: Final = threading.Lock()
         """Guards both fits and `_by_model`."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
@@ -248,8 +249,9 @@ class Meter:
         """Predict the seconds of a full prefill from the mean of this model's latest forwards.
 
         A model without forwards gets the mean of all models. None if nothing was measured.
-        `prefill` follows the median instead. Slow passes are rare and long, so a sum of medians is
-        less than clients wait in total. Adapters make a pass slower, so models have own means.
+        `prefill` follows the median instead. Slow passes are rare and long, so clients wait longer
+        in total than a sum of medians says. Adapters make a pass slower, so each model has its own
+        mean.
         """
         full_s = full_prefill_s(tokens, self.prefill)
         with self._lock:
@@ -269,8 +271,9 @@ class Meter:
 
     @property
     def copy_byte_s(self) -> float:
-        """Seconds that the loader takes to copy one byte into KV slots: the median over the latest
-        bytes, so long loads count more. Before the first load a usual value; 0 on a CPU."""
+        """Seconds that the loader takes to copy one byte into KV slots. This is the median over the
+        latest bytes, so long loads count more. Before the first load it is a usual value. On a CPU
+        it is 0."""
         if not self._copies:
             return _PCIE_BYTE_S if self._on_cuda else 0.0
         return weighted_median(
@@ -295,8 +298,8 @@ class Meter:
         self._notices.append((self._clock(), late_s))
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Record the seconds that the copies of one load took, on CUDA as timed on the copy stream.
-        Small loads are ignored."""
+        """Record the seconds that the copies of one load took. On CUDA, the copy stream measures
+        them. Small loads are ignored."""
         if num_bytes >= _MIN_LOAD_BYTES:
             self._copies.append((num_bytes, seconds))
 
@@ -356,8 +359,9 @@ class Meter:
     def _read(self) -> None:
         """Add the times of passes that the device has finished. The caller holds the lock.
 
-        Does nothing on other threads than the scheduler's. Their current device is the process's
-        first, perhaps another server's; to query an event would create a context on it.
+        Does nothing on threads other than the scheduler's. Their current device is the process's
+        first, which may belong to another server. A query for an event would create a context on
+        this device.
         """
         if threading.get_ident() != self._thread:
             return

@@ -16,7 +16,7 @@ from cachetree.checkpoint import Weights
 from cachetree.planning import LineProfile
 
 MAX_REMEMBERED: Final = 8
-"""Number of former models that may send to the present one. KV of older models is not read."""
+"""Number of former models that the present model may read from. KV of older models is not read."""
 
 
 class Lines:
@@ -44,8 +44,8 @@ class Lines:
         return pairs
 
     def _pairs(self, model: ModelIdentity, weights: Weights) -> Iterator[LineProfile]:
-        """Yield the pair of each earlier model and `model`, if their distance is known. The first
-        line that proves the distance gives the plan."""
+        """Yield the pairs of earlier models with `model`, if their distance is known. The first
+        line that has proven the distance gives the plan."""
         for former, theirs in self._models.values():
             if (change := weights.distances_from(theirs)) is not None:
                 by_lines = [it.inherited(former, model, change) for it in self._profiles]

@@ -271,7 +271,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         """End a batch. Return False if a copy into slots failed during the forward: SGLang then
         aborts the batch.
 
-        A failed fetch returns True: a full prefill has replaced the fetch before the forward.
+        After a failed fetch the result is True, because a full prefill has replaced the fetch
+        before the forward.
         """
         self._loader.finish(counter_index)
         if not all(self._ranks.least([self._loader.is_alive])):
@@ -293,8 +294,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     # Life.
 
     def reset(self) -> None:
-        """Forget everything about KV slots, because SGLang flushes its tree. Waits for copies in
-        flight."""
+        """Forget everything about KV slots, because SGLang flushes its tree. Waits until no copy
+        runs."""
         self._waiting.clear()
         self._offloader.reset()
         self._pool_index.clear()

@@ -31,7 +31,8 @@ _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Saving(msgspec.Struct, kw_only=True):
-    """Seconds that reuse between one sender and one receiver has saved and lost since the start."""
+    """Seconds that reuse between a sender and a receiver has saved, and seconds that it has lost,
+    since the start."""
 
     sender: ModelId
     receiver: ModelId
@@ -118,7 +119,7 @@ class Metrics:
             multiprocess_mode="livemax",
         )
         self._lines: Mapping[tuple[ModelId, ModelId], tuple[ModelId, ModelId]] = {}
-        """Pairs that inherit a plan, each with the last pair of its line."""
+        """Pairs that inherit a plan from a line, each with the last pair of this line."""
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes",
             "Bytes of E and KV staged for admitted requests; cachetree:fetched_bytes also has "
@@ -239,8 +240,8 @@ class Metrics:
         self.guard_evidence.labels(*names).set(pair.strength)
 
     def count_load(self, request: Request, *, is_good: bool) -> None:
-        """Count a request that has loaded its pages, or was prefilled in full instead. With
-        `is_good` false, SGLang aborts its batch, and no tokens count as reused."""
+        """Count a request that has loaded its pages, or that was prefilled in full instead. If
+        `is_good` is False, SGLang aborts its batch, and no tokens count as reused."""
         self.fetched_bytes.inc(request.source.staging.num_landed_bytes)
         self.queued_s.observe(request.queued_s)
         if is_good and not request.load.cause:
@@ -274,7 +275,7 @@ class CacheMetrics:
         *,
         beside: Callable[[], None],
     ) -> None:
-        """`beside` is called after each copy, to write other values."""
+        """`beside` is called after each copy. It writes other values."""
         self._status = status
         self._beside = beside
         gauge = partial(Gauge, multiprocess_mode="livesum")

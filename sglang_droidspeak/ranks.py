@@ -38,7 +38,7 @@ class AnotherRankFailed(Exception):
 
 
 class RanksApart(Exception):
-    """This rank has failed while others wait for it. Only a restart helps."""
+    """This rank has failed while other ranks wait for it. Only a restart helps."""
 
 
 class Ranks:

@@ -55,7 +55,8 @@ class WeightUpdates:
     """Function that is called once an update is settled, with the present model, its weights, and
     the name of its folder (empty if no folder was loaded)."""
     _reading: Future[Weights] | None = field(default=None, init=False)
-    """Weights after the last update, while a thread reads them. None on all ranks, or on none."""
+    """Weights after the last update, while a thread reads them. It is None on all ranks, or on no
+    rank."""
     _folder: str = field(default="", init=False)
     """Name of the folder that `_reading` reads."""
     _why: str = field(default="", init=False)

@@ -105,7 +105,7 @@ def frontier_data() -> list[Any]:
 
 
 def dashboard_data() -> tuple[list[str], list[dict[str, Any]]]:
-    """Titles of two panels of the dashboard, and a run's requests that they count.
+    """Titles of two panels of the dashboard, and the requests of a run that these panels count.
 
     Each panel is the rate of one counter by one label. All reused KV of the run is approximate.
     """
@@ -155,7 +155,8 @@ MADE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any, Path], None]]]] = 
     "dashboard": (dashboard_data, dashboard),
     "frontier": (frontier_data, lambda _, path: QUALITY.save(read_measured(REAL_PROFILE), path)),
 }
-"""Each picture: the data that it shows, and the function that draws it."""
+"""Function that returns a picture's data, and function that draws the picture from them, by the
+picture's name."""
 
 
 def digest(data: Any) -> str:
@@ -163,7 +164,7 @@ def digest(data: Any) -> str:
 
 
 def shown(name: str) -> str:
-    """Digest in the picture's file; empty without a file."""
+    """Digest in the picture's file. Empty if the file does not exist."""
     path = FOLDER / f"{name}.png"
     return str(Image.open(path).info.get("made of", "")) if path.exists() else ""
 

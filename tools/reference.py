@@ -46,7 +46,8 @@ _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 
 def field_docs(struct: type) -> dict[str, str]:
-    """Docstring of each field. msgspec keeps no docstrings, so we read the source."""
+    """Return the docstring of each field. We read the source, because msgspec keeps no
+    docstrings."""
     (body,) = ast.parse(inspect.getsource(struct)).body
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -116,7 +117,7 @@ def commands(parser: argparse.ArgumentParser) -> str:
 
 
 def _leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    """Yield each command below a parser, with its one line of help."""
+    """Yield each command below a parser, with its line of help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
@@ -210,7 +211,7 @@ def proof() -> str:
 
 
 def real_pairs() -> str:
-    """Show every profile of `examples/real`, passed or not; qualities are held-out."""
+    """Show every profile of `examples/real`, passed or not. Qualities are of held-out contexts."""
     rows = []
     for file in sorted((ROOT / "examples/real").glob("*_to_*.json")):
         profile, split = read_measured(file), read_measured(file).held_out
@@ -261,7 +262,7 @@ def sizes() -> str:
 
 
 def codecs() -> str:
-    """Show the bytes of each codec, relative to bfloat16."""
+    """Show how many bytes each codec takes, relative to bfloat16."""
     rows = ([f"`{it.value}`", f"{vector_bytes(it, 128, 2) / 256:.2f}"] for it in Codec)
     return table(["codec", "bytes, of those of bfloat16 with head_dim 128"], rows)
 
@@ -311,7 +312,8 @@ def written(page: str) -> str:
 
 
 def llms() -> str:
-    """Make `llms.txt`: each page with its first paragraph, in the order of the contents."""
+    """Make `llms.txt`: a list of all pages, each with its first paragraph, in the order of the
+    contents."""
     index = (ROOT / "docs/index.md").read_text()
     lines = ["\n\n".join(index.split("\n\n")[:2])]
     for caption, names in re.findall(

@@ -25,7 +25,7 @@ class Template(NamedTuple):
     head: str
     """Head of the table. Empty for a sentence without a table."""
     lines: Sequence[str]
-    """Lines of the table; each is filled with every row."""
+    """Lines of the table. Each row of the result fills all lines once."""
     after: str
 
 
@@ -82,8 +82,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fill(text: str, row: Row, default: str = "") -> str:
-    """Put the row's numbers into the text. If all are missing and there is a default, return the
-    default."""
+    """Put the row's numbers into the text. If the row has none of them, return the default, if
+    there is one."""
     cells = _Cells()
     filled = cells.vformat(text, (), row)
     return default if default and cells.are_missing == {True} else filled
@@ -157,7 +157,7 @@ def devices(results: Any) -> Iterator[Row]:
 
 
 def codecs(results: Any) -> Iterable[Row]:
-    """Yield each codec: a block's quality by pair, and its speeds."""
+    """Yield a row for each codec: the quality of a block for each pair, and the codec's speeds."""
     blocks = [it for it in results["quality"] if it["what"] == "block"]
     rows = {it["codec"]: dict(it) for it in blocks}
     for row in blocks:
@@ -187,7 +187,7 @@ def latest_soaks(log: Any) -> Iterator[Row]:
 
 
 def sets_of_contexts(results: Any) -> Iterator[dict[str, Any]]:
-    """Yield each pair and set of contexts, with its plans by name."""
+    """Yield each pair and set of contexts, with the pair's plans by name."""
     sets = {"long": " long", "texts": " pages and code"}
     for row in results["measured"]:
         of = f"{row['pair'].replace('_', ' ')}, {row['contexts']}{sets.get(row['on'], '')}"
@@ -242,9 +242,9 @@ def layers_of_maps(results: Any) -> Iterator[Row]:
 
 
 def in_time(rows: Iterable[Row]) -> tuple[Row, Row]:
-    """Return the rows of the highest rate that kept the target and of the next rate, both as they
-    ran. A rate keeps the target if 90 % of requests do, at this rate and all lower ones. A missing
-    row is empty."""
+    """Return two rows as they ran: of the highest rate that kept the target, and of the next rate.
+    A rate keeps the target if 90 % of requests do, at this rate and all lower ones. A missing row
+    is empty."""
     best: Row = {}
     for row in sorted(rows, key=lambda row: row["request_rate"]):
         if row["attainment"] < 0.9:
@@ -254,7 +254,8 @@ def in_time(rows: Iterable[Row]) -> tuple[Row, Row]:
 
 
 def rates_in_time(results: Any) -> Iterator[Row]:
-    """Yield the two rates between which each contender loses the target, and its idle times."""
+    """Yield the two rates between which each contender starts to miss the target, and its times on
+    an idle server."""
     for name, of in results["rows"].items():
         best, lost = in_time(of)
         idle = {key: results[key][name] for key in ("idle_ttft_ms", "idle_latency_ms", "bound")}
@@ -262,8 +263,8 @@ def rates_in_time(results: Any) -> Iterator[Row]:
 
 
 def the_gain(results: Any) -> Iterator[Row]:
-    """Yield the highest rate in time of the block and of SGLang alone; the lowest rate that ran if
-    none was in time."""
+    """Yield the highest rate in time of the block, and of SGLang alone. If no rate was in time, it
+    is the lowest rate that ran."""
     for_sentence = {"block": "block", "alone": "SGLang alone"}
     ends = {key: in_time(results["rows"][name]) for key, name in for_sentence.items()}
     yield {**results, **{key: kept or lost for key, (kept, lost) in ends.items()}}

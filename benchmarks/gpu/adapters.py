@@ -24,7 +24,8 @@ DEVICE = {
 
 
 def measure(_num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Measure the time to first token of later adapters, and of all at once, in one round."""
+    """Measure the time to first token in one round: of each adapter after the first, and of all at
+    once."""
     at, num_adapters = scale(), 2 if is_rehearsal() else NUM_ADAPTERS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

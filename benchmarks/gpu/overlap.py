@@ -62,8 +62,8 @@ class Layer:
             self._run_chunk(slice(start, start + CHUNK))
 
     def _run_chunk(self, at: slice) -> None:
-        """Compute as SGLang with FlashInfer does: one attention over the prefix, one over the
-        chunk. The sum stands for the merge of both."""
+        """Compute as SGLang with FlashInfer does: one attention over the prefix, and one over the
+        chunk. SGLang merges both; here we add them up."""
         e = self._e[at]
         widths = (copies.HIDDEN, self._kv_width, self._kv_width)
         q, self._k[at], self._v[at] = (_normal(e) @ self._weights["qkv"]).split(widths, dim=1)
@@ -87,7 +87,7 @@ def _normal(e: torch.Tensor) -> torch.Tensor:
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool
 ) -> torch.Tensor:
-    """Attention of `[tokens, heads * head_dim]`; queries have more heads than keys."""
+    """Compute attention of `[tokens, heads * head_dim]`. Queries have more heads than keys."""
     heads = [it.unflatten(1, (-1, copies.HEAD_DIM)).transpose(0, 1)[None] for it in (q, k, v)]
     out = F.scaled_dot_product_attention(*heads, is_causal=is_causal, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)

@@ -44,8 +44,8 @@ def is_rehearsal() -> bool:
 
 
 def needs(*packages: str, on_cpus: bool = False) -> None:
-    """Raise NotHere if there is no CUDA device, or one of these packages is missing. A part whose
-    servers can run `on_cpus` needs no device while it is rehearsed."""
+    """Raise NotHere if there is no CUDA device, or if one of these packages is missing. During a
+    rehearsal, a part that can run `on_cpus` needs no device."""
     if not (torch.cuda.is_available() or (on_cpus and is_rehearsal())):
         raise NotHere("there is no CUDA device")
     for package in packages:
@@ -69,8 +69,8 @@ def attempt(part: Part, num_tokens: int, tell: Callable[[Found], None]) -> None:
 def within(
     command: Sequence[str], most_s: float, report: Callable[[Found], None] = lambda _: None
 ) -> Found:
-    """Run a command for at most `most_s` seconds. Return the last results that it has printed;
-    report each line at once."""
+    """Run a command for at most `most_s` seconds, and report each line that it prints at once.
+    Return the last results that it has printed."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ
     )
@@ -107,8 +107,8 @@ def lines_of_json(lines: Any) -> Iterator[Found]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End the process and all that it has started in its session. SIGTERM is first, because tests
-    have servers to stop."""
+    """End the process and everything that it has started in its session. First send SIGTERM,
+    because tests have servers to stop."""
     with contextlib.suppress(ProcessLookupError):  # No process is left.
         for how in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, how)
@@ -125,7 +125,7 @@ def run_all(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Mapping[str, Any]]:
-    """Run all parts in order. Each has its own time, and the time that earlier parts left."""
+    """Run all parts in order. Each part has its own time, and the time that earlier parts left."""
     results_of: dict[str, Mapping[str, Any]] = {}
     spare_s = 0.0
     for name, part in parts.items():

@@ -62,8 +62,8 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor], seeds: Mapping[str, 
 
 
 def plugin_environment(folder: Path, path: str) -> dict[str, str]:
-    """Write a plugin of SGLang into the folder. Returns the environment of servers that load it;
-    `path` is their PYTHONPATH without it."""
+    """Write a plugin of SGLang into the folder. Return the environment of servers that load it.
+    `path` is their PYTHONPATH without the plugin."""
     about = folder / "random_weights-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: random-weights\nVersion: 0\n")

@@ -44,8 +44,8 @@ class Scale:
     """Width of the MLP."""
     layers: int
     block: Span
-    """Layers that are recomputed. The models are equal below, so that a reuse has to answer as a
-    full prefill does."""
+    """Layers that are recomputed. Below them the models are equal, so an answer with reuse has to
+    equal full prefill's."""
     lengths: Sequence[int]
     """Tokens of the prompts for which the first token is timed."""
     num_documents: int

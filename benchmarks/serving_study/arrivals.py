@@ -12,7 +12,7 @@ import numpy as np
 
 
 def poisson(num: int, seed: int) -> list[float]:
-    """Seconds from the start; the first gap counts."""
+    """Draw arrival times in seconds from the start. The first gap is before the first request."""
     return gamma(num, seed, cv=1.0)
 
 

@@ -27,11 +27,11 @@ class Ask:
     num_new: int
     """Tokens to generate."""
     controls: Mapping[str, Any] | None
-    """Settings of the extension; None if the server has no extension."""
+    """Settings of the extension. None if the server has no extension."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was answered; times are seconds from the start of the run."""
+    """A request that was answered. Times are in seconds from the start of the run."""
 
     document: int
     replica: str
@@ -79,7 +79,7 @@ async def _run(asks: Sequence[Ask]) -> list[Answer]:
 
 
 async def send(http: aiohttp.ClientSession, ask: Ask, started_s: float) -> Answer:
-    """Send a request when it is due; `started_s` is the start of the run on `time.perf_counter`."""
+    """Send a request when it is due. `started_s` is the start of the run on `time.perf_counter`."""
     params: dict[str, Any] = {
         "temperature": 0,
         "max_new_tokens": ask.num_new,

@@ -25,7 +25,7 @@ def trimmed(answers: Sequence[Answer], share: float = 0.1) -> list[Answer]:
 
 
 def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str, Any]:
-    """Summarise a run. `rate` is the offered load in requests per second; `target_s` is the goal
+    """Summarise a run. `rate` is the offered load in requests per second. `target_s` is the target
     for the TTFT."""
     span_s = max(it.tokens_s[-1] for it in answers) - min(it.due_s for it in answers)
     gaps = [b - a for it in answers for a, b in zip(it.tokens_s, it.tokens_s[1:], strict=False)]

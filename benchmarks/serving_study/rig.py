@@ -43,7 +43,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     heads: int
     block: tuple[int, int]
-    """Layers that the receiver recomputes. If there is time, it recomputes `wide_block` instead."""
+    """Layers that the receiver recomputes. If it has time for more, it recomputes `wide_block`."""
     wide_block: tuple[int, int]
     num_replicas: int
     num_documents: int
@@ -61,8 +61,8 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of a replica's KV pool. They hold fewer than half of the documents, so no replica
-        has a document in its own cache when it is asked for again."""
+        """Tokens of a replica's KV pool. The pool holds fewer than half of the documents. So no
+        replica has a document in its own cache when the next request for it comes."""
         return int(0.4 * self.num_documents * (self.document_tokens + self.question_tokens))
 
     def write(self, folder: Path, names: Sequence[str]) -> list[Path]:
@@ -110,7 +110,7 @@ QUICK = Size(
 class Rig:
     size: Size
     worker: Process
-    """Worker that holds every document as the sender read it."""
+    """Worker that holds the KV of every document, as the sender computed it."""
     sender: Server
     alone: Sequence[Server]
     """Replicas of SGLang without the extension."""
@@ -122,8 +122,8 @@ class Rig:
     def ask(
         self, number: int, document: int, at_s: float, controls: Mapping[str, Any] | None
     ) -> Ask:
-        """Build the `number`th request. Replicas take turns; without controls it goes to SGLang
-        alone."""
+        """Build the request with this number. Replicas take turns. A request without controls goes
+        to SGLang alone."""
         return Ask(
             at_s=at_s,
             url=self.replica(number, controls).url,

@@ -39,7 +39,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_trace() -> list[Request]:
-    """Read all requests; the first line of the file describes the model they were made for."""
+    """Read all requests. The first line of the file describes the model for which they were
+    made."""
     lines = TRACE.read_bytes().splitlines()[1:]
     return [msgspec.json.decode(line, type=Request) for line in lines]
 

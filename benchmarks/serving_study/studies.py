@@ -21,7 +21,7 @@ TARGET = 2.0
 """Target for the TTFT, as a multiple of a full prefill's TTFT on an idle server."""
 Say = Callable[[str], None]
 Controls = Mapping[str, Any] | None
-"""Settings of the extension; None is SGLang alone."""
+"""Settings of the extension. None: SGLang alone."""
 Rows = dict[str, list[dict[str, Any]]]
 """Rows of a study's table, by contender."""
 
@@ -32,7 +32,7 @@ class Idle:
 
     rig: Rig
     contenders: Mapping[str, Controls]
-    """Controls by contender. There are two blocks: the wider one answers a little better."""
+    """Controls by contender. There are two blocks, and the wider block answers a little better."""
     answers: Mapping[str, Sequence[Answer]]
     """Answers of each measured contender, one for every document."""
     target_s: float
@@ -64,7 +64,7 @@ class Found:
 
     summary: Mapping[str, Any]
     requests: Sequence[Mapping[str, Any]]
-    """Every request that was sent: its `client.Answer`, contender and load."""
+    """Every request that was sent, as its `client.Answer`, contender and load."""
 
 
 def measure_idle(rig: Rig, names: Collection[str], say: Say) -> Idle:

@@ -24,8 +24,8 @@ _NOTES = """
     layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
     task_type
 """
-"""Fields of an adapter's config that do not change its computation: they are about its origin and
-the names of its tensors. All other fields count."""
+"""Fields of an adapter's config that do not change its computation: they state its origin, or name
+its tensors. All other fields count."""
 _IGNORED: Final = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Keys that change what PEFT computes, and that SGLang 0.5.23 does not read."""
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -60,8 +60,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     def first_difference(self, other: Adapter, num_layers: int) -> int:
         """Return the first layer at which this adapter and another make different models of a base.
 
-        Returns `num_layers` if they do not differ. Tensors are compared, not their products:
-        factors of zeros are a difference, too.
+        Returns `num_layers` if they do not differ. Tensors are compared, not their products. So an
+        adapter with factors of zeros differs from the base, too.
         """
         ours, theirs = self.layers, other.layers
         touched = {*ours, *theirs}
@@ -109,8 +109,9 @@ def read_invocation(path: Path) -> tuple[int, ...]:
 
 
 def acting(path: Path) -> tuple[str, list[str]]:
-    """Return a text that says from which token on the adapter in the PEFT folder `path` acts, and
-    the keys of its config that SGLang ignores. Raises ConfigError if the config cannot be read."""
+    """Return a text for people about the adapter in the PEFT folder `path`: from which token on it
+    acts. Also return the keys of its config that SGLang ignores. Raises ConfigError if the config
+    cannot be read."""
     config = read_json(path / "adapter_config.json")
     if invocation := config.get("alora_invocation_tokens"):
         where = f"acts from its invocation on, tokens {invocation}"
@@ -125,8 +126,8 @@ def targets(path: Path) -> list[str]:
 
 
 def base_of(path: Path) -> Path | None:
-    """Return the checkpoint folder that the PEFT folder `path` names as its base, if that exists
-    here."""
+    """Return the checkpoint folder that the PEFT folder `path` names as its base. None if this
+    folder does not exist here."""
     named = read_json(path / "adapter_config.json").get("base_model_name_or_path")
     folders = (path / str(named), Path(str(named)))
     return next((it.resolve() for it in folders if named and (it / "config.json").is_file()), None)
@@ -184,7 +185,7 @@ def _applied(path: Path) -> str:
 
 
 def _applying(path: Path) -> dict[str, Any]:
-    """Return the settings of an adapter's config that decide what its tensors do."""
+    """Return the settings of an adapter's config that decide how its tensors are applied."""
     config = read_json(path / "adapter_config.json")
     if not config.get("peft_type"):
         raise ConfigError(

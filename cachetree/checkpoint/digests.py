@@ -52,12 +52,12 @@ def user_cache() -> Path:
 
 
 def bytes_digest(dtype: str, shape: tuple[int, ...], content: memoryview) -> str:
-    """Return the digest of a tensor in memory. It equals that of the same tensor in a file."""
+    """Return the digest of a tensor in memory. The same tensor in a file has an equal digest."""
     return _begun(dtype, shape).update(content).hexdigest()
 
 
 def digest_of(value: Any) -> str:
-    """Return the SHA-256 of a JSON value; the order of keys does not count."""
+    """Return the SHA-256 of a JSON value. The order of keys does not matter."""
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
 
 

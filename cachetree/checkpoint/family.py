@@ -35,7 +35,8 @@ class Codec(StrEnum):
 
 
 def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
-    """Bytes of a vector of `length` values; ConfigError for an impossible length."""
+    """Bytes of an encoded vector of `length` values. Raises ConfigError for an impossible
+    length."""
     if codec is Codec.NONE:
         return length * value_bytes
     if codec is not Codec.INT4:
@@ -66,7 +67,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     """Hexadecimal digest of how the tokenizer turns text into ids, see `checkpoint.tokenizer`."""
     weights: str
-    """Hexadecimal digest of all tensors, with the adapter, and of config fields about them."""
+    """Hexadecimal digest of all tensors, of the adapter, and of config fields about both."""
 
     @property
     def model_id(self) -> ModelId:
@@ -139,8 +140,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def e_width(self) -> int:
-        """Number of E's columns on each rank; the first rank has the first columns. Raises
-        ConfigError if the ranks cannot have equally many."""
+        """Number of E's columns on each rank. The first rank has the first columns. Raises
+        ConfigError if the columns cannot be divided equally."""
         width, rest = divmod(self.hidden_size, self.tp_size)
         if rest:
             raise ConfigError(
@@ -157,7 +158,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[dtype])
 
     def require_equal(self, other: Family, *, who: str) -> None:
-        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
+        """Raise FamilyMismatch if `other` differs from this family. The error names the first field
+        that differs."""
         for field in self.__struct_fields__:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:

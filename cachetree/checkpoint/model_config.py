@@ -16,7 +16,7 @@ Config = Mapping[str, Any]
 """A config.json as `read_config` returns it; its keys depend on the model."""
 
 RENAMED: Final = {"num_local_experts": "num_experts"}
-"""Names that transformers gives one field in different releases, and the name used here."""
+"""Field names of different releases of transformers, each with the name that is used here."""
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
     """Return canonical JSON of all that changes the rotary embedding.
 
     Old style: `rope_theta`, `partial_rotary_factor` and `rope_scaling` (with `type` or `rope_type`)
-    at the top. New style: everything in `rope_parameters`, possibly once per type of layer. Equal
-    strings mean equal rotations; head_dim is compared elsewhere.
+    at the top level. New style: everything in `rope_parameters`, possibly once per type of layer.
+    Equal strings mean equal rotations; head_dim is compared elsewhere.
     """
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if stated and all(isinstance(value, dict) for value in stated.values()):

@@ -83,8 +83,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def require_no_others(files: list[Path], present: Iterable[Path]) -> list[Path]:
-    """Return `files`. Raises ConfigError if other files are present that SGLang or transformers
-    would load, too, or instead."""
+    """Return `files`. Raises ConfigError if the folder has other files that SGLang or transformers
+    would load in addition, or instead."""
     for other in sorted(set(present).difference(files)):
         raise ConfigError(
             f"{other} lies beside other weights, and SGLang loads them otherwise than transformers "
@@ -94,7 +94,7 @@ def require_no_others(files: list[Path], present: Iterable[Path]) -> list[Path]:
 
 
 def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """Read all tensors of these files by name; raises ConfigError naming a broken file."""
+    """Read all tensors of these files, by name. Raises ConfigError naming a broken file."""
     return {name: tensor for path in paths for name, tensor in _read_header(path)}
 
 
@@ -144,7 +144,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def own_layer(name: str) -> int | None:
-    """Return the layer that a tensor is part of; None if it is outside of the layers."""
+    """Return the layer that a tensor belongs to. None if the tensor is outside of the layers."""
     match = _LAYER.search(name)
     return int(match.group(1)) if match else None
 

@@ -38,7 +38,8 @@ EMPTY: Final[Sketches] = {}
 
 
 def sketch_of(name: str, dtype: str, content: memoryview) -> Sketch:
-    """Return the sketch of a tensor in memory. Raises ConfigError if its type has none."""
+    """Return the sketch of a tensor in memory. Raises ConfigError if a tensor of this type has no
+    sketch."""
     step = _piece_bytes(name, dtype)
     return _sketch(name, dtype, (content[at : at + step] for at in range(0, len(content), step)))
 

@@ -62,7 +62,7 @@ _SPACES: Final = {
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Return the digest of the ids that the tokenizer in folder `path` makes of text; raises
+    """Return a digest of the token ids that the tokenizer in folder `path` makes of texts. Raises
     ConfigError."""
     file = path / "tokenizer.json"
     if not file.is_file():

@@ -26,7 +26,7 @@ Layout = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Digests of a model's tensors, as far as they are known."""
+    """Digests of those tensors of a model that are known."""
 
     started_as: ModelIdentity
     """Identity of the model at start. An update changes only its field `weights`, because a server

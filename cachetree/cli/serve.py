@@ -26,7 +26,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A family, described by one of its models and the way engines run it."""
+    """A family that is described by one of its models, and by the way engines run this model."""
 
     model: str
     """Folder of a checkpoint. It need not contain weights."""
@@ -67,8 +67,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Content of the file that `cachetree serve` reads."""
 
     family: Family
-    """Family of models that share the cache; all servers that it talks to must agree. The file may
-    have the fields of a `CheckpointFamily` instead."""
+    """Family of models that share the cache. All servers that it talks to must have the same
+    family. The file may have the fields of a `CheckpointFamily` instead."""
     cache: ServedCache = ServedCache()
     http: str | int = ""
     """Address `HOST:PORT` that serves /metrics and /health. A port without a host is reachable on

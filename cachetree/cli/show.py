@@ -14,7 +14,8 @@ from cachetree.errors import CacheTreeError, printable
 
 
 def escape_output() -> None:
-    """Escape characters that the terminal's encoding lacks, such as ASCII's, instead of failing."""
+    """Print characters that the terminal's encoding lacks (as ASCII does) as escapes, instead of
+    failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -28,7 +28,7 @@ __all__ = ["Correction", "maps_path", "read_corrections", "write_corrections"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """One map's tensors, all of one dtype and on one device."""
+    """Tensors of one map, all of one dtype and on one device."""
 
     bias: Tensor
     """Bias that is added to E, `[hidden]`."""
@@ -36,7 +36,7 @@ class Correction:
     """Matrix that E is multiplied with, `[hidden, hidden]`."""
 
     def __call__(self, e: Tensor, into: Tensor | None = None) -> Tensor:
-        """Correct E, `[tokens, hidden]`, of the map's dtype and device; products are added up in
+        """Correct E, `[tokens, hidden]`, of the map's dtype and device. Products are summed in
         float32. Writes the result to `into`, if given."""
         return torch.addmm(e, e, self.matrix, out=into).add_(self.bias)
 
@@ -82,7 +82,7 @@ def write_corrections(
 
 
 def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
-    """Read all maps that the profile at `path` names, by digest, into host memory.
+    """Read all maps that the profile at `path` names into host memory. Return them by digest.
 
     Raises ProfileError naming the field, its value and the remedy if maps are missing, or have
     other shapes, dtypes or content.

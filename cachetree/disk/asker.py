@@ -16,19 +16,20 @@ _MAX_ROOM_S: Final = 1.0
 _LOOK_S: Final = 0.01
 
 LetGo = Callable[[], object]
-"""Function that releases pages that were read. Any thread may call it, also several times."""
+"""Function that releases pages that were read. Any thread may call it, and may call it several
+times."""
 
 
 class Asker:
     """A caller inside the tier. It does not wait for room, and leases no pages."""
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """`is_over` says if the line is no longer wanted; any thread may call it."""
+        """`is_over` returns True once the line is no longer wanted. Any thread may call it."""
         self.is_over: Final = is_over
 
     def keep(self, pages: Sequence[PageHash], part: Part) -> None:
-        """Lease these consecutive pages, and so all before them. Replaces the earlier lease of this
-        part."""
+        """Lease these consecutive pages, which also keeps all pages before them. Replaces the
+        earlier lease of this part."""
 
     def let_go(self) -> None:
         """End all leases."""

@@ -74,7 +74,8 @@ class Directory:
         return self._files(self._prefix + _KEY)
 
     def sweep(self) -> int:
-        """Delete files that processes had begun when they died; return the number of files."""
+        """Delete the unfinished files of processes that have died. Return the number of deleted
+        files."""
         begun = self._files(_ENTRY + re.escape(TEMPORARY))
         for path in begun:
             Path(path).unlink()
@@ -120,7 +121,7 @@ class Directory:
 
 
 def try_directory(path: Path) -> None:
-    """Check that this process could use a directory, and leave everything as it was.
+    """Check that this process could use a directory, without changing anything.
 
     Raises ConfigError, like `Directory`.
     """

@@ -52,7 +52,7 @@ Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=P
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """An entry without its payload and checksums."""
+    """Description of an entry: everything except its payload and checksums."""
 
     family: str
     """Digest of the family."""
@@ -73,9 +73,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def key(self) -> str:
-        """Name of the record's file, from the first and the last page hash. A page hash covers all
-        pages before it, so both identify the pages. Pages that were published twice are in one
-        file."""
+        """Name of the record's file. It is made from the first and the last page hash. A page hash
+        covers all pages before it, so both identify the pages. Pages that were published twice are
+        in one file."""
         body = f"{self.model} {self.part} ".encode() + self.pages[0] + self.pages[-1]
         return sha256(body).hexdigest()[:32]
 
@@ -98,7 +98,7 @@ def size_of(record: Record, layout: Layout) -> int:
 
 
 def read_record(path: str, family: Family) -> tuple[Record, os.stat_result] | None:
-    """Read a file's record; None if the file is torn, damaged or another family's. Raises
+    """Read a file's record. None if the file is incomplete, damaged or of another family. Raises
     OSError."""
     with BufferedReader(FileIO(path)) as file:
         stat = os.fstat(file.fileno())

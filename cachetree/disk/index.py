@@ -26,7 +26,8 @@ class DiskFile:
         self.key: Final = record.key
         self.num_bytes: Final = size_of(record, layout)
         self.above: Final = above
-        """File of the same part with the page before this file's first. None at the root."""
+        """File of the same part with the page before this file's first page. None if this file
+        begins at the root."""
         self.kv: Final = kv
         """File with the KV of the last page, if this file has E. E is deleted with its KV."""
         self.on: Final[set[DiskFile]] = set()
@@ -39,13 +40,14 @@ class DiskFile:
         return self.record.num_before + self.layout.num_pages
 
     def pages_at(self, depths: Span) -> Span:
-        """Convert pages of a prompt to pages of the file, counted from its first."""
+        """Convert pages of a prompt to pages of the file, which count from the file's first
+        page."""
         start = self.record.num_before
         return Span(depths.start - start, depths.stop - start)
 
     def line(self) -> Iterator[DiskFile]:
-        """Yield the file and all files that it depends on: E before its KV, a prompt's first pages
-        last."""
+        """Yield the file and all files that it depends on. E comes before its KV, and a prompt's
+        first pages come last."""
         for end in (self, self.kv):
             file = end
             while file is not None:
@@ -81,7 +83,8 @@ class DiskFiles:
                 self._use(file)
 
     def add(self, file: DiskFile) -> bool:
-        """Add a file, as used now. Return False if a file that it depends on is missing."""
+        """Add a file, and count it as used now. Return False if a file that it depends on is
+        missing."""
         with self._lock:
             below = [it for it in (file.above, file.kv) if it is not None]
             if not all(it in self._order for it in below):
@@ -106,7 +109,8 @@ class DiskFiles:
             return self._taken(coldest) if coldest else []
 
     def take_if(self, is_wanted: Callable[[DiskFile], bool]) -> list[DiskFile]:
-        """Remove the wanted files that no remaining file depends on, each with its E."""
+        """Remove each wanted file if no remaining file depends on it. The file's E is removed with
+        it."""
         with self._lock:
             gone: list[DiskFile] = []
             for file in list(self._order):

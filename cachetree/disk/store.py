@@ -25,7 +25,7 @@ from cachetree.tree import CacheTree, Change
 log = logging.getLogger(__name__)
 
 _FILES_PER_BUDGET: Final = 8
-"""Least number of files that a budget holds, so that an eviction removes little at once."""
+"""Fewest files for which a budget has room, so that an eviction removes little at once."""
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
 
@@ -40,7 +40,7 @@ class DiskCounts(msgspec.Struct, kw_only=True):
     num_damaged_entries: int = 0
     """Entries that were damaged or unreadable, with the entries that depend on them."""
     num_torn_writes: int = 0
-    """Incomplete files of processes that died while they wrote them."""
+    """Incomplete files that remained from processes that died."""
     num_evicted_entries: int = 0
 
 
@@ -159,8 +159,7 @@ class DiskStore:
         return max(1, self._max_file_bytes // page_bytes)
 
     def write(self, change: Change, views: Views) -> bool:
-        """Write pages that were added to a tree. `views` returns the pages' bytes. Blocks on the
-        disk.
+        """Write pages that were added to a tree. `views` returns their bytes. Blocks on the disk.
 
         Pages that are on disk already are skipped. Returns False if the pages before them are not
         on disk (they could never match), if the budget has no room, or if the disk is full or
@@ -229,7 +228,7 @@ class DiskStore:
         self._make_room(0)
 
     def _recovered(self, path: str) -> tuple[Record, os.stat_result] | None:
-        """Read a file's record; delete a damaged file."""
+        """Return the record of a file. Delete the file if it is damaged."""
         why = "no whole entry"
         try:
             if recovered := files.read_record(path, self.family):
@@ -244,8 +243,8 @@ class DiskStore:
         return None
 
     def _file_of(self, change: Change) -> DiskFile | None:
-        """Make a file object for these pages, as used now. None if a file that they depend on is
-        missing."""
+        """Make a file object for these pages, and count it as used now. None if a file that they
+        depend on is missing."""
         above = kv = None
         num_before = 0
         if change.parent is not None:
@@ -307,8 +306,8 @@ class DiskStore:
         return False
 
     def _is_published(self, file: DiskFile) -> bool:
-        """Add a file to the index and to the tree. Returns False if some of its pages are in
-        another file, or if a file that it depends on is gone."""
+        """Add a file to the index and to the tree. Returns False if another file has some of its
+        pages, or if a file that it depends on is gone."""
         record = file.record
         if self._sources(record.model, record.pages[:1], record.part) or not self.files.add(file):
             return False

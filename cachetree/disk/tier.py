@@ -77,7 +77,7 @@ class DiskTier:
             self._promotions = _threads("cachetree-disk-promote", 1, undo)
             """One thread, because memory may lack room for the entries of two prompts at a time."""
             self._orders = _threads("cachetree-disk-evict", 2, undo)
-            """Two threads: one may hang in the deletion of a file."""
+            """Two threads, because one may hang in the deletion of a file."""
             self._behind = WriteBehind(
                 tree, DISK, "cachetree-disk-write", self._write, clock, self._store.num_fitting
             )
@@ -90,7 +90,7 @@ class DiskTier:
         return self._calls.have_stalled
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        """Fill `staging` from disk in a thread; a failure fails `staging`."""
+        """Fill `staging` from disk, in a thread. If that fails, fail `staging`."""
         if self.is_paused:
             staging.fail(FetchError("the disk does not answer"))
         elif not self._reads.put(partial(self._fetch, model, pages, staging)):
@@ -217,7 +217,7 @@ class DiskTier:
                 return
 
     def _promote_file(self, file: DiskFile, asker: Asker = NO_PEER) -> bool:
-        """Read a file's pages into memory, which has its parent already. Return False if that
+        """Read a file's pages into memory. Their parent page is there already. Return False if that
         fails."""
         with self._behind.moves:
             is_here = self._bring(file, asker)
@@ -244,7 +244,8 @@ class DiskTier:
     def _read_into(
         self, views: Sequence[memoryview], file: DiskFile, step: Step, page: int
     ) -> None:
-        """Read the file's pages from `page` on into the views; each view has whole pages."""
+        """Read the file's pages, from `page` on, into the views. Each view has room for whole
+        pages."""
         for view in views:
             num_pages = view.nbytes // file.layout.step_bytes
             with self._calls:
@@ -297,7 +298,8 @@ class DiskTier:
             done(asker.let_go)
 
     def _missing_bytes(self, line: Sequence[DiskFile], asker: Asker) -> int:
-        """Return the bytes of a line that are not in memory. `asker` leases its pages in memory."""
+        """Return how many bytes of a line are missing in memory. `asker` leases the line's pages
+        that are in memory."""
         num_bytes = 0
         for file in line:
             record = file.record

@@ -47,8 +47,8 @@ Run = tuple[int, int]
 """Start and end of a run of bytes, half-open."""
 
 Register = Callable[[memoryview], Callable[[], None]]
-"""Function that makes memory known to a device, and returns a function that ends this. The memory
-is never moved or resized. Raises ConfigError."""
+"""Function that registers memory with a device, and returns a function that ends the registration.
+The memory is never moved or resized. Raises ConfigError."""
 
 
 def unregistered(memory: memoryview) -> Callable[[], None]:
@@ -119,7 +119,7 @@ class Arena:
         return place if 0 <= place < self.file.num_bytes else None
 
     def close(self) -> None:
-        """Lend no more, let no further process open the file, and end the registration. Lent bytes
+        """Stop lending, let no further process open the file, and end the registration. Lent bytes
         stay as long as they are viewed."""
         with self._lock:
             for end in self._ends:

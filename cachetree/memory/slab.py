@@ -16,7 +16,7 @@ _NO_MEMORY: Final = memoryview(b"")
 
 
 class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Address of an arena: all that another process of the same host needs to read it."""
+    """Address of an arena. Another process of the same host needs nothing else to read it."""
 
     pid: int
     fd: int
@@ -30,8 +30,8 @@ class NoRoom(MemoryError):
 
 
 class Torn(NoRoom):
-    """Raised if enough bytes are free, but too scattered: no free run fits a block. `num_bytes`
-    more have to become free."""
+    """Raised if enough bytes are free, but no free run is long enough for a block. `num_bytes` more
+    have to become free."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes} bytes where all that is free is torn")
@@ -46,7 +46,8 @@ class Blocks(NamedTuple):
 
 
 class Loan:
-    """Lent bytes of a pool. A view of them prevents the pool from lending them again."""
+    """Bytes that a pool has lent. As long as a view of them exists, the pool does not lend them
+    again."""
 
     __slots__ = ("memory", "runs")
 
@@ -78,19 +79,19 @@ class Pool(Protocol):
         exists."""
 
     def close(self) -> None:
-        """Lend no more. Lent bytes stay as long as they are viewed. Idempotent."""
+        """Stop lending. Lent bytes stay as long as they are viewed. Idempotent."""
 
     @property
     def file(self) -> ArenaFile | None:
         """File from which other processes may read the memory; None if they cannot."""
 
     def place_of(self, view: memoryview) -> int | None:
-        """Return the offset of these bytes in `file`; None if they are not in it."""
+        """Return the offset of these bytes in `file`. None if the file does not have them."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Layout of an entry of `num_pages` pages in memory: its steps one after the other, all of
-    equal size."""
+    """Layout of an entry of `num_pages` pages in memory. Its steps are one after the other, and
+    have equal sizes."""
 
     num_pages: int
     num_steps: int
@@ -121,7 +122,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def index_of(step: Step) -> int:
-    """Return the step's place among the steps of its entry."""
+    """Return the index of a step among all steps of its entry."""
     return step.layer if step.kind is Kind.KV else 0
 
 
@@ -163,8 +164,8 @@ class Slab:
         return self._checksums
 
     def views(self, step: Step, pages: Span) -> list[memoryview]:
-        """Return views of one step of these pages, in order: one view for each contiguous run of
-        memory."""
+        """Return views of one step of these pages, in order. Each contiguous run of memory has one
+        view."""
         size, whole = self.layout.step_bytes, self._loan.memory
         places = self._loan.places(index_of(step), Span(pages.start * size, pages.stop * size))
         return [whole[it.start : it.stop] for it in places]

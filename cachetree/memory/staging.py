@@ -16,7 +16,7 @@ from cachetree.memory.copying import copy, cut, scatter
 from cachetree.memory.slab import Blocks, Pool
 
 Views = Mapping[Step, Sequence[memoryview]]
-"""The bytes of each step, in as many runs as they occupy."""
+"""Bytes of each step, as one view for each run of memory."""
 
 NoteEnd = Callable[["Staging"], None]
 
@@ -48,8 +48,8 @@ class Staging:
             views = {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
         self._views = views
         self._across: tuple[Sequence[memoryview], memoryview] | None = None
-        """Buffer for bytes that cross two runs of memory: the places of its bytes, and the buffer
-        that the writer fills."""
+        """Buffer for bytes that cross from one run of memory into another. The tuple has their
+        places in memory, and the buffer that the writer fills instead."""
         self._note_end: NoteEnd | None = note_end
         self._missing = dict(sizes)
         self._changed = threading.Condition()
@@ -60,7 +60,7 @@ class Staging:
         self.completed_s: float | None = None
         """Time when the last byte landed, on the deadline's clock."""
         self.traceparent = ""
-        """Trace id of the request that the fetch is for, set before the writer begins; empty if the
+        """Trace id of the request that needs the fetch. Set before the writer begins; empty if the
         request is not traced."""
         self.landed_s: dict[Step, float] = {}
         """Time when each step landed, on the same clock; only for a traced request."""
@@ -74,9 +74,9 @@ class Staging:
         self.land(step, payload.nbytes)
 
     def room(self, step: Step, offset: int, size: int) -> memoryview:
-        """Return memory of a step, which the writer fills itself and then counts by `land`.
+        """Return memory of a step. The writer fills it, and then reports the bytes by `land`.
 
-        Raises ValueError if the bytes would not fit, Cancelled after `cancel` or `release`.
+        Raises ValueError if the bytes would not fit, and Cancelled after `cancel` or `release`.
         """
         if offset < 0 or offset + size > self.sizes[step] or size > self._missing[step]:
             raise ValueError(f"{size} bytes at {offset} do not fit {step}")
@@ -113,13 +113,13 @@ class Staging:
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise a copy of the error that ended the fetch early, if any. The original would keep the
-        other thread's frames alive, and with them views of memory."""
+        """Raise a copy of the error that ended the fetch early, if any. The original error would
+        keep the other thread's frames alive, and the views of memory in them."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
     def cancel(self) -> None:
-        """Give up the fetch. The writer notices at its next `write`, or by `error`."""
+        """Give up the fetch. The writer notices this at its next `write`, or by reading `error`."""
         self.fail(_cancelled())
 
     @property
@@ -132,7 +132,8 @@ class Staging:
         return not self._missing[step]
 
     def views(self, step: Step) -> Sequence[memoryview]:
-        """Return the bytes of a step, in as many runs as they occupy; valid once it has landed."""
+        """Return the bytes of a step, as one view for each run of memory. They are valid once the
+        step has landed."""
         return self._views[step]
 
     def wait(self, step: Step, deadline: Deadline | None = None) -> None:
@@ -152,7 +153,7 @@ class Staging:
             self.check()
 
     def release(self) -> None:
-        """Stop reading; an incomplete fetch is cancelled. Idempotent."""
+        """Stop reading. An incomplete fetch is cancelled. Idempotent."""
         self.cancel()
         self._views = {}
         note_end, self._note_end = self._note_end, None

@@ -30,7 +30,7 @@ _NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """Seconds to wait for the next bytes of a request."""
 _MOST_S: Final = 10.0
-"""Longest time in seconds of one connection, however often bytes of its request arrive."""
+"""Longest time in seconds of one connection, even if bytes of its request still arrive."""
 _MAX_AT_ONCE: Final = 32
 """Most connections, each with a thread. One more ends the oldest: a normal request takes
 milliseconds.
@@ -76,8 +76,8 @@ def health_of(status: CacheStatus) -> Health:
 class StatusPage(ThreadingHTTPServer):
     """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own.
 
-    It shows numbers, model ids and addresses, no content, and asks for no key: use an address that
-    only monitors reach. Raises ConfigError if the address cannot be bound.
+    It shows numbers, model ids and addresses, but no content of the cache. It asks for no key, so
+    use an address that only monitors reach. Raises ConfigError if the address cannot be bound.
     """
 
     request_queue_size = 128
@@ -100,7 +100,7 @@ class StatusPage(ThreadingHTTPServer):
         self._thread.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, as soon as one of `_MAX_AT_ONCE` is free."""
+        """Start a thread for a connection, once fewer than `_MAX_AT_ONCE` connections have one."""
         self._hang_up(tuple(self._open)[: max(0, len(self._open) - _MAX_AT_ONCE + 1)])
         if not self._free_threads.acquire(timeout=_PATIENCE_S):
             self.shutdown_request(request)
@@ -119,7 +119,7 @@ class StatusPage(ThreadingHTTPServer):
             self._free_threads.release()
 
     def service_actions(self) -> None:
-        """End late connections; runs twice a second and after each request."""
+        """End connections that have taken too long. Runs twice a second, and after each request."""
         self._hang_up([it for it, until in tuple(self._open.items()) if until.has_passed])
 
     def _hang_up(self, connections: Iterable[socket.socket]) -> None:

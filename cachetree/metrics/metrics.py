@@ -83,8 +83,9 @@ _gauge = partial(_metric, "gauge")
 
 
 def _values(part: Any, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield each number at a path, with its label values: an item's address or index, or a dict's
-    key. Yields nothing if a part is missing."""
+    """Yield each number at a path, with its label values. The label value of a list's item is its
+    address or index; a dict's label value is the key. Yields nothing if a part of the path is
+    missing."""
     name, _, rest = path.partition(".")
     match getattr(part, name):
         case None:

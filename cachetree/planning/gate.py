@@ -74,7 +74,8 @@ def allowed_blocks(
 
 
 def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
-    """Return the blocks that the gate allows with any sender, even with one that has no match."""
+    """Return the blocks that the gate allows with any sender, even with a sender that has no
+    match."""
     known = {sender for sender, receiver in profiles if receiver == demand.receiver}
     allowed: list[BlockQuality] = []
     for sender in known | demand.first_differences.keys():
@@ -110,8 +111,8 @@ def first_difference(demand: Demand, sender: ModelId, profile: PairProfile | Non
 
 
 def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list[BlockQuality]:
-    """Allow recomputing all layers from the first that differs, or from a layer below it that has
-    E."""
+    """Allow a lossless block. It recomputes all layers from the first that differs, or from a lower
+    layer that has E."""
     differs = first_difference(demand, match.model, profile)
     quality = profile.full_prefill_quality if profile is not None else 1.0
     if differs == demand.num_layers:

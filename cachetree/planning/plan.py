@@ -24,8 +24,8 @@ class Strategy(StrEnum):
 class Match(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prefix of the prompt that one model has at one location.
 
-    A struct, because a walk makes one for every model: a frozen dataclass takes several times as
-    long.
+    This is a struct, because a walk makes a match for every model. A frozen dataclass would take
+    several times as long.
     """
 
     model: ModelId
@@ -67,13 +67,13 @@ class Plan:
     """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
     is E at it. 0 promises nothing."""
     e_map: str = ""
-    """Digest of the map that corrects E before the block begins; empty if no map does. An exact
-    plan has none."""
+    """Digest of the map that corrects E before the block begins. Empty if no map does; an exact
+    plan never has one."""
     head: Span = EMPTY_SPAN
     """Pages directly before `pages` that the receiver computes in full, even if a cache has
     them."""
     is_lossy: bool = False
-    """True if loaded entries were encoded: then even the receiver's own KV becomes approximate."""
+    """Whether loaded entries were encoded. Then even the receiver's own KV becomes approximate."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time. Other strategies than PIPELINED are for measurements."""
 
@@ -90,7 +90,8 @@ class Plan:
 
     @property
     def transition_layers(self) -> tuple[int, ...]:
-        """Layer with the E to fetch, at which the block begins; empty if the block needs no E."""
+        """Layer at which the block begins, and at which E is fetched. Empty if the block needs no
+        E."""
         return (self.block.start,) if len(self.block) and self.block.start else ()
 
     @property
@@ -100,8 +101,8 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """True if the result is the receiver's own KV: its own cache, every layer recomputed, or
-        all layers from the first that differs."""
+        """Whether the result is the receiver's own KV. This holds for its own cache, for a
+        recompute of every layer, and for a recompute of all layers from the first that differs."""
         if self.is_lossy or self.sender != self.receiver:
             same = 0 if self.is_lossy else self.first_difference
             is_rest_anew = self.block.start <= same and self.block.stop == self.num_layers
@@ -110,7 +111,8 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Steps to fetch, in the order of need: E first, then KV in layer order."""
+        """Steps to fetch, in the order in which they are needed: E first, then KV layer by
+        layer."""
         e = (Step(Kind.E, layer) for layer in self.transition_layers)
         is_everything = self.strategy is Strategy.EVERYTHING_FIRST
         layers = range(self.num_layers) if is_everything else self.loaded_layers
@@ -118,14 +120,15 @@ class Plan:
 
 
 class Gate(StrEnum):
-    """Whether a pair's profile decides; `none` is for experiments."""
+    """Whether a request needs a profile that allows its plan (`enforce`), or not (`none`, for
+    experiments)."""
 
     ENFORCE = "enforce"
     NONE = "none"
 
 
 class Reason(StrEnum):
-    """Reason why a request reuses nothing. Later reasons mean that it came closer to reuse.
+    """Reason why a request reuses nothing. A request with a later reason came closer to reuse.
 
     The values are labels in metrics and in `meta_info`; they never change.
     """
@@ -180,7 +183,7 @@ class Demand:
     is_lossy: bool = False
     """True if the family's entries are encoded everywhere except in the engine's own pool."""
     max_recompute_tokens: int | None = None
-    """Most tokens that are reused if layers are recomputed; longer prefixes are cut."""
+    """Most tokens that are reused by a plan with recomputed layers. Longer prefixes are cut."""
     max_stall_s: float | None = None
     """Most seconds that recompute and copies may take in one step. Times that are not yet measured
     count as 0. None: no limit."""

@@ -52,14 +52,15 @@ _TOO_LONG: Final = "one step may recompute fewer pages than are worth a fetch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """One block that the gate allows with one match."""
+    """A block that the gate allows together with a match."""
 
     plan: Plan
     """Plan for as many pages as E and the device's time allow. If too few pages are left, the plan
     for all pages."""
     quality: float
     miss: NoReuse | None = None
-    """Reason why the option cannot be taken, independent of other options; None if it can."""
+    """Reason why the option cannot be taken, whatever the other options are. None if it can be
+    taken."""
     ttft_s: float | None = None
     """TTFT predicted for the whole prompt; None while the device's speed is unknown."""
     saving: float = 0.0
@@ -85,7 +86,7 @@ class Considered:
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One option that `choose` considered for a request, and why the option was taken or not.
 
-    For logs and answers that people read; no decision depends on this value.
+    People read this value in logs and answers; no decision depends on it.
     """
 
     sender: ModelId
@@ -148,7 +149,8 @@ def _ways(
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
     """Predict the seconds that the plan saves; None while the device's speed is unknown.
 
-    Without the plan the request reads the longer of the device's prefixes, exact or approximate.
+    Without the plan, the request would read from the device: the exact or the approximate prefix,
+    whichever is longer.
     """
     option = _priced(_Option(plan=plan, quality=1.0), demand, costs)
     return None if option.ttft_s is None else option.saving
@@ -166,7 +168,7 @@ def patience_for(plan: Plan, demand: Demand, costs: Costs) -> Patience | None:
 def choose(
     demand: Demand, matches: Sequence[Match], profiles: Profiles, costs: Costs
 ) -> Plan | NoReuse:
-    """Return the plan for one request, or why there is none."""
+    """Return the plan for one request, or the reason why there is none."""
     takeable: list[_Option] = []
     misses = [NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")]
     for match in matches:
@@ -322,7 +324,8 @@ def _meets(option: _Option, demand: Demand) -> bool:
 
 
 def _most_staged_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """Return how many pages fit into the memory for fetches; all pages if nothing is fetched."""
+    """Return how many pages fit into the memory for fetches. All pages if the plan fetches
+    nothing."""
     is_there = plan.location == LOCAL or is_pool(plan.location)
     if is_there or demand.max_fetch_bytes is None:
         return demand.num_pages
@@ -335,7 +338,8 @@ def _first_pages(plan: Plan, num_pages: int) -> Plan:
 
 
 def _most_pages_of_a_step(demand: Demand, plan: Plan, costs: Costs) -> int:
-    """Return how many pages one step may recompute and copy; all pages if that costs nothing."""
+    """Return how many pages one step may recompute and copy. All pages if recompute and copies take
+    no time."""
     most = [demand.num_pages]
     if layers_of_work(plan) and demand.max_recompute_tokens is not None:
         most.append(demand.max_recompute_tokens // demand.page_size)

@@ -26,7 +26,7 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class Times:
     wait_s: float
-    """Seconds until the block may begin. Until then the device does nothing for the request."""
+    """Seconds until the block may begin. During these the device does nothing for the request."""
     ttft_s: float
     """Seconds until the KV of all pages is on the device."""
 
@@ -111,5 +111,6 @@ def recompute_s(plan: Plan, page_size: int, cost: PrefillCost | None) -> float |
 
 
 def layers_of_work(plan: Plan) -> int:
-    """Return the number of full layers that a block computes: the last one needs only K and V."""
+    """Return how many full layers of work a block takes. Its last layer does not count, because it
+    needs only K and V."""
     return max(0, len(plan.block) - 1)

@@ -31,8 +31,8 @@ class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EMap(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear map that corrects the sender's E before a block begins, to be closer to the
-    receiver's. Its tensors are in a file beside the profile (`cachetree.corrections`)."""
+    """A linear map that corrects the sender's E before a block begins, so that it is closer to the
+    receiver's E. Its tensors are in a file beside the profile (`cachetree.corrections`)."""
 
     layer: int
     dtype: str
@@ -50,7 +50,7 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     quality: float
     """Mean of the profile's metric over its held-out contexts, 0 to 1."""
     e_map: EMap | None = None
-    """Map that corrects E at the block's start; None leaves E as the sender's."""
+    """Map that corrects E at the block's start. None: the block uses the sender's E as it is."""
     tv_bound: float | None = None
     """Upper bound, with 99 % confidence, on the mean distance from full prefill. It is measured
     along the first tokens of full prefill's greedy answers. The drift guard measures the same
@@ -77,7 +77,8 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelIdentity
     receiver: ModelIdentity
     sender_name: str = ""
-    """Readable name, as the profiler got it; empty in old profiles. So is `receiver_name`."""
+    """Readable name of the sender, as the profiler got it. Empty in old profiles; the same holds
+    for `receiver_name`."""
     receiver_name: str = ""
     metric: str
     data_sha256: str
@@ -120,7 +121,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """Names by model id; without names that the profile lacks."""
+        """Readable names by model id, without names that the profile lacks."""
         said = (self.sender, self.sender_name), (self.receiver, self.receiver_name)
         return {model.model_id: name for model, name in said if name}
 
@@ -201,8 +202,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return " → ".join(self.names)
 
     def excess(self, change: Sequence[float]) -> str:
-        """Say where a change of weights exceeds what was measured. Empty if one measured pair
-        changed at least as much everywhere."""
+        """Say where a change of weights is larger than the measured changes. Empty if one measured
+        pair changed at least as much everywhere."""
         beyond = [_farthest(change, proven) for proven in self.distances]
         changed, proven, place = min(beyond, key=lambda it: it[0] - it[1])
         if changed <= proven:
@@ -237,7 +238,7 @@ class LineProfile(PairProfile, frozen=True, kw_only=True):
         self, sender: ModelIdentity, receiver: ModelIdentity, change: Sequence[float]
     ) -> LineProfile:
         """Return the profile of a later pair, with weights that differ by `change`. It passes with
-        the line's plans if the change is within the measured ones."""
+        the line's plans if no measured change is exceeded."""
         pair = msgspec.structs.replace(
             self,
             sender=sender,
@@ -266,7 +267,7 @@ def read_profile(path: Path) -> PairProfile:
 
 
 def read_profile_as(schema: type[Schema], path: Path) -> Schema:
-    """Read as much of a profile as `schema` has; raises ProfileError like `read_profile`."""
+    """Read those parts of a profile that `schema` has. Raises ProfileError like `read_profile`."""
     try:
         raw = path.read_bytes()
     except OSError as exc:
@@ -286,8 +287,8 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
 
 
 def read_line(path: Path) -> LineProfile:
-    """Read the profile of a line; raises ProfileError like `read_profile`, also if the profile is
-    of one pair."""
+    """Read the profile of a line. Raises ProfileError like `read_profile`, and if the profile is of
+    a single pair."""
     read_profile(path)
     try:
         profile = read_profile_as(LineProfile, path)
@@ -320,7 +321,7 @@ def require_one_each(profiles: Mapping[Path, PairProfile]) -> None:
 
 
 def write_profile(profile: PairProfile, path: Path) -> None:
-    """Replace the file as a whole, so that a reader sees the old or the new one."""
+    """Replace the file as a whole, so that a reader sees either the old profile or the new one."""
     with replacing(path) as fresh:
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
 

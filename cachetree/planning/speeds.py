@@ -22,17 +22,18 @@ class PrefillCost:
 
     `fixed_s + token_s * tokens + context_s * tokens * (mean tokens before each)`
 
-    The sum is multiplied by `curve`: how recent passes of about that length differed from it.
+    The sum is multiplied by the value of `curve`, which says how recent passes of about this length
+    differed from the sum.
     """
 
     least_s: float = 0.0
-    """Least seconds of any pass: on a GPU its launches, or reading the weights."""
+    """Least seconds of any pass: the launches of kernels on a GPU, or reading the weights."""
     fixed_s: float = 0.0
     """Seconds of a pass that do not depend on its tokens."""
     token_s: float
     """Seconds per token of everything except attention to earlier tokens."""
     context_s: float
-    """Seconds of attention to one earlier token."""
+    """Seconds that a token's attention to one earlier token takes."""
     margin: float = 1.0
     """Factor between recent passes and their predictions."""
     most_tokens: float = inf
@@ -45,8 +46,9 @@ class PrefillCost:
 
     @classmethod
     def of_sizes(cls, hidden_size: int) -> PrefillCost:
-        """Estimate costs from sizes alone. Per layer a token takes about 24 h² operations (12 h²
-        weights), and 4 h for every earlier token; both are equal at 6 h."""
+        """Estimate costs from sizes only. Per layer, a token takes about 24 h² operations (12 h²
+        weights), and 4 h operations for every earlier token. With 6 h earlier tokens both are
+        equal."""
         attention_tokens = _ATTENTION_TOKENS_PER_HIDDEN * hidden_size
         return cls(token_s=SECONDS_PER_TOKEN, context_s=SECONDS_PER_TOKEN / attention_tokens)
 
@@ -58,7 +60,8 @@ class PrefillCost:
         return num_passes * self.pass_s(each, each * (start + stop) / 2)
 
     def pass_s(self, num_tokens: float, context: float) -> float:
-        """Seconds of one pass; `context` is the sum of the numbers of earlier tokens."""
+        """Seconds of one pass. `context` is the number of earlier tokens, summed over the pass's
+        tokens."""
         linear_s = self.fixed_s + self.token_s * num_tokens + self.context_s * context
         return max(self.least_s, linear_s) * self.factor(num_tokens)
 
@@ -112,7 +115,7 @@ class Link:
         return elapsed_s * (self._carried(num_bytes) / carried - 1)
 
     def _carried(self, num_bytes: int) -> int:
-        """Return the bytes that the link transfers for all fetches until `num_bytes` of a new one
+        """Return how many bytes the link transfers for all fetches until `num_bytes` of a new fetch
         have arrived."""
         if not num_bytes:
             return 0
@@ -128,7 +131,8 @@ FREE_LINK: Final = Link(byte_s=0.0)
 QUANTILE: Final = 0.9
 """Share of recent observations that took at most their prediction times the margin."""
 MOST: Final = 1.5
-"""Largest margin. With a larger one, reuse would never be tried, and no new measurement made."""
+"""Largest margin. With a larger margin reuse would never be tried, and speeds would not be measured
+again."""
 _NUM_KEPT: Final = 64
 
 
@@ -145,7 +149,7 @@ class Margin:
 
     @property
     def factor(self) -> float:
-        """Return the margin; 1 until a prediction was observed."""
+        """Return the margin. It is 1 before the first observation."""
         ratios = sorted(self._ratios)
         quantile = ratios[int(QUANTILE * (len(ratios) - 1))] if ratios else 1.0
         return min(max(quantile, 1.0), MOST)

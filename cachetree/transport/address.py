@@ -61,7 +61,7 @@ def resolved(address: Address) -> Address:
 
 
 def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socket:
-    """Open a socket that listens at `address`; at `[::]` also for IPv4, as ZMQ does. Raises
+    """Open a socket that listens at `address`. At `[::]` it also accepts IPv4, as ZMQ does. Raises
     ConfigError, which names `field`, if the address cannot be bound."""
     at = "" if address.host == "*" else address.host, address.port
     family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
@@ -108,7 +108,8 @@ def parse_remote(value: str, *, field: str) -> Address:
 def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None = None) -> Address:
     """Parse the address to bind; port 0 takes a free port.
 
-    Raises ConfigError if other machines can reach the address, without a key and `insecure`.
+    Raises ConfigError if other machines can reach the address, and there is neither a key nor
+    `insecure`.
     """
     address = parse_address(value, field=field)
     if not (address.is_loopback or key_file or insecure):

@@ -35,7 +35,7 @@ def ask(
     credentials: Credentials | None = None,
 ) -> _Answer:
     """Send a question or order to the worker at `address`, and return its answer of type `kind`.
-    Waits for the worker to come up, at most `timeout_s`.
+    Waits at most `timeout_s` until the worker has started.
 
     Raises ConfigError, FetchError if the name has no address, AuthenticationError,
     DeadlineExceeded, ProtocolError, or OrderDenied.

@@ -37,7 +37,7 @@ class ChangeQueue:
         self.has_overflowed = False
         """True if changes were dropped: the reader has to call `restart`."""
         self.close: Callable[[], None] = lambda: None
-        """Take no new changes. Idempotent; `restart` opens the queue again."""
+        """Function that stops adding changes. Idempotent; `restart` opens the queue again."""
 
     def restart(self) -> Iterator[Change]:
         """Return the tree's present entries, and queue all later changes."""
@@ -110,7 +110,7 @@ Advert = Reset | Entries | Synced
 _NOTHING: Final = -1
 """Number of confirmed changes of a peer that has confirmed nothing: below all real numbers."""
 MAX_UNANSWERED: Final = 256
-"""Most `Entries` that one peer may leave unanswered. Further ones wait."""
+"""Most `Entries` that a peer may leave unanswered. Further messages wait."""
 MUTE_S: Final = 5.0
 """Seconds without an answer after which no thread waits any longer for this peer."""
 
@@ -128,8 +128,8 @@ class Advertiser:
         self._changes = ChangeQueue(tree, max_pending, wake)
         self._clock = clock
         self._mute_since_s = math.inf
-        """Time since which the peer owes an answer: its last answer, or the first `Entries` after
-        it. Infinity if the peer has answered everything."""
+        """Time since which the peer owes an answer: the time of its last answer, or of the first
+        `Entries` after it. Infinity if the peer has answered everything."""
         self._num_learned: float = _NOTHING
         """Number of changes that the peer has confirmed."""
         self._told: deque[int] = deque()
@@ -154,9 +154,9 @@ class Advertiser:
         return advert
 
     def knowing(self) -> Callable[[], bool]:
-        """Return a function that returns True once the peer knows the tree of this moment.
+        """Return a check: it is true once the peer knows the tree as it is now.
 
-        It also returns True if the peer is gone, or has not answered for `MUTE_S`. Any thread.
+        The check is also true if the peer is gone, or has not answered for `MUTE_S`. Any thread.
         """
         num_changes = self._changes.num_noted
         return lambda: (
@@ -183,8 +183,8 @@ class Advertiser:
         yield Synced()
 
     def _entries(self, changes: Iterable[Change]) -> Iterator[Advert]:
-        """Yield messages with the changes. Once it answers the last one, the peer knows all changes
-        taken so far."""
+        """Yield messages with the changes. When the peer answers the last message, it knows all
+        changes taken so far."""
         num_taken = self._changes.num_taken
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
             self._told.append(_NOTHING)
@@ -216,8 +216,8 @@ class RemoteView:
         self._location = location
 
     def limit(self, budget_bytes: int) -> None:
-        """Bound the pages that are noted, by the bytes that the worker can store. Beyond that,
-        pages that were matched least recently are dropped."""
+        """Bound the pages that are noted, by the bytes that the worker can store. Pages above the
+        bound are dropped, the least recently matched first."""
         family = self._tree.family
         page_bytes = min(family.num_layers * family.page_bytes(Kind.KV), family.page_bytes(Kind.E))
         max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)

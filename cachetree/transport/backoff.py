@@ -50,7 +50,7 @@ class Breaker:
         self._errors_at_s: deque[float] = deque(maxlen=config.breaker_errors)
         self._cooldowns = Backoff(config.cooldown_s)
         self._probe_at_s: float | None = None
-        """Time at which the cooldown ends or ended; None while closed."""
+        """Time at which the cooldown ends, or has ended. None while the breaker is closed."""
         self._is_probing = False
         self.error: CacheTreeError | None = None
         """The last counted error."""

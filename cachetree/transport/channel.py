@@ -64,7 +64,8 @@ class Channel:
         self._digest = xxhash.xxh3_64()
         self._header = memoryview(bytearray(frames.HEADER_BYTES + seals.header_tag_bytes))
         self._sealed = np.empty(frames.PIECE_BYTES + seals.piece_tag_bytes, np.uint8).data
-        """Memory for one sealed piece. The kernel provides it once a sealed piece arrives."""
+        """Memory for one sealed piece. The kernel provides it when the first sealed piece
+        arrives."""
         self._unit = self._piece = self._header
         """Two memories. `_unit` is filled next from the socket, as a whole. `_piece` gets its
         content once the seal is open; without seals both are the same."""
@@ -202,8 +203,8 @@ class Channel:
 
 
 def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]) -> Channel:
-    """Open the data connection of a session, to IP address `host`. Returns at once; if the
-    connection fails, `error` says why."""
+    """Open the data connection of a session, to IP address `host`. Returns at once. If the
+    connection fails, the channel's `error` says why."""
     to = Address(host, ticket.port)
     connection = socket.socket(socket.AF_INET6 if to.is_ipv6 else socket.AF_INET)
     connection.setblocking(False)
@@ -234,8 +235,8 @@ def bound_silence(connection: socket.socket, silence_s: float) -> None:
 def silence_limits(silence_s: float) -> tuple[int, int, int, int]:
     """Return the kernel's limits for a TCP connection without acknowledgements.
 
-    They are: ms until the end with unsent data; seconds until the first probe without data; seconds
-    between probes; and number of probes.
+    The limits are: ms until the connection ends if data are unsent, seconds without data until the
+    first probe, seconds between probes, and the number of probes.
     """
     probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
     return round(silence_s * 1000), max(1, round(silence_s / 2)), probe_s, _KEEPALIVE_PROBES

@@ -25,12 +25,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Secret key file, made by `cachetree keygen`. With it, traffic is encrypted, and only
     `allowed_peers` may read. None: nothing is encrypted, and everyone who can connect may read."""
     allowed_peers: tuple[str, ...] = ()
-    """Public keys, files of them, or folders of `.pub` files, read at start. A peer with one of
-    these keys may read the pages of all tenants."""
+    """Public keys, files of public keys, or folders of `.pub` files, all read at start. A peer with
+    one of these keys may read the pages of all tenants."""
     admin: tuple[str, ...] | None = None
     """Public keys of the operators, in the form of `allowed_peers`. They may read, evict and pin.
-    Without a key of this server, an empty list lets everyone on this machine evict and pin, if
-    `listen` is a loopback address. None: no one may."""
+    If this server has no key and `listen` is a loopback address, an empty list lets everyone on
+    this machine evict and pin. None: no one may."""
     bulk_port: int = 0
     """Port of sessions, on the host of `listen`. After its hello, each peer opens a connection to
     this port. 0 takes a free port."""
@@ -42,10 +42,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_bytes_per_s: float | None = None
     """Most bytes per second that all fetches together may send. None: no limit."""
     max_streams: int = 256
-    """Most fetches served at once; further fetches are refused. One peer may have at most three
-    times as many fetches as stay free."""
+    """Most fetches served at once. Further fetches are refused. A peer may have at most three times
+    as many fetches as there are free places."""
     max_peers: int = 256
-    """Most sessions at once; further peers are refused."""
+    """Most sessions at once. Further peers are refused."""
     max_pending_changes: int = 4096
     """Most changes of the tree queued for a peer that does not read. A peer with more changes to
     read gets a new snapshot instead."""
@@ -99,8 +99,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Most seconds for connection and handshake together."""
     reconnect_s: float = 0.1
     """Longest pause in seconds before the second attempt to connect. It doubles with each attempt,
-    up to ten times this. The real pause is a random share of it, so that many peers of one worker
-    do not return at once."""
+    up to ten times this value. The real pause is a random share of it, so that not all peers of a
+    worker return at once."""
     max_retries: int = 2
     """Number of times that a fetch asks for its missing bytes, after a lost connection or a damaged
     frame."""
@@ -112,8 +112,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `cooldown_s`. Its entries are forgotten. Afterwards one fetch tries the worker again."""
     breaker_window_s: float = 10.0
     cooldown_s: float = 30.0
-    """Seconds without a fetch from a worker with too many errors. If the next fetch fails, too,
-    the time doubles, up to ten times this."""
+    """Seconds without a fetch from a worker with too many errors. If the fetch after the pause
+    fails as well, the pause doubles, up to ten times this value."""
     heartbeat_s: float = 1.0
     """Seconds between two pings to the worker."""
     shared_memory: bool = True

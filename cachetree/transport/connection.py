@@ -21,7 +21,7 @@ from cachetree.transport.verbs import Order
 from cachetree.transport.wakeup import Wakeup
 
 _MOST_S: Final = 3600.0
-"""Longest single poll in seconds; a longer wait polls again."""
+"""Longest single poll in seconds. A longer wait polls several times."""
 
 
 def poll(poller: zmq.Poller, most_s: float) -> None:
@@ -96,7 +96,7 @@ class Connection:
         self.last_id = NOT_ASKED
         """Id of the newest fetch."""
         self.owed: Final[dict[int, int]] = {}
-        """Most bytes that may still arrive for each fetch that ended early, by its id."""
+        """Most bytes that may still arrive for fetches that ended early, by the fetch's id."""
         self.arena: ArenaReader | None = None
         """The worker's memory, if this peer reads it."""
         self._poller = zmq.Poller()
@@ -104,8 +104,8 @@ class Connection:
         self._poller.register(self.channel.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until bytes arrive, the channel ends, another thread wakes this one, or the time is
-        over."""
+        """Block until bytes arrive, the channel ends, another thread wakes this thread, or the time
+        is over."""
         poll(self._poller, timeout_s)
         self._wakeup.drain()
 
@@ -114,7 +114,7 @@ class Connection:
         return self.last_id
 
     def send(self, message: wire.ToWorker) -> None:
-        """Send a message. Raises ProtocolError if it is too large. Other errors show in `beat`."""
+        """Send a message. Raises ProtocolError if it is too large. `beat` raises other errors."""
         self.channel.put_message(wire.encode(message))
 
     def beat(self, every_s: float, patience_s: float) -> None:

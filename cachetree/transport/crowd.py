@@ -50,14 +50,15 @@ class Connections:
     def __init__(self, most: int) -> None:
         self._most: Final = most
         self._ends: dict[int, tuple[Any, Any]] = {}
-        """Both addresses of each connection, by libzmq's descriptor. They show whether the
-        descriptor belongs to another socket by now."""
+        """Both addresses of each connection, by libzmq's descriptor. If they have changed, the
+        descriptor belongs to another socket now."""
         self._silent: dict[int, str] = {}
         """Sources of connections that never sent a message, oldest first."""
         self._heard: dict[int, str] = {}
         """Sources of connections that have sent a message, oldest first."""
         self._ending: set[int] = set()
-        """Connections that this object has ended, and libzmq has not yet reported as closed."""
+        """Connections that this object has ended, while libzmq has not yet reported them as
+        closed."""
 
     @property
     def are_ending(self) -> bool:
@@ -66,7 +67,7 @@ class Connections:
 
     def came(self, descriptor: int, port: int) -> str:
         """Note that libzmq accepted a connection at `port`. If a silent connection was ended to
-        make room, return its source, else ""."""
+        make room, return its source, else an empty string."""
         self.went(descriptor)
         with contextlib.suppress(OSError), _copy(descriptor) as copy:
             own, other = copy.getsockname(), copy.getpeername()
@@ -89,7 +90,8 @@ class Connections:
             known.pop(descriptor, None)
 
     def _bound(self, sources: dict[int, str]) -> str:
-        """End one connection if there are too many, and return its source. Else return ""."""
+        """End one connection if there are too many, and return its source. Else return an empty
+        string."""
         if len(sources) <= self._most:
             return ""
         source = sources[descriptor := crowding(sources)]
@@ -104,7 +106,7 @@ class Connections:
 def _copy(descriptor: int) -> socket.socket:
     """Duplicate a descriptor as a socket, with a family that fits every address. Raises OSError.
 
-    `socket.fromfd` would leak its copy if the descriptor is no socket by now.
+    `socket.fromfd` would leak its copy if the descriptor is no longer a socket.
     """
     copy = os.dup(descriptor)
     try:

@@ -24,7 +24,7 @@ _BACKLOG: Final = 4096
 """Most connections that wait in the kernel. The kernel hides connections that have sent nothing,
 until so many wait; then it shows all."""
 _MAX_TICKETS: Final = 1024
-"""Most unused tickets. Beyond them, the oldest ticket becomes invalid."""
+"""Most unused tickets. If there are more, the oldest ticket becomes invalid."""
 _MAX_SILENT: Final = 256
 """Most accepted connections that have sent nothing yet."""
 _SILENT_S: Final = 2

@@ -42,7 +42,7 @@ class PeriodicTask:
         """`name` is the directory's URL."""
         self.name: Final = without_password(name)
         self.error = ""
-        """Error of the last run; empty if the run succeeded."""
+        """Error of the last run. Empty if that run succeeded."""
         self.has_gone_well: Final = threading.Event()
         self._limiter = LogLimiter()
         self._closing = threading.Event()

@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cachetree.errors import ProtocolError
 
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Largest payload of a frame that may be requested, and that is accepted."""
+"""Largest payload of a frame that a peer may request, and that this side accepts."""
 
 MIN_FRAME_BYTES: Final = 4096
 """Smallest frame size that a peer may request."""
@@ -68,8 +68,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     offset: int
-    """Position of the payload's first byte in the fetch, in bytes. The steps of the fetch count one
-    after the other."""
+    """Position of the payload's first byte in the fetch, in bytes. It is counted over the bytes of
+    all steps, in order."""
     size: int
     checksum: int
     """XXH3-64 of the payload."""
@@ -80,7 +80,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(header: memoryview | bytes) -> Frame:
-    """Parse a header; raises ProtocolError."""
+    """Parse a header. Raises ProtocolError."""
     if len(header) != HEADER_BYTES:
         raise ProtocolError(f"a header of a frame has {len(header)} bytes, not {HEADER_BYTES}")
     id, offset, digest, size = _FIELDS.unpack_from(header)
@@ -94,7 +94,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """Port on the host of the worker's address."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """Token of one use, sent in clear. It opens one connection, and decrypts nothing."""
+    """Token that is used once and sent in clear. It opens one connection, and decrypts nothing."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     """Key of the seals. Unused if the two sides have no key pairs."""
 
@@ -108,8 +108,8 @@ def new_ticket(port: int) -> Ticket:
 
 
 class Unsealed:
-    """Seals of a connection without keys: headers have a checksum, payloads are clear. They protect
-    against accidents only. Each side makes one object for each connection."""
+    """Seals of a connection without keys. Headers have a checksum, and payloads are sent in clear.
+    They protect against accidents only. Each side makes one object for each connection."""
 
     header_tag_bytes = 8
     piece_tag_bytes = 0
@@ -139,8 +139,8 @@ class Unsealed:
         return clear
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
-        """Check the next piece of a payload, and write it in clear to `into`. Without tags, both
-        arguments are the same memory. Raises ProtocolError, like `open`."""
+        """Check the next piece of a payload, and write it in clear to `into`. If seals have no
+        tags, both arguments are the same memory. Raises ProtocolError, like `open`."""
 
 
 class Seals(Unsealed):

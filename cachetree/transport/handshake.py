@@ -41,13 +41,14 @@ FAILURES: Final = (
 """Events of a ZMQ monitor that mean a failed handshake."""
 
 _CIPHER_BYTES: Final = 33
-"""Bytes that CURVE adds to a message on the wire (RFC 26). The cap on a message's size grows by
-them."""
+"""Bytes that CURVE adds to a message on the wire (RFC 26). The limit on a message's size is raised
+by them."""
 
 _RECEIVED: Final = 64
 """Most messages from one connection that wait to be read. Then the sender has to wait."""
 _SENT: Final = 256
-"""Most messages to one connection that wait to be sent. Then further ones are dropped."""
+"""Most messages to one connection that wait to be sent. If so many wait, further messages are
+dropped."""
 
 _HANDSHAKE_MS: Final = 5000
 """Time in ms after which a connection without a completed handshake is closed."""
@@ -95,8 +96,9 @@ class AccessControl:
         *,
         obeys: bool = False,
     ) -> None:
-        """`own` is the worker's key pair. With it, holders of `allowed` keys may read, and holders
-        of `admins` keys may also give orders. Without it, everyone may give orders if `obeys`."""
+        """`own` is the worker's key pair. If there is one, holders of `allowed` keys may read, and
+        holders of `admins` keys may also give orders. If there is none, everyone may read, and
+        everyone may give orders if `obeys`."""
         self._own = own
         self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
@@ -128,7 +130,7 @@ class AccessControl:
             socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def refusals(self, ready: Container[object]) -> Iterator[Refusal]:
-        """Decide the waiting handshakes, and yield those that failed. Never blocks. `ready` has the
+        """Decide the waiting handshakes, and yield the refused ones. Never blocks. `ready` has the
         sockets that a poll found ready."""
         for source, taken in ((self._asked, self._decided), (self._monitor, self._seen)):
             for _ in range(_MAX_EVENTS if source in ready else 0):
@@ -138,8 +140,8 @@ class AccessControl:
                     yield refusal
 
     def note_message(self, message: zmq.Frame) -> None:
-        """Note that a message has arrived over its connection. Silent connections are ended
-        first."""
+        """Note that a message has arrived over its connection. If there are too many connections,
+        silent ones are ended first."""
         self._connections.heard(int(message.get(zmq.SRCFD)))
 
     def is_admin(self, message: zmq.Frame) -> bool:
@@ -222,7 +224,8 @@ class Credentials:
     def failure(self, event: int, who: str) -> CacheTreeError:
         """Return the error for an event of the monitor: a connection to `who` failed or ended.
 
-        The message lists several causes: the other side may close the connection without a reason.
+        The error's text lists several causes, because the other side may close the connection
+        without a reason.
         """
         if not event & FAILURES:
             return FetchError(f"{who} closed the connection or cannot be reached")

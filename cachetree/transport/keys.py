@@ -115,7 +115,7 @@ def read_key_pair(path: str) -> KeyPair:
 
 
 def read_public_key(value: str, *, field: str) -> PublicKey:
-    """Return the public key that `value` is, or that is alone in the file `value`. Raises
+    """Return the public key that `value` is, or the only key in the file that `value` names. Raises
     ConfigError."""
     keys = list(_public_keys(value, field=field))
     if len(keys) != 1:

@@ -11,7 +11,7 @@ from cachetree.planning import FREE_LINK, Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
-"""Most seconds of unused rate that a busy link may catch up, if its thread ran late."""
+"""Most seconds of unused rate that a busy link may use later, if its thread ran late."""
 
 FRAME_S = 0.01
 """Longest time of a frame in seconds under a cap, so that a slow link stays smooth."""
@@ -73,8 +73,8 @@ class Bandwidth:
     _MOST_DOUBLINGS = 20.0
     _MIN_LATE_S = 0.1
     _MIN_GIVEN_UP_S = 0.01
-    """Least seconds after which a fetch that its reader gave up counts as a sample. For a fetch
-    that missed its deadline, the least is `_MIN_LATE_S`."""
+    """Least seconds that a fetch must have run to count as a sample if its reader gave it up. For a
+    fetch that missed its deadline, it is `_MIN_LATE_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -105,8 +105,8 @@ class Bandwidth:
         return replace(known, byte_s=known.byte_s / faster, fixed_s=fixed_s)
 
     def note(self, num_bytes: int, seconds: float, error: FetchError | None) -> None:
-        """Record a fetch that has ended, with `error` or completely. Fetches that say nothing about
-        the link are ignored."""
+        """Record a fetch that has ended: completely, or with `error`. Fetches that say nothing
+        about the link are ignored."""
         is_late = isinstance(error, DeadlineExceeded) and seconds >= self._MIN_LATE_S
         is_given_up = isinstance(error, Cancelled) and seconds >= self._MIN_GIVEN_UP_S
         link = self.link or FREE_LINK

@@ -40,7 +40,7 @@ from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
-"""Logger of its own, so that a server can add a prefix to these lines."""
+"""Logger of this module's own name, so that a server can add a prefix to its lines."""
 
 NO_WORKER: Final = 0
 """Epoch of a server without a worker."""
@@ -83,7 +83,7 @@ class Peer:
         self.config: Final = config
         self._clock = clock
         self.state = PeerState.CONNECTING
-        """State of the peer; any thread may read it."""
+        """State of the peer. Any thread may read it."""
         self._changed = threading.Condition()
         self.error: CacheTreeError | None = None
         """Last error because of which the peer was not ready."""
@@ -117,7 +117,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
-        """Return the worker's state in numbers; from any thread."""
+        """Return the worker's state in numbers. Any thread."""
         connection = self._fetches.connection
         return msgspec.structs.replace(
             self._counts,
@@ -298,7 +298,7 @@ class Peer:
             self._has_warned = False
 
     def _look_after_fetches(self) -> None:
-        """End late fetches. Begin requested fetches, or fail them at once."""
+        """End late fetches. Start requested fetches; a fetch that cannot start fails at once."""
         self._fetches.check()
         if self._is_closing:
             self._fetches.end(FetchError(f"{self._who} is closed here"))

@@ -84,7 +84,7 @@ class Peers:
         self.now = {**self.now, address: peer}
 
     def watch(self, url: str, config: PeerConfig) -> None:
-        """Start a thread that asks the directory at `url` again and again, and adds its workers as
+        """Start a thread that asks the directory at `url` repeatedly, and adds its workers as
         peers. Raises ConfigError."""
         config = check_found(url, config)
         look = partial(addresses_of, parse_directory(url))

@@ -54,7 +54,7 @@ class PendingFetches:
         self._counts = counts
         self._clock = clock
         self.connection: Connection | None = None
-        """Present connection, set by the peer. None without one."""
+        """Present connection, which the peer sets. None without a connection."""
         self.as_copies = False
         """Whether fetches are copies to keep (`Fetch.as_copy`). Set by `Pulls`."""
         self._asked: dict[int, FrameReceiver] = {}
@@ -101,7 +101,7 @@ class PendingFetches:
         return bool(self._asked)
 
     def timeout_s(self) -> float:
-        """Return the seconds until `check` should run; infinity without fetches."""
+        """Return the seconds until `check` has to run. Infinity if there are no fetches."""
         remaining_s = [it.staging.deadline.remaining_s() for it in self._all]
         return min(_TICK_S, *remaining_s) if remaining_s else math.inf
 
@@ -123,8 +123,8 @@ class PendingFetches:
         staging.fail(error)
 
     def receiver_of(self, frame: Frame) -> FrameReceiver | None:
-        """Return the receiver of a frame. None if its request was cancelled. Raises ProtocolError
-        for an id that was never requested."""
+        """Return the receiver of a frame. None if the frame's request was cancelled. Raises
+        ProtocolError for an id that was never requested."""
         if frame.id > self._connection.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
         receiver = self._asked.get(frame.id)
@@ -152,7 +152,7 @@ class PendingFetches:
         self._connection.owed.pop(message.id, None)
 
     def check(self) -> None:
-        """End fetches that are late, and fetches that their readers gave up."""
+        """End fetches that are late, or that their readers gave up."""
         for receiver in self._all:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:
@@ -172,7 +172,7 @@ class PendingFetches:
             self._ask(self._broken.pop(0))
 
     def interrupt(self, error: FetchError) -> None:
-        """Interrupt all fetches, because the connection is gone with its requests."""
+        """Interrupt all fetches, because the connection has ended, and all requests with it."""
         for receiver in tuple(self._asked.values()):
             self._suspend(receiver, error)
 
@@ -238,8 +238,8 @@ class PendingFetches:
             self._broken.append(receiver)
 
     def _owed_to(self, receiver: FrameReceiver, connection: Connection) -> int:
-        """Return the most bytes that the worker may have sent for a fetch and that have not
-        arrived."""
+        """Return an upper bound on the bytes that the worker has sent for a fetch and that have not
+        arrived yet."""
         staging = receiver.staging
         rest_bytes = staging.num_bytes - staging.num_landed_bytes
         return 0 if connection.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)

@@ -70,12 +70,12 @@ class Keeper:
         self.tree: Final = tree
         self.part_bytes: Final = min(_PART_BYTES, max_bytes_per_s * _PART_S)
         self._lock = threading.Lock()
-        """Lock for these fields. A thread with the tree's lock may take this one, never the
+        """Lock for these fields. A thread may take it while it holds the tree's lock, but never the
         reverse."""
         self._cap = Cap(max_bytes_per_s, clock)
         self._claimed: set[_Key] = set()
         self._given_up: dict[_Key, None] = {}
-        """Last page of each entry that left memory and disk, oldest first."""
+        """Last page of each entry that has left memory and disk, the oldest entry first."""
         tree.subscribe_kept(self._note)
 
     def has_given_up(self, key: _Key) -> bool:
@@ -132,7 +132,7 @@ class Pulls:
         self._log_limiter = LogLimiter(clock)
         self._backoff = Backoff(_PAUSE_S)
         self._waiting: dict[_Key, None] = {}
-        """Last page of each waiting entry, oldest first."""
+        """Last page of each waiting entry, the oldest entry first."""
         self._is_snapshot = True
         self._work: _Steps | None = None
         self._look_at_s = inf
@@ -225,8 +225,8 @@ class Pulls:
         return change.slices(max(1, min(int(keeper.part_bytes // page_bytes), _MAX_PAGES)))
 
     def _fetch(self, keeper: Keeper, piece: Change) -> _Steps:
-        """Fetch those pages of `piece` that are missing here. Raises NoRoom, or the error that
-        ended the fetch."""
+        """Fetch the pages of `piece` that are missing here. Raises NoRoom, or the error that ended
+        the fetch."""
         tree = keeper.tree
         while not keeper.claim(claim := _first_new(tree, piece)):
             yield _CLAIMED_S

@@ -41,12 +41,12 @@ class FrameReceiver:
         """Id of the running request."""
         self.num_requests = 0
         self.since_s = 0.0
-        """Time at which the running request was sent. Without a running request, the time at which
-        the last one was interrupted."""
+        """Time at which the running request was sent. If none runs, the time at which the last
+        request was interrupted."""
         self.asked_at_bytes = 0
         """Bytes that the connection had carried when the request was sent."""
         self._stops = list(accumulate(staging.sizes.values()))
-        """Position of each step's end, counted over the bytes of all steps."""
+        """Position of each step's end, in bytes over all steps."""
         self._landed = landed
         self._broke = broke
 
@@ -84,8 +84,8 @@ class FrameReceiver:
         return frame.id == self.id and self.staging.error is None
 
     def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
-        """Count a frame with a complete payload in the memory from `buffer_for`. `is_sound` says
-        whether its checksum is right. Call it only while `is_pending`."""
+        """Count a frame after its whole payload has arrived in the memory from `buffer_for`.
+        `is_sound` says whether its checksum is right. Call it only while `is_pending`."""
         if is_sound:
             self.staging.land(self.staging.steps[self._step_at(frame.offset)], frame.size)
             self._landed(self, frame.size)

@@ -32,7 +32,7 @@ _MAX_BUFFERS: Final = 1024
 _MANY_MESSAGES: Final = 64
 """Number of waiting messages at which `has_room` becomes false."""
 _MAX_MESSAGES: Final = 1024
-"""Most waiting messages. More of them mean that the other side does not read."""
+"""Most waiting messages. If more wait, the other side does not read."""
 _MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
 """Most sealed pieces that wait for the kernel."""
 

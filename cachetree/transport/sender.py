@@ -20,7 +20,8 @@ from cachetree.transport.wire import MAX_PLACES
 from cachetree.tree import Lease
 
 _JOIN_BYTES: Final = 64 << 10
-"""Bytes up to which short runs of memory are joined into one frame. A frame for each costs more."""
+"""Short runs of memory are joined into frames of up to this many bytes. One frame for each run
+would cost more."""
 
 LOCATED_BYTES: Final = 4 << 20
 """Most bytes in one `Located` message."""
@@ -88,8 +89,9 @@ def _payloads(
 class Stream:
     """Send the payloads of one fetch in order. Used by the worker's thread.
 
-    The lease has to stay until the kernel has the last frame, or a receiver that reads this memory
-    has copied all. `is_drained` says when to release it. `end` stops the stream early.
+    The lease has to stay until the kernel has the last frame. If the receiver reads this memory
+    itself, the lease stays until it has copied everything. `is_drained` says when to release it.
+    `end` stops the stream early.
     """
 
     def __init__(
@@ -110,16 +112,17 @@ class Stream:
         self.channel: Final = channel
         self._arena = arena
         self.served_bytes = 0
-        """Turn of the stream: in a channel, the stream with the lowest value sends next. It counts
-        sent bytes. A new stream starts at the lowest present value, so that others need not
-        wait."""
+        """Number of bytes sent, which decides the stream's turn. In a channel, the stream with the
+        lowest number sends next. A new stream starts at the lowest present number, so that others
+        need not wait."""
         self.sent_bytes = 0
         self.is_cut = False
         """True if the stream ended before everything was sent."""
         self._is_read = False
         """True while the receiver may read this memory: positions were sent, and no Cancel came."""
         self._queued_bytes = 0
-        """Value of the channel's `queued_bytes` after the last payload; 0 if none was queued."""
+        """Value of the channel's `queued_bytes` after the last queued payload. 0 if no payload was
+        queued."""
 
     @property
     def is_over(self) -> bool:
@@ -131,8 +134,8 @@ class Stream:
         return not self.is_over and self.channel.has_room
 
     def put(self) -> int:
-        """Send the next bytes. A receiver that can read the arena gets their position there
-        instead. Return the number of bytes."""
+        """Send the next bytes, and return their number. A receiver that can read the arena gets the
+        bytes' position there instead."""
         assert self._next is not None
         offset, slab, parts = self._next
         frame = Frame(
@@ -205,7 +208,7 @@ class SendScheduler:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
         self._streams: dict[Stream, Callable[[Stream], object]] = {}
-        """Streams and their callbacks, with ended streams as long as their pages are read."""
+        """Streams, each with its callback. An ended stream stays as long as its pages are read."""
 
     @property
     def _sending(self) -> list[Stream]:
@@ -216,7 +219,7 @@ class SendScheduler:
 
     @property
     def num_held(self) -> int:
-        """Number of streams, with ended streams as long as their pages are read."""
+        """Number of streams. An ended stream counts as long as its pages are read."""
         return len(self._streams)
 
     def limit(self, frame_bytes: int) -> int:
@@ -224,7 +227,7 @@ class SendScheduler:
         return self._cap.limit(frame_bytes)
 
     def timeout_s(self) -> float:
-        """Return the seconds until a stream may send, or is late; infinity if none."""
+        """Return the seconds until a stream may send, or is late. Infinity without streams."""
         sending = self._sending
         timeout_s = min((it.deadline.remaining_s() for it in sending), default=math.inf)
         if any(it.can_send for it in sending):

@@ -28,8 +28,8 @@ from cachetree.transport.wire import Fetch, Why
 from cachetree.tree import CacheTree
 
 _DRAIN_S: Final = 5.0
-"""Seconds by which a lease outlives its fetch's deadline, for frames that still wait for the
-kernel. Later the tree counts the bytes as free, but the memory stays until they are sent."""
+"""Seconds by which a lease outlives its fetch's deadline, because frames may still wait for the
+kernel. After that, the tree counts the bytes as free, but the memory stays until they are sent."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +72,7 @@ class Session:
         self._last_id = 0
 
     def take(self) -> None:
-        """Read and handle the peer's messages. Raises ProtocolError for one that ends the
+        """Read and handle the peer's messages. Raises ProtocolError for a message that ends the
         session."""
         self._heard_at_s = self._clock()
         for message in self.channel.receive(_no_receiver):
@@ -101,7 +101,7 @@ class Session:
             self.tell(advert)
 
     def expire(self) -> str:
-        """End late fetches. Return why the session has to end; empty if it continues."""
+        """End late fetches. Return the reason why the session has to end. Empty if it continues."""
         for id, stream in tuple(self._streams.items()):
             if stream.deadline.has_passed and not stream.is_over:
                 self._fail(id, DeadlineExceeded("the worker stopped at the deadline"))
@@ -241,7 +241,7 @@ class Session:
             self._service.note_served(fetch, waited_s, 0, why)
 
     def _cancel(self, id: int) -> None:
-        """Handle a peer's Cancel: it gives up the fetch, or has copied all of its bytes."""
+        """Handle a peer's Cancel. The peer gives up the fetch, or has copied all of its bytes."""
         self._stop_waiting([it for it in self._waiting if it.id == id], "cancelled")
         if (stream := self._streams.get(id)) is not None:
             self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over

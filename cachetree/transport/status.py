@@ -11,7 +11,7 @@ from cachetree.transport import verbs
 
 
 class PeerState(StrEnum):
-    """State of a peer: whether its worker can be read, and if not, why."""
+    """State of a peer: whether its worker can be read, and the reason if not."""
 
     CONNECTING = "connecting"
     """There is no connection yet, or the snapshot is incomplete. Attempts continue."""
@@ -39,7 +39,7 @@ class PullStatus(msgspec.Struct, kw_only=True):
     num_failed: int = 0
     """Entries that were left out: there was no room, a fetch failed, or too many waited."""
     num_waiting: int = 0
-    """Entries that wait to be copied, with the one that is being fetched."""
+    """Entries that wait to be copied. The entry that is being fetched counts, too."""
     error: str = ""
     """Reason why the last entry was left out. Empty after a later success."""
 
@@ -65,12 +65,12 @@ class PeerStatus(msgspec.Struct, kw_only=True):
     """Time at which the connection was lost, in seconds since 1970. None while connected, and
     before the first connection."""
     epoch: int = 0
-    """Epoch of the last connected worker; 0 before the first."""
+    """Epoch of the worker that was connected last. 0 before the first connection."""
     model: str = ""
     shares_memory: bool = False
     """True if pages are copied from the worker's memory. Otherwise they arrive in frames."""
     bytes_per_s: float | None = None
-    """Rate of recent fetches in bytes per second. None if there were none for a while."""
+    """Rate of recent fetches in bytes per second. None if there were no recent fetches."""
     num_pages: int = 0
     """Pages of the worker in this server's tree. A page counts once for each model."""
     num_dropped_pages: int = 0
@@ -92,7 +92,7 @@ class PeerStatus(msgspec.Struct, kw_only=True):
 
     @property
     def source(self) -> verbs.Source:
-        """Description of the peer for operators: its state in a few words."""
+        """Description of the peer for operators, with its state in a few words."""
         reason = "" if self.is_ready else self.error
         if self.is_ready and self.pulls is not None:
             reason = self.pulls.error

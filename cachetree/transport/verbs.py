@@ -28,9 +28,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     state: str
     reason: str
-    """Reason why it is not ready, or why copies of its entries fail. Empty without a problem."""
+    """Reason why the source is not ready, or why copies of its entries fail. Empty without a
+    problem."""
     model: str = ""
-    """Id of the worker's own model; empty if it has none, or was never reached."""
+    """Id of the model that the worker runs. Empty if it runs none, or was never reached."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
@@ -83,10 +84,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
-    """Order to drop all entries that begin with `pages`; empty: all entries."""
+    """Order to drop all entries that begin with `pages`. Empty `pages`: drop all entries."""
 
     model: str
-    """Id of the model; empty for all."""
+    """Id of the model; empty means all models."""
     pages: bytes
 
 
@@ -102,7 +103,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
     """Order to keep the stored pages of a prefix in memory."""
 
     model: str
-    """Id of the model; empty for all."""
+    """Id of the model; empty means all models."""
     pages: bytes
     ttl_s: float | None
     """Seconds that the pin lasts. None: until Unpin."""

@@ -62,11 +62,11 @@ MAX_PLACES: Final = 256
 """Most places in one `Located`."""
 
 Model = Annotated[str, msgspec.Meta(max_length=128)]
-"""Id of a model, with a bound on its length."""
+"""Id of a model, of limited length."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """Name of a model, for people."""
 PartOf = Annotated[int, msgspec.Meta(ge=KV, lt=MAX_LAYERS)]
-"""A `Part`, within its bounds."""
+"""A `Part` within the allowed range."""
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
@@ -94,8 +94,8 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Consecutive pages that were added or removed. `parent` is the page before them, empty at the
-    root."""
+    """Consecutive pages that were added or removed. `parent` is the page before them; it is empty
+    at the root."""
 
     added: bool
     model: Model
@@ -138,14 +138,14 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     timeout_ms: int
     """Time left until the deadline when this was sent, in ms. Clocks are not compared."""
     as_copy: bool = False
-    """True if a cache fetches a copy to keep. The fetch then does not count as a use of the pages,
-    and none is read from disk."""
+    """Whether a cache fetches a copy to keep. Such a fetch does not count as a use of the pages,
+    and reads no page from disk."""
     traceparent: Traceparent = ""
     """W3C traceparent of the request that needs the pages. Empty if the request is not traced."""
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """Replacement for a frame: its payload is in the worker's shared memory, until a `Cancel`.
+    """Message in place of a frame: the payload is in the worker's shared memory, until a `Cancel`.
 
     The frame's checksum shows if the memory was reused meanwhile.
     """
@@ -302,8 +302,8 @@ def ended_by(id: int, error: FetchError) -> Ended:
 
 
 def error_of(message: Ended, who: str) -> FetchError:
-    """Return the error for a fetch that the worker `who` ended. A reason of a newer worker that is
-    unknown here gives FetchError."""
+    """Return the error for a fetch that the worker `who` ended. If a newer worker states an unknown
+    reason, this is a plain FetchError."""
     kinds = {why.value: kind for why, kind in _ERRORS.items()}
     return kinds.get(message.error, FetchError)(f"{who}: {said(message)}")
 
@@ -335,7 +335,8 @@ def deadline_of(message: Fetch, clock: Clock) -> Deadline:
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
-    """Return the steps that a Fetch names. Checks that each is named once, and its layer exists."""
+    """Return the steps that a Fetch names. Raises ProtocolError if a step is named twice, or if its
+    layer does not exist."""
     steps = tuple(Step(kind, layer) for kind, layer in message.steps)
     if len(set(steps)) != len(steps):
         raise ProtocolError("a fetch names a step twice")

@@ -133,8 +133,8 @@ class Worker:
         self._service.counts.model = model
 
     def status(self) -> verbs.Status:
-        """Return the worker's state in numbers. Any thread. The numbers are not all of the same
-        moment."""
+        """Return the worker's state in numbers. They need not all be of the same moment. Any
+        thread."""
         service = self._service
         fields = msgspec.structs.asdict(service.counts).items()
         return msgspec.structs.replace(

@@ -92,7 +92,8 @@ class RemoteEntry:
         self.node: Final = node
         self.key: Final = key
         self.source: Final = source
-        """The location's own object with these pages, such as a file. The tree does not read it."""
+        """Object by which the location names these pages, such as a file. The tree does not read
+        it."""
         self.order: Final = order
         """All entries of the location, the coldest first. Entries with children may be missing."""
         self.num_children = 0
@@ -136,7 +137,7 @@ class LocalEntry:
         self.slab: Final = slab
         self.first: Final = first
         self.num_children = 0
-        """Number of entries that have this one as a parent."""
+        """Number of entries with this entry as a parent."""
         self.holds: frozenset[Hold] = _NOBODY
         # Fields of the eviction: the number of the last walk that ended here, or below in entries
         # that were evicted since, and the time of that walk if there is a time to live.
@@ -237,7 +238,7 @@ class Node:
         self.pages, self.num_pages = self.pages[:num_pages], num_pages
 
     def split(self, index: int) -> Node:
-        """Cut before page `index`; this node keeps the head, the tail is returned.
+        """Cut the node before page `index`. This node keeps the head; the tail is returned.
 
         Storage is divided by arithmetic; nothing is copied. The caller updates the index and the
         eviction.

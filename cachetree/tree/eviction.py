@@ -91,8 +91,8 @@ class Eviction:
         tail.used_at_s = head.used_at_s
 
     def free(self, entry: LocalEntry) -> None:
-        """Queue an entry that may be evicted now: its last hold ended, or it was cut off a held
-        entry."""
+        """Queue an entry that may be evicted from now on: its last hold has ended, or it was cut
+        off a held entry."""
         last_use = entry.last_use
         if self._queued.get(entry, last_use + 1) > last_use:
             self._queued[entry] = last_use
@@ -104,8 +104,8 @@ class Eviction:
                 heappush(self._heap, item)
 
     def remove(self, entry: LocalEntry, parents: Iterable[LocalEntry]) -> None:
-        """Remove an entry without children, and pass its last use to its parents, which may be
-        next."""
+        """Remove an entry without children. Pass its last use on to its parents, which may be
+        evicted next."""
         queued = self._queued
         queued.pop(entry, None)
         if len(self._heap) + len(self._line) > 2 * len(queued) + _SLACK:

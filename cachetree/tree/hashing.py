@@ -32,7 +32,8 @@ def page_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> li
 
 
 def _little_endian(tokens: Sequence[int]) -> bytes:
-    """Encode all token ids as 32-bit integers; raises OverflowError for a larger or negative id."""
+    """Encode all token ids as 32-bit integers. Raises OverflowError if an id is larger, or
+    negative."""
     if not isinstance(tokens, array) or tokens.typecode != "q":
         return np.array(array("I", tokens), "<u4").tobytes()
     # SGLang keeps tokens as int64. Converting the array directly makes no Python integers.
@@ -43,12 +44,12 @@ def _little_endian(tokens: Sequence[int]) -> bytes:
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[PageHash]:
-    """Return the keys of the whole pages of `tokens`: the start of each page's digest."""
+    """Return the keys of the whole pages of `tokens`. A key is the start of a page's digest."""
     return [PageHash(it[:PAGE_HASH_BYTES]) for it in page_digests(tokens, page_size, seed)]
 
 
 def join_hashes(pages: Sequence[PageHash]) -> bytes:
-    """Join the hashes of pages; raises ValueError for a hash of the wrong size."""
+    """Join the hashes of pages. Raises ValueError for a hash of the wrong size."""
     hashes = b"".join(pages)
     if len(hashes) != len(pages) * PAGE_HASH_BYTES:
         raise ValueError(f"a page hash has {PAGE_HASH_BYTES} bytes")

@@ -47,7 +47,7 @@ class Lease(Hold):
         self._slabs = {part: _joined(of_part) for part, of_part in slabs.items()}
         self._end = end
         self.is_over = False
-        """True once the lease has ended; set by the tree."""
+        """Whether the lease has ended. The tree sets it."""
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
         """Return views of KV or E of `pages`, one for each contiguous run of memory. A page takes
@@ -58,7 +58,7 @@ class Lease(Hold):
         return [view for _, view in self.runs(step, pages)]
 
     def runs(self, step: Step, pages: Span | None = None) -> list[tuple[Slab, memoryview]]:
-        """Return `views`, each with its slab."""
+        """Return the same as `views`, each view with its slab."""
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
@@ -74,7 +74,7 @@ class Lease(Hold):
         return runs
 
     def release(self) -> None:
-        """End the lease; a second call does nothing."""
+        """End the lease. A second call does nothing."""
         self._end(self)
 
     def __enter__(self) -> Lease:
@@ -127,7 +127,7 @@ class Reservation(Hold):
         self._end(self, True)
 
     def release(self) -> None:
-        """Give the room back; does nothing after `commit` or a first `release`."""
+        """Give the room back. Does nothing after `commit`, or after a first `release`."""
         if self._is_open:
             self._is_open = False
             self._end(self, False)
@@ -183,7 +183,8 @@ class Holds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that cannot be evicted: open reservations, held pages, and pages above them."""
+        """Bytes that cannot be evicted: open reservations, held pages, and all pages before held
+        pages."""
         return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
@@ -228,7 +229,7 @@ class Holds:
         return {each: depth for (each, part), depth in depths.items() if part == KV}
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
-        """Remove a pin; False if it does not exist."""
+        """Remove a pin. Return False if it does not exist."""
         pin = self._pins.pop((model, pages[-1]), None) if pages else None
         if pin is None:
             return False
@@ -258,7 +259,7 @@ def _joined(parts: Sequence[PagesOfSlab]) -> list[PagesOfSlab]:
 
 
 def _kept_bytes(holds: Iterable[Hold]) -> int:
-    """Bytes of held entries, and of entries that have to stay above them."""
+    """Bytes of held entries, and of the entries above them that have to stay."""
     kept_entries: set[LocalEntry] = set()
     pending = [entry for hold in holds for entry in hold.entries]
     while pending:

@@ -16,7 +16,8 @@ from cachetree.tree.trie import PageTrie, Place, depth_of, nodes_to
 
 
 class RemoteEntries:
-    """The remote entries of a tree: add, find and remove them. Thread-safe, by the tree's lock."""
+    """The remote entries of a tree, with methods to add, find and remove them. Thread-safe, by the
+    tree's lock."""
 
     def __init__(self, trie: PageTrie, listeners: ChangeListeners, lock: threading.Lock) -> None:
         self._trie: Final = trie
@@ -87,7 +88,8 @@ class RemoteEntries:
     def line(
         self, location: Location, model: ModelId, page: PageHash, part: Part = KV
     ) -> list[Change]:
-        """Return the noted entries from the root to the one with `page`, as additions in order."""
+        """Return the noted entries from the root to the entry with `page`, as additions in this
+        order."""
         key = (location, model, part)
         with self._lock:
             return [it.remote[key].change(added=True) for it in nodes_to(self._find(key, page))]
@@ -112,8 +114,8 @@ class RemoteEntries:
     def sources(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> list[tuple[object, Span]]:
-        """Return the `source` of each noted entry with the leading `pages`, and the span of the
-        prompt's pages that it has. `pages` may start in the middle of a prompt."""
+        """Return the `source` of each noted entry that has some of the leading `pages`, and the
+        span of these pages that it has. `pages` may start in the middle of a prompt."""
         key = (location, model, part)
         sources: list[tuple[object, Span]] = []
         with self._lock:
@@ -127,7 +129,8 @@ class RemoteEntries:
     def drop(
         self, location: Location, model: ModelId, pages: Sequence[PageHash], part: Part = KV
     ) -> None:
-        """Forget these pages at `location` and all after them, so that matches stay prefixes."""
+        """Forget these pages at `location`, and all pages after them, so that matches stay
+        prefixes."""
         with self._lock:
             deque(self._dropping((location, model, part), pages), maxlen=0)
 
@@ -141,7 +144,7 @@ class RemoteEntries:
         self.drop(location, model, pages, part)
 
     def forget(self, location: Location) -> None:
-        """Forget everything at `location`, in slices; pages added meanwhile may stay."""
+        """Forget everything at `location`, in slices. Pages that are added meanwhile may stay."""
         run_in_slices(self._lock, self._shrinking(location, 0))
 
     # Called with the lock held.
@@ -182,7 +185,7 @@ class RemoteEntries:
             yield entry.node.num_pages * is_leaf
 
     def _put(self, node: Node, key: RemoteKey, source: object) -> bool:
-        """Put an entry into a node; return whether it is new."""
+        """Put an entry into a node. Return whether the entry is new."""
         entry = node.remote.get(key)
         is_new = entry is None
         if entry is None:

@@ -25,9 +25,9 @@ from cachetree.tree.trie import PageTrie, depth_of, find_matches, nodes_to
 
 _RETENTION: Final = Retention()
 _EVICTIONS: Final = SLICE // 2
-"""Evictions in one slice: each takes twice as long as a look at a node."""
+"""Evictions in one slice. An eviction takes twice as long as a look at a node."""
 _MOST_SWEPT: Final = 512
-"""Most entries past their time to live that one sweep evicts: some 30 ms."""
+"""Most entries past their time to live that one sweep evicts. They take some 30 ms."""
 
 
 class CacheTree:
@@ -65,7 +65,7 @@ class CacheTree:
         """Entries that workers and tiers claim to have."""
         self.names: Final = ModelNames()
         self.num_bytes = 0
-        """Bytes of local entries and open reservations; never above the budget."""
+        """Bytes of local entries and open reservations. They never exceed the budget."""
         self.num_evictions = 0
         """Number of entries that were evicted, for room or by order."""
         self._num_pages: Counter[ModelId] = Counter()
@@ -171,7 +171,7 @@ class CacheTree:
         gone.
 
         `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. Set
-        `is_use` to False if `match` noted the use, or if no request needs the pages now.
+        `is_use` to False if `match` has noted the use, or if no request needs the pages now.
         """
         keys = [(model, part) for part in parts]
         with self._lock:
@@ -202,7 +202,7 @@ class CacheTree:
             return self._trie.find_local((model, part), page) is not None
 
     def line(self, model: ModelId, page: PageHash, part: Part = KV) -> list[Change]:
-        """Return the local entries from the root to the one with `page`, as additions in order."""
+        """Return the local entries from the root down to `page`, as additions in order."""
         key = (model, part)
         with self._lock:
             nodes = nodes_to(self._trie.find_local(key, page))
@@ -247,8 +247,8 @@ class CacheTree:
     def evicting(
         self, model: ModelId | None = None, pages: Sequence[PageHash] = ()
     ) -> Iterator[int]:
-        """Evict like `evict`, node by node as the caller asks; yield the bytes that each node
-        freed."""
+        """Evict like `evict`, one node each time that the caller asks. Yield the bytes that each
+        node freed."""
         self.sweep()
         steps = (
             sum(
@@ -357,7 +357,7 @@ class CacheTree:
         return True
 
     def _evict_bytes(self, num_bytes: int) -> int:
-        """Evict at least `num_bytes`, or everything evictable; return the freed bytes."""
+        """Evict at least `num_bytes`, or everything that can be evicted. Return the freed bytes."""
         num_freed = 0
         for entry in self._eviction.victims():
             num_freed += self._take_out(entry)
@@ -366,7 +366,7 @@ class CacheTree:
         return num_freed
 
     def _take_out(self, entry: LocalEntry) -> int:
-        """Evict an entry; return the freed bytes."""
+        """Evict an entry. Return the freed bytes."""
         self._listeners.evicted(entry)
         node, parents = entry.node, entry.parents
         for parent in parents:
@@ -381,7 +381,7 @@ class CacheTree:
         return num_freed
 
     def _publish(self, reservation: Reservation) -> Span:
-        """Put the reserved pages that are still missing into nodes; return their places."""
+        """Put the reserved pages that are not there yet into nodes. Return their places."""
         change, trie = reservation.change, self._trie
         key, pages = (change.model, change.part), change.pages
         place = None if change.parent is None else trie.find_local(key, change.parent)

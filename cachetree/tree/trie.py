@@ -58,7 +58,8 @@ class PageIndex:
         return next(filter(has, self._others(page)), None)
 
     def find_at(self, page: PageHash, depth: int, has: Has | None = None) -> Node | None:
-        """Find like `find`, but only a node that has `page` after `depth` others."""
+        """Find a node like `find`. Only a node that has `page` at position `depth` of the prompt
+        counts."""
         id = self._ids.get(page)  # Without `find`, which would take a third longer.
         if id is None:
             return None
@@ -225,8 +226,8 @@ class PageTrie:
         return Place(node, max(0, index - num), index) if num else parent
 
     def path_anywhere(self, pages: Sequence[PageHash], has: Has) -> list[Place]:
-        """Return the places of the longest prefix of `pages`, wherever its first page is. `has`
-        must be true for all of their nodes."""
+        """Return the places of the longest prefix of `pages`. Its first page may be anywhere in the
+        tree. `has` must be true for all nodes of the prefix."""
         first = self.find(pages[0], has) if pages else None
         if first is None:
             return []
@@ -253,10 +254,10 @@ class PageTrie:
             yield top
 
     def cover(self, parent: Place | None, pages: Sequence[PageHash], is_own: Has) -> list[Node]:
-        """Return nodes with exactly `pages` after `parent`, splitting or making nodes as needed.
+        """Return nodes with exactly `pages` after `parent`. Nodes are split or made as needed.
 
         The nodes end early before a repeated page, and before a page of another node for which
-        `is_own` is true. Nodes for which it is false may have the same page.
+        `is_own` is true. Nodes for which `is_own` is false may have the same page.
         """
         if not pages:
             return []
@@ -288,7 +289,7 @@ class PageTrie:
         return nodes
 
     def split(self, node: Node, index: int) -> Node:
-        """Return the node that starts at page `index` of `node`, which is cut there if needed."""
+        """Return the node that starts at page `index` of `node`. If needed, `node` is cut there."""
         if index in (0, node.num_pages):
             return node
         tail = node.split(index)
@@ -382,7 +383,7 @@ def find_matches(
 
 
 def _remote_matches(num_known: Mapping[RemoteKey, int]) -> Iterator[Match]:
-    """Yield the matches of locations. E counts as far as KV does."""
+    """Yield the matches of remote locations. E counts only as far as KV reaches."""
     e_pages: defaultdict[tuple[Location, ModelId], dict[int, int]] = defaultdict(dict)
     for (location, model, part), num_pages in num_known.items():
         if part != KV:

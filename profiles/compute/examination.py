@@ -34,7 +34,7 @@ guard."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answerer:
-    """A model and how its answers become text."""
+    """A model that answers questions, and how its answers become text."""
 
     model: LayeredModel
     tokenizer: PreTrainedTokenizerBase
@@ -55,8 +55,7 @@ class Answerer:
         return [tuple(answer) for answer in answers]
 
     def quality(self, document: Document, question: int, answer: Tokens) -> float:
-        """Return an answer's quality by the data set's metric, in as many digits as profiles
-        keep."""
+        """Return an answer's quality by the data set's metric, rounded as in profiles."""
         asked = document.questions[question]
         text = self.text(answer)
         return round(score(document.task, text, asked.answers, asked.classes), DIGITS)
@@ -154,8 +153,8 @@ class Examination:
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> Tensor:
-        """Return `[mixtures, 3, questions]`: mean KL over all tokens, mean total variation over the
-        first ones, and the share of tokens that are not the most likely."""
+        """Return `[mixtures, 3, questions]`: the mean KL over all tokens, the mean total variation
+        over the first tokens, and the share of tokens that are not the most likely."""
         model, lengths = self._answerer.model, self._lengths
         num_mixtures, num_tokens = streams.shape[:2]
         values = torch.empty(num_mixtures, 3, num_tokens)

@@ -38,7 +38,7 @@ class Moments:
         self._squares = 0.0
 
     def add(self, theirs: Tensor, ours: Tensor) -> None:
-        """Add E of the same tokens, `[..., tokens, hidden]`."""
+        """Add E of the same tokens from both models, `[..., tokens, hidden]`."""
         x, y = (it.to(self._sums.device).float().flatten(0, -2) for it in (theirs, ours))
         weight = x.square().mean(1, keepdim=True).clamp(min=1e-12).rsqrt()
         rows = torch.cat([x * weight, weight, (y - x) * weight], 1)
@@ -81,9 +81,9 @@ class Moments:
 
 
 def fit(first: Moments, second: Moments) -> tuple[Correction, float]:
-    """Return a map and the share that it explains on contexts not used to fit it. Maps fitted on
-    the first contexts are tried on the second ones, which choose the penalty. The returned map is
-    fitted on both."""
+    """Return a map and the share that it explains on contexts not used to fit it. Maps are fitted
+    on the first contexts with each penalty, and tried on the second contexts, which choose the
+    penalty. The returned map is fitted on both."""
     explained = {it: second.explained(first.solve(it)) for it in PENALTIES}
     best = max(PENALTIES, key=explained.__getitem__)
     return (first + second).solve(best), round(explained[best], 6)

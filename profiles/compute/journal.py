@@ -21,7 +21,8 @@ from profiles.stats.measured import Score
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """One step: something that needs prefix passes, for one document of one split."""
+    """Results of one step: a measurement on one document of one split, which needs prefix
+    passes."""
 
     split: str
     document: str
@@ -66,7 +67,8 @@ class Journal:
         """Open the journal for a file that will be written to `out`. `decisive` are all values that
         the measurements depend on.
 
-        Scores are read by their place in the steps, so other values need another journal.
+        A step finds its scores by place only. So if one of these values changes, the run needs
+        another journal.
         """
         named = decisive, Score.__struct_fields__
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]
@@ -94,7 +96,7 @@ class Journal:
         return [*dict.fromkeys(of for named, of, _ in self._entries if named == split)]
 
     def put(self, entry: Entry | Timed) -> None:
-        """Keep an entry; it is on disk when this returns."""
+        """Store an entry. It is on disk when this method returns."""
         self._file.write(msgspec.json.encode(entry) + b"\n")
         self._file.flush()
         self._know(entry)

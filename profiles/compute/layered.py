@@ -39,7 +39,8 @@ ROUNDING: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The result of one model's pass over a prefix: KV of all layers, and E at the requested ones.
+    """The result of one model's pass over a prefix: KV of all layers, and E at the requested
+    layers.
 
     E is the residual stream entering a layer, `[1, tokens, hidden]`.
     """
@@ -49,7 +50,8 @@ class Prefix:
 
 
 class GrowingKV:
-    """One layer's KV of rows: a past that all share, copied once, and room for their own tokens.
+    """One layer's KV of several rows. They share a past, which is copied once, and each row has
+    room for its own tokens.
 
     Attention reads it in place, so a token costs no copy of earlier tokens. A new token overwrites
     a guess that was at its place.
@@ -139,7 +141,7 @@ class LayeredModel:
 
     @torch.inference_mode()
     def through(self, hidden: Tensor, layers: Iterable[int]) -> tuple[Tensor, list[KV]]:
-        """Run full layers over a prefix, one after the other; their KV stays on the device."""
+        """Run full layers over a prefix, one after the other. Their KV stays on the device."""
         positions, rotary = self._begin(hidden)
         made = []
         for layer in layers:
@@ -150,7 +152,7 @@ class LayeredModel:
 
     @torch.inference_mode()
     def kv_alone(self, hidden: Tensor, layer: int) -> KV:
-        """Compute only a layer's keys and values for a prefix; they stay on the device."""
+        """Compute only a layer's keys and values for a prefix. Both stay on the device."""
         cache = _OnlyKV()
         with contextlib.suppress(_Enough):
             self._call(layer, hidden, None, *self._begin(hidden), cache)
@@ -299,7 +301,7 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
 
 
 class _Enough(Exception):
-    """Raised once keys and values exist; the rest of the layer is not needed."""
+    """Raised once a layer's keys and values exist, because the rest of the layer is not needed."""
 
 
 class _Keep:

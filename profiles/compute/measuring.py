@@ -50,8 +50,8 @@ def screening_steps(
     pruned: bool,
     is_decoded: bool = False,
 ) -> list[Step]:
-    """Return the steps for candidates, on the documents on which all blocks are compared.
-    Neighbours that begin with the same E take one pass."""
+    """Return the steps that measure candidates on the documents on which all blocks are compared.
+    Neighbouring candidates that begin with the same E take one pass."""
     begins = groupby(candidates, lambda it: (it.runs and it.runs[0].start, it.map_sha256))
     together = [tuple(same) for _, same in begins]
     return [

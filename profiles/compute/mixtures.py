@@ -69,7 +69,8 @@ class Asked:
     mixture: Mixture
     suffix: tuple[int, ...]
     draft: tuple[int, ...] = ()
-    """A guess of the answer. It only saves time: its right tokens take one step together."""
+    """A guess of the answer. It only saves time: the tokens that are right take one step
+    together."""
 
 
 def decode(
@@ -179,6 +180,6 @@ def _decode(
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return `[rows, tokens]`, padded behind."""
+    """Return `[rows, tokens]`, with padding behind each row's tokens."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

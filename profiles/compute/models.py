@@ -54,7 +54,7 @@ ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
 _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
-"""Fields that servers compare in their handshake and that are properties of the models."""
+"""Fields that servers compare in their handshake, and that are properties of a model."""
 _BEGINS_AS_STATED: Final = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
 """Tokenizers, also in their fast variants, for which SGLang obeys `add_bos_token`. It is true if
 the config does not state it."""
@@ -100,7 +100,7 @@ class Supported:
     source: ModelSource
     identity: ModelIdentity
     config: PretrainedConfig
-    """The config as it would be for unquantised weights."""
+    """Config as it would be if the weights were not quantised."""
     quantization: Quantization | None
 
     def read_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -192,7 +192,7 @@ def look_at_pair(sender: ModelSource, receiver: ModelSource) -> tuple[Supported,
 
 
 def look_at(source: ModelSource) -> Supported:
-    """Return everything that can be known without reading weights; raises ConfigError."""
+    """Return everything that is known without reading weights. Raises ConfigError."""
     _require_plain_folder(source.path)
     identity = read_model_identity(source.path, user_cache(), source.adapter)
     if identity.architecture not in ARCHITECTURES:
@@ -291,7 +291,8 @@ def _require_one_family(theirs: Supported, ours: Supported) -> None:
 def _build(
     model: Supported, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Build a model from its base's weights, which it may share, and from its adapter."""
+    """Build a model from its base's weights, which it may share with another model, and from its
+    adapter."""
     path, adapter = model.source.path, model.source.adapter
     if adapter is not None:
         weights = with_adapter(weights, adapter, dtype)

@@ -52,8 +52,8 @@ def check_quantization(file: Path, quantization: Quantization) -> None:
 def matrices(
     weights: Mapping[str, Tensor], quantization: Quantization, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint that passed `check_quantization`. Its matrices are in
-    `dtype` and have the names of unquantised ones."""
+    """Return all tensors of a checkpoint that passed `check_quantization`. Quantised matrices
+    become matrices in `dtype`, with the names that they have in an unquantised checkpoint."""
     if quantization["quant_method"] == "fp8":
         return _of_fp8(weights, quantization.get("weight_block_size"), dtype)
     to_matrix: Callable[..., Tensor] = _awq
@@ -94,7 +94,7 @@ def _gptq(
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return `[rows, words]` as `[rows, values]`, from the lowest bits of each word on."""
+    """Unpack `[rows, words]` into `[rows, values]`. A word's lowest bits are its first value."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 

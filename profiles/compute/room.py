@@ -39,7 +39,7 @@ MOST_HOLES: Final = GIB // 2
 """Most bytes in holes: sixteen blocks just too small to be unmapped. A layer never has more of them
 at a time."""
 SOLVING: Final = 4
-"""Memory for solving one map in float64, as a multiple of its sums."""
+"""Factor between the memory for solving one map in float64 and the map's sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class Room:
     rows: int
     """Rows that go through a layer together."""
     positions: int
-    """Tokens that have distributions over the vocabulary at the same time."""
+    """Number of tokens that may have a distribution over the vocabulary at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bytes that may be used beside the models' weights."""
+    """Bytes that the profiler may use in addition to the models' weights."""
 
     host: int
     device: int | None = None
@@ -62,7 +62,8 @@ class Bounds:
 
 
 def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.device) -> Bounds:
-    """Return the stated bounds, in GiB; a bound that is not stated is most of what is free now."""
+    """Return the stated bounds, in GiB. Without a stated bound, return most of the memory that is
+    free now."""
     free = free_memory_bytes()
     host = int(FREE_SHARE * free if host_gb is None else host_gb * GIB)
     if device.type == "cpu":
@@ -88,9 +89,9 @@ class Sizes:
     inner: int
     """Bytes of a token inside a layer, at the widest point."""
     seen: int
-    """Bytes of one key in one query's mask, while the mask is made."""
+    """Bytes that each key takes in one query's mask, while the mask is made."""
     distribution: int
-    """Bytes of one distribution over the vocabulary, and of comparing it with another."""
+    """Bytes of one distribution over the vocabulary, and of its comparison with another."""
     choice: int
     """Bytes of one distribution from which the next token is chosen."""
     sums: int
@@ -137,7 +138,7 @@ def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
 
 
 def row_bytes(sizes: Sizes, document: Document) -> int:
-    """Bytes of one row in one layer, and of its KV of all layers while it is decoded."""
+    """Bytes of one row in one layer. While the row is decoded, its KV of all layers counts, too."""
     num_suffix = longest_suffix(document)
     num_tokens = len(document.prefix) + num_suffix
     mask = num_suffix * num_tokens * sizes.seen
@@ -169,7 +170,7 @@ def make_room(
 
 
 def most_needed(sizes: Sizes, documents: Iterable[Document]) -> int:
-    """Bytes of host and device that the largest document needs beside weights."""
+    """Bytes of host and device that the largest document needs in addition to the weights."""
     return max(_kept_bytes(sizes, it) + _least_bytes(sizes, it, 1) for it in documents)
 
 

@@ -50,7 +50,7 @@ class Bench:
     receiver: Answerer
     journal: Journal
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Maps of E by digest, for plans that name one."""
+    """Maps of E by digest, for plans that name a map."""
     answers: dict[str, list[Tokens]] = field(default_factory=dict)
     """The receiver's own answers, by document. Another pair with the same receiver may have made
     them."""
@@ -102,7 +102,7 @@ class DocumentPasses:
 
     @property
     def own(self) -> tuple[KV, ...]:
-        """The receiver's KV: a recompute of all layers from its own embeddings."""
+        """The receiver's KV. It is a recompute of all layers from the receiver's own embeddings."""
         return self._received.kv
 
     def e_of_both(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -146,8 +146,9 @@ class Step:
     place: int
     """The document's place in its split."""
     plans: tuple[Candidate, ...] = ()
-    """Plans that are measured together, so that layers which they share are recomputed once. Empty
-    in a document's first step, which measures both models' own answers and full reuse."""
+    """Plans that are measured together, so that a layer that several of them recompute is
+    recomputed once. Empty in a document's first step, which measures both models' own answers and
+    full reuse."""
     is_decoded: bool = True
     """True if answers get a quality."""
 
@@ -178,7 +179,7 @@ class Study:
         return DocumentPasses(*models, self.document.prefix, self.e_layers, corrections=maps)
 
     def measure(self, step: Step) -> Entry:
-        """Return the journal's entry for the step; measure it now if the journal has none."""
+        """Return the journal's entry for the step. If there is none, measure the step now."""
         journal = self.bench.journal
         entry = journal.get(self.split, self._key, step.name)
         if is_new := entry is None:
@@ -261,9 +262,9 @@ def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
 
 
 def tokens_kept(share: float, num_tokens: int, num_layers: int) -> list[int]:
-    """Return how many tokens each layer recomputes, for a share of all layers over all tokens. The
-    first layer recomputes all; later layers ever fewer, from a quarter above the mean to a quarter
-    below."""
+    """Return how many tokens each layer recomputes, if a share of the work of all layers over all
+    tokens is allowed. The first layer recomputes all tokens. The later layers recompute fewer and
+    fewer: from a quarter above their mean to a quarter below."""
     mean = max(0.0, share * num_layers - 1) / max(1, num_layers - 1)
     slope = min(FILTERED, (1 - mean) / mean) if mean else 0.0
     steps = [1 - 2 * i / max(1, num_layers - 2) for i in range(num_layers - 1)]

@@ -106,10 +106,11 @@ def load_sources(
 
 
 def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Record]]:
-    """Turn GSM8K into contexts of worked examples, made from the first problems, and questions.
+    """Turn GSM8K into contexts and questions. The first problems become the worked examples of
+    contexts. All other problems become questions.
 
-    Contexts are split and resampled, so there should be many. Their number leaves at least
-    `QUESTIONS_PER_CONTEXT` of the other problems to each. No question is an example.
+    Contexts are split and resampled, so there should be many. Each context gets at least
+    `QUESTIONS_PER_CONTEXT` of the questions.
     """
     num_problems, num_examples = len(problems), EXAMPLES_PER_CONTEXT
     num_contexts = max(1, num_problems // (num_examples + QUESTIONS_PER_CONTEXT))

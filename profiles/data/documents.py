@@ -49,7 +49,8 @@ class Question:
     classes: tuple[str, ...] = ()
     """Classes that the data set knows, if it is about classes."""
     name: str
-    """The record's `_id`, or `file:line`; no two questions that were loaded together share it."""
+    """The record's `_id`, or `file:line`. It is different for all questions that were loaded
+    together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Document:
     context: str
     """Digest of the context's text."""
     prefix: Tokens
-    """Whole pages at the start of all prompts; never empty."""
+    """Whole pages at the start of all prompts. Never empty."""
     questions: tuple[Question, ...]
     task: Task
     opening: int = 0
@@ -69,7 +70,7 @@ class Document:
 
 
 def key_of(document: Document) -> str:
-    """Digest of a document and its questions, which journals use as its name."""
+    """Digest of a document and its questions. Journals use it as the document's name."""
     return hashlib.sha256(msgspec.json.encode(document)).hexdigest()[:16]
 
 
@@ -134,9 +135,9 @@ def split_documents(
 
 
 def in_drawn_order(documents: Sequence[Document], seed: int) -> list[Document]:
-    """Sort documents in an order that the seed draws. Some uses take the first documents, which in
-    a file sorted by length would be the shortest. Adding or removing documents keeps the order
-    of the others."""
+    """Sort documents in an order that the seed draws. Some callers take the first documents. In a
+    file that is sorted by length, these would be the shortest. If documents are added or removed,
+    the order of the others stays."""
 
     def drawn(document: Document) -> bytes:
         return hashlib.sha256(f"{seed} {document.context}".encode()).digest()
@@ -159,7 +160,7 @@ def mean_lengths(documents: Sequence[Document]) -> tuple[float, float]:
 
 
 def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
-    """Places of the first `most` documents of each task."""
+    """Places of those documents that are among the first `most` documents of their task."""
     return sorted(place for places in by_task(documents).values() for place in places[:most])
 
 
@@ -183,11 +184,11 @@ class Encoder:
     chat: bool
 
     def text(self, prompt: str) -> str:
-        """Text that a server tokenises for a prompt; raises ConfigError."""
+        """Text that a server tokenises for a prompt. Raises ConfigError."""
         return self.of_chat([{"role": "user", "content": prompt}]) if self.chat else prompt
 
     def of_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text that the chat endpoint makes of messages; raises ConfigError."""
+        """Text that the chat endpoint makes of messages. Raises ConfigError."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
@@ -213,8 +214,8 @@ class Encoder:
         return before + said.removesuffix(context.strip()), before + said
 
     def ids(self, text: str, *, begins: bool = True) -> Tokens:
-        """Tokenise text, with the tokenizer's special tokens if the text begins a prompt. A chat
-        template has already written its own."""
+        """Tokenise a text. If it begins a prompt, add the tokenizer's special tokens, unless a chat
+        template has written them already."""
         is_special = begins and not self.chat
         return tuple(self.tokenizer(text, add_special_tokens=is_special, verbose=False).input_ids)
 

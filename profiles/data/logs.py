@@ -60,14 +60,15 @@ class Asked:
     ids: Tokens
     model: str
     place: str
-    """Place of the prompt: `file:line`, and its number if the line has several."""
+    """Place of the prompt: `file:line`. If the line has several prompts, also the prompt's
+    number."""
     number: int = 0
     """Number of the log's line. Lower lines were asked earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Prompts that were read from a log, and the lines that were not usable."""
+    """Prompts that were read from a log, and its lines that could not be used."""
 
     name: str
     asked: tuple[Asked, ...]

@@ -58,7 +58,7 @@ class Metric(StrEnum):
 
 
 def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
-    """Say why an accepted answer cannot judge anything; empty if it can."""
+    """Say why an accepted answer cannot judge any prediction. Empty if it can."""
     if metric is Metric.EXACT_NUMBER and final_number(answer) is None:
         return f"an answer without a number, which {metric.value} needs"
     if metric in (Metric.F1, Metric.ROUGE_L) and _UNSPACED.search(answer):
@@ -223,15 +223,16 @@ def _object_in(text: str) -> dict[str, Any]:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words per sentence. A sentence of only white space has the empty word, as in `rouge`."""
+    """Return the words of each sentence. A sentence of only white space has the empty word, as in
+    `rouge`."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _common_subsequence(ours: list[str], theirs: list[str]) -> Iterator[str]:
     """Yield the words of a longest common subsequence.
 
-    If several subsequences are longest, the result depends on the order of the arguments. This
-    order gives the subsequence that `rouge` gives, if no word of `theirs` is repeated.
+    If several subsequences are longest, the result depends on the order of the arguments. With this
+    order, and if no word of `theirs` is repeated, it is the same as in `rouge`.
     """
     for operation in LCSseq.opcodes(ours, theirs):
         if operation.tag == "equal":

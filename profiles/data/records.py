@@ -14,7 +14,7 @@ import msgspec
 from cachetree import CacheTreeError
 
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
-"""Longest line that is decoded; LongBench's longest are below 1 MiB."""
+"""Longest line in bytes that is decoded. LongBench's longest lines are below 1 MiB."""
 _FOREIGN: Final = (
     (rb"\x1f\x8b", "is gzip; unpack it with `gunzip`"),
     (rb"PK\x03\x04", "is a zip file; unpack it with `unzip`"),
@@ -57,9 +57,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_lines(path: Path, schema: type[Line], what: str) -> list[tuple[str, Line]]:
-    """Read every line of a JSONL file and its place (`file:line`), without blank lines.
+    """Read every line of a JSONL file, with its place (`file:line`). Blank lines are left out.
 
-    `what` says in messages what a line should be. Raises RecordError.
+    Error messages say by `what` what a line should be. Raises RecordError.
     """
     lines = []
     try:

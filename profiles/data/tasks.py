@@ -36,7 +36,8 @@ class AnswerPart(StrEnum):
     """First line that is neither a comment nor a code fence, as in LongBench's `code_sim_score`.
     Empty if there is none."""
     FIRST_LINE = "first_line"
-    """First line that is not empty. Behind few-shot examples, a model often writes more of them."""
+    """First line that is not empty. After few-shot examples, a model often writes further examples
+    behind its answer."""
     BEFORE_NEXT_QUESTION = "before_next_question"
     """Text before the model's own next question, which few-shot examples suggest to it."""
 
@@ -77,7 +78,7 @@ class Task:
 
 
 def score(task: Task, text: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Quality of a model's answer, 0 to 1; `classes` are the data set's."""
+    """Quality of a model's answer, 0 to 1. `classes` are the classes of the data set."""
     return quality(task.metric, judged_part(task, text), answers, classes)
 
 
@@ -87,7 +88,8 @@ def judged_part(task: Task, text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """User's choices for every data set; None leaves the choice to the data set."""
+    """The user's choices for all data sets. A field that is None leaves the choice to the data
+    set."""
 
     template: str | None = None
     metric: Metric | None = None
@@ -95,7 +97,7 @@ class TaskOptions:
     chat: bool = False
 
     def task_for(self, dataset: str) -> Task:
-        """Find the task of a data set. LongBench-E's sets (`hotpotqa_e`) have the tasks of those
+        """Find the task of a data set. A set of LongBench-E (`hotpotqa_e`) has the task of the set
         without the suffix.
 
         Raises ConfigError if the data set is unknown and the user's choices do not complete a task.
@@ -120,8 +122,8 @@ class TaskOptions:
 
 
 def _parse(template: str) -> tuple[str, list[str]]:
-    """Split a template into the text before the context, and the texts behind it that enclose the
-    question."""
+    """Split a template into three texts: before the context, between context and question, and
+    behind the question."""
     try:
         pieces = list(Formatter().parse(template))
     except ValueError as exc:

@@ -67,7 +67,7 @@ from profiles.stats.artifact import Data
 
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers", "peft")
 _DECISIVE: Final = ("dtype", "labels", "steps", "questions", "rank", "peak_rate", "seed")
-"""Settings that change the trained adapter, beside models and prompts."""
+"""Settings that change the trained adapter, in addition to models and prompts."""
 _CURVE: Final = (1, 2, 4, 8)
 """Divisors of the number of training steps. The first held-out contexts are scored after each such
 part of the training, and before the first step."""
@@ -111,8 +111,8 @@ class Distiller:
             console.print(line, highlight=False, soft_wrap=True)
 
     def _place_of_state(self) -> Path:
-        """Make a folder beside `--out`, named by a digest of all that changes the trained
-        adapter."""
+        """Make a folder beside `--out`. Its name has a digest of everything that changes the
+        trained adapter."""
         out, prompts = self._settings.out, self.prompts
         chosen = [getattr(self._settings, it) for it in _DECISIVE]
         asked = [_asked(it) for it in (*prompts.train, *prompts.held_out)]
@@ -187,7 +187,8 @@ class Distiller:
             judge.scores(reader, step, shown_of, lambda _: None)
 
     def _ask_teacher(self, places: Sequence[int]) -> list[list[Said]]:
-        """Ask the teacher for the answers that are not yet stored. Return its held-out answers.
+        """Ask the teacher for all answers that are not stored yet. Return its answers to held-out
+        lessons.
 
         The teacher's model is freed before the return.
         """

@@ -8,7 +8,7 @@ from profiles.evidence import Interval, TaskLoss
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of one held-out context after `step` steps, by question."""
+    """Scores of a held-out context after `step` training steps, one per question."""
 
     step: int
     place: int
@@ -65,7 +65,7 @@ class Distilled(msgspec.Struct, frozen=True, kw_only=True):
     curve: tuple[CurvePoint, ...]
     tolerance: float
     passed: bool | None
-    """True if the gate passed the adapter; None without a teacher to compare with."""
+    """Whether the gate passed the adapter. None without a teacher to compare with."""
     reason: str
     command: str
     versions: dict[str, str]

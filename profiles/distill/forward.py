@@ -43,12 +43,12 @@ one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """An answer, and the model's likeliest alternatives to each of its tokens."""
+    """An answer, with the model's likeliest alternatives to each token."""
 
     tokens: Tokens
     likeliest: Tensor
-    """Likeliest next tokens before each token of the answer: `[tokens, LIKELIEST]`; empty if no
-    model was asked."""
+    """Likeliest next tokens at each token of the answer: `[tokens, LIKELIEST]`. Empty if no model
+    was asked."""
     logprobs: Tensor
     """Log-probabilities of the likeliest tokens."""
 
@@ -74,7 +74,7 @@ def said_of(logits: Tensor, answers: Sequence[Tokens]) -> list[Said]:
 
 
 class Branches:
-    """KV of a document, and of the tokens behind it in several branches."""
+    """KV of a document, and of tokens that continue it in several branches."""
 
     def __init__(self, model: PreTrainedModel, kv: Sequence[KV], num_branches: int) -> None:
         self._model, self._cache = model, DynamicCache()
@@ -86,7 +86,8 @@ class Branches:
         self._lengths = [self._num_frozen] * num_branches
 
     def grow(self, tokens: Sequence[Tokens], num_scored: Sequence[int]) -> Tensor:
-        """Run new tokens of each branch, and return the logits after the last `num_scored` of each.
+        """Run new tokens of each branch. Return the logits after the last `num_scored` tokens of
+        each branch.
 
         The logits are `[sum of num_scored, vocabulary]` in float32, branch after branch.
         """
@@ -284,7 +285,7 @@ def _attend(
     num_frozen: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function for transformers: `_Frozen` for calls of a tree, SDPA for all others."""
+    """Compute attention for transformers: by `_Frozen` if a tree is run, otherwise by SDPA."""
     if num_frozen is None or attention_mask is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

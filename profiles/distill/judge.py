@@ -166,12 +166,12 @@ def _distances(
 
 
 def mean_of(contexts: Iterable[Sequence[float]]) -> float:
-    """Mean in which every context weighs the same."""
+    """Mean over contexts, in which every context weighs the same."""
     return round(fmean(fmean(it) for it in contexts), 6)
 
 
 def verdict(tasks: Sequence[JudgedTask], tolerance: float) -> tuple[bool | None, str]:
-    """Decide whether the adapter may replace its teacher, and say why in a sentence."""
+    """Decide whether the adapter may replace its teacher. Say why, in a sentence."""
     judged = [(it, it.loss, it.teacher) for it in tasks if it.loss and it.teacher]
     if not judged:
         return None, "no teacher is given, so that there is nothing to compare the adapter with"

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT, _INPUT = "\ue000", "\ue001"
-"""Placeholders of context and input in a prompt; no text has these characters."""
+"""Placeholders of context and input in a prompt. No text has these characters."""
 ANSWER: Final = "answer"
 QUESTION: Final = "question"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """A document and its questions, each with the place of its invocation."""
+    """A document and its questions. Each question has the place of its invocation."""
 
     document: Document
     num_invoked: tuple[int, ...]
-    """Tokens of each question's suffix from the invocation on."""
+    """Number of tokens of each question's suffix from the invocation on."""
 
     def before(self, question: int) -> Tokens:
         """Tokens between the document and the invocation."""
@@ -54,7 +54,7 @@ class Invocation:
     text: str
     ids: Tokens
     follows_input: bool
-    """True if the invocation is after the input; False if before."""
+    """Whether the invocation is after the input. False: it is before the input."""
 
 
 def load_prompts(paths: Sequence[str], options: TaskOptions) -> list[Source]:
@@ -79,7 +79,7 @@ def lessons_of(
     max_prompt_tokens: int,
 ) -> list[Lesson]:
     """Make a lesson for every context. Raises RecordError for a prompt in which the adapter might
-    not act at its place."""
+    act at another place."""
     records = {it.name: it for source in sources for it in source.records}
     documents = make_documents(sources, tokenizer, page_size=1, max_prompt_tokens=max_prompt_tokens)
     lessons = []
@@ -166,8 +166,8 @@ def _is_text(decoded: str, text: str) -> bool:
 def _invoked(
     sourced: SourcedRecord, encode: Encoder, invocation: Invocation, around: tuple[str, str]
 ) -> str:
-    """Text of a prompt from the template's place of the invocation on. Raises RecordError if the
-    last match of the invocation is not there."""
+    """Return the text of a prompt from the template's place of the invocation on. Raises
+    RecordError if the last match of the invocation is at another place."""
     prompt = encode.text(sourced.task.prompt(sourced.record.context, sourced.record.input))
     between, behind = around
     start = len(prompt) - len(behind)
@@ -190,7 +190,7 @@ def _invoked(
 
 
 def _around(task: Task, encode: Encoder) -> tuple[str, str]:
-    """Text of a prompt between context and input, and behind the input."""
+    """Return two texts of a prompt: between context and input, and behind the input."""
     _, _, rest = encode.text(task.prompt(_CONTEXT, _INPUT)).partition(_CONTEXT)
     between, match, behind = rest.partition(_INPUT)
     if not match or _INPUT in behind:

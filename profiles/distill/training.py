@@ -57,7 +57,8 @@ class Step:
 
 
 def draw_steps(lessons: Sequence[Lesson], num_steps: int, most: int, seed: int) -> list[Step]:
-    """Draw steps: every lesson once in a random order, and then again in another order."""
+    """Draw steps. Every lesson comes once, in a random order, then once more in another order, and
+    so on."""
     steps, rng = list[Step](), Random(f"{seed} order")
     while len(steps) < num_steps:
         for place in rng.sample(range(len(lessons)), len(lessons)):
@@ -77,8 +78,8 @@ def labels_of(lesson: Lesson) -> list[Said]:
 
 
 def write_answers(teacher: Reader, lesson: Lesson, file: Path, is_labelled: bool) -> None:
-    """Write answers to all questions with the teacher's distributions along them. The answers are
-    the teacher's own, or the data's if `is_labelled`."""
+    """Write answers to all questions, with the teacher's distributions at their tokens. The answers
+    are the teacher's own, or the data's if `is_labelled`."""
     answers = list(_ask(teacher, lesson, is_labelled))
     tensors = {
         "lengths": torch.tensor([len(it.tokens) for it in answers]),
@@ -137,7 +138,7 @@ def loss_of(logits: Tensor, targets: Sequence[Said], *, from_labels: bool) -> Te
 
 
 class Trainer:
-    """Optimizer of the student, with its state in a file."""
+    """Trainer of the student. Its optimizer has its state in a file."""
 
     def __init__(self, reader: Reader, student: PeftModel, file: Path, recipe: Recipe) -> None:
         self._reader, self._student, self._file, self._recipe = reader, student, file, recipe

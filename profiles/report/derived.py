@@ -43,7 +43,8 @@ def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
 
 
 def recommended(profile: MeasuredProfile) -> FrontierPoint | None:
-    """Return the recommended plan as it was measured: same block, same map of E or none."""
+    """Return the recommended plan with its measurements. It has the same block, and the same map of
+    E, if any."""
     recommendation = profile.recommended
     if recommendation is None:
         return None
@@ -63,8 +64,8 @@ def judged(profile: MeasuredProfile) -> FrontierPoint | None:
 
 
 def moved_share(profile: MeasuredProfile, block: Span) -> float:
-    """Return the share of all KV's bytes that is loaded beside a block, as KV and E, if sender and
-    receiver share no pool."""
+    """Return how much is loaded if sender and receiver share no pool: bytes of KV and E that a plan
+    with this block loads, as a share of all KV's bytes."""
     all_kv, _ = profile.costs.moved_bytes(())
     return sum(profile.costs.moved_bytes((block,))) / all_kv
 
@@ -83,14 +84,14 @@ def within_tolerance(profile: MeasuredProfile) -> tuple[MeasuredBlock, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to answer, beside the frontier's plans."""
+    """One way to answer that is not a plan of the frontier."""
 
     kind: str
     name: str
-    """Name that differs from the names of other ways of the same kind and size."""
+    """Name of this way. It differs from the names of other ways of the same kind and size."""
     quality: Interval
     full: float | None
-    """Full prefill's quality on the same questions, if known."""
+    """Quality of full prefill on the same questions, if known."""
     layers: float | None
     """Compute, as a number of the receiver's layers."""
     ttft_s: float | None
@@ -122,7 +123,7 @@ def shown_on(profile: MeasuredProfile) -> str:
 
 
 def next_steps(profile: MeasuredProfile) -> list[str]:
-    """Say what to do about a pair that did not pass, or that passed and saves nothing."""
+    """Say what to do about a pair if it did not pass, or if it passed and saves nothing."""
     steps = list[str]()
     quality = profile.full_prefill_quality
     if quality < LOW_QUALITY:

@@ -18,7 +18,7 @@ _VERDICTS: Final = {True: "Passed", False: "Failed", None: "Not compared"}
 
 
 def write_page(distilled: Distilled, folder: Path) -> None:
-    """Write the evidence, as JSON and as a page, beside the adapter."""
+    """Write the evidence about an adapter into the adapter's folder, as JSON and as a page."""
     (folder / EVIDENCE).write_bytes(msgspec.json.format(msgspec.json.encode(distilled)) + b"\n")
     page = TEMPLATES.get_template("distilled.html.jinja").render(
         found=distilled,

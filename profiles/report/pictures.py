@@ -45,7 +45,7 @@ _MARKS: Final = {
     "full prefill": ("*", INK),
 }
 _SMALLEST_KL: Final = 1e-4
-"""Smallest KL that is drawn, as a share of the largest; below it blocks look alike."""
+"""Smallest KL that is drawn, as a share of the largest. Blocks with less KL look alike."""
 _MOST_TICKS: Final = 13
 _LAYER: Final = "layer whose KV is the sender's (all others the receiver's own)"
 
@@ -259,7 +259,7 @@ def _whole_numbers(axes: Axes) -> None:
 
 
 def _legend(figure: Figure, axes: Axes, columns: int) -> None:
-    """Draw the legend under the picture, where it covers nothing; entries in the order of
+    """Draw the legend under the picture, where it covers nothing. Entries are in the order of
     drawing."""
     handles, labels = axes.get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower left", ncols=columns)

@@ -43,7 +43,7 @@ class Table:
 
 Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], str]]
-"""Functions from a row to the text of its cell, by the column's header."""
+"""Columns by header. Each has a function that makes the text of a row's cell."""
 
 
 def table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) -> Table:
@@ -181,7 +181,8 @@ def baselines(profile: MeasuredProfile) -> Table:
 
 
 def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show every field of both models; digests are whole, or cut."""
+    """Show every field of both models. Digests are shown whole, or cut to a number of
+    characters."""
     rows = []
     for field in ("model_id", *profile.sender.__struct_fields__):
         most = digest_characters if field in ("model_id", "tokenizer", "weights") else None
@@ -204,7 +205,7 @@ def identities(profile: MeasuredProfile, digest_characters: int | None = None) -
 
 
 def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
-    """Show both splits; digests are whole, or cut."""
+    """Show both splits. Digests are shown whole, or cut to a number of characters."""
 
     def named(file: DataFile) -> str:
         digest = file.sha256[:digest_characters]

@@ -113,7 +113,8 @@ def seconds(time_s: float) -> str:
 
 
 def unit_of_time(time_s: float) -> tuple[float, str]:
-    """Return the unit in which a time is between 1 and 1000: units per second, and its name."""
+    """Return the unit in which a time is between 1 and 1000: how many of it are a second, and its
+    name."""
     units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
     return next((it for it in units if abs(time_s) * it[0] >= 1), units[-1])
 

@@ -182,7 +182,8 @@ def longest_used(documents: Sequence[Document], page_size: int) -> int:
 def best_of(
     choice: Choice, documents: Sequence[Document], judged: Measured, tolerance: float
 ) -> Candidate | None:
-    """Plan that will be recommended; if no plan is proven, the plan that was expected to be."""
+    """Return the plan that will be recommended. If no plan is proven, return the plan that was
+    expected to be recommended."""
     tasks = [*by_task(documents).values()]
 
     def passes(candidate: Candidate) -> bool:
@@ -231,8 +232,8 @@ def split_of(
 def losses_of(
     tasks: Iterable[Sequence[int]], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
-    """Loss of a plan at each task. `tasks` has the places of each task's contexts. A plan was
-    judged on the first of all contexts."""
+    """Return the loss of a plan at each task. `tasks` has the places of each task's contexts. A
+    plan was judged on some contexts only: the first ones."""
     asked = [[it for it in places if it < len(plan)] for places in tasks]
     return tuple(_loss(_at(it, full), _at(it, plan), tolerance) for it in asked)
 
@@ -320,8 +321,8 @@ def _point(
 
 
 def tv_bound(documents: Sequence[Document], held_out: Scores) -> float:
-    """Upper bound on the distance that the drift guard allows a plan, beside the noise of two exact
-    runs."""
+    """Return an upper bound on a plan's distance, in addition to the noise of two exact runs. The
+    drift guard allows the plan this distance."""
     distances = [[it.tv for it in scores] for scores in held_out]
     return mean_bound(_by_context(documents[: len(held_out)], distances), DRIFT_ERROR_RATE)
 
@@ -332,7 +333,7 @@ def interval_of(documents: Sequence[Document], values: Qualities) -> Interval:
 
 
 def _by_context(documents: Sequence[Document], values: Qualities) -> Qualities:
-    """Group values by context. A context that belongs to several tasks is one draw."""
+    """Group values by context, because a context that belongs to several tasks is one draw."""
     by_context: dict[str, list[float]] = {}
     for document, of_document in zip(documents, values, strict=True):
         by_context.setdefault(document.context, []).extend(of_document)

@@ -21,16 +21,16 @@ from profiles.stats.gate import MOST_CONTEXTS, contexts_needed
 from profiles.stats.measured import Candidate, Measured, Qualities, Scores, mean_of, spread
 
 MOST_STARTS: Final = 16
-"""Most places at which blocks begin, by default. Each place costs a pass over the prefix, and the
-number of blocks grows with its square."""
+"""Most places at which blocks begin, by default. Each place costs a pass over the prefix. The
+number of blocks grows with the square of the number of places."""
 MOST_TRIED: Final = 12
-"""Most plans of a kind that are decoded and that the gate tries."""
+"""Most plans of a kind that are decoded, and that the gate tries."""
 MOST_SHARE: Final = 0.9
 """Largest share of all layers that a plan worth trying recomputes. A limit by predicted time would
 depend on the noise of the clock."""
 NUM_SPLITS: Final = 3
-"""Most alternatives that split the recommended block into several runs; each alternative has
-another number of runs."""
+"""Most alternatives that split the recommended block into several runs. They differ in the number
+of runs."""
 
 
 def default_group(num_layers: int) -> int:
@@ -43,7 +43,8 @@ def default_group(num_layers: int) -> int:
 
 
 def grid(num_layers: int, group: int) -> list[Span]:
-    """Make every non-empty block from one multiple of `group` to another, or to the last layer."""
+    """Make every non-empty block that starts at a multiple of `group`, and stops at another
+    multiple or at the last layer."""
     ends = [*range(0, num_layers, group), num_layers]
     return [Span(start, stop) for start in ends for stop in ends if start < stop]
 
@@ -78,8 +79,8 @@ class Choice:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The expected plan, and the plan before it in the order; if no plan is expected, the first
-        two."""
+        """Return the expected plan, and the plan before it in the order. If no plan is expected,
+        return the first two plans."""
         last = 2 if self.expected is None else self.order.index(self.expected) + 1
         return self.order[max(0, last - 2) : last]
 
@@ -99,7 +100,8 @@ def neighbours(plans: Iterable[Candidate], num_layers: int) -> list[Candidate]:
 
 
 def sensitive_first(layers: Sequence[Scores]) -> list[int]:
-    """Sort all layers by the KL that their KV alone costs; the most sensitive first."""
+    """Sort all layers by the KL that results if only this layer's KV is the sender's. The most
+    sensitive layer is first."""
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
@@ -151,7 +153,7 @@ def choose(
 
 
 def _kept(plan: Qualities, full: Qualities, tasks: Sequence[Sequence[int]]) -> float:
-    """Share of full prefill's quality that a plan keeps, at its worst task."""
+    """Share of full prefill's quality that a plan keeps at its worst task."""
     means = [[mean_of([of[it] for it in places]) for of in (plan, full)] for places in tasks]
     return round(min(ours / own if own else 1.0 for ours, own in means), 6)
 
@@ -204,7 +206,7 @@ def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
 
 
 def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
-    """Split a block into `parts` runs, which differ by at most one layer; the longer runs are
+    """Split a block into `parts` runs. Their lengths differ by at most one layer; longer runs are
     first."""
     return _spans(np.array_split(np.arange(block.start, block.stop), parts))
 

@@ -68,11 +68,11 @@ ERROR_RATE: Final = 0.05
 DRIFT_ERROR_RATE: Final = 0.01
 """Largest probability with which a bound of the drift guard may be wrong."""
 CONTROL_SHARE: Final = 0.5
-"""Share of full prefill's quality. If a control keeps more than that without the document, its task
-cannot judge reuse."""
+"""Share of full prefill's quality. If a control without the document keeps more than this share,
+its task cannot judge reuse."""
 NUM_SAMPLES: Final = 10_000
 _AT_ONCE: Final = 100
-"""Bootstrap samples in memory at once; each takes about 24 bytes per context."""
+"""Bootstrap samples that are in memory at once. Each takes about 24 bytes per context."""
 _SEED: Final = 0
 
 _BETS: Final = np.array([0.95, 0.8, 0.5, 0.25])
@@ -90,8 +90,8 @@ MOST_CONTEXTS_NAMED: Final = 3_000
 
 
 def interval(values: Qualities) -> Interval:
-    """Mean over contexts, and its 95 % interval by a bootstrap of contexts, for people to look
-    at."""
+    """Mean over contexts, with its 95 % interval by a bootstrap of contexts. It is for people to
+    look at."""
     of_contexts = _means(values)
     mean = float(of_contexts.mean())
     rng, means = np.random.default_rng(_SEED), []
@@ -107,9 +107,9 @@ def interval(values: Qualities) -> Interval:
 
 
 def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE) -> float:
-    """Upper bound on the share of full prefill's quality that the plan loses; wrong with a
-    probability of at most `error_rate`. It is the smallest tolerance at which the plan passes, and
-    1 if full prefill has no quality to lose."""
+    """Return an upper bound on the share of full prefill's quality that the plan loses. It is wrong
+    with a probability of at most `error_rate`. It is the smallest tolerance at which the plan
+    passes, and 1 if full prefill has no quality to lose."""
     ours, theirs = _means(full), _means(plan)
     if not ours.any():
         return 1.0
@@ -121,7 +121,7 @@ def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE)
 
 
 def proven_after(full: Qualities, plan: Qualities, tolerance: float) -> int | None:
-    """Number of contexts after which the plan passes; None if it does not."""
+    """Return the number of contexts after which the plan passes. None if it does not pass."""
     has_won = _wealth(_means(full), _means(plan), tolerance) >= -log(ERROR_RATE)
     return int(has_won.argmax()) + 1 if has_won.any() else None
 
@@ -158,16 +158,17 @@ def still_open(
 
 
 def mean_bound(values: Qualities, error_rate: float) -> float:
-    """Upper bound on the mean of values in [0, 1]; wrong with a probability of at most
-    `error_rate`."""
+    """Return an upper bound on the mean of values in [0, 1]. It is wrong with a probability of at
+    most `error_rate`."""
     complements = [[1.0 - it for it in context] for context in values]
     return loss_bound([[1.0] * len(it) for it in values], complements, error_rate)
 
 
 def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int | None:
-    """Number of contexts like these with which the plan would pass; None if no number is enough.
+    """Return the number of contexts like these with which the plan would pass. None if no number is
+    enough.
 
-    The number is at least what a plan without any loss needs: a better result was luck.
+    It is at least the number that a plan without any loss needs: a better result was luck.
     """
     ours, theirs = _means(full), _means(plan)
     least, needed = (_num_passing(_gains(ours, it, tolerance).mean(1)) for it in (ours, theirs))
@@ -190,8 +191,8 @@ def _means(values: Qualities) -> NDArray[np.float64]:
 def _gains(
     full: NDArray[np.float64], plan: NDArray[np.float64], tolerance: float
 ) -> NDArray[np.float64]:
-    """Logarithm of the factor by which each context multiplies each bet's stake; a row for each
-    bet.
+    """Return the logarithm of the factor by which each context multiplies each bet's stake. Each
+    bet has a row.
 
     If the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost` is above
     0. No context's `lost` is above 1.
@@ -220,7 +221,7 @@ def is_within(losses: Sequence[TaskLoss], tolerance: float) -> bool:
 
 
 def proven(plans: Iterable[FrontierPoint], tolerance: float) -> tuple[FrontierPoint, ...]:
-    """Plans before the first one that fails, in the order in which they are tried."""
+    """Return the plans before the first plan that fails, in the order in which they are tried."""
     return tuple(takewhile(lambda it: is_within(it.tasks, tolerance), plans))
 
 
@@ -237,7 +238,7 @@ def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> t
 
 
 def nothing_to_lose(split: Split) -> str | None:
-    """Reason why a split's tasks cannot judge a loss, in a sentence; None if they can."""
+    """Reason, in a sentence, why a split's tasks cannot judge a loss. None if they can."""
     for task in split.tasks:
         if task.full_prefill <= 0:
             return (
@@ -327,14 +328,14 @@ def finding(plan: FrontierPoint, split: Split) -> str:
 
 
 def percent_at_most(share: float) -> float:
-    """Round a share up to a tenth of a percent, so that a bound above the tolerance never reads
-    like one within."""
+    """Round a share up to a tenth of a percent. So a bound above the tolerance never looks like a
+    bound within it."""
     return ceil(round(1000 * share, 6)) / 10
 
 
 def _worst(plan: FrontierPoint, split: Split) -> tuple[TaskScores, TaskLoss]:
-    """Least certain task of a plan, with its scores on the contexts that judged the plan, and its
-    loss."""
+    """Return the task of a plan that is least certain, with its scores on the contexts that judged
+    the plan, and with its loss."""
     pairs = zip(split.tasks, plan.tasks, strict=True)
     task, lost = max(pairs, key=lambda it: it[1].bound)
     return _as_judged(task, lost), lost

@@ -16,7 +16,8 @@ from profiles.evidence import BaselineKind
 MOST_SIZES: Final = 6
 """Most sizes at which a baseline is measured."""
 NUM_SHOWN: Final = 8
-"""Contexts of each task on which baselines, and plans that the gate does not try, are measured."""
+"""Number of contexts of each task on which baselines are measured, and plans that the gate does not
+try."""
 
 T = TypeVar("T")
 
@@ -41,18 +42,18 @@ Qualities = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan or an alternative: the parts of the KV that the receiver computes itself. These are
-    runs of layers, each from the sender's E, or a share of the tokens, or all layers except one.
-    Without parts it is full reuse."""
+    """A plan or an alternative, by the parts of the KV that the receiver computes itself. These are
+    runs of layers, each from the sender's E, or a share of the tokens, or all layers except one. A
+    candidate without such parts is full reuse."""
 
     kind: BaselineKind | None = None
-    """Kind of baseline; None for a plan, full reuse or a layer alone."""
+    """Kind of baseline. None for a plan, for full reuse, and for a single layer."""
     runs: tuple[Span, ...] = ()
     share: float = 0.0
     alone: int | None = None
     """The only layer with the sender's KV."""
     e_map: EMap | None = None
-    """Map that corrects the sender's E; only for a plan, which has one run."""
+    """Map that corrects the sender's E. Only a plan can have one, and such a plan has one run."""
 
     @property
     def name(self) -> str:
@@ -65,7 +66,7 @@ class Candidate:
 
     @property
     def map_sha256(self) -> str:
-        """Digest of the map that corrects E; empty without a map."""
+        """Digest of the map that corrects E. Empty without a map."""
         return "" if self.e_map is None else self.e_map.sha256
 
     @property
@@ -83,7 +84,7 @@ class Candidate:
 
 FULL_REUSE: Final = Candidate()
 NO_BLOCK: Final = Candidate(runs=(EMPTY_SPAN,))
-"""Full reuse as a plan that the gate may try."""
+"""Full reuse, in the form of a plan that the gate may try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,8 @@ class Measured:
 
 
 def mean_of(values: Qualities) -> float:
-    """Mean over contexts of the mean over each context's questions, as the gate weighs them."""
+    """Mean over contexts of each context's mean over its questions. The gate weighs contexts in the
+    same way."""
     return round(fmean(map(fmean, values)), 6)
 
 

@@ -32,8 +32,8 @@ class ActivatedAdapters:
     def __init__(self, models: Models) -> None:
         self._models: Final = models
         self._reqs: WeakValueDictionary[tuple[str, str | None], Req] = WeakValueDictionary()
-        """Requests with an invocation, by rid and adapter. An answered request may still be in a
-        running batch when another one gets its rid."""
+        """Requests with an invocation, by request id and adapter. An answered request may still be
+        in a running batch when another request gets its id."""
 
     def require_room(self, manager: Any, *loading: LoRARef) -> None:
         """Raise ConfigError if SGLang's LoRAManager cannot serve its adapters and `loading`
@@ -47,7 +47,7 @@ class ActivatedAdapters:
 
     def meet(self, req: Req) -> None:
         """Find where the adapter acts, before SGLang first looks for the request's prefix. If the
-        prompt never invokes the adapter, the base answers, and generates too."""
+        prompt never invokes the adapter, the base computes everything, and generates the answer."""
         invocation = self._models.invocation(req.lora_id)
         if not invocation or prefixes.invoked_at(req) is not None:
             return
@@ -91,9 +91,9 @@ class ActivatedAdapters:
         return has_base and original(scheduler, req, {*running_loras, None})
 
     def _split(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a copy of the batch in which a row with an invocation becomes two rows: the base's
-        tokens before it, then the adapter's. Returns the same batch if no row has one. Computed on
-        the host."""
+        """Return a copy of the batch in which each row with an invocation becomes two rows: the
+        base's tokens before the invocation, then the adapter's. If no row has an invocation, return
+        the same batch. Computed on the host."""
         if not self._reqs:
             return batch
         keys = zip(batch.rids or (), batch.lora_ids or (), strict=False)
@@ -113,7 +113,8 @@ class ActivatedAdapters:
 def _segments(
     batch: ForwardBatch, starts: Sequence[int | None]
 ) -> tuple[list[str | None], list[int]]:
-    """Return adapter and number of tokens of each non-empty part of the batch's rows."""
+    """Return adapter and number of tokens of each non-empty part of the batch's rows, one part
+    after another."""
     parts: list[tuple[str | None, int]] = []
     is_extend = batch.forward_mode.is_extend()
     for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):
@@ -126,8 +127,8 @@ def _segments(
 
 
 def last_of(wanted: Sequence[int], tokens: array[int]) -> int | None:
-    """Return the last index at which `wanted` begins in `tokens`; None if it is not in them. The
-    scheduler waits for this, so it has to be fast."""
+    """Return the last index at which `wanted` begins in `tokens`. None if `tokens` does not contain
+    it. The scheduler waits for this function, so it has to be fast."""
     ids = np.asarray(tokens)
     most = max(0, len(ids) - len(wanted) + 1)
     places = np.flatnonzero(ids[:most] == wanted[0])

@@ -66,7 +66,8 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The base with a loaded adapter, or without one, identified by content."""
+    """A model of this server: the base, with or without a loaded adapter. It is identified by
+    content."""
 
     model_id: ModelId
     """Model id. Not valid while the base's weights are unknown."""
@@ -98,7 +99,7 @@ class Models:
     """Models by adapter id. Scheduler thread only.
 
     A thread reads every byte of an adapter that is loaded while the server runs. Until `settle`
-    finds that done, the adapter serves, but shares with no model.
+    finds that this is done, the adapter serves, but shares with no model.
     """
 
     def __init__(
@@ -122,14 +123,15 @@ class Models:
         self._invocations: dict[LoraId, tuple[int, ...]] = {}
         self._reading: dict[str, _Reading] = {}
         self.reader = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="droidspeak-weights")
-        """Threads that hash weights beside the scheduler. They start with the first task."""
+        """Threads that hash weights at the same time as the scheduler works. They start with the
+        first task."""
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
         """Results of `first_differences` for the models that are loaded now."""
         self.known: Callable[[str, ModelId], object] = _nobody
         """Function that is called with an adapter's id and model id once they are known."""
         self.settle_base: Callable[[], object] = _nobody
-        """Function that lets the ranks agree on new weights of the base, once they have read
-        them."""
+        """Function by which the ranks agree on new weights of the base, once all have read the
+        weights."""
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -166,7 +168,7 @@ class Models:
         return None if loaded is None or self.unknown else loaded.model_id
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
-        """Tokens from which an adapter acts; empty if it acts from the start."""
+        """Tokens from which on an adapter acts. Empty if it acts from the start."""
         return self._invocations.get(lora_id, ())
 
     def is_reading(self, lora_id: LoraId) -> bool:
@@ -183,7 +185,7 @@ class Models:
         return None if model is None else Owner(model, lora_id, at)
 
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
-        """Return the first layer at which each other loaded model differs from this one."""
+        """Return the first layers at which this model differs from all other loaded models."""
         if lora_id not in self._differences:
             me = self._loaded[lora_id]
             self._differences[lora_id] = {
@@ -202,9 +204,9 @@ class Models:
         self.known(lora_id, loaded.model_id)
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
-        """Call `load`, which loads the adapter on all ranks or on none, and let a thread read its
-        content. Raises ConfigError or OSError before, if the adapter's invocation cannot be
-        read."""
+        """Call `load`, which loads the adapter on all ranks or on none. Let a thread read the
+        adapter's content. If the adapter's invocation cannot be read, raises ConfigError or OSError
+        and loads nothing."""
         self.ids.add(lora_id)
         before = stamp_of(folder)
         self._invocations[lora_id] = read_invocation(folder)
@@ -215,7 +217,7 @@ class Models:
             reading.stamps = (before, stamp_of(folder))
 
     def settle(self, ranks: Ranks) -> None:
-        """Add the adapters that all ranks have read with the same result. All ranks call this
+        """Add the adapters that all ranks have read, with equal results. All ranks call this
         together."""
         self.settle_base()
         if not self._reading:

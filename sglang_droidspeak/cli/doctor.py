@@ -302,8 +302,7 @@ def _peer(address: str, settings: Settings) -> Check:
 
 
 def running(url: str, key: str | None) -> Generator[Check, None, dict[str, Any] | None]:
-    """Check a server by its own state, and return this state. None if the server does not
-    answer."""
+    """Check a server by its own state. Return this state, or None if the server does not answer."""
     try:
         state, off_s = state_of(url, key)
     except CacheTreeError as exc:
@@ -392,8 +391,8 @@ def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> I
 
 
 def break_even_byte_s(price: Mapping[str, Any]) -> float | None:
-    """Bytes per second of a link over which reuse takes as long as a full prefill (docs/why.md).
-    Infinite if no link is fast enough. None while the device's speed is unknown."""
+    """Return the bytes per second of a link at which reuse takes as long as a full prefill
+    (docs/why.md). Infinite if no link is fast enough. None while the device's speed is unknown."""
     full_s, block_s = price["full_prefill_s"], price["recompute_s"]
     if full_s is None or block_s is None:
         return None

@@ -116,8 +116,8 @@ def checks(args: argparse.Namespace) -> Iterator[Check]:
 
 
 def _afterwards(url: str, key: str | None) -> Check:
-    """Check memory and disk after the requests. A server learns that its disk is full when it
-    writes."""
+    """Check memory and disk after the requests, because a server learns that its disk is full only
+    when it writes."""
     name = f"{url}: memory, disk"
     try:
         state, _ = state_of(url, key)
@@ -147,7 +147,8 @@ def settings(states: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def _block(state: Mapping[str, Any]) -> str | None:
-    """Block of the server's only usable pair. None if there are several pairs, or none."""
+    """Return the recommended block of the server's only usable pair. None if there is no usable
+    pair, or more than one."""
     blocks = {tuple(it["block"]) for it in state[KEY]["pairs"] if it["usable"] and it["block"]}
     return "{}:{}".format(*blocks.pop()) if len(blocks) == 1 else None
 

@@ -25,7 +25,7 @@ from sglang_droidspeak.fleet.servers import START_TIMEOUT_S
 PAGE_SIZE = 16
 """Page size of the demo's servers, in tokens."""
 _LIMITS: Final = "context-length", "max-total-tokens"
-"""SGLang's options that limit a prompt together with its answer."""
+"""SGLang's options that limit the total length of a prompt and its answer."""
 _SPARE: Final = 7
 """Tokens by which a prompt must stay below these limits, or SGLang refuses it."""
 PAIRS: Final = ROOT / "examples/pairs"
@@ -33,10 +33,10 @@ PAIRS: Final = ROOT / "examples/pairs"
 _REAL: Final = ROOT / "build/real"
 """Folder in which `python -m tools.real` puts the real pair and its data."""
 _SKILL: Final = "json"
-"""Skill of the real receiver; the sender is the base model."""
+"""Skill of the real pair's receiver. Its sender is the base model."""
 _ADAPTERS: Final = ROOT / "examples/real"
 REAL_PROFILE: Final = _ADAPTERS / f"base_to_{_SKILL}_lora.json"
-"""Profile of the real pair. Pages and pictures show this pair, too."""
+"""Profile of the real pair, which is also shown in pages and pictures."""
 _NOT_HERE: Final = (
     "No real pair with a profile that passed is here; `make real` makes its models. The small "
     "trained pair takes its place: its documents are too short to be timed."
@@ -99,7 +99,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """A pair, its data, and how it is served. `shipped` runs by default."""
+    """A pair, its data, and how it is served. By default the demo runs `shipped`."""
 
     sender: Path
     receiver: Path
@@ -110,7 +110,7 @@ class DemoConfig:
     activated_lora: Path | None = None
     """Activated LoRA on the sender's own weights, to compare with the receiver."""
     servers: Literal[1, 2] = 2
-    """Number of servers. With 1, one server reads as the base and answers as its adapters."""
+    """Number of servers. With 1, the same server reads as the base and answers as its adapters."""
     num_questions: int | None = None
     """Number of the data's first questions to use; None for all."""
     num_documents: int | None = None

@@ -42,7 +42,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of random weights: the most that reuse can save if a pair needs few layers. They
     say nothing about quality. None for a user's own pair."""
     failures: list[str]
-    """Checks that did not hold; empty for a valid demo."""
+    """Checks that failed. Empty for a valid demo."""
     notes: list[str] = []
     """Questions that these data are too few to decide."""
     elapsed_s: float

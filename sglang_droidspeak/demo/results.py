@@ -30,8 +30,8 @@ class Condition(StrEnum):
     BLOCK = "block"
     """Recompute the profile's recommended block, and load the other layers from the sender."""
     ALORA_REUSE = "alora_reuse"
-    """Answer by an activated LoRA of the same skill. It loads every layer from the sender,
-    exactly."""
+    """Answer by an activated LoRA of the same skill, with every layer loaded from the sender. This
+    is exact."""
     ALL_LAYERS = "all_layers"
     """Recompute every layer. The answer must equal full prefill's."""
     ALORA_PREFILL = "alora_prefill"
@@ -59,7 +59,7 @@ class Condition(StrEnum):
 
 
 def rotated(conditions: Sequence[Condition], index: int) -> list[Condition]:
-    """All conditions, starting with a different one for each index."""
+    """Return all conditions in an order that begins with another condition for each index."""
     first = index % len(conditions)
     return [*conditions[first:], *conditions[:first]]
 

@@ -44,15 +44,15 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 PUBLISH_S = 60.0
-"""Seconds that a document's pages may take until peers know them."""
+"""Most seconds until peers know a document's pages."""
 READY_S = 30.0
 _LOOK_S = 0.05
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
-"""Task of the random pair. Four tokens suffice to compare answers. The time to the first token does
-not depend on the others."""
+"""Task of the random pair. Four tokens suffice to compare answers; more would not change the time
+to the first token."""
 _NUM_DOCUMENTS: Final = 3
 _NUM_TOKENS: Final = 2000
-"""Tokens of each random document: whole pages."""
+"""Number of tokens of each random document, in whole pages."""
 _NUM_NEW_TOKENS: Final = 24
 """Number of tokens in the question about a random document."""
 WARM_TOKENS: Final = 256
@@ -107,8 +107,8 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 def _measure(
     config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
 ) -> tuple[MeasuredPair, Samples, list[str]]:
-    """Start the servers, measure their answers, and end them. Returns means, the answers themselves
-    and failures. Raises DemoFailed, with the end of the logs, if a server does not answer."""
+    """Start the servers, measure their answers, and end them. Returns means, all answers, and
+    failures. Raises DemoFailed, with the end of the logs, if a server does not answer."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(subject.conditions) * sum(len(it.questions) for it in documents)
     listen = f"tcp://127.0.0.1:{free_port()}"

@@ -53,14 +53,15 @@ Hooks = Mapping[str, Hook]
 
 
 def resolved(server_args: Any) -> Any:
-    """Return the server arguments as SGLang has resolved them, as attributes."""
+    """Return an object with SGLang's server arguments as attributes, as SGLang has resolved
+    them."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
 
 
 def switched_on(names: Collection[str]) -> list[str]:
-    """Return those of `names` that are switched on, as environment variables of SGLang. A variable
+    """Return the names of those environment variables of SGLang that are switched on. A variable
     that SGLang's own list lacks is on if it is 1."""
     from sglang.srt.environ import envs
 

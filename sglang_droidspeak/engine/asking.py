@@ -80,8 +80,8 @@ def asked(recv_req: Any) -> tuple[str, str]:
 def unsent(
     tokens: Sequence[int], lora_id: str | None, extra_key: str | None, cache_salt: str | None
 ) -> Req:
-    """Make a request that no user has sent, as SGLang would make it. For questions about what would
-    happen to such a request."""
+    """Make a request that no user has sent, as SGLang would make it. It serves questions about what
+    would happen to such a request."""
     from sglang_droidspeak.engine.names import Req, SamplingParams
 
     return Req(
@@ -96,7 +96,7 @@ def unsent(
 
 
 def mark_warm_up(manager: Any, obj: Any, request: Any = None) -> None:
-    """Mark requests that arrive over HTTP before SGLang's warm-up has ended as the server's own.
+    """Mark requests as the server's own if they arrive over HTTP before SGLang's warm-up has ended.
     Hooks TokenizerManager.generate_request.
 
     Without HTTP (`sgl.Engine`), SGLang's status stays Starting, and no request is marked.

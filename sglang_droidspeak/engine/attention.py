@@ -38,7 +38,7 @@ def attention_bytes(choice: str, architectures: Sequence[str]) -> int:
 
 def recompute_attention(runner: ModelRunner, choice: str) -> Any:
     """Make an attention backend of SGLang with its own workspace. `choice` is its name, or `server`
-    for the name of the server's prefill backend.
+    for a backend like the server's own for prefills.
 
     Raises ConfigError if this device cannot run it.
     """

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def ensure_page_hashes() -> None:
-    """Compile SGLang's hash extension now, not in the first request. If that fails, replace it by
-    Python code with the same hashes.
+    """Compile SGLang's hash extension now, so that the first request need not wait. If that fails,
+    replace the extension by Python code with the same hashes.
 
     The extension needs a C++ compiler and OpenSSL's headers, which a serving machine may lack.
     """

@@ -24,8 +24,8 @@ _DYNAMIC: Final = ("backend_name", "module_path", "class_name")
 _KEEP_NOTHING: Final = frozenset({"sim", "shm"})
 """Backends that answer calls, but store nothing."""
 _NAME: Final = "droidspeak"
-"""Model name given to backends, which make it a part of their keys. It is the same for all models,
-so models can share objects."""
+"""Model name that backends get, and make a part of their keys. All models have the same, so that
+they can share objects."""
 
 
 def check_backend(name: str, config: Mapping[str, Any]) -> None:
@@ -173,8 +173,8 @@ class Backend:
 
 
 def _has_landed(answer: torch.Tensor | None, target: torch.Tensor) -> bool:
-    """Return whether the backend had the object. Some backends fill the target, others return a
-    tensor of their own, which is copied to the target."""
+    """Return whether the backend had the object. Some backends fill the target. Others return a
+    tensor of their own, which this function copies to the target."""
     if answer is None:
         return False
     if answer.data_ptr() != target.data_ptr():
@@ -185,8 +185,8 @@ def _has_landed(answer: torch.Tensor | None, target: torch.Tensor) -> bool:
 
 
 class _HostPool:
-    """Host memory that looks to backends like SGLang's host pool: it has the attributes that they
-    read. Its layout is `page_first`, with one slot for each page."""
+    """Host memory that looks like SGLang's host pool to backends: it has the attributes that
+    backends read. Its layout is `page_first`, with one slot for each page."""
 
     layout: Final = "page_first"
     page_size: Final = 1

@@ -26,7 +26,8 @@ returns, because the layer may overwrite E."""
 
 
 class _BlockDone(Exception):
-    """Raised inside the last layer of a block after its KV is written, to skip the rest of it."""
+    """Raised in the last layer of a block once its KV is written. It skips the rest of the
+    layer."""
 
 
 class LayerStack:

@@ -51,12 +51,13 @@ _NUM_APPROXIMATE: Final = "droidspeak_num_approximate"
 _WEIGHTS: Final = "droidspeak_weights"
 _NOT_INVOKED: Final = "droidspeak_not_invoked"
 _FIRST: Final = (0, "")
-"""Generation of weights before any update (0), and the mark of its namespaces (none)."""
+"""First generation of weights, before any update: its number (0), and the mark of its namespaces
+(none)."""
 _ID_CHARS: Final = 32
 """Characters of an adapter's id, a hexadecimal UUID by SGLang."""
 APPROXIMATE: Final = f"~droidspeak-approximate-{SECRET}~"
-"""Start of the namespaces of approximate KV. It has a secret, so that no user can name it in an
-extra key: KV read in that way would count as exact."""
+"""Start of the namespaces of approximate KV. It contains a secret, so that no user can name it in
+an extra key. Otherwise, approximate KV that is read by such a key would count as exact."""
 
 
 def page_hash(key: str) -> PageHash:
@@ -65,8 +66,8 @@ def page_hash(key: str) -> PageHash:
 
 
 def refusal(req: Req) -> str:
-    """Return why this request's KV depends on more than its token ids and the model. Empty if it
-    does not."""
+    """Return the reason if a request's KV depends on more than its token ids and the model. Empty
+    if it does not."""
     if req.multimodal_inputs is not None:
         return "multimodal"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
@@ -101,8 +102,8 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
 def num_held(req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
     """Return how many of the request's first pages the device holds in a namespace.
 
-    The lookup does not count as a use and so does not change what SGLang evicts. Any rank may call
-    it at any time.
+    The lookup does not count as a use, so SGLang evicts the same pages as without it. Any rank may
+    call it at any time.
     """
     key = _key(req, namespace, num_pages * tree.page_size)
     num_tokens, _node, _num_pinned = tree.tree_core.match_full_device_prefix(key)
@@ -163,8 +164,8 @@ def place_of(req: Req) -> str:
 
 
 def approximate_of(req: Req) -> str:
-    """Return the namespace of approximate KV for this request. It is shared by requests of the same
-    generation of plans with a head of the same length."""
+    """Return the namespace of approximate KV for this request. Two requests share it if they have
+    the same generation of plans, and heads of the same length."""
     head = f"#{num_head(req)}" if num_head(req) else ""
     return APPROXIMATE + getattr(req, _GENERATION, "") + head + namespace_of(req)
 
@@ -193,8 +194,9 @@ def lead(req: Req, num_pages: int) -> None:
 
 
 def keep_apart(req: Req, adapters: Collection[str]) -> None:
-    """Give a request of the base model another tenant if its user's extra key ends like the
-    namespace of one of these adapters. Call it while the request holds nothing of SGLang's tree."""
+    """Give a request of the base model another tenant if its user's extra key could be mistaken: it
+    ends like the namespace of one of these adapters. Call it while the request holds nothing of
+    SGLang's tree."""
     tenant = tenant_of(req) or ""
     if req.lora_id is None and _AT.sub("", tenant)[-_ID_CHARS:] in adapters:
         _note(req, _TENANT, f"{tenant}~{SECRET}")

@@ -71,7 +71,7 @@ def compare(root: Path) -> tuple[list[str], list[str]]:
 
 
 class NotThere(LookupError):
-    """The source has no such module, class or function."""
+    """The source lacks the named module, class or function."""
 
 
 def source_hash(root: Path, target: str) -> str:

@@ -34,8 +34,8 @@ from sglang_droidspeak.engine.names import (
 def replay_of(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ForwardBatch:
-    """Make a ForwardBatch over `parts` of a batch, each a row (request) and a span of its tokens.
-    The tokens' KV slots have to be allocated."""
+    """Make a ForwardBatch over parts of a batch. Each part is a row (request) and a span of its
+    tokens. The tokens' KV slots have to be allocated."""
     return ForwardBatch.init_new(
         _extending(batch, parts, runner),
         runner,
@@ -46,8 +46,8 @@ def replay_of(
 
 @contextmanager
 def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
-    """Make a batch of one prompt of at most a page, to warm up a forward. Its KV goes to the row
-    and page that SGLang reserves for padding, which no request reads. Call it before the first
+    """Make a batch of one prompt of at most a page, to warm up a forward. Its KV is written to the
+    row and page that SGLang reserves for padding. No request reads these. Call it before the first
     request."""
     table = runner.req_to_token_pool.req_to_token
     req = Req(
@@ -99,8 +99,8 @@ def run_as_sglang(forward_batch: ForwardBatch, runner: ModelRunner) -> None:
 def _extending(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ScheduleBatch:
-    """Make a batch that prefills the tokens of each part after the earlier tokens of its row, as
-    SGLang's encoder-SWA replay does."""
+    """Make a batch that prefills the tokens of each part behind the earlier tokens of its row.
+    SGLang's encoder-SWA replay does the same."""
     device = runner.device
     rows = [row for row, _ in parts]
     starts = [tokens.start for _, tokens in parts]

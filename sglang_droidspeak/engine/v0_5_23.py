@@ -10,8 +10,8 @@ VERSION = "0.5.23"
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-"""Function that is hooked in a module that only imports it. In the JSON file it has the name of its
-defining module."""
+"""Function that is hooked in a module that only imports it. The JSON file names it by the module
+that defines it."""
 
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"
@@ -38,7 +38,8 @@ _CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
 BEFORE_PAGE_SIZE = "handle_mxfp8_kv_cache_compatibility"
-"""Step of SGLang's resolution of arguments. After it, SGLang falls back to its own page size."""
+"""Step in SGLang's resolution of arguments. Right after it, SGLang sets its own default page
+size."""
 ALLOC_MEMORY_POOL = f"{_RUNNER}.alloc_memory_pool"
 CELL_SIZE = f"{_CELLS}._compute_cell_size"
 AVAILABLE_BYTES = f"{_SIZES}._profile_available_bytes"
@@ -72,7 +73,7 @@ UPDATES_BY_NAME = (
 """Updates that pass named tensors to the model's `load_weights`."""
 
 WEIGHTS_WRITTEN = (WEIGHTS_RESTORED, *UPDATES_BY_NAME, WEIGHTS_RESET)
-"""Functions of SGLang: one of them runs before every write to the served weights. Other processes
+"""Functions of SGLang, one of which runs before every write to the served weights. Other processes
 (RDMA) write only after WEIGHTS_RESTORED and before END_UPDATE."""
 
 FIELDS: Mapping[str, str] = {

@@ -21,7 +21,7 @@ def ask_server(method: str, url: str, **options: Any) -> requests.Response:
 
 
 class Client:
-    """One server at its URL, and the adapter that its prompts name."""
+    """A server at its URL, with the adapter that prompts to it name."""
 
     def __init__(self, url: str, key: str | None = None, adapter: str | None = None) -> None:
         self.url = url.rstrip("/")

@@ -33,9 +33,10 @@ _SERVING = "serving at "
 """Text that `cachetree serve` writes before its address."""
 STOP_TIMEOUT_S = 20.0
 """Seconds before a stopping process is killed. A cache writes its queue to disk for at most ten
-seconds, so only a hanging process takes longer."""
+seconds, so only a process that hangs takes longer."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
-"""Environment in which the CPU platform imports SGLang once, and not in each of its processes."""
+"""Environment variables with which the CPU platform imports SGLang once, instead of once in each
+process."""
 _LAST_LINES = 30
 
 
@@ -64,7 +65,8 @@ class Spec:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ServerFailed if another process has the port, and would answer in its place."""
+        """Raise ServerFailed if another process has the port. That process would answer in this
+        server's place."""
 
     def is_on_gpu(self, _env: Mapping[str, str]) -> bool:
         """Whether the process measures a GPU's free memory at start, and again after it has loaded
@@ -139,7 +141,8 @@ class WorkerSpec(Spec):
         return (*command, _written(folder / f"{self.name}.yaml", self.config))
 
     def address(self, log: Path) -> str:
-        """Address from the worker's log, with the real port; empty until it is ready."""
+        """Address of the worker as in its log, with the real port. Empty until the worker is
+        ready."""
         return log.read_text(errors="replace").partition(_SERVING)[2].partition("\n")[0].strip()
 
     def answers(self, log: Path) -> bool:
@@ -186,7 +189,7 @@ def _new_file(path: Path) -> BinaryIO:
 class Process:
     """One process of a fleet, in a session of its own, with a log file.
 
-    `stop` ends every process of that session, and so does leaving `running`.
+    `stop` ends every process of that session, and so does the end of `running`.
     """
 
     def __init__(self, spec: Spec, folder: Path, env: Mapping[str, str]) -> None:
@@ -261,8 +264,8 @@ class Server(Process, Client):
     def stop(self) -> None:
         """End the server at once.
 
-        SIGTERM would end its scheduler as abruptly. The other processes would take that for a crash
-        and wait for 5 s.
+        SIGTERM would end its scheduler just as abruptly. The other processes would take this for a
+        crash, and wait for 5 s.
         """
         self.kill()
 

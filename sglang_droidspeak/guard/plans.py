@@ -79,8 +79,8 @@ NUM_FIRST: Final = 20
 """Number of a new plan's shadows before which every request by the plan is checked. Chance chooses
 the very first one, so that an unused plan causes no checks."""
 NOISE: Final = 0.02
-"""Distance that two exact runs may have, in half precision and different batches. If a profile does
-not say how far a plan is from full prefill, this is all that the plan is allowed."""
+"""Largest distance that two exact runs have, in half precision and in different batches. If a
+profile does not say how far a plan is from full prefill, the plan is allowed only this distance."""
 HOUR_S: Final = 3600
 MAX_DOCUMENTS: Final = 256
 """Number of latest documents that a plan remembers. A remembered document adds no evidence
@@ -95,7 +95,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     allowed: float = NOISE
     """Allowed mean distance from exact runs."""
     quality: float = 0.0
-    """Quality that the profile promises; 0 for a block that only requests have named."""
+    """Quality that the profile promises. 0 for a block that requests named, and no profile has."""
     num_shadows: int = 0
     mean_tv: float = 0.0
     """Mean distance over all shadows."""
@@ -105,7 +105,7 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     hour_began: Evidence = NO_EVIDENCE
     """Evidence at the beginning of that hour."""
     documents: tuple[str, ...] = ()
-    """The last documents that added evidence, as digests."""
+    """Digests of the last documents that added evidence."""
     probation: Probation | None = None
     """Evidence about an inherited plan, until there is enough of it. None for a measured plan."""
 
@@ -153,7 +153,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """State of a pair that inherits, as a metric's label says it."""
+        """State of a pair that inherits a plan, as a label of a metric."""
         if not self.plans:
             return "too_far"
         if not self.in_service:
@@ -200,7 +200,7 @@ class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = {}
     """Shadows without a result, counted by cause."""
     reset: str | None = None
-    """Id or name of a sender, or `all`: the evidence about its pairs begins anew."""
+    """Id or name of a sender, or `all`. The evidence about the sender's pairs begins anew."""
 
 
 class GuardState(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,8 +229,8 @@ def watched(profile: PairProfile) -> WatchedPair:
 
 
 def after(pair: WatchedPair, shadow: Shadow) -> WatchedPair:
-    """Return the pair after one more shadow: the same object if the shadow's plan is out of
-    service."""
+    """Return the pair after one more shadow. If the shadow's plan is out of service, this is the
+    same object."""
     plan = shadow.plan
     key = plan.block, plan.e_corrected
     if key not in (it.key for it in pair.plans):
@@ -314,9 +314,9 @@ def strength(evidence: Evidence) -> float:
 
 
 def suspicion(evidence: Evidence) -> float:
-    """Return a sign of drift that rises earlier than `strength`, but proves nothing. It is at most
-    1 if all distances are 0, and at most 2 if they are half of the allowed mean. Above that it has
-    no bound."""
+    """Return a sign of drift that rises earlier than `strength`, but proves nothing. If all
+    distances are 0, it is at most 1. If they are half of the allowed mean, it is at most 2. For
+    larger distances it has no bound."""
     return max(share * now for share, now in zip(SHARES, evidence, strict=True))
 
 
@@ -328,7 +328,7 @@ def distance(served: Sequence[LogProbs], exact: Sequence[LogProbs]) -> float:
 
 
 def total_variation(served: LogProbs, exact: LogProbs) -> float:
-    """Lower bound of the total variation between both sides at one position."""
+    """Return a lower bound of the total variation between the two sides at one position."""
     ours, theirs = ({token: exp(it) for token, it in one.items()} for one in (served, exact))
     return max(_excess(ours, theirs), _excess(theirs, ours))
 

@@ -70,7 +70,7 @@ class PairsInService:
         known = {it.profile: it for it in (read_record(path) if path is not None else ())}
         self._pairs: Final[dict[Pair, WatchedPair]] = {}
         self._heirs: Mapping[Pair, LineProfile] = {}
-        """Pairs that inherit from a line, with whole profiles. The record has none of them."""
+        """Pairs that inherit from a line, with whole profiles. The record contains no such pair."""
         self._left: Final[dict[Line, int]] = {}
         """Number of plans that an alarm has left in service for all heirs of a line."""
         for profile in self._profiles.values():
@@ -82,8 +82,8 @@ class PairsInService:
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def inherit(self, heirs: Sequence[LineProfile]) -> None:
-        """Put these pairs in the place of all pairs that inherited before. A pair that has a
-        profile of its own inherits nothing."""
+        """Replace all pairs that inherit by these pairs. A pair that has a profile of its own
+        inherits nothing."""
         before = {it.profile: it for it in map(self._pairs.pop, self._heirs)}
         for key in self._heirs:
             del self._profiles[key]
@@ -162,7 +162,7 @@ class PairsInService:
 
     def _note(self, pair: WatchedPair, why: str) -> None:
         """Set a pair's state. If its plans in service have changed, `why` is the reason, and the
-        change is reported once, in the log, a metric and a trace. Else `why` is empty."""
+        change is reported once: in the log, a metric and a trace. Otherwise `why` is empty."""
         key = pair.sender, pair.receiver
         self._pairs[key] = pair
         self._metrics.tell_guard(pair)
@@ -217,8 +217,8 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def read_record(path: Path) -> tuple[WatchedPair, ...]:
-    """Return the pairs in a record; none if the file does not exist. Raises ConfigError if the file
-    is no record."""
+    """Return the pairs in a record. Empty if the file does not exist. Raises ConfigError if the
+    file is no record."""
     remedy = "remove it, which puts every pair in service again, or give another guard_path"
     try:
         with path.open("rb") as file:

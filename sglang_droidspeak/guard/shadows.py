@@ -69,7 +69,7 @@ _MODEL_AND_TENANT: Final = (
     "no_logs",
     "http_worker_ipc",
 )
-"""Fields of the user's request that its two runs copy."""
+"""Fields of the user's request that both runs copy."""
 
 Reply = dict[str, Any]
 
@@ -158,9 +158,8 @@ class Shadows:
     ) -> Any:
         """Wait until the server is idle or the budget allows a run, then run and return the result.
 
-        If a request arrives during a run on an idle server, and the budget does not allow the run,
-        it is cancelled and starts again later. None if no turn came in time, or the adapter was
-        unloaded.
+        If a request arrives during a run that the budget does not allow, the run is cancelled, and
+        starts again later. None if no turn came in time, or the adapter was unloaded.
         """
         budget = self._budget
         while True:
@@ -226,7 +225,7 @@ class _Answer:
     """An answer that may be compared."""
 
     asked: Any
-    """The request as SGLang got it; SGLang resolves the adapter in it."""
+    """The user's request as SGLang's own object, in which SGLang resolves the adapter."""
     shows_prompt: bool
     """Whether the user asked for the prompt's ids."""
     is_chosen: bool
@@ -234,7 +233,7 @@ class _Answer:
     prompt_ids: Sequence[int] = ()
     label: Mapping[str, Any] = field(default_factory=dict)
     num_cached: int = 0
-    """Tokens of the prompt that SGLang has read from a cache, with the loaded ones."""
+    """Number of the prompt's tokens that SGLang has read from a cache, loaded tokens included."""
     deadline_s: float = 0.0
     """Latest start of a run, on the clock of Shadows."""
 
@@ -391,7 +390,7 @@ def place_of(rid: str) -> float:
 
 
 def _is_comparable(obj: Any) -> bool:
-    """Whether a request is a user's GenerateReqInput with one prompt, for one answer."""
+    """Whether a request is a user's GenerateReqInput, with one prompt and for one answer."""
     if not hasattr(obj, "return_logprob"):
         return False  # An embedding request.
     if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):

@@ -36,8 +36,8 @@ HICACHE: Final = Location("hicache")
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
-"""Unit of a slot's size in bytes. Both halves of a slot are then whole memory pages, which backends
-with direct I/O need."""
+"""Unit of a slot's size in bytes. With this unit, both halves of a slot are whole memory pages, as
+backends with direct I/O need."""
 MAX_ABSENT: Final = 1 << 16
 _KEYS_PER_CALL: Final = 128
 """Most keys in one question to the backend, as in SGLang."""
@@ -93,7 +93,7 @@ class Objects:
         return _HEADER.size + self.page_bytes(step)
 
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
-        """Key of an object. The page hash covers tokens and tenant; the prefix covers sizes, dtype,
+        """Key of an object. Its page hash covers tokens and tenant. Its prefix covers sizes, dtype,
         tokenizer, RoPE and rank."""
         return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
 
@@ -149,7 +149,7 @@ class Lane:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing should be asked now, because calls failed recently or one hangs."""
+        """Whether the backend should not be asked now: calls have failed recently, or one hangs."""
         return self._clock() < self._paused_until_s or self._calls.have_stalled
 
     def fail(self, cause: object) -> None:
@@ -172,7 +172,7 @@ class Lane:
             self._pauses.reset()
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        """Ask the backend. Return how many pages, from the first one on, have this step."""
+        """Ask the backend, and return how many leading pages have this step."""
         for start in range(0, len(pages), _KEYS_PER_CALL):
             part = pages[start : start + _KEYS_PER_CALL]
             keys = [self._objects.key(model, page, step) for page in part]
@@ -187,8 +187,8 @@ class Lane:
     def batches(
         self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step]
     ) -> Iterator[list[Piece]]:
-        """Yield the objects of all pages, step after step, in batches as large as the number of
-        slots."""
+        """Yield the objects of all pages, step after step. A batch has at most as many objects as
+        there are slots."""
         named = ((step, index, page) for step in steps for index, page in enumerate(pages))
         while some := list(islice(named, len(self._slots))):
             pieces = []
@@ -205,7 +205,8 @@ class Lane:
         return list(zip_longest(batch, were_read[: len(batch)], fillvalue=False))
 
     def write(self, batch: Sequence[Piece]) -> bool:
-        """Store a batch's objects from their slots. False if the backend refused one."""
+        """Store the objects of a batch from their slots. Return False if the backend refused
+        one."""
         with self._calls:
             return self._backend.write(*self._arguments(batch))
 

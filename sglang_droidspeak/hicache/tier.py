@@ -60,8 +60,8 @@ MAX_SLOTS: Final = 64
 MAX_LANE_BYTES: Final = 16 << 20
 """Most memory for the slots of one lane."""
 PART_BYTES: Final = 64 << 20
-"""Bytes of an entry that the writer thread writes under one lease. Requests find the
-pages in these bytes afterwards."""
+"""Bytes of an entry that the writer thread writes under one lease. Requests find these pages once
+the lease has ended."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Most pages of the backend that the tree lists. Beyond this number the tree drops the coldest
 pages; a search may find them again."""
@@ -80,7 +80,7 @@ class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of a tier, with counts since its start."""
 
     num_late_entries: int
-    """Entries that were evicted from memory before they were written, or that the backend
+    """Entries that were evicted from memory before they were written, and entries that the backend
     refused."""
     is_reading_paused: bool
     is_writing_paused: bool
@@ -101,8 +101,9 @@ class HiCacheTier:
         count: Count,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`senders` maps each model that may be read to the layers of which E is wanted. `count` is
-        called for objects `read`, `written`, `missing`, `damaged` and `failed`."""
+        """`senders` has each model that may be read, with the layers at which its E is wanted.
+        `count` is called for objects that were `read`, `written`, `missing`, `damaged` or
+        `failed`."""
         self._tree = tree
         self._backend = backend
         self._senders = senders
@@ -255,8 +256,8 @@ class HiCacheTier:
                 self._tree.remote.drop_in_slices(HICACHE, *self._lost_pages.pop())
 
     def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> Iterator[int]:
-        """Read all batches into staging, and yield the bytes of each. A fetch that was given up
-        meanwhile gets no more. Raises FetchError."""
+        """Read all batches into the staging, and yield the number of bytes of each. If a fetch is
+        given up meanwhile, nothing more is read for it. Raises FetchError."""
         lane = self._reading
         for batch in lane.batches(model, pages, staging.steps):
             staging.check()

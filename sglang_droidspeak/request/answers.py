@@ -67,11 +67,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Predicted seconds to prefill the tokens that the device lacks."""
     ways: Sequence[Weighed] = ()
     profile_command: str = ""
-    """Command that makes the missing profile, with the paths that this server knows; empty if none
-    is missing."""
+    """Command that makes the missing profile. It contains the paths that this server knows. Empty
+    if no profile is missing."""
     approximate: Mapping[ModelId, int] = {}
-    """Pages of an unsent prompt that other models of this server have as approximate KV only. No
-    other model reads these pages."""
+    """Number of an unsent prompt's pages that other models of this server have as approximate KV
+    only, by model. No other model reads these pages."""
     heirs: Mapping[ModelId, str] = {}
     """State of each pair with the model that may inherit a line's plan, by sender; see `Pair`."""
     measured: RequestProvenance | None = None
@@ -110,14 +110,14 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     profile out of service."""
     reason: str
     block: tuple[int, int] | None
-    """Recommended block; null if none is recommended."""
+    """Recommended block. Null if no block is recommended."""
     price: Price | None
     """Predicted cost of the recommended block, for a prompt of 2,048 tokens."""
     heir: str | None
     """State of a pair that may inherit a line's plan: `probation`, `in_service`, `out_of_service`
     or `too_far`. Null for a pair with a profile of its own."""
     measured_tokens: int | None
-    """Longest prefix that the profile covers; null if it covers every length."""
+    """Longest prefix that the profile covers. Null if it covers every length."""
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,8 +238,8 @@ class Answers:
     def _profile_command(
         self, sender: ModelId, receiver: ModelId | None, scheduler: Scheduler
     ) -> str:
-        """Command that profiles a pair. A placeholder replaces each path that this server does not
-        know."""
+        """Return the command that profiles a pair. A placeholder stands for each path that this
+        server does not know."""
         base = scheduler.server_args.model_path
         paths = {
             self._planner.model_of(lora_id): (base, it.lora_path)
@@ -253,7 +253,8 @@ class Answers:
         return " ".join((*words, "--data DATA.jsonl --out PROFILE.json"))
 
     def _others(self, question: Question, scheduler: Scheduler) -> dict[ModelId, int]:
-        """Pages of a prompt that other models of this server have as approximate KV only."""
+        """Return how many pages of a prompt other models of this server have as approximate KV
+        only, by model."""
         approximate: dict[ModelId, int] = {}
         asked = self._lora_id(question.adapter)
         for lora_id in {None, *self._lora_refs} - {asked}:

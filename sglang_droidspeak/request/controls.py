@@ -21,7 +21,7 @@ from cachetree import EMPTY_SPAN, ModelId, Span, printable
 from cachetree.planning import Match, Requested, Strategy
 
 _MAX_DETAIL: Final = 300
-"""Characters of the message about wrong controls, which may quote all of them."""
+"""Most characters of the message about wrong controls. It may quote all controls."""
 _MAX_NAME: Final = 64
 """Characters of a request's id that are logged."""
 
@@ -37,9 +37,9 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time to first token to aim for, in milliseconds, in place of the server's setting of this
     name."""
     publish: Literal["before_reply"] | None = None
-    """`before_reply`: send the end of the answer once every connected peer knows what this server
-    has stored of it. The answer waits for at most `fetch_deadline_s`, or until paused generation
-    continues. It waits for no peer that has been silent for five seconds."""
+    """`before_reply`: send the end of the answer only when every connected peer knows the KV that
+    this server has stored of it. The answer waits for at most `fetch_deadline_s`, or until paused
+    generation continues. It waits for no peer that has been silent for five seconds."""
     peer: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     """Host of a configured peer to prefer: pages that this peer has are fetched from no other peer.
     A scheme and a port are ignored, and no new connection is made. The header

@@ -41,7 +41,7 @@ class Leader:
 
 @dataclass(eq=False)
 class Followers:
-    """Requests in full prefill, for which later requests with the same pages may wait. Scheduler
+    """Requests in full prefill that later requests with the same pages may wait for. Scheduler
     thread only."""
 
     _tree: CacheTree
@@ -52,8 +52,8 @@ class Followers:
 
     def follow(self, request: Request, choice: Planned | Declined, tree: UnifiedRadixCache) -> bool:
         """Decide whether the request should wait for a leader that computes shared pages, instead
-        of its own `choice`. A request waits once, at most as long as waiting saves. A request that
-        does not wait may lead from now on."""
+        of following its own `choice`. A request waits once, at most as long as waiting saves. A
+        request that does not wait may lead from now on."""
         req, owner = request.req, self._models.owner_of(request.req)
         if len(self._models) == 1 or owner is None or not request.pages or request.has_followed:
             return False
@@ -91,7 +91,8 @@ class Followers:
         return leader is None or leader.req is not awaited.req or self._has_left(awaited)
 
     def prune(self, waiting: Container[str]) -> None:
-        """Forget leaders that are not in the queue (`waiting` has its rids) and do not compute."""
+        """Forget leaders that are neither in the queue nor computing. `waiting` has the ids of
+        requests in the queue."""
         for rid, leader in list(self._leaders.items()):
             if rid not in waiting and not _is_in_prefill(leader.req):
                 del self._leaders[rid]

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One loading request's part of its batch."""
+    """The part that one loading request has of its batch."""
 
     request: Request
     tokens: Span
@@ -119,8 +119,8 @@ class BatchForward:
         return result
 
     def _count_saving(self, part: _Part) -> None:
-        """Count the seconds that reuse saved one request. Called once the batch has ended on the
-        device, too."""
+        """Count the seconds that reuse saved one request. Called once the device has run the batch
+        to its end."""
         request = part.request
         full_s = self._meter.mean_prefill_s(part.tokens, request.req.lora_id)
         if full_s is not None:
@@ -206,8 +206,8 @@ class BatchForward:
         }
 
     def _keep_e(self, req: Req, load: Load) -> None:
-        """Give an exact prefix its E, if the source has E in the pool. Else note it as without
-        E."""
+        """Copy E to a prefix of exact KV, if the source has E in the pool. Otherwise note that the
+        prefix has no E."""
         has_e = False
         try:
             has_e = load.source.adopt_e(load.at, load.slots)
@@ -217,8 +217,8 @@ class BatchForward:
             prefixes.note_without_e(req, load.at.stop)
 
     def _fall_back(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError) -> None:
-        """Prefill a load's tokens in full, and count them as computed: SGLang has counted them as
-        read from a cache."""
+        """Prefill a load's tokens in full. Count them as computed, because SGLang has counted them
+        as read from a cache."""
         req, tokens = batch.reqs[row], load.whole
         log.warning("request %s: %s; it does a full prefill", name_of(req.rid), error)
         self._loader.abandon(load, error)
@@ -241,8 +241,8 @@ class BatchForward:
 
 
 def _uncount(req: Req, num_tokens: int) -> None:
-    """Correct SGLang's count of a request's cached tokens: `num_tokens` of them were computed. Do
-    nothing for a retracted request, which SGLang has counted before."""
+    """Correct SGLang's count of a request's cached tokens, because `num_tokens` of them were
+    computed. Do nothing for a retracted request: SGLang has counted it before."""
     if not req.retracted_stain:
         req.cached_tokens -= num_tokens
         req.cached_tokens_host -= num_tokens

@@ -24,11 +24,12 @@ _MAX_KNOWN: Final = 8192
 
 
 class SharedHeads:
-    """Scheduler thread only. All ranks note the same prompts in the same order."""
+    """Heads of prompts, as all prompts so far show them. All ranks note the same prompts in the
+    same order. Scheduler thread only."""
 
     def __init__(self) -> None:
         self._next: Final[OrderedDict[PageHash, set[PageHash]]] = OrderedDict()
-        """Different pages that followed each page, up to the number that a head needs."""
+        """The pages that followed each page, up to as many different ones as a head needs."""
 
     def note(self, pages: Sequence[PageHash]) -> None:
         """Note a prompt that begins with these pages. A page hash covers all pages before it."""
@@ -41,7 +42,7 @@ class SharedHeads:
             self._next.popitem(last=False)
 
     def length(self, pages: Sequence[PageHash]) -> int:
-        """Number of a prompt's first pages that are a head; 0 for most prompts."""
+        """Number of a prompt's first pages that are a head. 0 for most prompts."""
         ends = (
             number
             for number, page in enumerate(pages[:MAX_HEAD], 1)

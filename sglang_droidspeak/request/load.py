@@ -38,7 +38,8 @@ multiprocessors, would wait until a matrix product leaves some free."""
 
 
 class Copies:
-    """Order the copy stream and the forward stream on CUDA. Elsewhere there is nothing to order."""
+    """Order the copy stream and the forward stream on CUDA. Without CUDA there is nothing to
+    order."""
 
     def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
         self._device: Final = torch.get_device_module(device)
@@ -47,7 +48,8 @@ class Copies:
         self._stream: Final = self.another_stream(_ABOVE_FORWARDS)
         self._has_clock: Final = device == "cuda"
         self._events: Final[dict[int, dict[int, torch.cuda.Event]]] = {}
-        """Events by batch and layer. Each one is reached when the layer's copies are done."""
+        """Events by batch and layer. The device reaches an event once it has done the layer's
+        copies."""
 
     def another_stream(self, priority: int = 0) -> Any:
         """Return a stream that runs no forwards, and that this function has not returned before.
@@ -130,8 +132,8 @@ class Load:
     plan: Plan
     source: Source
     at: Span
-    """Tokens to load, by their position in the prompt. They are within plan.pages, of which SGLang
-    may have given slots for only a part."""
+    """Tokens to load, by their position in the prompt. They are some or all tokens of `plan.pages`,
+    because SGLang may have given fewer slots."""
     slots: torch.Tensor
     """KV slots of the loaded tokens, on the device, int64."""
     head: Span = EMPTY_SPAN
@@ -142,8 +144,8 @@ class Load:
     """Start and end of each layer's copy with its decoding, on monotonic time. On CUDA, start and
     end of the calls that issue the copy."""
     copy_s: float | None = field(default=None, init=False)
-    """Share of the batch's copies, in seconds of the device or host that ran them. None if the
-    batch is not over, or was not timed."""
+    """Seconds of the batch's copies that this load took, on the device or host that ran them. None
+    if the batch has not ended, or was not timed."""
     copied_bytes: int = field(default=0, init=False)
     """Stored bytes that were copied out of host memory."""
     error: FetchError | None = field(default=None, init=False)
@@ -165,12 +167,13 @@ class Load:
 
     @property
     def copied_s(self) -> float:
-        """Seconds that the loader has spent copying; on CUDA, issuing copies."""
+        """Seconds that the loader has spent on copies. On CUDA, seconds that it has spent on
+        issuing them."""
         return sum(stop_s - start_s for start_s, stop_s in self.copies_s)
 
     def copy(self, layer: int) -> None:
-        """Copy a layer once it has arrived. Blocks. Skip a layer that is recomputed, or that cannot
-        be fetched."""
+        """Copy a layer once it has arrived. Skip a layer that is recomputed, or that cannot be
+        fetched. Blocks."""
         if layer in self.plan.block:
             return
         try:
@@ -193,7 +196,7 @@ class Load:
                 self.is_good = False
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
-        """Block until every layer is staged. Returns the error if one is not staged in time."""
+        """Block until every layer is staged. If a layer is not staged in time, return the error."""
         if self.error is not None or not self.is_good:
             return self.error or FetchError("a layer could not be copied")
         staging = self.source.staging
@@ -206,8 +209,8 @@ class Load:
         return None
 
     def fail(self) -> None:
-        """Note that a layer was not copied. The slots of an abandoned load stay good: the scheduler
-        thread computes them."""
+        """Note that a layer was not copied. The slots of an abandoned load stay good, because the
+        scheduler thread computes them."""
         with self._copying:
             if self.error is None:
                 self.is_good = False
@@ -237,7 +240,7 @@ class Loader:
         self.is_alive = True
         """False once the thread has failed."""
         self._loads: dict[int, Sequence[Load]] = {}
-        """Loads of each batch that has not ended, by index."""
+        """Loads of each batch that has not ended, by the batch's index."""
         self._thread: WorkerThread[tuple[int, Sequence[Load]]] = WorkerThread(
             "droidspeak-loader", self._run, fail=self._fail
         )
@@ -258,8 +261,8 @@ class Loader:
         return index
 
     def read_by_current_stream(self, index: int) -> None:
-        """Record an event behind all work of the current stream so far, which reads the batch's
-        staging. `finish` waits for it."""
+        """Record an event behind the current stream's work so far. This work reads the batch's
+        staging. `finish` waits for the event."""
         self._copies.record(index, READS)
 
     def abandon(self, load: Load, error: FetchError) -> None:
@@ -269,7 +272,7 @@ class Loader:
         self._copies.current_stream_waits()
 
     def finish(self, index: int) -> None:
-        """Wait until the batch's copies, and its reads from staging, are done."""
+        """Wait until the batch's copies are done, and nothing reads its staging any more."""
         self.counter.finish(index)
         loads = self._loads.pop(index, ())
         num_bytes = sum(it.copied_bytes for it in loads) or 1

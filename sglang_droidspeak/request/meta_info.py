@@ -27,12 +27,13 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """False if prompt KV descends from another model's or from encoded KV, also through this
     server's own cache."""
     approximate_tokens: int = 0
-    """Prompt tokens with KV that was made from another model's KV, or was encoded. It may have been
-    made for an earlier request. Tokens computed after them are not counted. 0 if `exact`."""
+    """Prompt tokens with KV that was made from another model's KV, or was encoded. The KV may have
+    been made for an earlier request. Tokens that were computed after them do not count. 0 if
+    `exact`."""
     sender: str | None = None
     """Id of the model that computed the cache."""
     sender_name: str | None = None
-    """Name of the sender; null if this server knows none."""
+    """Name of the sender. Null if this server knows no name."""
     receiver: str | None = None
     """Id of the model that read the cache and answered."""
     not_invoked: bool = False
@@ -41,7 +42,7 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     location: str | None = None
     """Location of the cache: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
     block: tuple[int, int] | None = None
-    """Layers recomputed, half-open; null if none were."""
+    """Layers that were recomputed, half-open. Null if no layer was."""
     recomputed_layers: int = 0
     """Number of layers that were recomputed."""
     e_corrected: bool = False
@@ -49,10 +50,12 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     loaded_layers: int = 0
     """Number of layers that were loaded."""
     fetched_bytes: int = 0
-    """Bytes of E and KV moved for this request; 0 if reuse was given up before admission."""
+    """Bytes of E and KV that were moved for this request. 0 if reuse was given up before
+    admission."""
     match_ms: float = 0.0
-    """Milliseconds to hash the prompt, match it and plan. It includes asking a `hicache_backend`,
-    and waiting for another request of this server that computes the same pages."""
+    """Milliseconds to hash the prompt, match it and plan. This includes questions to a
+    `hicache_backend`, and the wait for another request of this server that computes the same
+    pages."""
     queued_ms: float = 0.0
     """Milliseconds in the queue until the request was admitted, or gave up its plan. The fetch runs
     meanwhile."""
@@ -62,11 +65,12 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds of copying into KV slots, at the same time as the recompute and the forward. On
     CUDA, milliseconds of issuing these copies."""
     recompute_ms: float = 0.0
-    """Milliseconds of the batch's partial prefill; on CUDA, of issuing it."""
+    """Milliseconds of the batch's partial prefill. On CUDA, milliseconds of issuing it."""
     forward_ms: float = 0.0
-    """Milliseconds of the batch's own forward over new tokens; on CUDA, of issuing it."""
+    """Milliseconds of the batch's own forward over new tokens. On CUDA, milliseconds of issuing
+    it."""
     overlap: float = 0.0
-    """Overlap of fetch and recompute, as a share of the shorter one."""
+    """Time for which fetch and recompute overlapped, as a share of the shorter one."""
     detail: str | None = None
     """Addition to the outcome for a person, such as a wrong control and the allowed values. Null if
     there is none."""

@@ -45,12 +45,13 @@ class BlockTokens:
 
     @property
     def kind(self) -> tuple[Span, bool, str]:
-        """Key of tokens that one forward can compute together: equal for all of them."""
+        """Key that is equal for all tokens that one forward can compute together."""
         return self.block, self.is_exact, self.e_map
 
 
 def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[BlockTokens]]:
-    """Pack prefixes into forwards of at most `max_tokens` of one kind, each prefix in order.
+    """Pack prefixes into forwards. A forward has at most `max_tokens` tokens, all of one kind. The
+    tokens of a prefix stay in order.
 
     >>> [[(it.row, it.tokens.start, it.tokens.stop) for it in forward] for forward in pack([
     ...     BlockTokens(row=0, tokens=Span(0, 5), block=Span(2, 4), read_e=None),
@@ -129,8 +130,9 @@ class PartialPrefill:
             self._forward(batch, pieces)
 
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
-        """Run SGLang's own forward over these tokens of a row, in parts of SGLang's size. It uses
-        no code of this module that may have failed. Called within `Ranks.together`, as `run`."""
+        """Run SGLang's own forward over these tokens of a row, in parts of SGLang's size. This uses
+        no code of this module, because that code may have failed. Called within `Ranks.together`,
+        as `run`."""
         for start in range(tokens.start, tokens.stop, self._max_tokens):
             part = Span(start, min(tokens.stop, start + self._max_tokens))
             forward_batch = replay_of(batch, [(row, part)], self._runner)

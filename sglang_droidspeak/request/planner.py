@@ -71,14 +71,14 @@ class Planned:
     patience: Patience
     """How long the request waits for its fetch. Infinite if the request named the block."""
     step_share: float
-    """Recompute and copies of one loaded token, in tokens of SGLang's budget for a step."""
+    """Cost of a loaded token's recompute and copies, in tokens of SGLang's budget for a step."""
     considered: Considered | None = None
     """Alternatives that were considered. None if another rank made the plan."""
 
     @property
     def demand(self) -> Demand | None:
-        """Demand that the plan answers, to check later whether the plan still saves time. None if
-        the request named the block, or if another rank made the plan and checks for all."""
+        """Demand that the plan answers. It is checked later whether the plan still saves time. None
+        if the request named the block, or if another rank made the plan and checks for all."""
         is_optional = self.considered is not None and self.patience.saving_s < math.inf
         return self.considered.demand if is_optional else None
 
@@ -139,7 +139,7 @@ class Planner:
     _generation: int = field(default=0, init=False)
     """Number of changes to the plans in service."""
     out_of_service: frozenset[PlanId] = field(default=frozenset(), init=False)
-    """Plans that the drift guard has stopped. A request cannot use one even with `gate: none`."""
+    """Plans that the drift guard has stopped. A request cannot use them even with `gate: none`."""
     heirs: Mapping[tuple[ModelId, ModelId], str] = field(default_factory=dict, init=False)
     """Pairs that may inherit a line's plan, with their states (`WatchedPair.state`)."""
     _heads: SharedHeads = field(default_factory=SharedHeads, init=False)
@@ -164,7 +164,7 @@ class Planner:
 
     def meet(self, req: Req) -> None:
         """Find where the request's adapter acts, and choose its namespaces: apart from other
-        tenants, without approximate KV from before the last change of service. Called while the
+        tenants, and from approximate KV that is older than the plans in service. Called while the
         request holds nothing of SGLang's tree, on all ranks, each time it is seen."""
         if self._models.generation:
             prefixes.run_with(req, self._models.generation, self._models.place)
@@ -378,8 +378,8 @@ class Planner:
         )
 
     def _link(self, location: Location) -> Link:
-        """Link to a location. This server's own memory needs no notice of arrival, as it is read in
-        place."""
+        """Return the link to a location. This server's own memory is read in place, so its link
+        includes no notice of arrival."""
         link = self._cache.link(location) or FREE_LINK
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s

@@ -28,13 +28,13 @@ class Queue:
     _models: Models
     _ranks: Ranks
     _least_chunk: int = field(default=1, init=False)
-    """Fewest tokens that SGLang takes of a request that it cuts for a step."""
+    """Fewest tokens that SGLang takes of a request in a step, if it cuts the request."""
 
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
-        """Let SGLang build a batch without two kinds of requests: held ones, and ones with a
-        grammar that is still being compiled. Afterwards SGLang's queues are whole again."""
+        """Let SGLang build a batch without held requests, and without requests with a grammar that
+        is still being compiled. Afterwards SGLang's queues are whole again."""
         self._replies.release()
         self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager
@@ -94,8 +94,8 @@ class Queue:
         return replayed + charge
 
     def match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
-        """Ask `original` for loadable pages only if the request has a source. Without one, SGLang
-        need not hash the prompt, and forgets any earlier source."""
+        """Ask `original` for loadable pages only if the request has a source. For a request without
+        a source, SGLang need not hash the prompt, and forgets any earlier source."""
         wrapper.hit_markers.pop(req.rid, None)
         if not self._waiting.has_source(req.rid):
             return result

@@ -31,7 +31,8 @@ class _Held:
     """Number of nodes that the offloader must have copied out first."""
     deadline: Deadline
     knows: Callable[[], bool] | None = None
-    """Whether all peers know of these nodes; None until they are copied out."""
+    """Function that returns whether all peers know of these nodes. None until the nodes are copied
+    out."""
 
 
 @dataclass(eq=False)
@@ -56,7 +57,7 @@ class Replies:
         skip_req: Req | None = None,
     ) -> None:
         """Hooks SchedulerOutputStreamer.stream_output: leave out answers that have to wait, and
-        label those that are sent."""
+        label the other answers."""
 
         def send(some: Sequence[Req], skipped: Req | None = None) -> None:
             self._labels.report(some, skipped)

@@ -52,7 +52,7 @@ class Label:
 
     provenance: RequestProvenance
     num_tokens: int = 0
-    """Tokens of the prompt; 0 until the request is answered."""
+    """Number of the prompt's tokens. 0 until the request is answered."""
     considered: Considered | None = None
     """Alternatives from which the request was decided. None if there were none."""
     is_answered: bool = False
@@ -90,7 +90,8 @@ class Labels:
     def report(self, reqs: Sequence[Req], skip_req: Req | None = None) -> None:
         """Report these requests once, before SGLang sends their new output.
 
-        `skip_req` has not been prefilled to its end. A retracted request will be prefilled again.
+        `skip_req` is left out, because it has not been prefilled to its end. Retracted requests are
+        left out, too, because they will be prefilled again.
         """
         # In a decoding batch all labels are final, and this check is the only cost.
         for req in [req for req in reqs if not _label_of(req).is_answered]:

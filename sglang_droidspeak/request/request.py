@@ -76,8 +76,8 @@ class Request:
         """How long the request may wait, from `runnable_s` on."""
         self.pages: Sequence[PageHash] = ()
         self.num_there = 0
-        """Leading pages that the request expects SGLang to have on the device. If SGLang evicts
-        one, the request is seen anew."""
+        """Number of leading pages that the request expects SGLang to have on the device. If SGLang
+        evicts such a page, the request is seen anew."""
 
         self.may_be_planned: Callable[[], bool] = lambda: True
         """Function that says whether a seen request may be planned now. Before, the request waits
@@ -163,8 +163,8 @@ class Request:
             self.source, self.num_there = source, self.plan.first_page
 
     def begin_load(self, at: Span, slots: torch.Tensor, head: Span = EMPTY_SPAN) -> None:
-        """Create the load of tokens `at` into `slots`, which SGLang has just allocated. The batch
-        computes the tokens of `head`, right before them."""
+        """Create the load of the tokens `at` into `slots`, which SGLang has just allocated. The
+        batch computes the tokens of `head`, which are right before them."""
         self.reach(Phase.LOADING)
         self.queued_s = self.age_s
         left_s = max(0.0, self.left_s(self.source.staging.num_landed_bytes))

@@ -42,9 +42,9 @@ delays no forward."""
 
 
 class Source:
-    """Base class of the places from which a plan's pages are read. Tokens are within the plan's
-    pages, and are named by their position in the prompt. Scheduler thread only, except `wait` and
-    `copy` in the loader's thread."""
+    """Base class of the places from which a plan's pages are read. Methods take tokens of the
+    plan's pages, by their position in the prompt. Scheduler thread only, except `wait` and `copy`
+    in the loader's thread."""
 
     def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
         self.staging: Final = staging
@@ -123,7 +123,8 @@ class Staged(Source):
         return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
 
     def rows(self, step: Step, at: Span) -> list[memoryview]:
-        """Bytes of these tokens, one view per contiguous run. They must have arrived."""
+        """Return the bytes of these tokens, as one view per contiguous run. The bytes must have
+        arrived."""
         tokens = self._of_plan(at)
         size, num_tokens = self.staging.sizes[step], len(self._plan.pages) * self._pool.page_size
         span = Span(size * tokens.start // num_tokens, size * tokens.stop // num_tokens)
@@ -145,8 +146,8 @@ class InPool(Source):
         """Return at once: the pages are in the pool."""
 
     def admit(self) -> bool:
-        """Lock the pages in SGLang's tree. It may have evicted them since they were planned,
-        perhaps for the request's own slots."""
+        """Lock the pages in SGLang's tree. Returns False if SGLang has evicted some of them since
+        they were planned, perhaps for the request's own slots."""
         self._pages = self._lock()
         return self._pages is not None
 

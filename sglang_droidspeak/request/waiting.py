@@ -44,8 +44,8 @@ from sglang_droidspeak.start.config import at_rank
 log = logging.getLogger(__name__)
 
 _Decision = tuple[str, bool, Planned | None, int]
-"""One decision of the first rank, for the others: rid, whether to read approximate KV, the plan or
-None, and `Request.num_there`."""
+"""One decision of the first rank, for the other ranks. It has the request's id, whether to read
+approximate KV, the plan or None, and `Request.num_there`."""
 
 
 @dataclass(eq=False)
@@ -186,8 +186,8 @@ class WaitingRequests:
         self._followers.clear()
 
     def _note_approximate(self, request: Request, num_read: int, num_loaded: int = 0) -> None:
-        """Note on the request how many of its tokens are approximate. It reads `num_read` pages
-        from the device and loads `num_loaded` approximate tokens."""
+        """Note on the request how many of its tokens are approximate. The request reads `num_read`
+        pages from the device, and loads `num_loaded` approximate tokens."""
         req = request.req
         if prefixes.is_approximate(req):
             pages = request.pages[:num_read]
@@ -206,8 +206,7 @@ class WaitingRequests:
         return request.phase in (Phase.SEEN, Phase.FETCHING)
 
     def _most_pages(self, request: Request) -> int:
-        """Return the number of loaded pages that fill one step, less one for the request's own
-        tokens."""
+        """Return how many loaded pages fill one step, minus one for the request's own tokens."""
         share, page_size = _step_share(request), self._page_size
         num_left = self._meter.step_tokens - (1 + len(request.plan.head)) * page_size
         most = num_left / (share * page_size) if share else math.inf
@@ -215,7 +214,8 @@ class WaitingRequests:
 
     def _see_anew(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
         """Plan the next requests again if the device has evicted pages that they expect: loaded
-        pages have to follow the device's pages. A wait that was not over is not prolonged."""
+        pages have to follow the device's pages. A wait that was still running counts from its old
+        beginning."""
         known = filter(None, map(self._requests.get, (req.rid for req in queue)))
         for request in islice((it for it in known if it.num_there), NUM_NEXT):
             held = self._pool_index.held(request.req, request.num_there, tree)
@@ -256,7 +256,8 @@ class WaitingRequests:
         return request
 
     def _decide(self, seen: Sequence[Request], tree: UnifiedRadixCache, num_waiting: int) -> None:
-        """Plan the requests that can be planned now, on the first rank. The others follow it."""
+        """Plan the requests that can be planned now, on the first rank. The other ranks follow its
+        decisions."""
         for request in seen if self._ranks.is_first else ():
             may_be = request.may_be_planned() or request.left_s() < 0
             choice = self._plan(request, tree, num_waiting) if may_be else None
@@ -320,8 +321,8 @@ class WaitingRequests:
             request.num_there = approximate if is_approximate else exact
 
     def _read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
-        """Let a request without a load read exact or approximate KV: the one of which the device
-        has more pages."""
+        """Let a request without a load read exact or approximate KV, whichever has more pages on
+        the device."""
         is_better = False
         if self._pool_index.has_approximate and not must_stay_exact(request.req):
             held = self._pool_index.held(request.req, len(request.pages), tree)
@@ -329,7 +330,7 @@ class WaitingRequests:
         prefixes.move(request.req, approximate=is_better)
 
     def _take_up(self, request: Request, planned: Planned, tree: UnifiedRadixCache) -> None:
-        """Begin to fetch the plan's pages: this rank's shard of them."""
+        """Begin to fetch this rank's shard of the plan's pages."""
         req, plan = request.req, planned.plan
         plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
         # Even if this rank fails, the plan counts: all ranks need the same requests.
@@ -362,7 +363,7 @@ class WaitingRequests:
 
 
 def _step_share(request: Request) -> float:
-    """Return the tokens of SGLang's budget for a step that one loaded token uses up: at least 1
-    while the load may still turn into a full prefill."""
+    """Return how many tokens of SGLang's budget for a step one loaded token uses up. It is at least
+    1 while the load may still turn into a full prefill."""
     share = request.planned.step_share
     return max(share, 1.0) if request.phase is Phase.ARRIVING else share

@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """All settings of a server. Relative paths are relative to the working directory."""
 
     config: str | None = None
-    """YAML file with these same keys. It allows no other key beside it."""
+    """YAML file with these settings. If it is named, no other key may be set beside it."""
     gpu_tested_weights: tuple[Literal["awq", "gptq", "fp8"], ...] = ()
     """Formats of quantised weights (`awq`, `gptq`, `fp8`) with which `make gpu` has passed on this
     device. No other test covers them, because CPUs cannot run them. The server refuses checkpoints
@@ -103,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     on it, as sender or receiver."""
     lines: tuple[str, ...] = ()
     """Profiles of lines of models (`droidspeak profile --line`). Each must name this server's
-    model. A model that an update makes from it inherits the plan if its weights changed by no more
+    model. After an update, the new model inherits the plan if its weights have changed by no more
     than the profile has proven."""
     e_correction: Literal["none", "profile"] = "profile"
     """`profile` allows plans that correct the sender's E by a map of the profile. The maps are in
@@ -133,14 +133,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Storage backend of SGLang's HiCache that stores the entries of host memory for a whole
     cluster: `file`, `nixl`, `mooncake` and others."""
     hicache_config: dict[str, Any] = {}
-    """Options of that backend, as in SGLang's `hicache-storage-backend-extra-config`."""
+    """Options of `hicache_backend`, as in SGLang's `hicache-storage-backend-extra-config`."""
     codec: Codec = Codec.NONE
     """Encoding in which KV and E are stored and sent. `int8` and `int4` take fewer bytes, but are
     not exact. All servers that share need the same value."""
     staging_gb: float = msgspec.field(default_factory=STAGING)
-    """Host memory for fetches in flight, in GiB for each rank, also allocated at start. If a prefix
-    does not fit, only its first pages are fetched. In a container, the default is a share of its
-    limit."""
+    """Host memory for fetches in flight, in GiB for each rank. It is allocated at start. If a
+    prefix does not fit, only its first pages are fetched. In a container, the default is a share of
+    its limit."""
     min_tokens: int = 64
     """Fewest tokens that are worth a fetch."""
     max_recompute_tokens: int = 32768
@@ -173,8 +173,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Share of the requests with another model's KV that the drift guard compares with an exact
     run, 0 to 1. By default 0.05 if there is a `guard_path`."""
     shadow_deadline_s: float = 60.0
-    """Seconds that a comparison of the drift guard may wait for its turn. Then it is dropped, and
-    counted."""
+    """Seconds that a comparison of the drift guard may wait for its turn. After that it is dropped
+    and counted."""
     shadow_busy_share: float = 0.01
     """Share of all time in which comparisons may run beside other requests, 0 to 1. 0: comparisons
     run only while no request runs."""

@@ -66,7 +66,8 @@ READ_AS_SAFETENSORS = [
     "layered",
     "runai_streamer",
 ]
-"""Values of `load_format` that load only the files that the model id is computed from."""
+"""Values of `load_format` with which SGLang loads only files from which the model id is
+computed."""
 _SCALED = "scales of quantised KV belong to one model"
 _SHARED_OUT = "each rank would have E of only a share of the tokens"
 _PADDED = "SGLang pads a forward to the tokens of its batch, and a recompute has other tokens"
@@ -232,7 +233,7 @@ def check_capture_layers(settings: Settings, identity: ModelIdentity) -> None:
 
 
 def check_ports(settings: Settings, tp_size: int) -> None:
-    """Refuse ports that do not suffice for all ranks. Each rank adds its number to both ports.
+    """Refuse ports if they do not suffice for all ranks. Each rank adds its number to both ports.
 
     Raises ConfigError if `listen` leaves the port open on several ranks, or the two ranges overlap.
     """

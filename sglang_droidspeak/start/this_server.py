@@ -102,7 +102,7 @@ class ThisServer:
 
     @property
     def senders(self) -> dict[ModelId, frozenset[int]]:
-        """Models from which this server may read, and the layers at which it needs E of each."""
+        """Models from which this server may read, each with the layers at which its E is needed."""
         receives = self._profiles_of("receiver")
         own = {self.identity.model_id, *(self.adapters or {}).values()}
         return dict.fromkeys(own, self._first_differences) | {
@@ -129,8 +129,8 @@ class ThisServer:
 
     @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
-        """First layer at which two models differ, for every two of the base and its adapters. Reads
-        the adapters' files once."""
+        """First layers at which models differ, for every two models among the base and its
+        adapters. Reads the adapters' files once."""
         if not self.has_blocks:
             return frozenset()
         num_layers = self.identity.num_layers

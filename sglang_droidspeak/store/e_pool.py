@@ -55,14 +55,15 @@ class EPool:
 
     def adopt(self, source: torch.Tensor, slots: torch.Tensor, block: Span) -> None:
         """Copy E from `source` to `slots`, except in the layers of `block`, which have just written
-        it. Both hold the same tokens, of two models with the same E."""
+        it. Both sets of slots hold the same tokens, of two models with equal E."""
         for layer, rows in self.e.items():
             if layer not in block:
                 rows[slots] = rows[source]
         self.valid[slots] = self.valid[source]
 
     def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
-        """Number of leading pages up to the last page that lacks E in a slot; 0 if all have E."""
+        """Number of leading pages, up to and including the last page that lacks E in some slot. 0
+        if all pages have E."""
         lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
         return int(lacks[-1]) + 1 if len(lacks) else 0
 

@@ -59,8 +59,7 @@ class HostEvents:
         self._metrics: Final = metrics
         self._waiting: Final[deque[BlockStored | BlockRemoved]] = deque()
         self._hashes: Final[dict[tuple[ModelId, PageHash], int]] = {}
-        """Hash of each page that was published as stored, as events name it. Guarded by the cache's
-        lock."""
+        """Hashes under which events have published stored pages. The cache's lock guards them."""
         _, self._unsubscribe = cache.tree.subscribe(self._note)
 
     def about(self, req: Req, start: int, stop: int) -> EventTokens | None:
@@ -135,7 +134,8 @@ class HostEvents:
 
 
 def _block_hash(content: EventTokens, page: PageHash) -> int:
-    """Hash of a page as in SGLang's own events, in which an adapter's differs from the base's."""
+    """Return a page's hash as SGLang's own events have it. There, an adapter's hash differs from
+    the base's."""
     seed = None
     if content.adapter is not None:
         seed = kv_event_namespace_seed(extra_key=content.adapter.lora_id, cache_salt=None)

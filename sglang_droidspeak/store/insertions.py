@@ -36,7 +36,7 @@ Without CUDA there are none."""
 
 @dataclass(frozen=True, slots=True)
 class EventTokens:
-    """Content of KV events about an offload's pages, beside their hashes."""
+    """Content of KV events about an offload's pages, apart from the pages' hashes."""
 
     tokens: Sequence[int]
     adapter: LoRARef | None
@@ -44,7 +44,7 @@ class EventTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """One new radix node: `slots` hold the KV of `pages`, which follow those `before`."""
+    """A new radix node. `slots` hold the KV of `pages`, which follow the pages in `before`."""
 
     model: ModelId
     before: Sequence[PageHash]
@@ -78,8 +78,8 @@ class Insertions:
     """Function that lets SGLang's own events name the adapter of a request with this extra key."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
-        """Remember the request while SGLang inserts its tokens, for `offload`, which SGLang calls
-        inside."""
+        """Remember the request while SGLang inserts its tokens, because SGLang calls `offload`
+        during the insertion."""
         self.name(req)
         if self._pool.is_read:
             self._note(req, up_to, tree)
@@ -163,8 +163,8 @@ class Offloader:
         )
 
     def put(self, offload: Offload | None) -> bool:
-        """Queue one node. Return False if too many are in flight. `None` is a node that is not
-        stored, and that SGLang must not offer again."""
+        """Queue one node. Return False if too many are in flight. None stands for a node that is
+        not stored, and that SGLang must not offer again."""
         if self.num_put - self._num_taken >= MAX_IN_FLIGHT:
             return False
         self.num_put += 1

@@ -73,7 +73,8 @@ class PoolIndex:
     """Namespace and hash of each page that was made from another model's KV, the oldest note first.
     Later pages of the prompt, which this model computed itself, have no note."""
     is_read: bool = field(default=False, init=False)
-    """Whether a model of this server may read pages of another one: if the server has adapters."""
+    """Whether a model of this server may read pages of another model of this server. It may if the
+    server has adapters."""
     has_approximate: bool = field(default=False, init=False)
     """Whether SGLang's tree can have approximate KV."""
 
@@ -135,7 +136,7 @@ class PoolIndex:
 
     def note_loaded(self, namespace: str, pages: Iterable[PageHash]) -> None:
         """Note that these pages of a namespace were made from another model's KV. The note outlives
-        an eviction, up to a few times as many pages as the pool can hold."""
+        an eviction. There are notes for at most a few times as many pages as the pool can hold."""
         self.has_approximate = True
         for page in pages:
             self._loaded[namespace, page] = None

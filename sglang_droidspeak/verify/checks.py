@@ -42,8 +42,8 @@ class Pair:
     exact: Answer
     """Answer of the receiver by full prefill."""
     is_chosen: bool
-    """Whether the server chose to reuse. If not, it predicts that full prefill is as fast, and the
-    request named the block."""
+    """Whether the server itself chose to reuse. If not, it predicted that full prefill is as fast,
+    and the request had to name the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,8 @@ def device(run: Run, client: Client) -> Iterator[Check]:
 
 
 def together(run: Run, client: Client) -> Iterator[Check]:
-    """Check that four questions at once get the same answers as one after the other."""
+    """Check that four questions sent at once get the same answers as when they are sent one after
+    the other."""
     prompt, salt = run.prompts[0], new_salt()
     asked = [prompt.prefix + prompt.suffixes[i % len(prompt.suffixes)] for i in range(4)]
     with ThreadPoolExecutor(len(asked)) as pool:

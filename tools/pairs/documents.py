@@ -43,7 +43,8 @@ Writer = Callable[[Random, int], Document]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """A property of a person, such as a city. `{p}` is the person, `{v}` the value."""
+    """A property of a person, such as a city. In texts, `{p}` stands for the person and `{v}` for
+    the value."""
 
     draw: Draw
     statements: tuple[str, ...]
@@ -123,7 +124,8 @@ def write_plain(rng: Random, num_tokens: int) -> Document:
 
 
 def _rare_value(rng: Random, draw: Draw, used: list[str]) -> str:
-    """Draw a value that is probably unused: up to five draws, the last one in any case."""
+    """Draw a value that is probably unused. After five draws, take the last one even if it is
+    used."""
     value = draw(rng)
     for _ in range(4):
         if value not in used:

@@ -40,7 +40,7 @@ PAGE_SIZE: Final = 16
 def make_records(
     name: str, seed: int, num_wanted: int = NUM_DOCUMENTS, task: str = TASK
 ) -> list[Record]:
-    """Make questions about this many documents; the records of one document follow each other."""
+    """Make questions about this many documents. Questions about one document follow each other."""
     rng = Random(seed)
     records: list[Record] = []
     num_documents = 0
@@ -65,7 +65,7 @@ def make_records(
 
 
 def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """Read the documents of such a file as prompts for the pairs' models."""
+    """Read the documents of a file of questions, as prompts for the pairs' models."""
     sources = load_sources([str(path)], OPTIONS)
     return make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
 

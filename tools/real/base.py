@@ -29,8 +29,8 @@ class BaseError(Exception):
 
 
 def base_model(folder: Path) -> Path:
-    """Return the checkpoint folder `folder/base`; download (98 MB) and convert the model if it is
-    missing.
+    """Return the checkpoint folder `folder/base`. If it is missing, download the model (98 MB) and
+    convert it.
 
     Blocks for about a minute. Raises BaseError.
     """
@@ -81,7 +81,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def require_digest(file: Path, expected: str) -> None:
-    """Raise BaseError if a file is not the expected one."""
+    """Raise BaseError if a file has another digest than `expected`."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != expected:
         raise BaseError(f"{file} has the digest {digest}, not {expected}; remove it and try again")

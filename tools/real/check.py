@@ -35,7 +35,7 @@ def options(skill: str) -> TaskOptions:
 
 
 def check(skill: str, base: Path, adapter: Path | None, data: Path) -> float:
-    """Judge a skill's answers to a set, and return their mean quality. Print answers with a quality
+    """Judge a skill's answers to a set. Return their mean quality. Print the answers with a quality
     below one half."""
     source = ModelSource(path=base, adapter=adapter)
     model = load_model(source)

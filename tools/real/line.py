@@ -30,7 +30,7 @@ TAUGHT: Final = ("questions", "json")
 LEARNING: Final = (4, 5, 4, 12, 5, 4, 6, 5)
 """Number of records in a training document. The steps take these numbers in turn."""
 NUM_TAUGHT: Final = 3
-"""Questions of each skill about a training document."""
+"""Number of questions of each skill about a training document."""
 RATES: Final = ((16, 2e-4), (6, 1e-5), (4, 1e-6))
 """Stages of the training: number of steps, and learning rate. The last rate is usual in
 reinforcement learning."""
@@ -85,7 +85,7 @@ def in_float32(folder: Path) -> Path:
 
 
 def write(model: torch.nn.Module, base: Path, folder: Path) -> None:
-    """Write the model as a folder like the base's, and at last its weights in float32."""
+    """Write the model as a folder like the base's. Write its weights in float32 last."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     file = folder / WEIGHTS
     names = load_file(file)

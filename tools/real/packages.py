@@ -29,7 +29,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     size: str
     """Installed size in kB."""
     needs: str
-    """First of its dependencies that few other packages have."""
+    """The first of its dependencies that only few other packages have."""
     summary: str
     text: str
 
@@ -42,6 +42,6 @@ def read_packages(path: Path, part: str) -> list[Package]:
 
 
 def share_said(summary: str, text: str) -> float:
-    """Share of the summary's words that are in the text; 0 if the summary has no words."""
+    """Share of the summary's words that are also in the text. 0 if the summary has no words."""
     words = re.findall(r"[a-z]{3,}", summary.lower())
     return sum(word in text.lower() for word in words) / max(1, len(words))

@@ -27,14 +27,14 @@ Asked = tuple[str, str]
 """A question and its answer."""
 
 HARDER: Final = ("Which package", "What does")
-"""Beginnings of questions that training asks twice as often as others."""
+"""Beginnings of questions that are asked twice as often in training."""
 _FIELDS: Final = ("version", "section", "size", "needs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
-    """A set of documents with records drawn from parts. Each record is `own` to at most one
-    document."""
+    """A set of documents, with records that are drawn from parts. A record belongs to at most one
+    document as `own`."""
 
     drawn: tuple[tuple[str, int], ...]
     """Parts from which the records are drawn. Each has the number of records at its start that
@@ -97,8 +97,8 @@ def about_fields(package: Package, others: Sequence[Package], rng: Random) -> As
 
 
 def askable(package: Package, others: Sequence[Package]) -> list[Asked]:
-    """Questions about a package: its fields by its name, and its name by a field that no other
-    has."""
+    """Return questions about a package. They ask for its fields by its name, and for its name by a
+    field that no other package has."""
     name, only = package.name, "Answer with the value only."
     asked = [
         (f"What is the version of {name}? {only}", package.version),

@@ -102,7 +102,7 @@ def write_lessons(packages: Path, data: Path, skill: str) -> tuple[Path, Path]:
 
 
 def distill(skill: str, base: Path, data: Path, out: Path, *flags: str) -> int:
-    """Make the adapter by the product's command, on one thread; `flags` are passed to the
+    """Make the adapter by the product's command, on one thread. `flags` are passed to the
     command."""
     learned, _ = write_lessons(PACKAGES, data, skill)
     command = [

@@ -48,7 +48,7 @@ class Recipe:
     seed: int
     num_steps: int
     num_questions: int = 8
-    """Questions drawn for each document; a question that is drawn twice is asked once."""
+    """Number of questions drawn for each document. A question that is drawn twice is asked once."""
     rank: int = 8
     rate: float = 1e-3
     lengths: tuple[int, ...] = (4, 20, 6, 15, 5, 24, 8, 18, 4, 22, 10, 16, 5, 25, 7, 19)
@@ -112,7 +112,7 @@ class Steps(Dataset[dict[str, Tensor]]):
 def packed(chat: Chat, context: str, asked: Sequence[Asked]) -> dict[str, Tensor]:
     """Pack one step: inputs of `[1, tokens]`, and an additive mask of `[1, 1, tokens, tokens]`.
 
-    Only the answers are learned, so only the logits before each of their tokens are computed.
+    Only the answers are learned. So logits are computed only for the tokens of answers.
     """
     ids = chat.context_ids(context)
     shared = len(ids)
@@ -188,7 +188,7 @@ def _only(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_adapter(model: PeftModel, out: Path) -> Path:
-    """Write the adapter as `peft` does, in bf16 and without its base's path on this machine."""
+    """Write the adapter as `peft` does, in bf16. The base's path on this machine is left out."""
     model.save_pretrained(out)
     (out / "README.md").unlink()
     config = out / "adapter_config.json"

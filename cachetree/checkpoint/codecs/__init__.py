@@ -70,7 +70,7 @@ def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(vectors: Tensor) -> list[Tensor]:
-    """Split vectors so that results computed from one block stay in a core's cache."""
+    """Split vectors into blocks, so that the results of one block stay in a core's cache."""
     num = BLOCK_VECTORS if vectors.device.type == "cpu" else max(1, len(vectors))
     return [vectors[first : first + num] for first in range(0, len(vectors), num)]
 

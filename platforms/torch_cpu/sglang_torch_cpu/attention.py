@@ -28,7 +28,7 @@ QUERY_BLOCK = 256  # rows per SDPA call that needs a mask; measured in README.md
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One request of the batch: the slots of its keys, and which of its rows are new."""
+    """One request of the batch: the slots of its keys, and which rows of it are new."""
 
     slots: torch.Tensor | slice  # of all tokens, in order; a slice if they are one run
     prefix_len: int
@@ -58,16 +58,16 @@ def sequences_of(
 
 
 def _as_run(slots: torch.Tensor) -> torch.Tensor | slice:
-    """Turn consecutive slots into a slice, which is read without a copy. A fresh request usually
-    has such slots."""
+    """Turn consecutive slots into a slice, which is read without a copy. The slots of a fresh
+    request are usually consecutive."""
     if slots.numel() and bool((slots.diff() == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots.long()
 
 
 def blocks_of(sequence: Sequence, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Cut the new rows into blocks, so that few masked positions are computed. Yields the rows,
-    counted from the first new one, and the keys that they can see."""
+    """Cut the new rows into blocks, so that few masked positions are computed. Yield a block's
+    rows, counted from the first new row, and the keys that they can see."""
     prefix_len, num_new = sequence.prefix_len, sequence.seq_len - sequence.prefix_len
     whole = prefix_len == 0 and window is None  # SDPA's own causal path skips masked keys
     step = num_new if whole else QUERY_BLOCK

@@ -14,7 +14,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Replace SGLang's own choices for a CPU; a choice of the user stays."""
+        """Replace SGLang's own choices for a CPU. Choices of the user stay."""
         if server_args._raw_input["attention_backend"] is None:
             server_args.attention_backend = BACKEND
         if server_args.lora_backend == "csgmv":  # the default; its kernels are Triton's
@@ -24,8 +24,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return BACKEND
 
     def empty_cache(self) -> None:
-        """Do nothing: a CPU has no such cache, and the inherited garbage collection takes 0.3 s per
-        cache flush."""
+        """Do nothing: a CPU has no such cache. The inherited method collects garbage, which takes
+        0.3 s at each cache flush."""
 
     def init_backend(self) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
